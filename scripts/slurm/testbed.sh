@@ -1,0 +1,286 @@
+#!/usr/bin/env bash
+# A real Slurm cluster of virtual hosts on this one machine, to try the kit and to test it.
+#
+#   testbed.sh install              install the packages it needs (Debian, Ubuntu; root)
+#   testbed.sh up [NODES] [GPUS]    boot it (default: 2 hosts of 4 GPUs each); prints the line for your shell:
+#                                   eval "$(scripts/slurm/testbed.sh up 2 4)"; sinfo; sbatch ...
+#   testbed.sh down                 stop it and remove every trace
+#   testbed.sh status               what is up, and Slurm's own view of it
+#   testbed.sh crash NODE           a host dies: every process on it, at once
+#   testbed.sh revive NODE          boot that host again
+#   testbed.sh cut NODE             unplug the host's fast network (ib0)
+#   testbed.sh join NODE            plug it in again
+#   testbed.sh bytes NODE IFACE     bytes that the host has received over em4 or ib0: which network was used
+#   testbed.sh exec NODE COMMAND    run a command on that host
+#
+# Each host has its own processes, hostname, /etc/hosts, /sys/class/net, management NIC (em4, 10.77.ID.k) and
+# fast NIC (ib0, 10.78.ID.k); the file system is this machine's own. Several clusters live side by side, each
+# with its number: KEMPNER_TESTBED=3 testbed.sh up. With KEMPNER_TESTBED_OWNER=PID the cluster goes down by itself
+# when that process is gone.
+set -euo pipefail
+
+readonly ID=${KEMPNER_TESTBED:-1}
+readonly STATE=/run/kempner-testbed-$ID
+readonly PORT=$((20000 + 10 * ID))
+SELF=$(realpath "${BASH_SOURCE[0]}")
+readonly SELF
+export SLURM_CONF=$STATE/slurm.conf
+
+die() { # <message>
+    printf 'testbed: %s\n' "$*" >&2
+    exit 2
+}
+
+namespace() { # <host>: the name of its network namespace
+    printf 'kp%s-%s' "$ID" "$1"
+}
+
+# --- what the hosts read -----------------------------------------------------------------------------------------
+
+write_slurm_conf() { # <nodes> <gpus per node>
+    local nodes=$1 gpus=$2 k gres=
+    ((gpus == 0)) || gres="Gres=gpu:$gpus"
+    cat <<CONF
+ClusterName=testbed$ID
+SlurmctldHost=head(10.77.$ID.254)
+SlurmctldPort=$PORT
+SlurmdPort=$((PORT + 1))
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# cred_expire is also the delay before a requeued job starts again (120 s unless it is set)
+AuthInfo=socket=$STATE/munge/socket,cred_expire=5
+StateSaveLocation=$STATE/ctld
+SlurmdSpoolDir=$STATE/spool/%n
+SlurmctldPidFile=$STATE/pid/slurmctld
+SlurmdPidFile=$STATE/pid/slurmd-%n
+SlurmctldLogFile=$STATE/log/slurmctld.log
+SlurmdLogFile=$STATE/log/%n.log
+JobCompType=jobcomp/filetxt
+JobCompLoc=$STATE/log/jobcomp.log
+AccountingStorageType=accounting_storage/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+CONF
+    # As few CPUs as serve one task per GPU: these hosts share the cores of one machine.
+    for ((k = 1; k <= nodes; k++)); do
+        echo "NodeName=node$k NodeAddr=10.77.$ID.$k CPUs=$((gpus > 4 ? gpus : 4)) RealMemory=16000 $gres State=UNKNOWN"
+    done
+    echo "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20"
+    echo "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10"
+}
+
+write_files() { # <nodes> <gpus per node>
+    local nodes=$1 gpus=$2 k
+    write_slurm_conf "$nodes" "$gpus" >"$SLURM_CONF"
+    : >"$STATE/gres.conf"
+    for ((k = 0; k < gpus; k++)); do
+        : >"$STATE/dev/gpu$k" # slurmd counts a GPU by its file, any file
+        echo "NodeName=node[1-$nodes] Name=gpu File=$STATE/dev/gpu$k" >>"$STATE/gres.conf"
+    done
+    {
+        echo "127.0.0.1 localhost"
+        echo "10.77.$ID.254 head"
+        for ((k = 1; k <= nodes; k++)); do echo "10.77.$ID.$k node$k"; done
+    } >"$STATE/hosts"
+    (umask 077 && head -c 1024 /dev/urandom >"$STATE/munge/key")
+}
+
+# --- hosts -------------------------------------------------------------------------------------------------------
+
+start() { # <host> [nsenter option]: its processes live in one PID namespace, so that one kill takes them all
+    setsid nsenter "${2:---net=/proc/self/ns/net}" \
+        unshare --uts --mount --pid --fork --kill-child --mount-proc bash "$SELF" init "$1" \
+        </dev/null >"$STATE/log/$1.init" 2>&1 &
+    echo $! >"$STATE/pid/$1"
+}
+
+init() { # <host>: the first process of a host; ends, and with it the host, when a daemon of it ends
+    hostname "$1"
+    mount --bind "$STATE/hosts" /etc/hosts
+    if [[ $1 == head ]]; then
+        munged --foreground --force --key-file="$STATE/munge/key" --socket="$STATE/munge/socket" \
+            --pid-file="$STATE/munge/pid" --log-file="$STATE/munge/log" --seed-file="$STATE/munge/seed" &
+        until [[ -S $STATE/munge/socket ]]; do sleep 0.01; done
+        slurmctld -D &
+    else
+        # A fresh /sys shows this host's own interfaces; Slurm wants the control groups in it all the same.
+        mount -t sysfs sysfs "$STATE/sys"
+        mount --rbind /sys/fs/cgroup "$STATE/sys/fs/cgroup"
+        mount --rbind "$STATE/sys" /sys
+        slurmd -D -N "$1" &
+    fi
+    wait -n
+}
+
+stop() { # <host>: kills every process on it and waits until they are gone
+    local outer
+    [[ -s $STATE/pid/$1 ]] || return 0
+    outer=$(<"$STATE/pid/$1")
+    rm -f "$STATE/pid/$1"
+    kill_and_wait "$(first_process "$outer")" "$outer"
+}
+
+first_process() { # <pid of unshare>: the host's process 1 as this machine numbers it; nothing when it is gone
+    { tr -d ' ' <"/proc/$1/task/$1/children"; } 2>/dev/null || true
+}
+
+kill_and_wait() { # <pid>...
+    local pid tries
+    for pid in "$@"; do
+        [[ -n $pid ]] && kill -KILL "$pid" 2>/dev/null || continue
+        for ((tries = 0; tries < 500; tries++)); do
+            grep -qs '^State:.[^Z]' "/proc/$pid/status" || break
+            sleep 0.01
+        done
+    done
+}
+
+plug() { # <host> <nic> <name of this machine's end> <bridge> <address>
+    ip link add "$3" type veth peer name "$2" netns "$(namespace "$1")"
+    ip link set "$3" master "$4" up
+    ip -n "$(namespace "$1")" addr add "$5/24" dev "$2"
+    ip -n "$(namespace "$1")" link set "$2" up
+}
+
+boot() { # <host>
+    local k=${1#node}
+    ip netns add "$(namespace "$1")"
+    ip -n "$(namespace "$1")" link set lo up
+    plug "$1" em4 "m$ID-$k" "kpm$ID" "10.77.$ID.$k"
+    plug "$1" ib0 "i$ID-$k" "kpi$ID" "10.78.$ID.$k"
+    start "$1" "--net=/run/netns/$(namespace "$1")"
+}
+
+need_node() { # <host>: stops when there is no such host
+    [[ ${1:-} == node* && -e /run/netns/$(namespace "$1") ]] ||
+        die "no host '${1:-}' in cluster $ID; there is: $(list_nodes | tr '\n' ' ')"
+}
+
+list_nodes() {
+    ip netns list | awk -v prefix="kp$ID-" 'index($1, prefix) == 1 { print substr($1, length(prefix) + 1) }'
+}
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+check_machine() {
+    local command missing=()
+    [[ $EUID == 0 ]] || die "needs root, to make network namespaces: sudo $SELF $*"
+    for command in slurmctld slurmd munged sinfo ip nsenter unshare setsid; do
+        command -v "$command" >/dev/null || missing+=("$command")
+    done
+    ((${#missing[@]} == 0)) || die "not installed: ${missing[*]}; run: $SELF install"
+    unshare --net --mount --pid --fork true 2>/dev/null ||
+        die "namespaces are not allowed here (a container?): run it in a VM, or start the container with --privileged"
+}
+
+up() { # [nodes] [gpus per node]
+    local nodes=${1:-2} gpus=${2:-4} k
+    [[ $nodes =~ ^[1-9][0-9]?$ && $gpus =~ ^[0-9]{1,2}$ ]] || die "up [NODES 1..99] [GPUS PER NODE 0..99], not: up $*"
+    check_machine "up $nodes $gpus"
+    if [[ -s $STATE/pid/head ]] && kill -0 "$(<"$STATE/pid/head")" 2>/dev/null; then
+        die "cluster $ID is up: export SLURM_CONF=$SLURM_CONF; or take it down; or KEMPNER_TESTBED=$((ID % 250 + 1))"
+    fi
+    down # what a crash may have left
+    [[ -z $(ip -o route show "10.77.$ID.0/24") ]] || die "10.77.$ID.0/24 is in use here: set KEMPNER_TESTBED to another number"
+    trap down EXIT # nothing stays behind when it cannot boot
+    mkdir -m 755 "$STATE"
+    mkdir "$STATE"/{ctld,spool,pid,log,dev,sys,munge}
+    write_files "$nodes" "$gpus"
+    for k in m i; do ip link add "kp$k$ID" up type bridge; done
+    ip addr add "10.77.$ID.254/24" dev "kpm$ID"
+    start head
+    wait_for slurmctld scontrol ping
+    for ((k = 1; k <= nodes; k++)); do boot "node$k"; done
+    wait_for "idle hosts" all_idle "$nodes"
+    [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER"
+    trap - EXIT
+    echo "testbed: cluster $ID is up: $nodes host(s), $gpus GPU(s) each; down again: KEMPNER_TESTBED=$ID $SELF down" >&2
+    echo "export SLURM_CONF=$SLURM_CONF"
+}
+
+wait_for() { # <what> <command>...: until the command succeeds, 30 s at most
+    local tries
+    for ((tries = 0; tries < 600; tries++)); do
+        "${@:2}" >/dev/null 2>&1 && return 0
+        sleep 0.05
+    done
+    tail -n 5 "$STATE"/log/* >&2
+    die "no $1 within 30 s"
+}
+
+all_idle() { # <nodes>: Slurm can use them all
+    (($(sinfo -h -N -p gpu -t idle -o %N | wc -l) == $1))
+}
+
+down_with() { # <pid>: takes this cluster down when that process is gone
+    setsid bash "$SELF" guard "$1" </dev/null >/dev/null 2>&1 &
+}
+
+guard() { # <pid>: waits for the end of that process, or of the cluster
+    while kill -0 "$1" 2>/dev/null && [[ -e $STATE/pid/head ]]; do sleep 0.5; done
+    [[ ! -e $STATE/pid/head ]] || down
+}
+
+down() {
+    local host leftover
+    for host in $(list_nodes) head; do stop "$host"; done
+    for host in $(list_nodes); do
+        mapfile -t leftover < <(ip netns pids "$(namespace "$host")")
+        kill_and_wait "${leftover[@]}"
+        ip netns del "$(namespace "$host")"
+    done
+    ip link del "kpm$ID" 2>/dev/null || true
+    ip link del "kpi$ID" 2>/dev/null || true
+    rm -rf "$STATE"
+}
+
+on_host() { # <host> <command>...
+    need_node "$1"
+    nsenter --target "$(first_process "$(<"$STATE/pid/$1")")" --net --uts --mount --pid -- "${@:2}"
+}
+
+status() {
+    [[ -e $SLURM_CONF ]] || die "cluster $ID is not up"
+    echo "export SLURM_CONF=$SLURM_CONF"
+    sinfo -N -o '%N %T %G %E'
+    squeue
+}
+
+install() {
+    [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
+    command -v apt-get >/dev/null || die "no apt-get here: install slurmctld, slurmd, the Slurm clients, munge and iproute2 by hand"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -q
+    apt-get install -q -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2 util-linux
+}
+
+[[ $ID =~ ^[1-9][0-9]{0,2}$ && $ID -le 250 ]] || die "KEMPNER_TESTBED=$ID: a number from 1 to 250"
+case ${1:-} in
+    up | down | status | install | init | guard) "$@" ;;
+    crash) need_node "${2:-}" && stop "$2" ;;
+    revive) need_node "${2:-}" && stop "$2" && start "$2" "--net=/run/netns/$(namespace "$2")" ;;
+    cut) need_node "${2:-}" && ip link set "i$ID-${2#node}" down ;;
+    join) need_node "${2:-}" && ip link set "i$ID-${2#node}" up ;;
+    bytes)
+        need_node "${2:-}"
+        case ${3:-} in em4) end=m ;; ib0) end=i ;; *) die "bytes $2 IFACE: em4 or ib0, not '${3:-}'" ;; esac
+        cat "/sys/class/net/$end$ID-${2#node}/statistics/tx_bytes" # sent by this end = received by the host
+        ;;
+    exec) on_host "${2:-}" "${@:3}" ;;
+    *)
+        sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "$SELF"
+        exit 2
+        ;;
+esac

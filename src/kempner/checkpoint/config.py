@@ -1,0 +1,18 @@
+"""The [checkpoint] section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kempner.config import option
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    dir: str = option("", "directory of the checkpoints; unset: <run.dir>/checkpoints")
+    interval: int = option(500, "steps between saves; 0: only at the end", minimum=0)
+    async_save: bool = option(True, "write in the background, the step goes on after a copy")
+    keep_last_n: int = option(2, "newest checkpoints that stay", minimum=1)
+    keep_every: int = option(
+        0, "also keep every checkpoint at a multiple of this; 0: none", minimum=0
+    )

@@ -1,0 +1,129 @@
+"""The command line of a program that takes a configuration: its words, and its `--help`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kempner.config import schema
+from kempner.config_values import Option, shown, to_text
+
+HELP_WIDTH = 100
+MEANING_COLUMN = 46  # where the meaning begins; an option that is longer has it on the next line
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, sorted: load() takes the first three, the program reads `flags`."""
+
+    files: list[str]
+    overrides: list[str]  # one word each: --section.key=value, --section.flag, --no-section.flag
+    problems: list[str]
+    flags: dict[str, Any]  # every flag of the program by its name; False or None when not given
+
+
+def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
+    """Sort `argv` into files, overrides and the program's flags, {"check": bool, "nodes": int}.
+
+    Raises nothing: what is wrong with the words goes into `problems`, for load() to raise with
+    the rest. After `--section.key` a word is its value, unless it starts with a dash and is no
+    number; other words are files. Whole numbers that are flags count things: they are at least 1.
+    """
+    values = {name: False if kind is bool else None for name, kind in flags.items()}
+    command = Command([], [], [], values)
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "-h" and "help" in flags:
+            command.flags["help"] = True
+        elif not word.startswith("--"):
+            _file_or_stray(word, command)
+        elif (name := word[2:].partition("=")[0].replace("_", "-")) in flags:
+            _flag(name, flags[name], word, words, command)
+        elif near := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
+            command.problems.append(f"{word}: unknown option; did you mean --{near[0]}?")
+            if "=" not in word and flags[near[0]] is not bool and _is_value(words):
+                words.pop(0)
+        elif "=" in word or name.startswith("no-") or not _is_value(words):
+            command.overrides.append(word)
+        else:
+            command.overrides.append(f"{word}={words.pop(0)}")
+    return command
+
+
+def _is_value(words: Sequence[str]) -> bool:
+    """Is the next word a value? Words with a leading dash are options, unless they are numbers."""
+    if not words or not words[0].startswith("-"):
+        return bool(words)
+    try:
+        float(words[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _file_or_stray(word: str, command: Command) -> None:
+    run_config = os.path.join(word, "config.toml")
+    if word.endswith(".toml") or os.path.isfile(word):
+        command.files.append(word)
+        return
+    fix = "an override is --section.key=value, a configuration file ends in .toml"
+    if word and os.path.isfile(run_config):
+        fix = f"the configuration of that run is {run_config}"
+    elif word.endswith(("]", '"', "'")):
+        fix = "put an override that has spaces in quotes, '--section.key=[1, 2]'"
+    elif word and os.path.isfile(f"{word}.toml"):
+        fix = f"did you mean {word}.toml?"
+    elif "." in word and "=" in word:
+        fix = f"did you mean --{word.lstrip('-')}?"
+    command.problems.append(f"{shown(word)}: a stray word; {fix}")
+
+
+def _flag(name: str, kind: type, word: str, words: list[str], command: Command) -> None:
+    _, equals, text = word.partition("=")
+    if kind is bool:
+        command.flags[name] = True
+        if equals:
+            command.problems.append(f"{word}: --{name} takes no value; write --{name}")
+        return
+    if not equals and _is_value(words):
+        text = words.pop(0)
+    if not text:
+        command.problems.append(f"{word}: a value is missing; write --{name}=VALUE")
+    elif kind is int and not (text.isdecimal() and int(text) > 0):
+        fix = f"must be a whole number, at least 1; write --{name}=1"
+        command.problems.append(f"--{name}={text}: {fix}")
+    else:
+        command.flags[name] = kind(text)
+
+
+def help_text(root: type, usage: str) -> str:
+    """`usage`, then every option by section: name, type, [default], one line of meaning."""
+    lines = [usage.rstrip()]
+    for section, options in schema(root).items():
+        lines += ["", f"[{section}]"]
+        for option in options.values():
+            kind = _type(option)
+            left = f"  --{option.name} {kind} {_default(option)}"
+            limits = f" ({option.limits})" if option.limits and "|" not in kind else ""
+            meaning = textwrap.wrap(option.help + limits, HELP_WIDTH - MEANING_COLUMN)
+            if len(left) < MEANING_COLUMN:
+                left = left.ljust(MEANING_COLUMN) + meaning.pop(0)
+            lines += [left, *(" " * MEANING_COLUMN + line for line in meaning)]
+    return "\n".join(lines) + "\n"
+
+
+def _type(option: Option) -> str:
+    """The type; of a value with choices, these: adamw|muon."""
+    if option.choices is None or option.size is not None:
+        return option.type_name
+    return "|".join(map(str, [*option.choices, *(["none"] if option.optional else [])]))
+
+
+def _default(option: Option) -> str:
+    text = "none" if option.default is None else to_text(option.default)  # REQUIRED: "required"
+    return text if text.startswith("[") else f"[{text}]"

@@ -1,0 +1,321 @@
+"""TOML files and command-line overrides -> frozen dataclasses. Names no section, imports no torch.
+
+    @dataclass(frozen=True)
+    class TrainConfig:
+        max_steps: int = option(1000, "optimizer steps of the whole run", minimum=1)
+
+    @dataclass(frozen=True)
+    class RunConfig:
+        train: TrainConfig = field(default_factory=TrainConfig)
+
+    command = parse_command(sys.argv[1:], {"check": bool, "nodes": int})
+    cfg = load(RunConfig, command.files, command.overrides, command.problems)
+
+Whatever is not understood is an error, and all errors of one configuration are raised together.
+A field is bool, int, float, str, a tuple of int, float or str, or one of these `| None`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli
+
+from kempner.config_values import Option, from_text, shown, to_text
+
+T = TypeVar("T")
+
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+"""The default of an option that every run must set."""
+
+
+class ConfigError(Exception):
+    """Everything that is wrong with a configuration; `problems` holds one line each."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """One field of a section: its default (or REQUIRED), one line of meaning, and its limits.
+
+    The limits are inclusive; in a tuple they hold for each item. A list as default becomes a tuple.
+    """
+    limits = {"choices": choices, "minimum": minimum, "maximum": maximum}
+    default = tuple(default) if isinstance(default, list) else default
+    return field(default=default, metadata={"help": help, **limits})
+
+
+# Sections and their options, in the order in which the classes declare them.
+Schema = dict[str, dict[str, Option]]
+
+
+def schema(root: type) -> Schema:
+    """What the dataclasses under `root` declare; a mistake there is an AssertionError."""
+    sections: Schema = {}
+    for section, cls in typing.get_type_hints(root).items():
+        assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"
+        hints = typing.get_type_hints(cls)
+        sections[section] = {
+            field.name: _option(f"{section}.{field.name}", hints[field.name], field)
+            for field in dataclasses.fields(cls)
+        }
+    return sections
+
+
+def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> Option:
+    assert "help" in field.metadata, f"{name}: declare it with option(default, help)"
+    declared, optional, size = hint, False, None
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        optional = len(kinds) == 1
+        hint = kinds[0] if optional else None
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        size = 0 if items[1:] == (Ellipsis,) else len(items)
+        hint = items[0] if size == 0 or len(set(items)) == 1 else None
+    assert hint in (bool, int, float, str), f"{name}: {declared} is not a supported type"
+    result = Option(name, hint, size, optional, field.default, **field.metadata)
+    if field.default is not REQUIRED:
+        try:
+            result.convert(field.default)
+        except ValueError as error:
+            raise AssertionError(f"{name}: its default {error}") from None
+    return result
+
+
+# --- Loading -----------------------------------------------------------------------------------
+
+
+def load(
+    root: type[T],
+    files: Sequence[str | os.PathLike[str]],
+    overrides: Sequence[str] = (),
+    problems: Iterable[str] = (),
+) -> T:
+    """The `root` that the files, left to right, and then the overrides give, over the defaults.
+
+    Raises ConfigError with all problems, those handed in (of the command line) first. A section
+    may have a method `problems() -> list[str]`, called when its values are sound; so may the root,
+    called when all its sections are.
+    """
+    loader = _Loader(schema(root), list(problems))
+    for file in files:
+        loader.read(Path(file), str(file), children=())
+    for word in overrides:
+        loader.override(word)
+    return loader.build(root)
+
+
+class _Loader:
+    """The values and the problems, as they come together."""
+
+    def __init__(self, sections: Schema, problems: list[str]) -> None:
+        self.sections = sections
+        self.problems = problems
+        self.values: dict[str, dict[str, Any]] = {section: {} for section in sections}
+        self.unsound: set[str] = set()  # sections with a problem: not checked any further
+        self.complete = True  # all files were read
+
+    def read(self, path: Path, where: str, children: tuple[str, ...]) -> None:
+        """Take the values of the files that `base` names, then those of the file itself."""
+        try:
+            table = tomli.loads(path.read_bytes().decode("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            why = _why_not_read(path, error) if isinstance(error, OSError) else _why_not_toml(error)
+            self._unread(f"{where}: {why}")
+            return
+        children = (*children, os.path.realpath(path))
+        for base in self._bases(table.pop("base", []), where):
+            parent = path.parent / base
+            if os.path.realpath(parent) in children:
+                fix = "a file cannot be its own base; remove it"
+                self._unread(f"{where}: base = {shown(base)}: {fix}")
+            else:
+                self.read(parent, f"{parent} (base of {where})", children)
+        for section, keys in table.items():
+            self._read_section(section, keys, where)
+
+    def _bases(self, value: Any, where: str) -> list[str]:
+        bases = [value] if isinstance(value, str) else value
+        if isinstance(bases, list) and all(isinstance(b, str) and "\0" not in b for b in bases):
+            return bases
+        fix = 'must be a file name or a list of them; write base = "7b.toml"'
+        self._unread(f"{where}: base = {shown(value)}: {fix}")
+        return []
+
+    def _read_section(self, section: str, keys: Any, where: str) -> None:
+        name = section.replace("-", "_")
+        if name not in self.sections:
+            what = "section" if isinstance(keys, dict) else "key"
+            self._wrong(name, f"{where}: {section}: unknown {what}{self._nearest(name)}")
+            return
+        if not isinstance(keys, dict):
+            fix = f"{section} is a section; write [{section}] and its keys below it"
+            self._wrong(name, f"{where}: {section} = {shown(keys)}: {fix}")
+            return
+        spelled: dict[str, str] = {}
+        for key, value in keys.items():
+            other = spelled.setdefault(key.replace("-", "_"), key)
+            if other != key:
+                self._wrong(name, f"{where}: {section}.{key}: is {other} again; keep one of them")
+            self._set(
+                name, key.replace("-", "_"), value, f"{where}: {section}.{key} = {shown(value)}"
+            )
+
+    def override(self, word: str) -> None:
+        """Take one `--section.key=value`, `--section.flag` or `--no-section.flag`."""
+        name, equals, text = word.removeprefix("--").partition("=")
+        where, name = _one_line(word), name.replace("-", "_")
+        if negated := name.startswith("no_"):
+            name = name.removeprefix("no_")
+        section, _, key = name.partition(".")
+        option = self.sections.get(section, {}).get(key)
+        if section in self.sections and not key:
+            fix = f"{section} is a section; write --{section}.key=value"
+            self._wrong(section, f"{where}: {fix}")
+        elif option is None:
+            self._wrong(section, f"{where}: unknown option{self._nearest(name, '--')}")
+        elif equals and negated:
+            self._wrong(section, f"{where}: --no- takes no value; write --{name}={text}")
+        elif equals:
+            self._set(section, key, from_text(option, text), where)
+        elif option.item is bool and option.size is None:
+            self._set(section, key, not negated, where)
+        else:
+            fix = "only true or false can be negated" if negated else "a value is missing"
+            self._wrong(section, f"{where}: {fix}; write --{name}={option.example}")
+
+    def _set(self, section: str, key: str, value: Any, where: str) -> None:
+        option = self.sections[section].get(key)
+        if option is None:
+            self._wrong(section, f"{where}: unknown key{self._nearest(f'{section}.{key}')}")
+            return
+        self.values[section][key] = None  # a wrong value is not a missing one
+        try:
+            self.values[section][key] = option.convert(value)
+        except ValueError as error:
+            self._wrong(section, f"{where}: {error}")
+
+    def _unread(self, problem: str) -> None:
+        self.problems.append(problem)
+        self.complete = False
+
+    def _wrong(self, section: str, problem: str) -> None:
+        self.problems.append(problem)
+        self.unsound.add(section)
+
+    def _nearest(self, name: str, dashes: str = "") -> str:
+        """The hint for a name that is not in the schema: `; did you mean ...?` where it can."""
+        section, _, key = name.rpartition(".")
+        names = [option.name for keys in self.sections.values() for option in keys.values()]
+        elsewhere = [other for other in names if other.endswith(f".{key}")]
+        if section in self.sections:
+            near = difflib.get_close_matches(key, self.sections[section], n=1)
+            guesses = [f"{section}.{key}" for key in near] or elsewhere
+        else:
+            guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
+            guesses = guesses or difflib.get_close_matches(name, [*self.sections, *names], n=1)
+        return f"; did you mean {dashes}{guesses[0]}?" if guesses else "; --help lists all"
+
+    def build(self, root: type[T]) -> T:
+        """The configuration, or ConfigError with all that was found on the way and now."""
+        if not self.complete:  # what a file that is missing says may be what the rest needs
+            raise ConfigError(self.problems)
+        sections: dict[str, Any] = {}
+        for section, cls in typing.get_type_hints(root).items():
+            values = self.values[section]
+            for key, option in self.sections[section].items():
+                if option.default is REQUIRED and key not in values:
+                    fix = f"write --{option.name}={option.example}, or {key} under [{section}]"
+                    self._wrong(section, f"{option.name}: must be given, {option.type_name}; {fix}")
+            if section not in self.unsound:
+                sections[section] = cls(**values)
+                for problem in _own_problems(sections[section]):
+                    self._wrong(section, problem)
+        if self.unsound:
+            raise ConfigError(self.problems)
+        cfg = root(**sections)
+        self.problems += _own_problems(cfg)
+        if self.problems:
+            raise ConfigError(self.problems)
+        return cfg
+
+
+def _own_problems(part: Any) -> list[str]:
+    return list(part.problems()) if hasattr(part, "problems") else []
+
+
+def _why_not_read(path: Path, error: OSError) -> str:
+    if isinstance(error, IsADirectoryError):
+        return "is a directory; name a file in it"
+    if not isinstance(error, FileNotFoundError):
+        return f"cannot be read: {error.strerror}; change its permissions or name another file"
+    folder = path.parent
+    if not folder.is_dir():
+        return f"no such file: there is no directory {folder.absolute()}; correct the path"
+    names = sorted(other.stem for other in folder.glob("*.toml"))
+    near = difflib.get_close_matches(path.stem, names, n=3)
+    hint = f"did you mean {' or '.join(str(folder / name) + '.toml' for name in near)}?"
+    if not near:
+        hint = (
+            f"{folder}/ has {', '.join(name + '.toml' for name in names[:12]) or 'no .toml file'}"
+        )
+    return f"no such file: looked at {path.absolute()}; {hint}"
+
+
+def _why_not_toml(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not a TOML file: it is not UTF-8 text; save it as UTF-8"
+    return f"not a TOML file: {error}; correct it there"  # tomli says line and column
+
+
+def _one_line(word: str) -> str:
+    return word if word.isprintable() and len(word) <= 120 else shown(word, 120)
+
+
+# --- A configuration as text ------------------------------------------------------------------
+
+
+def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} in plain types: what JSON and TOML know, and None."""
+    plain: dict[str, dict[str, Any]] = {}
+    for section, options in schema(type(cfg)).items():
+        values = {key: getattr(getattr(cfg, section), key) for key in options}
+        plain[section] = {key: _plain(options[key].convert(values[key])) for key in options}
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def to_toml(cfg: Any) -> str:
+    """The whole configuration, defaults included, as TOML; load() reads it back to an equal one."""
+    blocks = []
+    for section, values in as_dict(cfg).items():
+        lines = [f"{key} = {to_text(value)}\n" for key, value in values.items()]
+        blocks.append(f"[{section}]\n" + "".join(lines))
+    return "\n".join(blocks)
+
+
+def config_hash(cfg: Any) -> str:
+    """12 hex digits that are the same for equal configurations, on any machine."""
+    return hashlib.sha256(to_toml(cfg).encode()).hexdigest()[:12]

@@ -1,0 +1,116 @@
+"""dataset.json: what the token shards beside it hold. Written last: where it is, the data are whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kempner.config import ConfigError
+
+SIDECAR = "dataset.json"
+PROGRESS = "dataset.partial.json"  # the record of a preparation that has not finished
+TOKENIZER = "tokenizer.json"
+FORMAT = 1
+SPLITS = ("train", "val")
+
+
+class DataError(ConfigError):
+    """One thing that is wrong with the data or the input; unlike ConfigError it can be pickled."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__([problem])
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str
+    tokens: int
+    documents: int
+    max_id: int  # largest token id in it
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    tokenizer: dict[str, str]  # name; kind: bytes or tokenizer.json; hash of tokenizer.json
+    dtype: str  # uint16 or uint32
+    vocab_size: int  # one more than the largest id that the tokenizer can give
+    eod: int  # ends each document
+    splits: dict[str, list[Shard]]
+    prepared: dict[str, Any]  # the settings and inputs that it was made from
+    format: int = FORMAT
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.splits[split])
+
+    def save(self, path: Path) -> None:
+        text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        write_atomic(path, lambda file: file.write(text.encode()))
+
+    @classmethod
+    def load(cls, path: Path) -> Sidecar:
+        """Read dataset.json (or the record of an unfinished preparation, of the same form)."""
+        try:
+            values = json.loads(path.read_bytes())
+            if values["format"] != FORMAT:
+                raise DataError(
+                    f"{path}: format {values['format']}, not {FORMAT}; prepare it again"
+                )
+            splits = {name: [Shard(**shard) for shard in values["splits"][name]] for name in SPLITS}
+            return cls(**{**values, "splits": splits})
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DataError(
+                f"{path}: not a sidecar of token shards ({what}); prepare it again"
+            ) from None
+
+
+def open_sidecar(directory: str | Path) -> Sidecar:
+    """The sidecar of a finished data directory; DataError says what is missing and what to do."""
+    path = Path(directory).expanduser()
+    if (path / SIDECAR).is_file():
+        return Sidecar.load(path / SIDECAR)
+    make = f"`python scripts/prepare_data.py TEXT... --out {directory}`"
+    if (path / PROGRESS).is_file():
+        problem = f"the preparation has not finished; run the same {make} again, it goes on"
+    elif path.is_dir():
+        problem = f"no {SIDECAR} in it; make the data by {make}"
+    else:
+        problem = f"no such directory; make the data by {make}"
+    raise DataError(f"{directory}: {problem}")
+
+
+def copy_tokenizer(data_dir: str | Path, run_dir: str | Path) -> None:
+    """Copy what load_tokenizer() needs: a run can be sampled without its data."""
+    for name in (TOKENIZER, SIDECAR):
+        source = Path(data_dir).expanduser() / name
+        if source.is_file():
+            with source.open("rb") as reader:
+                write_atomic(Path(run_dir) / name, partial(shutil.copyfileobj, reader))
+
+
+def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """The file appears whole and durable, or not at all: an OSError (disk full) leaves nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,251 @@
+"""Inputs -> documents. A file is text (one document), JSON lines or Parquet (one document a row).
+
+Work is cut into pieces that any process can read alone: a range of bytes of a text file or of JSON
+lines, a row group of Parquet. The cuts depend on the files alone, never on the number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kempner.config import ConfigError
+from kempner.data.sidecar import DataError
+from kempner.data.tokenizer import need
+
+TEXT_BYTES = 1 << 20  # a longer text is cut into documents of about this size, at line ends
+JSON_BYTES = 4 << 20  # bytes of JSON lines to a piece
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # the rest is text
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+NO_STDLIB_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+
+
+class Undecodable(Exception):
+    """A file met in a directory that is not UTF-8 text; it is counted and skipped."""
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+    name: str  # relative to the input it was found under: no machine's path gets into the data
+    kind: str  # text, jsonl or parquet
+    named: bool  # by the user: it must be readable; what a directory holds besides may not be
+
+
+@dataclass(frozen=True)
+class Piece:
+    source: Source
+    start: int  # bytes; of Parquet the row group
+    end: int
+    size: int  # bytes of input, for the progress bar
+
+
+def find(inputs: Iterable[str], exclude: Path) -> list[Source]:
+    """The files under `inputs`, each once, in an order that depends on the names alone.
+
+    Hidden files, __pycache__ and everything under `exclude` (the output) are passed over.
+    """
+    found: dict[str, Source] = {}
+    problems = []
+    for given in inputs:
+        top = Path(given).expanduser()
+        if top.is_dir():
+            for path in sorted(_walk(top, skip=("__pycache__",), exclude=exclude)):
+                name = str(path.relative_to(top))
+                found.setdefault(os.path.realpath(path), _source(path, name, named=False))
+        elif not top.exists():
+            problems.append(f"{given}: no such file or directory")
+        elif not top.is_file():
+            problems.append(f"{given}: not a regular file")
+        elif top.suffix.lower() in COMPRESSED:
+            problems.append(f"{given}: compressed; unpack it first")
+        else:
+            found[os.path.realpath(top)] = _source(top, top.name, named=True)
+    if problems:
+        raise ConfigError(problems)
+    return list(found.values())
+
+
+def standard_library() -> list[Source]:
+    """The source of Python's standard library: text that every machine has."""
+    top = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(_walk(top, skip=("__pycache__", *NO_STDLIB_TEXT), exclude=None))
+    return [_source(p, str(p.relative_to(top)), named=False) for p in paths if p.suffix == ".py"]
+
+
+def _walk(top: Path, skip: tuple[str, ...], exclude: Path | None) -> Iterator[Path]:
+    for folder, folders, names in os.walk(top):
+        here = Path(folder)
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and name not in skip and (here / name).resolve() != exclude
+        ]
+        for name in names:
+            if not name.startswith(".") and (here / name).is_file():
+                yield here / name
+
+
+def _source(path: Path, name: str, named: bool) -> Source:
+    return Source(str(path), name, KINDS.get(path.suffix.lower(), "text"), named)
+
+
+def fingerprint(sources: Iterable[Source]) -> str:
+    """Changes when a file is added, removed, renamed or written."""
+    digest = hashlib.sha256()
+    for source in sources:
+        status = os.stat(source.path)
+        digest.update(f"{source.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def cut(sources: Iterable[Source], unit_bytes: int) -> list[list[Piece]]:
+    """The input in units of about `unit_bytes`, at least a piece: each is one task of a worker."""
+    units: list[list[Piece]] = []
+    filled = unit_bytes
+    for source in sources:
+        for piece in _pieces(source):
+            if filled >= unit_bytes:
+                units.append([])
+                filled = 0
+            units[-1].append(piece)
+            filled += piece.size
+    return units
+
+
+def _pieces(source: Source) -> list[Piece]:
+    try:
+        if source.kind == "parquet":
+            metadata = _parquet(source).metadata
+            sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+            return [Piece(source, i, i + 1, size) for i, size in enumerate(sizes)]
+        step = JSON_BYTES if source.kind == "jsonl" else TEXT_BYTES
+        with open(source.path, "rb") as file:
+            borders = list(_borders(file, step, lines_only=source.kind == "jsonl"))
+    except OSError as error:
+        raise DataError(f"{source.path}: {error.strerror or error}") from None
+    return [Piece(source, a, b, b - a) for a, b in itertools.pairwise(borders)]
+
+
+def _borders(file: BinaryIO, step: int, lines_only: bool) -> Iterator[int]:
+    """0, the line ends nearest after each `step` bytes, and the size.
+
+    Text without line ends is cut between two characters all the same; JSON lines never are.
+    """
+    size = os.fstat(file.fileno()).st_size
+    position = 0
+    yield position
+    while position + step < size:
+        file.seek(position + step - 1)
+        line = file.readline(-1 if lines_only else step)
+        position = file.tell()
+        if not line.endswith(b"\n") and not lines_only:
+            file.seek(position)
+            position += _inside(file.read(3))
+        if position < size:
+            yield position
+    if size:
+        yield size
+
+
+def _inside(following: bytes) -> int:
+    """How many of the bytes that follow a cut still belong to the UTF-8 character before it."""
+    return len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
+
+
+def documents(piece: Piece, text_key: str) -> Iterator[str]:
+    """The documents of one piece, empty ones included. Raises DataError, or Undecodable."""
+    if piece.source.kind == "parquet":
+        yield from _parquet_documents(piece, text_key)
+        return
+    with open(piece.source.path, "rb") as file:
+        file.seek(piece.start)
+        data = file.read(piece.end - piece.start)
+    if len(data) != piece.end - piece.start:
+        raise DataError(f"{piece.source.path}: became shorter while it was read")
+    if piece.start == 0:
+        data = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    if piece.source.kind == "jsonl":
+        yield from _json_documents(piece, data, text_key)
+    else:
+        yield _decode(piece, data)
+
+
+def _decode(piece: Piece, data: bytes) -> str:
+    try:
+        text = data.decode()
+        reason = "a zero byte" if "\0" in text else ""
+    except UnicodeDecodeError as error:
+        reason = f"byte {piece.start + error.start} is not UTF-8"
+    if not reason:
+        return text
+    if piece.source.named:
+        raise DataError(f"{piece.source.path}: not text ({reason}); convert it to UTF-8 first")
+    raise Undecodable(piece.source.path)
+
+
+def _json_documents(piece: Piece, data: bytes, text_key: str) -> Iterator[str]:
+    for number, line in enumerate(data.split(b"\n")):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{_place(piece, number)}: not JSON ({error})") from None
+        if not isinstance(row, dict) or text_key not in row:
+            keys = ", ".join(row) if isinstance(row, dict) else f"it is a {type(row).__name__}"
+            raise DataError(
+                f"{_place(piece, number)}: no key {text_key!r} (has: {keys}); choose by --text-key"
+            )
+        text = row[text_key]
+        if not isinstance(text, str | None):
+            raise DataError(
+                f"{_place(piece, number)}: {text_key!r} is {type(text).__name__}, not a string"
+            )
+        yield text or ""
+
+
+def _place(piece: Piece, number: int) -> str:
+    """file:line of line `number` of a piece; only an error pays for the count."""
+    with open(piece.source.path, "rb") as file:
+        before = sum(
+            chunk.count(b"\n")
+            for chunk in iter(lambda: file.read(min(1 << 20, piece.start - file.tell())), b"")
+        )
+    return f"{piece.source.path}:{before + number + 1}"
+
+
+def _parquet(source: Source) -> Any:
+    package = need("pyarrow.parquet")
+    try:
+        return package.ParquetFile(source.path)
+    except Exception as error:
+        raise DataError(f"{source.path}: not a Parquet file ({error})") from None
+
+
+def _parquet_documents(piece: Piece, text_key: str) -> Iterator[str]:
+    file = _parquet(piece.source)
+    names = file.schema_arrow.names
+    if text_key not in names:
+        raise DataError(
+            f"{piece.source.path}: no column {text_key!r} (has: {', '.join(names)}); "
+            "choose by --text-key"
+        )
+    kind = str(file.schema_arrow.field(text_key).type)
+    if kind not in ("string", "large_string", "string_view"):
+        raise DataError(f"{piece.source.path}: column {text_key!r} is {kind}, not string")
+    for batch in file.iter_batches(row_groups=[piece.start], columns=[text_key], batch_size=1024):
+        yield from (text or "" for text in batch.column(0).to_pylist())
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Does this document go to the validation split? The same text always has the same answer."""
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64

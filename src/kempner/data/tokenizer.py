@@ -1,0 +1,182 @@
+"""Text <-> token ids: bytes, or any tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kempner.data.sidecar import SIDECAR, TOKENIZER, DataError, Sidecar, open_sidecar
+
+# What published tokenizers call the token that ends a document; the first that exists is taken.
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+BPE_EOD = EOD_NAMES[0]
+BPE_MINIMUM = 257  # 256 bytes and the end of the document
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    eod: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+        """The ids of each text, with the end-of-document id after them."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def describe(self) -> dict[str, str]:
+        """Name, kind and hash for the sidecar."""
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, and 256 at the end of a document."""
+
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+        result: list[NDArray[np.integer[Any]]] = []
+        for text in texts:
+            data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+            ids = np.empty(len(data) + 1, np.uint16)
+            ids[:-1], ids[-1] = data, self.eod
+            result.append(ids)
+        return result
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids above 255 are dropped, bytes that are no UTF-8 become U+FFFD."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+    def describe(self) -> dict[str, str]:
+        return {"name": "bytes", "kind": "bytes", "hash": ""}
+
+
+class FileTokenizer:
+    """A tokenizer.json, read by the package `tokenizers`. Text is text: a special token that is
+    spelled out in a document does not become one, and nothing is cut, padded or put in front."""
+
+    def __init__(self, path: Path, *, eod: str | int | None = None, name: str = "") -> None:
+        """`eod`: the end-of-document token or its id; None looks for one of the usual names."""
+        package = need("tokenizers")
+        try:
+            data = path.read_bytes()
+            self._tokenizer = package.Tokenizer.from_buffer(data)
+        except OSError as error:
+            raise DataError(f"tokenizer {path}: {error.strerror}") from None
+        except Exception as error:  # the package raises bare Exception and ValueError
+            raise DataError(f"tokenizer {path}: not a tokenizer.json ({error})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        self.eod = _find_eod(path, vocabulary, eod)
+        self._about = {
+            "name": name or "/".join(path.parts[-2:]),
+            "kind": "tokenizer.json",
+            "hash": "sha256:" + hashlib.sha256(data).hexdigest(),
+        }
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(_clean(text), add_special_tokens=False).ids
+        return ids
+
+    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+        encodings = self._tokenizer.encode_batch_fast(
+            [_clean(text) for text in texts], add_special_tokens=False
+        )
+        return [np.array([*encoding.ids, self.eod], np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids))
+        return text
+
+    def describe(self) -> dict[str, str]:
+        return dict(self._about)
+
+
+def load_tokenizer(source: str | Path) -> Tokenizer:
+    """The tokenizer of a data or run directory, or of the dataset.json in it.
+
+    tokenizer.json lies beside dataset.json unless the tokens are bytes; DataError when either is
+    missing, or when it is not the file that the data were made with.
+    """
+    path = Path(source).expanduser()
+    directory = path.parent if path.name == SIDECAR else path
+    return tokenizer_of(open_sidecar(directory), directory)
+
+
+def tokenizer_of(sidecar: Sidecar, directory: Path) -> Tokenizer:
+    """The tokenizer that `sidecar` names, whose tokenizer.json is in `directory`."""
+    if sidecar.tokenizer["kind"] == "bytes":
+        return ByteTokenizer()
+    file = directory / TOKENIZER
+    tokenizer = FileTokenizer(file, eod=sidecar.eod, name=sidecar.tokenizer["name"])
+    if tokenizer.describe()["hash"] != sidecar.tokenizer["hash"]:
+        raise DataError(
+            f"{file}: not the tokenizer that made the data (the hash in {SIDECAR} differs)"
+        )
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Train a byte-level BPE vocabulary (GPT-2's pre-tokenizer); the content of a tokenizer.json.
+
+    The result depends on the texts and their order alone. Little text may give fewer tokens.
+    """
+    assert vocab_size >= BPE_MINIMUM
+    package = need("tokenizers")
+    models, pre, decoders, trainers = (
+        importlib.import_module(f"tokenizers.{name}")
+        for name in ("models", "pre_tokenizers", "decoders", "trainers")
+    )
+    tokenizer = package.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BPE_EOD],
+        initial_alphabet=sorted(pre.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((_clean(text) for text in texts), trainer)
+    content: str = tokenizer.to_str(pretty=True)
+    return content.encode()
+
+
+def need(package: str) -> Any:
+    """An optional package of the extra `data`."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise DataError(
+            f"this needs the package {name}, which is not installed: pip install '.[data]'"
+        ) from None
+
+
+def _find_eod(path: Path, vocabulary: dict[str, int], eod: str | int | None) -> int:
+    if isinstance(eod, int):
+        return eod
+    names = EOD_NAMES if eod is None else (eod,)
+    for name in names:
+        if name in vocabulary:
+            return vocabulary[name]
+    raise DataError(
+        f"tokenizer {path}: has no token {' or '.join(names)}; "
+        "name the one that ends a document by --eod TOKEN"
+    )
+
+
+def _clean(text: str) -> str:
+    """Lone surrogates (JSON may hold them) are not text; the bytes of everything else stay."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,1 @@
+"""The decoder. It knows neither meshes nor files."""

@@ -1,0 +1,91 @@
+"""The shape of the model, and what follows from it by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kempner.config import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int = option(257, "rows of the embedding; at least the tokenizer's", minimum=1)
+    dim: int = option(256, "width of the residual stream", minimum=1)
+    n_layers: int = option(4, "blocks", minimum=1)
+    n_heads: int = option(4, "query heads", minimum=1)
+    n_kv_heads: int | None = option(
+        None, "key-value heads (grouped-query attention); unset: n_heads", minimum=1
+    )
+    head_dim: int | None = option(None, "width of a head; unset: dim / n_heads", minimum=2)
+    ffn_dim: int = option(768, "width of the SwiGLU hidden layer", minimum=1)
+    max_seq_len: int = option(2048, "longest sequence the model is built for", minimum=1)
+    norm_eps: float = option(1e-5, "epsilon of RMSNorm", minimum=0.0)
+    qk_norm: bool = option(False, "RMSNorm on queries and keys, per head (Qwen3)")
+    tie_embeddings: bool = option(False, "the output layer uses the embedding's weight")
+    init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
+    rope_theta: float = option(10000.0, "base of the rotary frequencies", minimum=1.0)
+    rope_factor: float = option(1.0, "Llama-3 stretching of long wavelengths; 1: none", minimum=1.0)
+    rope_low_freq_factor: float = option(
+        1.0, "Llama-3: wavelengths over original_len / this are stretched", minimum=0.0
+    )
+    rope_high_freq_factor: float = option(
+        4.0, "Llama-3: wavelengths under original_len / this are kept", minimum=0.0
+    )
+    rope_original_len: int = option(8192, "Llama-3: sequence length before stretching", minimum=1)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.dim // self.n_heads if self.head_dim is None else self.head_dim
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.n_heads % self.kv_heads:
+            found.append(
+                f"model.n_kv_heads = {self.kv_heads}: must divide n_heads = {self.n_heads}"
+            )
+        if self.head_dim is None and self.dim % self.n_heads:
+            found.append(
+                f"model.dim = {self.dim}: must be a multiple of n_heads = {self.n_heads}, or set model.head_dim"
+            )
+        elif self.head_width % 2:
+            found.append(
+                f"model.head_dim = {self.head_width}: must be even (rotary embedding turns pairs)"
+            )
+        if self.rope_factor > 1 and self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            found.append("model.rope_high_freq_factor: must be over rope_low_freq_factor")
+        return found
+
+    def count_parameters(self) -> int:
+        """Trainable parameters of the whole model."""
+        return (
+            self.count_block() * self.n_layers
+            + self.dim
+            + self.vocab_size * self.dim * (2 - self.tie_embeddings)
+        )
+
+    def count_block(self) -> int:
+        """Trainable parameters of one block."""
+        attention = 2 * self.dim * self.head_width * (self.n_heads + self.kv_heads)
+        norms = 2 * self.dim + (2 * self.head_width if self.qk_norm else 0)
+        return attention + 3 * self.dim * self.ffn_dim + norms
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training operations per token, forward and backward, without recomputation.
+
+        6 per weight that multiplies (all but the input embedding and the norms) plus causal
+        attention: 6 * n_layers * n_heads * head_dim * seq_len, half of the 12 of full attention
+        (PaLM, arXiv:2204.02311, app. B).
+        """
+        norms = (2 * self.n_layers + 1) * self.dim + (
+            2 * self.head_width * self.n_layers if self.qk_norm else 0
+        )
+        weights = (
+            self.count_parameters()
+            - norms
+            - (0 if self.tie_embeddings else self.vocab_size * self.dim)
+        )
+        return 6.0 * weights + 6.0 * self.n_layers * self.n_heads * self.head_width * seq_len

@@ -1,0 +1,137 @@
+"""A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; QK-norm and
+tied weights optional.
+
+Shapes: B batch, T tokens, D width, H query heads, K key-value heads, E head width, F SwiGLU width,
+V vocabulary. Parameter names and the order of rotary pairs are those of the Hugging Face Llama and
+Qwen3 checkpoints' halves convention, so that weights convert by renaming.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kempner.loss import cross_entropy_sum
+from kempner.model.config import ModelConfig
+
+
+def rope_frequencies(cfg: ModelConfig) -> Tensor:
+    """Angular frequencies [E/2], fp32, with Llama-3's stretching of long wavelengths
+    (arXiv:2407.21783, and Meta's code)."""
+    freqs = 1.0 / cfg.rope_theta ** (
+        torch.arange(0, cfg.head_width, 2, dtype=torch.float32) / cfg.head_width
+    )
+    if cfg.rope_factor == 1.0:
+        return freqs
+    wavelength = 2 * math.pi / freqs
+    low, high = cfg.rope_low_freq_factor, cfg.rope_high_freq_factor
+    keep = ((cfg.rope_original_len / wavelength - low) / (high - low)).clamp(
+        0, 1
+    )  # 1: keep, 0: stretch
+    return keep * freqs + (1 - keep) * freqs / cfg.rope_factor
+
+
+def rope_table(cfg: ModelConfig) -> Tensor:
+    """Cosines and sines of every position, [2, max_seq_len, E], fp32."""
+    angles = torch.outer(torch.arange(cfg.max_seq_len, dtype=torch.float32), rope_frequencies(cfg))
+    angles = torch.cat((angles, angles), dim=-1)  # [T, E]: the halves convention
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Turn the pairs (i, i + E/2) of x [B, H, T, E] by the angles of rope [2, T, E], in fp32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-second, first), dim=-1) * rope[1]).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.head_width = cfg.head_width
+        self.wq = nn.Linear(cfg.dim, cfg.n_heads * cfg.head_width, bias=False)
+        self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_width, bias=False)
+        self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_width, bias=False)
+        self.wo = nn.Linear(cfg.n_heads * cfg.head_width, cfg.dim, bias=False)
+        self.q_norm = nn.RMSNorm(cfg.head_width, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(cfg.head_width, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_width)
+        q = self.q_norm(self.wq(x).view(heads)).transpose(1, 2)  # [B, H, T, E]
+        k = self.k_norm(self.wk(x).view(heads)).transpose(1, 2)  # [B, K, T, E]
+        v = self.wv(x).view(heads).transpose(1, 2)  # [B, K, T, E]
+        q, k = rotate(q, rope), rotate(k, rope)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(cfg.dim, cfg.ffn_dim, bias=False)  # gate
+        self.w3 = nn.Linear(cfg.dim, cfg.ffn_dim, bias=False)  # up
+        self.w2 = nn.Linear(cfg.ffn_dim, cfg.dim, bias=False)  # down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
+        self.attention = Attention(cfg)
+        self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
+        self.ffn = FeedForward(cfg)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope)
+        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """`Decoder(cfg)(tokens)` gives logits [B, T, V]; with targets, the summed loss of the tokens
+    that count."""
+
+    rope: Tensor
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.embed = nn.Embedding(cfg.vocab_size, cfg.dim)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
+        self.output = None if cfg.tie_embeddings else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
+        self.register_buffer("rope", rope_table(cfg), persistent=False)
+        self.loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy_sum
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens, targets: int64 [B, T]; a target of -100 does not count. Returns logits [B, T, V]
+        or the fp32 loss sum []."""
+        rope = self.rope[:, : tokens.shape[1]]
+        x = self.embed(tokens)  # [B, T, D]
+        for block in self.blocks:
+            x = block(x, rope)
+        x = self.norm(x)
+        # A tied output layer has no parameter of its own: sharding two modules' one parameter is
+        # asking for trouble.
+        weight = self.embed.weight if self.output is None else self.output.weight
+        if targets is None:
+            return F.linear(x, weight)
+        return self.loss_sum(x.flatten(0, 1), weight, targets.flatten())
+
+    def init_std(self, name: str) -> float:
+        """Standard deviation of a parameter's initial values; 0 for norms, which start as ones.
+
+        What writes into the residual stream is scaled by 1/sqrt(2 n_layers), as GPT-2 does.
+        """
+        if "norm" in name:
+            return 0.0
+        writes = name.endswith(("attention.wo.weight", "ffn.w2.weight"))
+        return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers) if writes else self.cfg.init_std

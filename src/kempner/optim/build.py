@@ -1,0 +1,35 @@
+"""Optimizers over sharded parameters.
+
+An optimizer takes two tensors from the step, so that neither clipping nor a bad gradient costs the
+host a wait: `grad_scale` (gradients are divided by it) and `found_inf` (1: leave everything as it
+is). The fused kernels read both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from kempner.optim.config import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW (arXiv:1711.05101) in two groups: matrices decay; norms, biases and embeddings do
+    not."""
+    named = list(model.named_parameters())
+    decay = [p for name, p in named if p.ndim >= 2 and "embed" not in name]
+    rest = [p for name, p in named if p.ndim < 2 or "embed" in name]
+    groups = [
+        {"params": decay, "weight_decay": cfg.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+
+
+def local_norm_sq(parameters: list[nn.Parameter]) -> Tensor:
+    """Sum of squares of this rank's shards of the gradients, fp32 []; the sum over the shard axis
+    is the whole."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    return torch.stack(torch._foreach_norm(local)).square().sum()

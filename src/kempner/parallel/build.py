@@ -1,0 +1,100 @@
+"""From a shape to a sharded model with weights: meta -> recompute -> compile -> shard -> memory ->
+weights."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from kempner.model.config import ModelConfig
+from kempner.model.decoder import Decoder, rope_table
+
+
+class Settings(Protocol):
+    """What of the [train] section shapes the model."""
+
+    dtype: str
+    seed: int
+    recompute: bool
+    compile: bool
+
+
+def build_model(cfg: ModelConfig, mesh: DeviceMesh, train: Settings) -> Decoder:
+    """The model on this rank's device: fp32 master shards, train.dtype compute, fp32 gradient sums.
+
+    No rank ever holds more than one whole parameter. The initial weights depend on train.seed
+    alone, not on the mesh.
+    """
+    with torch.device("meta"):
+        model = Decoder(cfg)
+    if train.recompute:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
+    if train.compile:
+        for block in model.blocks:
+            block.compile()
+        model.loss_sum = torch.compile(model.loss_sum)
+    shard(model, mesh, compute_dtype(train.dtype, mesh.device_type))
+    model.to_empty(device=mesh.device_type)
+    fill(model, train.seed)
+    return model
+
+
+def compute_dtype(name: str, device_type: str) -> torch.dtype:
+    """bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
+    if name == "auto":
+        name = "bf16" if device_type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 (fully_shard) per block and over the rest; HSDP when the replicate axis is over 1.
+
+    Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
+    is the mean.
+    """
+    axes = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=axes, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and mesh.size() > 1:
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            module.set_gradient_divide_factor(1.0)
+
+
+@torch.no_grad()
+def fill(model: Decoder, seed: int) -> None:
+    """Initial values, each parameter from a generator of its own, whole, then cut: the same on
+    every mesh."""
+    model.rope.copy_(rope_table(model.cfg))
+    for wrapped, param in model.named_parameters():
+        name = wrapped.replace("_checkpoint_wrapped_module.", "")
+        if (std := model.init_std(name)) == 0.0:
+            param.fill_(1.0)
+            continue
+        generator = torch.Generator(param.device).manual_seed(seed ^ zlib.crc32(name.encode()))
+        whole = torch.empty(param.shape, device=param.device, dtype=param.dtype)
+        whole.normal_(std=std, generator=generator)
+        if isinstance(param, DTensor):
+            whole = distribute_tensor(
+                whole, param.device_mesh, param.placements, src_data_rank=None
+            )
+        param.copy_(whole)
+
+
+def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names that they have without wrappers: what checkpoints use."""
+    return {
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): param
+        for name, param in model.named_parameters()
+    }

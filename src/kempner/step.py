@@ -1,0 +1,85 @@
+"""The numbers of a step: one small all-reduce, judged on the device, read by the host one step
+later."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner.optim.build import local_norm_sq
+
+
+def reduce_step(
+    loss_sum: Tensor,
+    tokens: Tensor,
+    parameters: list[nn.Parameter],
+    replicas: int,
+    flags: list[float],
+) -> Tensor:
+    """Sums over all ranks, fp64 [3 + flags]: loss, real tokens, squared gradient norm, and the
+    requests to stop.
+
+    The gradients of the replicas are equal, so their squares are counted once.
+    """
+    asked = torch.tensor(flags, dtype=torch.float64).to(loss_sum.device, non_blocking=True)
+    norm_sq = local_norm_sq(parameters) / replicas
+    totals = torch.cat((torch.stack((loss_sum, tokens, norm_sq)).double(), asked))
+    dist.all_reduce(totals)
+    return totals
+
+
+def guard_update(
+    optimizer: torch.optim.Optimizer, totals: Tensor, budget: int, clip: float
+) -> Tensor:
+    """Hand the optimizer clipping and the verdict on this step, as tensors; returns [loss,
+    grad_norm, bad, ...flags].
+
+    The gradients are those of (sum of losses) / budget. Dividing them by `grad_scale` makes them
+    those of the mean over the real tokens, clipped to the norm `clip`. A loss or norm that is not
+    finite, or no real token at all, sets `found_inf`: weights, moments and step count stay, on all
+    ranks alike.
+    """
+    loss_sum, tokens, norm_sq = totals[:3]
+    grad_norm = norm_sq.sqrt() * budget / tokens
+    bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
+    shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
+    optimizer.grad_scale = (shrink * tokens / budget).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+    return torch.cat((torch.stack((loss_sum / tokens, grad_norm, bad.double())), totals[3:]))
+
+
+class Numbers(NamedTuple):
+    """What the host knows of a step, one step later. `tokens` and `samples` are totals of the
+    run."""
+
+    step: int
+    lr: float
+    tokens: int
+    samples: int
+    loss: float
+    grad_norm: float
+    bad: bool
+    flags: list[float]
+
+
+class Later:
+    """The result of a step on its way to the host; reading it waits only for the step that made
+    it."""
+
+    def __init__(self, step: int, lr: float, tokens: int, samples: int, result: Tensor) -> None:
+        self._known = (step, lr, tokens, samples)
+        self._event = torch.Event(result.device.type) if result.is_cuda else None
+        # Pinned, or the copy would wait for the device.
+        self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.is_cuda)
+        self._host.copy_(result, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> Numbers:
+        if self._event is not None:
+            self._event.synchronize()
+        loss, grad_norm, bad, *flags = self._host.tolist()
+        return Numbers(*self._known, loss, grad_norm, bool(bad), flags)
