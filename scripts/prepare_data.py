@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config import ConfigError
-from kempner.data import prepare, sources
+from kempner.data import encode, prepare, sources
 from kempner.data.sidecar import (
     PROGRESS,
     SIDECAR,
@@ -189,6 +189,11 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
         raise DataError(
             f"--tokenizer {options.tokenizer}: no such file; give `bytes` or a tokenizer.json"
         )
+    copy = Path(options.out).expanduser() / TOKENIZER
+    if copy.exists() and copy.samefile(path):
+        raise DataError(
+            f"--tokenizer {path}: belongs to the data in --out; copy it elsewhere first"
+        )
     return FileTokenizer(path, eod=options.eod)
 
 
@@ -209,9 +214,10 @@ def make_tokenizer(
         )
     if options.tokenizer == "bytes":
         return ByteTokenizer()
+    tokenizer = given_tokenizer(options)
     content = Path(options.tokenizer).expanduser().read_bytes()
     write_atomic(out / TOKENIZER, lambda file: file.write(content))
-    return given_tokenizer(options)
+    return tokenizer
 
 
 def training_texts(options: argparse.Namespace, pieces: Iterable[sources.Piece]) -> Iterator[str]:
@@ -244,7 +250,7 @@ def write_shards(
     if done:
         shards = sum(map(len, sidecar.splits.values()))
         print(f"{out}: going on after {shards} shards ({len(done)} of {len(units)} units of input)")
-    how = prepare.Encoding(
+    how = encode.Encoding(
         tokenizer_file="" if isinstance(tokenizer, ByteTokenizer) else str(out / TOKENIZER),
         eod=tokenizer.eod,
         dtype=sidecar.dtype,
@@ -254,7 +260,7 @@ def write_shards(
     workers = min(options.workers or len(os.sched_getaffinity(0)), max(1, len(left)))
     size = [sum(piece.size for piece in unit) for unit in units]
     with progress(sum(size), start=sum(size[: len(done)])) as advance:
-        for encoded in prepare.encode_all(left, how, workers):
+        for encoded in encode.encode_all(left, how, workers):
             writer.add(encoded)
             advance(encoded.size)
     return writer.finish()

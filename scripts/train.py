@@ -7,7 +7,6 @@ The whole program is here: make the parts, load the newest checkpoint, step unti
 until a request to stop. Exit code 0 after any orderly end, 2 on bad input; status.json says more.
 """
 
-
 import sys
 
 from kempner import resilience
@@ -48,7 +47,9 @@ def train(
     data = TokenDataset.open(
         cfg.data.dataset_path, "train", cfg.train.seq_len, cfg.model.vocab_size
     )
-    checkpointer = Checkpointer(cfg.checkpoint, model, optimizer, run.contents(data), run.say)
+    checkpointer = Checkpointer(
+        cfg.checkpoint, cfg.checkpoint_dir, model, optimizer, run.contents(data), run.say
+    )
     at = checkpointer.load() or {"step": 0, "samples": 0, "tokens": 0}
     step, tokens_seen = at["step"], at["tokens"]
     loader = TrainLoader(

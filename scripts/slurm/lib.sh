@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the launch scripts share: the job as Slurm sees it, the network of a node, srun, signals, requeue.
-# To be sourced; does nothing by itself. Facts about Slurm behind this file: docs/slurm.md.
+# What the launch scripts share: the job as Slurm sees it, srun, signals, requeue. To be sourced.
+# The facts about Slurm behind it are in docs/slurm.md; the network of a node is task.sh's.
 
 kp_log() { # <message>
     printf '[%(%T)T] kempner: %s\n' -1 "$*"
@@ -11,68 +11,73 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
     exit 2
 }
 
-# --- where things are --------------------------------------------------------------------------------------------
+# --- the place ---------------------------------------------------------------------------------------------
 
-kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN, KP_RC; reads site.env; inside a job also KP_JOB (see kp_show_job)
+kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
     KP_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-    KP_SIGNAL='' KP_CHILD='' KP_DECIDED='' KP_RC=0
-    trap 'kp_on_signal TERM' TERM USR1
-    trap 'kp_on_signal USR2' USR2
+    KP_CHILD='' KP_PENDING='' KP_SIGNAL='' KP_DECIDED='' KP_BESIDE=${KP_BESIDE:-}
+    trap 'kp_on_signal TERM' TERM USR1 HUP
     trap 'kp_on_signal INT' INT
-    kp_site
+    trap 'kp_on_signal USR2' USR2
+    kp_read_site
     KP_TRAIN=${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}
     KP_PYTHON=${KEMPNER_PYTHON:-$KP_ROOT/.venv/bin/python}
     [[ -n ${KEMPNER_PYTHON:-} || -x $KP_PYTHON ]] || KP_PYTHON=python3
-    command -v "$KP_PYTHON" >/dev/null || kp_die "no Python at '$KP_PYTHON': make the environment, or set KEMPNER_PYTHON"
+    command -v "$KP_PYTHON" >/dev/null || kp_die "no Python at '$KP_PYTHON': run make install, or set KEMPNER_PYTHON"
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
-    [[ -z ${SLURM_JOB_ID:-} ]] || kp_show_job || kp_die "scontrol does not know job $(kp_job_id)"
+    ! kp_in_job || kp_show_job || kp_die "scontrol knows no job $(kp_job_id)"
 }
 
-kp_site() { # reads the site file: KEMPNER_SITE, or site.env of the repository; what it sets is exported
+kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is exported
     local file=${KEMPNER_SITE:-$KP_ROOT/site.env}
-    [[ -z ${KEMPNER_SITE:-} || -r $file ]] || kp_die "KEMPNER_SITE=$file: no such file"
-    [[ -r $file ]] || return 0
+    if [[ ! -r $file ]]; then
+        [[ -z ${KEMPNER_SITE:-} ]] || kp_die "KEMPNER_SITE=$file cannot be read: correct or unset it"
+        return 0
+    fi
     set +eu -a # modules and the like are not written for errexit and nounset
     # shellcheck source=/dev/null
     source "$file"
     set -eu +a
 }
 
-# --- the job as Slurm sees it ------------------------------------------------------------------------------------
+# --- the job as Slurm sees it ------------------------------------------------------------------------------
 
-kp_job_id() { # the job, or the one task of an array: its plain number may mean the whole array
-    if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
+kp_in_job() { # true inside an allocation: a batch script, salloc's shell, or KP_BESIDE a running job
+    [[ -n ${SLURM_JOB_ID:-} ]]
+}
+
+kp_is_batch() { # true in the batch script, the one place that may requeue
+    kp_in_job && [[ -z $KP_BESIDE && -z ${SLURM_STEP_NUM_TASKS:-} && $(kp_field BatchFlag) == 1 ]]
+}
+
+kp_job_id() { # the job; of an array the one task, because the number alone may mean the whole array
+    if [[ -n ${SLURM_ARRAY_JOB_ID:-} && -z $KP_BESIDE ]]; then
         echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     else
         echo "$SLURM_JOB_ID"
     fi
 }
 
-kp_show_job() { # sets KP_JOB to scontrol's text; fails when Slurm does not answer
-    local id tries
-    id=$(kp_job_id)
+kp_shielded() { # <command>...: runs it so that the signals that end a job do not end it first
+    (trap '' TERM INT HUP USR1 USR2 && exec "$@")
+}
+
+kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails when it says nothing
+    local tries
     for ((tries = 0; tries < 5; tries++)); do
-        # When Slurm ends a job it signals this shell's children as well: they must not die before they answer.
-        KP_JOB=$(kp_shielded scontrol show job -d "$id" 2>/dev/null) && [[ -n $KP_JOB ]] && return 0
+        KP_JOB=$(kp_shielded scontrol show job -d "$(kp_job_id)" 2>/dev/null) || KP_JOB=''
+        [[ -z $KP_JOB ]] || return 0
         kp_shielded sleep 0.2
     done
     return 1
 }
 
-kp_shielded() { # <command>...: runs it out of reach of the job's signals
-    (trap '' TERM INT HUP USR1 USR2 && exec "$@")
+kp_field() { # <name>: that field of KP_JOB, or nothing
+    [[ ! $KP_JOB =~ (^|[[:space:]])"$1"=([^[:space:]]*) ]] || echo "${BASH_REMATCH[2]}"
 }
 
-kp_field() { # <name>: that field of KP_JOB
-    [[ $KP_JOB =~ (^|[[:space:]])"$1"=([^[:space:]]*) ]] && echo "${BASH_REMATCH[2]}"
-}
-
-kp_is_batch() { # true in the batch script of a job: not in salloc's shell, not in a step
-    [[ $(kp_field BatchFlag) == 1 && -z ${SLURM_STEP_NUM_TASKS:-} && -n ${SLURM_JOB_ID:-} && -z ${KP_BESIDE:-} ]]
-}
-
-kp_gpu_count() { # <GRES or TRES text>: how many GPUs it names; gpu, gpu:4, gpu:h100:4, gres/gpu=4, several types
-    local text=$1 count=0 pattern='gpu([:=][A-Za-z][^:=,(]*)?([:=]([0-9]+))?(.*)'
+kp_count_gpus() { # <GRES or TRES>: the GPUs in it: gpu, gpu:4, gpu:h100:4(IDX:0-3), gres/gpu=4, several types
+    local text=$1 count=0 pattern='gpu([:=/][A-Za-z][^:=,(]*)?([:=]([0-9]+))?(.*)'
     while [[ $text =~ $pattern ]]; do
         count=$((count + ${BASH_REMATCH[3]:-1}))
         text=${BASH_REMATCH[4]}
@@ -80,172 +85,299 @@ kp_gpu_count() { # <GRES or TRES text>: how many GPUs it names; gpu, gpu:4, gpu:
     echo "$count"
 }
 
-kp_gpus() { # sets KP_GPUS, the GPUs of each node, and KP_GPUS_ASKED: empty when they only came with the whole node
-    local line counts='' asked
+kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came with a whole node)
+    local line counts=() asked
     while read -r line; do
-        [[ $line != Nodes=*GRES=* ]] || counts+=" $(kp_gpu_count "${line##*GRES=}")"
+        [[ $line != Nodes=*GRES=* ]] || counts+=("$(kp_count_gpus "${line##*GRES=}")")
     done <<<"$KP_JOB"
-    counts=$(tr ' ' '\n' <<<"${counts# }" | sort -u | paste -sd' ')
-    KP_GPUS_ASKED='' KP_GPUS=${counts:-0}
-    if asked=$(kp_field TresPerNode) && [[ $asked == *gpu* ]]; then
-        KP_GPUS=$(kp_gpu_count "$asked")
-        KP_GPUS_ASKED="--gpus-per-node=$KP_GPUS"
+    KP_GPUS=${counts[0]:-0} KP_GPUS_ASKED=''
+    asked=$(kp_field TresPerNode)
+    if [[ $asked == *gpu* ]]; then
+        KP_GPUS=$(kp_count_gpus "$asked")
+        KP_GPUS_ASKED=--gpus-per-node=$KP_GPUS
         return
     fi
-    [[ $KP_GPUS != *' '* ]] || kp_die "the nodes have different numbers of GPUs ($KP_GPUS): give --gpus-per-node=N"
-    if asked=$(kp_field TresPerTask) && [[ $asked == *gpu* ]]; then
-        KP_GPUS_ASKED="--gpus-per-task=$(kp_gpu_count "$asked")"
-    elif asked=$(kp_field TresPerJob) && [[ $asked == *gpu* ]]; then
-        asked=$(kp_gpu_count "$asked")
-        ((asked % KP_NODES == 0)) || kp_die "--gpus=$asked on $KP_NODES nodes: give --gpus-per-node=N"
-        KP_GPUS=$((asked / KP_NODES))
-        KP_GPUS_ASKED="--gpus=$asked"
+    asked=$(kp_field TresPerJob)
+    if [[ $asked == *gpu* ]]; then
+        asked=$(kp_count_gpus "$asked")
+        ((asked % KP_NODES == 0)) || kp_die "--gpus=$asked on $KP_NODES nodes: give --gpus-per-node=N instead"
+        KP_GPUS_ASKED=--gpus=$asked
     fi
+    for line in "${counts[@]}"; do
+        [[ $line == "$KP_GPUS" ]] ||
+            kp_die "the nodes have different numbers of GPUs (${counts[*]}): give --gpus-per-node=N${KP_GPUS_ASKED:+ instead of $KP_GPUS_ASKED}"
+    done
+    [[ -z $KP_GPUS_ASKED ]] || KP_GPUS=$((asked / KP_NODES))
+    asked=$(kp_field TresPerTask)
+    [[ $asked != *gpu* ]] || KP_GPUS_ASKED=--gpus-per-task=$(kp_count_gpus "$asked")
 }
 
 kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
     local pattern='NtasksPerN:B:S:C=([1-9][0-9]*)' tasks=${SLURM_NTASKS:-0}
     if [[ $KP_JOB =~ $pattern ]]; then
         echo "${BASH_REMATCH[1]}"
-    elif ((tasks > KP_NODES)) || { ((tasks > 0)) && kp_is_batch; }; then
-        ((tasks % KP_NODES == 0)) || kp_die "--ntasks=$tasks on $KP_NODES nodes: give --ntasks-per-node=N"
+    elif ((tasks > KP_NODES)) || { ((tasks > 0)) && kp_is_batch; }; then # salloc sets it unasked
+        ((tasks % KP_NODES == 0)) || kp_die "--ntasks=$tasks on $KP_NODES nodes: give --ntasks-per-node=N instead"
         echo $((tasks / KP_NODES))
     fi
 }
 
-kp_tasks() { # sets KP_NODES, KP_TASKS (per node), KP_GPUS, KP_CPUS (per task); stops when the request contradicts itself
+kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives one GPU
     local asked cpus
+    if ! kp_in_job; then
+        KP_NODES=1 KP_GPUS=$(kp_gpus_here)
+        KP_TASKS=${KEMPNER_NPROC:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
+        return
+    fi
     KP_NODES=$(kp_field NumNodes)
-    KP_NODES=${KP_NODES%%-*}
     kp_gpus
     asked=$(kp_tasks_asked)
-    KP_TASKS=${asked:-$KP_GPUS}
-    ((KP_TASKS > 0)) || KP_TASKS=1
+    KP_TASKS=${asked:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
     if ((KP_GPUS > 0 && KP_TASKS != KP_GPUS)); then
         [[ -z $KP_GPUS_ASKED && $KP_TASKS -lt $KP_GPUS ]] ||
-            kp_die "$KP_TASKS task(s) per node but $KP_GPUS GPU(s) per node${KP_GPUS_ASKED:+ ($KP_GPUS_ASKED)};" \
-                "one process drives one GPU: give --ntasks-per-node=$KP_GPUS, or --gpus-per-node=$KP_TASKS"
-        kp_log "note: each node has $KP_GPUS GPUs, $KP_TASKS are used; leave --ntasks-per-node out to use all"
+            kp_die "$KP_TASKS task(s) per node, but $KP_GPUS GPU(s)${KP_GPUS_ASKED:+ ($KP_GPUS_ASKED)}: one task drives" \
+                "one GPU; give --ntasks-per-node=$KP_GPUS, or --gpus-per-node=$KP_TASKS"
+        kp_log "note: $KP_TASKS of the $KP_GPUS GPUs of a node are used; without --ntasks-per-node all are"
         KP_GPUS=$KP_TASKS
     fi
     cpus=$(($(kp_field NumCPUs) / KP_NODES))
     ((cpus >= KP_TASKS)) ||
-        kp_die "$KP_TASKS task(s) per node on $cpus CPU(s) per node: give --ntasks-per-node=$KP_TASKS --cpus-per-task=N"
+        kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS --cpus-per-task=N"
     KP_CPUS=${SLURM_CPUS_PER_TASK:-$((cpus / KP_TASKS))}
 }
 
-# --- the network of a node ---------------------------------------------------------------------------------------
-
-kp_interfaces() { # sets KP_UP, the interfaces that are up and have an address, and KP_ADDRESS[name]
-    local name family address state sys=${KP_SYS:-/sys}
-    declare -gA KP_ADDRESS=()
-    KP_UP=()
-    while read -r _ name family address _; do
-        name=${name%%@*} # a veth shows as ib0@if8
-        state=$(cat "$sys/class/net/$name/operstate" 2>/dev/null) || state=unknown
-        [[ $family == inet* && $state != *down && -z ${KP_ADDRESS[$name]:-} ]] || continue
-        KP_ADDRESS[$name]=${address%%/*}
-        KP_UP+=("$name")
-    done < <(ip -o addr show up scope global 2>/dev/null)
+kp_gpus_here() { # the GPUs of this machine that a process may see
+    local list
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        IFS=, read -ra list <<<"${CUDA_VISIBLE_DEVICES/#-1*/}"
+        echo "${#list[@]}"
+    else
+        nvidia-smi -L 2>/dev/null | grep -c ^GPU || true
+    fi
 }
 
-kp_verbs_ports() { # <link layer>: the active RDMA ports of that kind, "<rate> <device>:<port>" a line, fastest first
-    local port device sys=${KP_SYS:-/sys}
-    for port in "$sys"/class/infiniband/*/ports/*; do
-        [[ -r $port/link_layer && $(<"$port/link_layer") == "$1" && $(<"$port/state") == 4:* ]] || continue
-        device=${port%/ports/*}
-        echo "$(cut -d. -f1 <"$port/rate" | tr -dc '0-9 ' | cut -d' ' -f1) ${device##*/}:${port##*/}"
-    done | sort -s -k1,1nr
+kp_need_one_node() { # stops when the job has several
+    ((KP_NODES == 1)) || kp_die "singlenode.sh on $KP_NODES nodes: give --nodes=1, or submit multinode.sh"
 }
 
-kp_port_interface() { # <device>:<port>: the network interface on top of an Ethernet RDMA port
-    local device=${KP_SYS:-/sys}/class/infiniband/${1%:*}
-    cat "$device/ports/${1#*:}/gid_attrs/ndevs/0" 2>/dev/null || (cd "$device/device/net" 2>/dev/null && echo *)
+# --- before the start --------------------------------------------------------------------------------------
+
+kp_check() { # <train.py arguments>...: checks them in one process before any GPU works; sets KP_RUN_DIR, KP_CHECKPOINTS
+    local toml code=0 paths
+    toml=$("$KP_PYTHON" "$KP_TRAIN" "$@" --check --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS") || code=$?
+    if ((code != 0)); then
+        kp_log "not started: the check of the configuration ended with exit code $code"
+        exit "$code"
+    fi
+    mapfile -d '' -t paths < <(
+        "$KP_PYTHON" -c 'import sys, tomli
+cfg = tomli.load(sys.stdin.buffer)
+sys.stdout.write("\0".join((cfg["run"]["dir"], cfg.get("checkpoint", {}).get("dir", ""), "")))' <<<"$toml"
+    )
+    [[ -n ${paths[0]:-} ]] || kp_die "the checked configuration has no run.dir: leave --help and --check out"
+    KP_RUN_DIR=$(realpath -m -- "${paths[0]}")
+    KP_CHECKPOINTS=$(realpath -m -- "${paths[1]:-$KP_RUN_DIR/checkpoints}")
+    mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
 }
 
-kp_has_efa() { # true when this node has an Elastic Fabric Adapter, whatever udev calls it
-    local device
-    for device in "${KP_SYS:-/sys}"/class/infiniband/*; do
-        [[ ${device##*/} != efa* && $(readlink "$device/device/driver") != */efa ]] || return 0
-    done
-    return 1
+kp_peers() { # the addresses of the first two nodes of the job: from any node, one of them is another host
+    local node pattern='NodeAddr=([^[:space:]]+)'
+    while read -r node; do
+        [[ ! $(scontrol show node "$node") =~ $pattern ]] || node=${BASH_REMATCH[1]}
+        getent ahosts "$node" | awk 'NR == 1 { print $1 }'
+    done < <(scontrol show hostnames "$(kp_field NodeList)" | head -n 2)
 }
 
-kp_route_interface() { # <address>...: the interface that leads to the first of them that is not this node itself
-    local address route pattern=' dev ([^ ]+)'
-    for address in "$@" default; do
-        if [[ $address == default ]]; then
-            route=$(ip -o route show default 2>/dev/null) || continue
-        else
-            route=$(ip -o route get "$address" 2>/dev/null) || continue
-        fi
-        [[ $route =~ $pattern && ${BASH_REMATCH[1]} != lo ]] || continue
-        echo "${BASH_REMATCH[1]}"
-        return
-    done
-}
-
-kp_choose_interface() { # <address of a peer>...: prints "<interface> <why>"; nothing when there is none
-    local name port
-    for name in "${KP_UP[@]}"; do
-        [[ $name != ib* && $(cat "${KP_SYS:-/sys}/class/net/$name/type" 2>/dev/null) != 32 ]] || {
-            echo "$name InfiniBand"
-            return
-        }
-    done
-    while read -r _ port; do
-        name=$(kp_port_interface "$port")
-        [[ -z ${KP_ADDRESS[$name]:-} ]] || {
-            echo "$name RoCE on $port"
-            return
-        }
-    done < <(kp_verbs_ports Ethernet)
-    name=$(kp_route_interface "$@")
-    if kp_has_efa; then
-        [[ -z $name ]] || echo "$name EFA; sockets follow the route to the other nodes"
+kp_banner() { # says what is about to run, and where; stops when the network that the user named is not there
+    local nodes what='no GPU'
+    ((KP_GPUS == 0)) || what='one GPU each'
+    if ! kp_in_job; then
+        kp_log "$(uname -n), outside Slurm: world size $KP_TASKS, $what"
+        kp_log "run directory $KP_RUN_DIR"
         return
     fi
-    for port in "${KP_UP[@]}"; do
-        [[ $port != hsn* ]] || {
-            echo "$port Slingshot"
-            return
-        }
-    done
-    [[ -z $name ]] || echo "$name no fast network found; it leads to the other nodes"
+    mapfile -t nodes < <(scontrol show hostnames "$(kp_field NodeList)")
+    KEMPNER_PEERS=$(kp_peers | paste -sd' ')
+    export KEMPNER_PEERS
+    kp_log "job $(kp_job_id) ($(kp_field JobName)), restart count ${SLURM_RESTART_COUNT:-0}, ends $(kp_field EndTime)"
+    kp_log "nodes ${nodes[*]}: $KP_NODES x $KP_TASKS = world size $((KP_NODES * KP_TASKS)), $what, $KP_CPUS CPU(s) each"
+    kp_log "master ${nodes[0]} (${KEMPNER_PEERS%% *})"
+    [[ -n $KP_BESIDE ]] || bash "$KP_ROOT/scripts/slurm/task.sh"
+    kp_log "run directory $KP_RUN_DIR"
+    [[ -n $KP_BESIDE ]] || kp_keep_log
 }
 
-kp_given_interfaces() { # <variable> <its value>: the interfaces that a value of the user's names, by NCCL's grammar
-    local variable=$1 value=$2 item name found have=()
-    for name in "${KP_SYS:-/sys}"/class/net/*; do have+=("${name##*/}"); done
-    [[ $value != ^* ]] || return 0
-    for item in ${value//,/ }; do
-        found=
-        for name in "${have[@]}"; do
-            [[ $name == "${item#=}" || ($variable == NCCL* && $value != =* && $name == "$item"*) ]] || continue
-            found=1
-            echo "$name"
-        done
-        [[ -n $found ]] || kp_die "$variable=$value: $(uname -n) has no interface '${item#=}'; it has: ${have[*]}; correct or unset it"
-    done
+kp_keep_log() { # makes the batch log appear in the run directory too, as logs/batch-JOB.log
+    local file target
+    file=$(readlink "/proc/$$/fd/1") && [[ -f $file ]] || return 0
+    target=$KP_RUN_DIR/logs/batch-$(kp_job_id).log
+    [[ $file -ef $target ]] || ln -f -- "$file" "$target" 2>/dev/null || ln -sf -- "$file" "$target"
 }
 
-kp_network() { # <address of a peer>...: exports this node's choice for NCCL, gloo and TensorPipe; sets KP_NETWORK, which says why
-    local variable chosen='' why='' names ports
-    kp_interfaces
-    for variable in NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME; do
-        [[ -n ${!variable:-} ]] || continue
-        names=$(kp_given_interfaces "$variable" "${!variable}")
-        [[ -n $chosen || -z $names ]] || chosen=$(head -n 1 <<<"$names")
-        why+="${why:+, }$variable=${!variable} was given"
-    done
-    [[ -n $chosen ]] || read -r chosen why < <(kp_choose_interface "$@"; echo "$why") || true
-    if [[ -z $chosen ]]; then
-        KP_NETWORK="left to NCCL and gloo (${why:-no interface leads to another node})"
+# --- the run -----------------------------------------------------------------------------------------------
+
+kp_run() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, the exit code of srun or torchrun
+    local command=("$KP_PYTHON")
+    KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
+    KP_STEP_NAME=kempner-$KEMPNER_ATTEMPT_ID
+    export KEMPNER_ATTEMPT_ID
+    KP_STEP_BEFORE=$(kp_committed_step)
+    if kp_in_job; then
+        kp_srun bash "$KP_ROOT/scripts/slurm/task.sh" "$KP_PYTHON" "$KP_TRAIN" "$@"
+    else
+        ((KP_TASKS == 1)) || command+=(-m torch.distributed.run --standalone --nproc-per-node="$KP_TASKS")
+        kp_start "${command[@]}" "$KP_TRAIN" "$@"
+    fi
+    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    kp_wait
+}
+
+kp_srun() { # <command>...: starts it, one task per GPU, on all nodes of the job
+    local flags=(
+        --job-name="$KP_STEP_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS)) --ntasks-per-node="$KP_TASKS"
+        --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300 --mpi=none
+        --export=ALL # sbatch --export=NONE would reach the tasks too
+    )
+    ((KP_GPUS == 0)) || flags+=(--gpus-per-node="$KP_GPUS" --gpu-bind=none)
+    [[ -z $KP_BESIDE ]] || flags+=(--jobid="$SLURM_JOB_ID" --overlap)
+    export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
+    unset "${!SLURM_GPUS@}" "${!SLURM_NTASKS@}" # the request in other words; the flags above say it all
+    kp_start srun "${flags[@]}" "$@"
+}
+
+kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this shell alone
+    setsid "$@" </dev/null &
+    KP_CHILD=$!
+}
+
+kp_wait() { # waits for KP_CHILD, however many signals end a wait early; sets KP_CODE
+    while kill -0 "$KP_CHILD" 2>/dev/null; do wait "$KP_CHILD" || true; done
+    KP_CODE=0
+    wait "$KP_CHILD" || KP_CODE=$?
+    KP_CHILD=''
+}
+
+# --- signals -----------------------------------------------------------------------------------------------
+
+kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is already ending the job
+    if [[ -z $KP_CHILD ]]; then
+        [[ $1 != INT ]] || exit 130
+        KP_PENDING=$1 # the ranks get it as soon as they are there
         return
     fi
-    # NCCL takes a name as a prefix: ib1 would be ib10 too.
-    names=("${KP_SYS:-/sys}/class/net/$chosen"?*)
-    [[ ! -e ${names[0]} ]] && names= || names='='
-    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$names$chosen}
-    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$chosen} TP_SOCKET_IFNAME=${TP_SOCKET_IFNAME:-$chosen}
+    [[ -z $KP_DECIDED ]] || return 0
+    if [[ $1 == TERM ]] && kp_is_batch && kp_show_job && [[ $(kp_field JobState) != RUNNING ]]; then
+        kp_decide "the time limit struck" # Slurm has told the ranks itself
+        return
+    fi
+    if [[ $1 == INT && $KP_SIGNAL == INT ]] && ! kp_is_batch; then
+        kp_log "second Ctrl-C: ending the run at once"
+        kp_signal KILL
+    else
+        KP_SIGNAL=$1
+        case $1 in
+            INT) kp_log "SIGINT: the run saves and stops; once more ends it at once" ;;
+            TERM) kp_log "SIGTERM: the run saves and stops to go on later" ;;
+            USR2) kp_log "SIGUSR2: the run saves and goes on" ;;
+        esac
+        kp_signal "$1"
+    fi
+}
+
+kp_signal() { # <signal>: sends it to this run's ranks alone
+    local step tries ranks
+    if ! kp_in_job; then
+        ranks=("$KP_CHILD")
+        ((KP_TASKS == 1)) || read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children"
+        kill -s "$1" "${ranks[@]}" 2>/dev/null || true
+        return
+    fi
+    for ((tries = 0; tries < 10; tries++)); do
+        step=$(kp_shielded squeue -h -s -j "$(kp_job_id)" -o '%i %j' 2>/dev/null | sed -n "s/ $KP_STEP_NAME\$//p")
+        [[ -z $step ]] || break
+        kill -0 "$KP_CHILD" 2>/dev/null || return 0
+        kp_shielded sleep 0.5
+    done
+    if [[ -n $step ]]; then
+        kp_shielded scancel --signal="$1" "$step" || true
+    else
+        kp_log "the step has not started: nothing to save"
+        kill -TERM "$KP_CHILD" 2>/dev/null || true
+    fi
+}
+
+# --- the end -----------------------------------------------------------------------------------------------
+
+kp_committed_step() { # the step of the newest complete checkpoint, -1 when there is none
+    local link pattern='step_0*([0-9]+)/*$'
+    link=$(kp_shielded readlink "$KP_CHECKPOINTS/latest") || true
+    [[ $link =~ $pattern ]] && echo "${BASH_REMATCH[1]}" || echo -1
+}
+
+kp_verdict() { # sets KP_STATE to what status.json says of this start, or to nothing
+    local text='' pattern='"state": *"([a-z]+)"'
+    { read -r -d '' text <"$KP_RUN_DIR/status.json"; } 2>/dev/null || true
+    [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] && KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
+}
+
+kp_stalled() { # <committed step>: the attempts of this job in a row, with this one, that have made no progress
+    local line stalled=0 pattern='"stalled": ([0-9]+)' job
+    job="\"job\": \"$(kp_job_id)\""
+    if (($1 <= KP_STEP_BEFORE)); then
+        while read -r line; do
+            [[ $line != *'"event": "decision"'*"$job"* || ! $line =~ $pattern ]] || stalled=${BASH_REMATCH[1]}
+        done < <(kp_shielded cat "$KP_RUN_DIR/attempts.jsonl" 2>/dev/null)
+        stalled=$((stalled + 1))
+    fi
+    echo "$stalled"
+}
+
+kp_record() { # <requeue or end> <why>: the one line that says what was decided, in the log and in attempts.jsonl
+    KP_DECIDED=$1
+    kp_log "$1: $2"
+    printf '{"event": "decision", "decision": "%s", "why": "%s", "job": "%s", "restart": %d, "attempt_id": "%s", ' \
+        "$1" "$2" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$KEMPNER_ATTEMPT_ID" >>"$KP_RUN_DIR/attempts.jsonl"
+    printf '"step": %d, "stalled": %d, "time": %(%s)T}\n' "$KP_STEP" "$KP_STALLED" -1 >>"$KP_RUN_DIR/attempts.jsonl"
+}
+
+kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
+    local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state
+    kp_verdict
+    KP_STEP=$(kp_committed_step)
+    KP_STALLED=$(kp_stalled "$KP_STEP")
+    [[ $KP_STATE != interrupted ]] || what="interrupted and saved"
+    what+=" (newest checkpoint: step $KP_STEP)"
+    kp_show_job || true
+    state=$(kp_field JobState)
+    if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
+        kp_record end "the run is $KP_STATE"
+    elif [[ ${KP_CODE:-} == 2 ]]; then
+        kp_record end "bad input"
+    elif [[ $state != RUNNING && $(kp_field Reason) != TimeLimit ]]; then
+        kp_record end "Slurm is ending the job (${state:-no answer}); whether it starts again is not up to this script"
+    elif ! kp_is_batch; then
+        kp_record end "$what; only a batch job is requeued"
+    elif [[ $(kp_field Requeue) == 0 ]]; then
+        kp_record end "$what; the job was submitted with --no-requeue"
+    elif ((KP_STALLED >= most)); then
+        kp_record end "$what; $KP_STALLED attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
+    elif kp_shielded scontrol requeue "$(kp_job_id)"; then
+        kp_record requeue "$what"
+    else
+        kp_record end "$what; scontrol requeue was refused"
+    fi
+}
+
+kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code
+    if kp_in_job; then
+        [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE"
+    else
+        kp_verdict
+    fi
+    case $KP_DECIDED,$KP_STATE in
+        requeue,* | *,done | *,stopped) exit 0 ;;
+        *,interrupted) exit 75 ;;
+        *,failed | *,running) exit $((KP_CODE ? KP_CODE : 1)) ;;
+    esac
+    exit "$KP_CODE"
 }

@@ -42,7 +42,7 @@ class ConfigError(Exception):
     """Everything that is wrong with a configuration; `problems` holds one line each."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(problems)
+        self.problems = [problem.replace("\n", "\\n") for problem in problems]
         super().__init__("\n".join(self.problems))
 
 

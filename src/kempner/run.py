@@ -107,17 +107,16 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
+    @property
+    def checkpoint_dir(self) -> Path:
+        return Path(self.checkpoint.dir or f"{self.run.dir}/checkpoints")
+
     def problems(self) -> list[str]:
         found = []
         if self.train.seq_len > self.model.max_seq_len:
             found.append(
                 f"train.seq_len = {self.train.seq_len}: at most model.max_seq_len = "
                 f"{self.model.max_seq_len}; raise that, or shorten the sequences"
-            )
-        if self.schedule.warmup_steps > self.train.max_steps:
-            found.append(
-                f"schedule.warmup_steps = {self.schedule.warmup_steps}: at most "
-                f"train.max_steps = {self.train.max_steps}"
             )
         return found
 
@@ -149,9 +148,10 @@ def configure(argv: Sequence[str]) -> RunConfig:
         print(help_text(RunConfig, USAGE))
         sys.exit(0)
     if not argv:
-        sys.exit(f"usage: {USAGE}")
+        print(f"usage: {USAGE}", file=sys.stderr)
+        sys.exit(2)
     try:
-        cfg = with_defaults(
+        cfg = with_run_dir(
             load(RunConfig, command.files, command.overrides, command.problems), command.files
         )
         nodes, per_node = command.flags["nodes"], command.flags["gpus-per-node"]
@@ -177,16 +177,10 @@ def reject(error: ConfigError) -> NoReturn:
     sys.exit(2)
 
 
-def with_defaults(cfg: RunConfig, files: Sequence[str]) -> RunConfig:
-    """Fill in the paths that follow from other values."""
+def with_run_dir(cfg: RunConfig, files: Sequence[str]) -> RunConfig:
+    """Without a run.dir of its own a run is named after its first file."""
     name = Path(files[0]).stem if files else "default"
-    run_dir = cfg.run.dir or f"runs/{name}"
-    checkpoints = cfg.checkpoint.dir or f"{run_dir}/checkpoints"
-    return replace(
-        cfg,
-        run=replace(cfg.run, dir=run_dir),
-        checkpoint=replace(cfg.checkpoint, dir=checkpoints),
-    )
+    return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or f"runs/{name}"))
 
 
 def check_world(cfg: RunConfig, world_size: int) -> list[str]:
@@ -214,7 +208,7 @@ def check_inputs(cfg: RunConfig) -> list[str]:
             TokenDataset.open(cfg.data.dataset_path, split, cfg.train.seq_len, cfg.model.vocab_size)
         except ConfigError as error:
             found += error.problems
-    for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
+    for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint_dir)):
         there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             what = "not writable" if there.is_dir() else "not a directory"
@@ -275,7 +269,8 @@ class Run:
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         elif self.place.rank == 0:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):  # a closed terminal must not end the training
+                print(text, flush=True)
 
     def progress(self, step: int) -> None:
         if self._bar is not None:

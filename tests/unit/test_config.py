@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from kempner.config import (
     schema,
     to_toml,
 )
+from kempner.run import RunConfig, with_run_dir
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -221,6 +225,7 @@ def test_the_command_line_is_sorted(folder: Path) -> None:
         ("note = 5", "must be a string, not an int; write it in quotes"),
         ("note = 'none of\\n'\nmax_step = 5", "unknown key; did you mean train.max_steps?"),
         ("lr = 5", "unknown key; did you mean optimizer.lr?"),
+        ('"a\\nb" = 5', "a\\nb = 5: unknown key"),
         ("xyzzy = 5", "unknown key; --help lists all"),
         ("max_steps = 1\nmax-steps = 1", "is max_steps again"),
     ],
@@ -529,7 +534,9 @@ def test_train_reports_all_problems_and_exits_with_2() -> None:
 def test_check_prints_a_configuration_that_check_prints_again(tmp_path: Path) -> None:
     shards, again = tmp_path / "shards", tmp_path / "again.toml"
     prepare = [sys.executable, str(REPO / "scripts/prepare_data.py"), str(REPO / "src/kempner")]
-    subprocess.run([*prepare, "--out", str(shards)], check=True, capture_output=True)
+    subprocess.run(
+        [*prepare, "--val-fraction=0.2", "--out", str(shards)], check=True, capture_output=True
+    )
     run = f'--run.dir={tmp_path}/it\'s "$HOME" [*]'
     words = [f"--data.dataset-path={shards}", "--train.max_steps", "7", run, "--check"]
     first = train("configs/train/debug.toml", *words)
@@ -539,8 +546,36 @@ def test_check_prints_a_configuration_that_check_prints_again(tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == [again, shards]  # --check creates nothing
 
 
+def test_the_configuration_of_a_run_serves_another_run(tmp_path: Path) -> None:
+    kept = tmp_path / "config.toml"
+    files = [str(REPO / "configs/train/debug.toml")]
+    kept.write_text(to_toml(with_run_dir(load(RunConfig, files, ["--run.dir=runs/old"]), files)))
+    cfg = with_run_dir(load(RunConfig, [kept], ["--run.dir=runs/new"]), [str(kept)])
+    assert "runs/new" in to_toml(cfg) and "runs/old" not in to_toml(cfg)
+
+
 def test_help_needs_no_torch() -> None:
     result = train("--help", python=("-X", "importtime"))
     assert result.returncode == 0 and "--train.max_steps int" in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "kempner.config" in imported and not imported & {"torch", "numpy"}
+
+
+def test_the_examples_of_the_page_are_true(tmp_path: Path) -> None:
+    page = (REPO / "docs/configuration.md").read_text()
+    command, _, shown = page.partition("    $ python scripts/train.py ")[2].partition("\n")
+    shown = textwrap.dedent(shown.partition("\n\n")[0]).replace("/home/me/kempner", str(REPO))
+    assert train(*shlex.split(command)).stderr.strip() == shown.strip()
+
+    rows = re.findall(r"^\| `.+?` \| `(.+)` \| `(.+)` \|$", page, re.MULTILINE)
+    assert len(rows) == 7
+    for words, line in rows:
+        spellings = [parse_command(shlex.split(word), {}) for word in words.split("`, `")]
+        cfgs = [load_run(override.overrides) for override in spellings]
+        section = spellings[0].overrides[0][2:].partition(".")[0]
+        (tmp_path / "row.toml").write_text(f"[{section}]\n{line}\n")
+        assert load_run([], tmp_path / "row.toml") == cfgs[0]
+
+
+def load_run(overrides: list[str], *files: Path) -> RunConfig:
+    return load(RunConfig, files, ["--data.dataset_path=x", *overrides])

@@ -58,7 +58,9 @@ class CommitWriter(dcp.FileSystemWriter):
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         results = super().write_data(plan, planner)
         sums = {}
         for name in sorted({result.storage_data.relative_path for result in results.value()}):
@@ -136,6 +138,7 @@ class Checkpointer:
     def __init__(
         self,
         cfg: CheckpointConfig,
+        root: Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         contents: tuple[dict[str, str], dict[str, Any]],
@@ -143,7 +146,7 @@ class Checkpointer:
     ) -> None:
         """`contents`: texts that go into each checkpoint, by file name, and facts for its manifest;
         those under "fixed" (sections of values) must be the same when it is loaded."""
-        self.cfg, self.root, self.optimizer, self.log = cfg, Path(cfg.dir), optimizer, log
+        self.cfg, self.root, self.optimizer, self.log = cfg, root, optimizer, log
         self.parameters = parameter_names(model)
         self.files, self.about = contents
         # A slow file system makes ranks wait for each other longer than a step ever may.

@@ -1,8 +1,8 @@
 """Token shards as numbered samples.
 
 The shards of a split are one stream of tokens. Sample i is the tokens i * seq_len to
-(i + 1) * seq_len, both included: seq_len inputs and, one further, seq_len targets. It may run over the
-end of a shard. The last tokens, too few for a sample, are not used.
+(i + 1) * seq_len, both included: seq_len inputs and, one further, seq_len targets. It may
+run over the end of a shard. The last tokens, too few for a sample, are not used.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class TokenDataset:
             rows[whole] = self._rows[shard][local[whole]]
             for i in np.flatnonzero((shards == shard) & ~whole):
                 rows[i] = self._over_the_border(int(indices[i]) * self.seq_len)
-        if rows.size and rows.max() >= self.vocab_size:
+        if rows.size and rows.max() > self.vocab_size:
             self._complain(indices, rows)
         return rows
 

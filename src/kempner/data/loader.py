@@ -2,7 +2,8 @@
 
 A run's position is the number of samples it has consumed, over all ranks and epochs. What sample
 number n is follows from n and the seed alone, and the global batch at a position is the numbers
-position to position + batch - 1: the order is the same for any world size, micro-batch and prefetch.
+position to position + batch - 1: the order is the same for any world size,
+micro-batch and prefetch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Documents -> token shards: encoding in parallel, writing in order, going on after a kill.
+"""Encoded units -> token shards, in order; and going on after a kill.
 
 Shards are written in the order of the input, whatever the number of workers. A shard ends where a
 unit of the input ends, so that the record of a killed run (dataset.partial.json) is a list of whole
@@ -8,21 +8,15 @@ shards and the number of units that are in them.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kempner.config import ConfigError
+from kempner.data.encode import Encoded
 from kempner.data.sidecar import (
     PROGRESS,
     SIDECAR,
@@ -33,112 +27,7 @@ from kempner.data.sidecar import (
     Sidecar,
     write_atomic,
 )
-from kempner.data.sources import Piece, Undecodable, documents, is_held_out
-from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-
-Tokens = NDArray[np.integer[Any]]
-
-
-# --- Encoding: in the workers -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """What a worker needs to encode a unit."""
-
-    tokenizer_file: str  # "" for bytes
-    eod: int
-    dtype: str
-    text_key: str
-    val_fraction: float
-
-    def tokenizer(self) -> Tokenizer:
-        if not self.tokenizer_file:
-            return ByteTokenizer()
-        return FileTokenizer(Path(self.tokenizer_file), eod=self.eod)
-
-
-@dataclass
-class Encoded:
-    """One unit of the input, encoded."""
-
-    tokens: dict[str, Tokens]
-    empty: int = 0  # documents without a character
-    skipped: int = 0  # files, or pieces of large ones, that are not UTF-8 text
-    size: int = 0  # bytes of input
-
-
-def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
-    parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
-    result = Encoded({})
-    for piece in unit:
-        result.size += piece.size
-        try:
-            texts = list(documents(piece, how.text_key))
-        except Undecodable:
-            result.skipped += 1
-            continue
-        filled = [text for text in texts if text]
-        result.empty += len(texts) - len(filled)
-        for text, ids in zip(filled, tokenizer.encode_documents(filled), strict=True):
-            parts["val" if is_held_out(text, how.val_fraction) else "train"].append(ids)
-    nothing = np.empty(0, how.dtype)
-    result.tokens = {
-        split: np.concatenate([nothing, *arrays], dtype=how.dtype, casting="unsafe")
-        for split, arrays in parts.items()
-    }
-    return result
-
-
-def encode_all(units: Iterable[list[Piece]], how: Encoding, workers: int) -> Iterator[Encoded]:
-    """Encode the units in `workers` processes; the results come in the order of the units."""
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # one thread each: the processes are the parallelism
-    )
-    if workers == 1:
-        tokenizer = how.tokenizer()
-        yield from (encode(unit, how, tokenizer) for unit in units)
-        return
-    # spawn: a process forked from one with threads (tokenizers has some) may hang.
-    # An executor, not a Pool: it notices when a worker is killed.
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(how,)
-    )
-    running: deque[Future[Encoded]] = deque()
-    try:
-        source = iter(units)
-        running.extend(pool.submit(_encode, unit) for unit in itertools.islice(source, 2 * workers))
-        while running:
-            yield running.popleft().result()
-            running.extend(pool.submit(_encode, unit) for unit in itertools.islice(source, 1))
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(how: Encoding) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    global _worker
-    _worker = (how, how.tokenizer())
-
-
-def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next unit for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-_worker: tuple[Encoding, Tokenizer]
-
-
-def _encode(unit: list[Piece]) -> Encoded:
-    how, tokenizer = _worker
-    return encode(unit, how, tokenizer)
-
-
-# --- Writing: in the parent -------------------------------------------------------------------
+from kempner.data.tokenizer import Tokens
 
 
 class Writer:
@@ -263,25 +152,33 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
         leftover.unlink()
     finished = (directory / SIDECAR).is_file()
     record = directory / (SIDECAR if finished else PROGRESS)
-    if record.is_file() and not (finished and overwrite):
-        try:
-            found = Sidecar.load(record)
-            problems = _differences(directory, found, sidecar, finished) or _damage(
-                directory, found
-            )
-        except ConfigError as error:
-            problems = error.problems
+    if not record.is_file():
+        problems = [
+            f"{path}: a shard, but there is no {SIDECAR}; choose another --out, or --overwrite"
+            for path in _shards(directory)[:1]
+        ]
         if not problems:
+            return sidecar
+    else:
+        found, problems = _examine(record, sidecar, finished)
+        redo = finished and overwrite
+        if found and not problems and not redo:
             return found
-        if not overwrite and (finished or found.splits["train"] or found.splits["val"]):
-            raise ConfigError(problems)
-    elif not overwrite and (strange := _shards(directory)):
-        raise DataError(
-            f"{directory}: holds {strange[0].name} but no {SIDECAR}; "
-            "choose another --out, or --overwrite"
-        )
+        if found and not finished and not any(found.splits.values()):
+            problems = []  # nothing was written yet: nothing is lost
+    if problems and not overwrite:
+        raise ConfigError(problems)
     discard(directory)
     return sidecar
+
+
+def _examine(record: Path, wanted: Sidecar, finished: bool) -> tuple[Sidecar | None, list[str]]:
+    try:
+        found = Sidecar.load(record)
+    except ConfigError as error:
+        return None, error.problems
+    differences = _differences(record.parent, found, wanted, finished)
+    return found, differences or _damage(record.parent, found)
 
 
 def discard(directory: Path) -> None:
@@ -301,7 +198,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _differences(directory: Path, there: Sidecar, here: Sidecar, finished: bool) -> list[str]:
-    old, new = there.prepared["settings"], here.prepared["settings"]
+    old, new = there.prepared.get("settings", {}), here.prepared["settings"]
     state = "finished" if finished else "unfinished"
     problems = []
     for key in new:

@@ -1,4 +1,4 @@
-"""dataset.json: what the token shards beside it hold. Written last: where it is, the data are whole."""
+"""dataset.json: what the token shards beside it hold; written last, when they are whole."""
 
 from __future__ import annotations
 

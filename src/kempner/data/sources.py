@@ -102,7 +102,8 @@ def fingerprint(sources: Iterable[Source]) -> str:
     digest = hashlib.sha256()
     for source in sources:
         status = os.stat(source.path)
-        digest.update(f"{source.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(source.name))
+        digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:32]
 
 

@@ -19,13 +19,16 @@ BPE_EOD = EOD_NAMES[0]
 BPE_MINIMUM = 257  # 256 bytes and the end of the document
 
 
+Tokens = NDArray[np.integer[Any]]  # 1-D
+
+
 class Tokenizer(Protocol):
     vocab_size: int
     eod: int
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, with the end-of-document id after them."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -43,8 +46,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
-    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        result: list[NDArray[np.integer[Any]]] = []
+    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
+        result: list[Tokens] = []
         for text in texts:
             data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
             ids = np.empty(len(data) + 1, np.uint16)
@@ -90,7 +93,7 @@ class FileTokenizer:
         ids: list[int] = self._tokenizer.encode(_clean(text), add_special_tokens=False).ids
         return ids
 
-    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+    def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
         encodings = self._tokenizer.encode_batch_fast(
             [_clean(text) for text in texts], add_special_tokens=False
         )

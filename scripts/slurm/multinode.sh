@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Train on several whole nodes, one process per GPU.
+#
+#   sbatch scripts/slurm/multinode.sh configs/train/7b.toml --train.max_steps=50000
+#   sbatch --nodes=16 --time=24:00:00 --partition=gpu scripts/slurm/multinode.sh CONFIG [OVERRIDES]
+#   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
+#
+# What sbatch is told on its command line, or by SBATCH_* variables, comes before what stands here: docs/slurm.md.
+#SBATCH --job-name=kempner
+#SBATCH --nodes=2
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:SIGTERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool directory; the job knows where the file came from.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib.sh
+if [[ ! -e $lib ]]; then
+    lib=$(scontrol show job "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" |
+        sed -n 's|^ *Command=\(.*/scripts/slurm\)/.*|\1/lib.sh|p')
+fi
+# shellcheck source=lib.sh
+source "$lib"
+
+kp_setup       # the repository, its Python, site.env
+kp_tasks       # nodes, GPUs, one task per GPU
+kp_check "$@"  # the configuration, once, before any GPU works
+kp_banner      # what runs where
+kp_run "$@"    # srun; passes signals on
+kp_finish      # requeue or not; the exit code

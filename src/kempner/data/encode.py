@@ -1,0 +1,115 @@
+"""Documents -> token ids, in worker processes."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kempner.data.sidecar import SPLITS
+from kempner.data.sources import Piece, Undecodable, documents, is_held_out
+from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Tokens
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a worker needs to encode a unit."""
+
+    tokenizer_file: str  # "" for bytes
+    eod: int
+    dtype: str
+    text_key: str
+    val_fraction: float
+
+    def tokenizer(self) -> Tokenizer:
+        if not self.tokenizer_file:
+            return ByteTokenizer()
+        return FileTokenizer(Path(self.tokenizer_file), eod=self.eod)
+
+
+@dataclass
+class Encoded:
+    """One unit of the input, encoded."""
+
+    tokens: dict[str, Tokens]
+    empty: int = 0  # documents without a character
+    skipped: int = 0  # files, or pieces of large ones, that are not UTF-8 text
+    size: int = 0  # bytes of input
+
+
+def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
+    parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
+    result = Encoded({})
+    for piece in unit:
+        result.size += piece.size
+        try:
+            texts = list(documents(piece, how.text_key))
+        except Undecodable:
+            result.skipped += 1
+            continue
+        filled = [text for text in texts if text]
+        result.empty += len(texts) - len(filled)
+        for text, ids in zip(filled, tokenizer.encode_documents(filled), strict=True):
+            parts["val" if is_held_out(text, how.val_fraction) else "train"].append(ids)
+    nothing = np.empty(0, how.dtype)
+    result.tokens = {
+        split: np.concatenate([nothing, *arrays], dtype=how.dtype, casting="unsafe")
+        for split, arrays in parts.items()
+    }
+    return result
+
+
+def encode_all(units: Iterable[list[Piece]], how: Encoding, workers: int) -> Iterator[Encoded]:
+    """Encode the units in `workers` processes; the results come in the order of the units."""
+    # One thread each: the processes are the parallelism.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if workers == 1:
+        tokenizer = how.tokenizer()
+        yield from (encode(unit, how, tokenizer) for unit in units)
+        return
+    # spawn: a process forked from one with threads (tokenizers has some) may hang.
+    # An executor, not a Pool: it notices when a worker is killed.
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(how,)
+    )
+    running: deque[Future[Encoded]] = deque()
+    try:
+        source = iter(units)
+        running.extend(pool.submit(_encode, unit) for unit in itertools.islice(source, 2 * workers))
+        while running:
+            yield running.popleft().result()
+            running.extend(pool.submit(_encode, unit) for unit in itertools.islice(source, 1))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(how: Encoding) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    global _worker
+    _worker = (how, how.tokenizer())
+
+
+def _die_with_parent() -> None:
+    """A worker whose parent was killed would wait for its next unit for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+_worker: tuple[Encoding, Tokenizer]
+
+
+def _encode(unit: list[Piece]) -> Encoded:
+    how, tokenizer = _worker
+    return encode(unit, how, tokenizer)

@@ -1,0 +1,94 @@
+"""What the tests share: a small data set, and the real trainer started as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "configs/train/debug.toml",
+    "--model.dim=64",
+    "--model.n_layers=2",
+    "--model.ffn_dim=96",
+    "--train.seq_len=32",
+    "--train.global_batch=8",
+    "--train.max_steps=8",
+    "--train.deterministic",
+    "--checkpoint.interval=0",
+    "--eval.interval=0",
+    "--metrics.log_interval=1",
+]
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token shards of this repository's own source, byte by byte."""
+    out = tmp_path_factory.mktemp("data") / "own"
+    command = ["scripts/prepare_data.py", "src", "--out", str(out), "--val-fraction", "0.2"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def clean_env(**more: str) -> dict[str, str]:
+    """This environment without what SLURM or torchrun left in it, one thread a process."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "TORCHELASTIC", "KEMPNER"))
+        and name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return kept | {"OMP_NUM_THREADS": "1"} | more
+
+
+def start_train(*args: str, nproc: int = 1, **env: str) -> subprocess.Popen[str]:
+    """scripts/train.py in one process, or in several by torchrun."""
+    launcher = [sys.executable]
+    if nproc > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return subprocess.Popen(
+        [*launcher, "scripts/train.py", *args],
+        cwd=ROOT,
+        env=clean_env(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+Train = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def train(data_dir: Path) -> Train:
+    """Run the trainer with TINY, the data and the given words to its end; `code` is the expected exit code."""
+
+    def run(
+        run_dir: Path, *args: str, nproc: int = 1, code: int = 0, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        words = [*TINY, f"--data.dataset_path={data_dir}", f"--run.dir={run_dir}", *args]
+        process = start_train(*words, nproc=nproc, **env)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    return run
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Loss by step, the last line of a step counting."""
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
+
+
+def status(run_dir: Path) -> dict[str, object]:
+    return json.loads((run_dir / "status.json").read_text())

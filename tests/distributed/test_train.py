@@ -1,0 +1,235 @@
+"""The real trainer: what it records, what it goes on from, and that the number of processes does not matter."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY, Train, losses, start_train, status
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+
+
+def test_a_run_learns_and_leaves_its_records(train: Train, tmp_path: Path) -> None:
+    done = train(
+        tmp_path / "run",
+        "--train.max_steps=30",
+        "--optimizer.lr=1e-2",
+        "--eval.interval=15",
+        "--checkpoint.interval=5",
+        "--checkpoint.keep_last_n=2",
+        "--checkpoint.keep_every=10",
+    )
+    run_dir = tmp_path / "run"
+    loss = losses(run_dir)
+    assert list(loss) == list(range(1, 31))
+    assert loss[1] == pytest.approx(5.5, abs=0.3)  # ln 257 for a model that knows nothing
+    assert loss[30] < 3.8
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    validations = {r["step"]: r["val_loss"] for r in records if "val_loss" in r}
+    assert sorted(validations) == [15, 30] and validations[30] < validations[15] < 5
+    last = [r for r in records if "loss" in r][-1]
+    assert last["samples"] == 30 * 8 and last["tokens"] == 30 * 8 * 32
+    assert last["tokens_per_s"] > 0 and last["mfu"] is None and last["skipped"] == 0
+    parts = sum(last[f"{k}_time"] for k in ("data", "compute", "checkpoint", "eval"))
+    assert parts == pytest.approx(last["step_time"])
+    assert status(run_dir)["state"] == "done" and status(run_dir)["step"] == 30
+    kept = ["latest", "step_00000010", "step_00000020", "step_00000025", "step_00000030"]
+    assert checkpoints(run_dir) == kept
+    assert (run_dir / "checkpoints" / "latest").readlink() == Path("step_00000030")
+    assert (run_dir / "logs" / "latest" / "rank-0.log").is_file()
+    assert "step 30/30" in done.stdout
+
+
+def test_a_complete_run_says_so(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    again = train(tmp_path / "run")
+    assert "the run is complete: 8 of 8 steps" in again.stdout
+    assert len(losses(tmp_path / "run")) == 8
+
+
+@pytest.mark.parametrize("saving", ["async", "sync"])
+def test_resumed_equals_unbroken_bit_for_bit(train: Train, tmp_path: Path, saving: str) -> None:
+    flag = f"--{'' if saving == 'async' else 'no-'}checkpoint.async_save"
+    more = ("--checkpoint.interval=3", "--schedule.name=constant", flag)
+    train(tmp_path / "unbroken", *more)
+    train(tmp_path / "resumed", "--train.max_steps=5", *more)
+    train(tmp_path / "resumed", *more)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "unbroken")
+    first, second = (
+        json.loads((tmp_path / name / "checkpoints" / "latest" / "manifest.json").read_text())
+        for name in ("unbroken", "resumed")
+    )
+    data = [name for name in first["files"] if name.endswith(".distcp")]
+    assert data and all(first["files"][name] == second["files"][name] for name in data)
+
+
+def test_an_async_save_holds_the_step_that_it_names(train: Train, tmp_path: Path) -> None:
+    """Steps go on while the data is written: what is written must be the state of the save's step."""
+    more = ("--checkpoint.interval=1", "--checkpoint.keep_last_n=99", "--schedule.name=constant")
+    train(tmp_path / "all", *more)
+    train(tmp_path / "one", "--train.max_steps=4", "--schedule.name=constant")
+    sums = [
+        json.loads((tmp_path / name / "checkpoints/step_00000004/manifest.json").read_text())[
+            "files"
+        ]["__0_0.distcp"]
+        for name in ("all", "one")
+    ]
+    assert sums[0] == sums[1]
+
+
+LAYOUTS = {
+    "shard": (4, ()),
+    "hybrid": (4, ("--distributed.dp_replicate=2", "--train.micro_batch=1")),
+    "replicate": (2, ("--distributed.dp_replicate=2", "--distributed.dp_shard=1")),
+    "recompute": (2, ("--train.recompute", "--train.micro_batch=2")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_gives_the_losses_of_one_process(
+    train: Train, tmp_path: Path, one_process: dict[int, float], layout: str
+) -> None:
+    nproc, more = LAYOUTS[layout]
+    train(tmp_path / "run", *more, nproc=nproc)
+    assert losses(tmp_path / "run") == pytest.approx(one_process, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def one_process(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    process = start_train(*TINY, f"--data.dataset_path={data_dir}", f"--run.dir={run_dir}")
+    assert process.wait(timeout=120) == 0
+    return losses(run_dir)
+
+
+def test_world_size_may_change_at_every_resume(
+    train: Train, tmp_path: Path, one_process: dict[int, float]
+) -> None:
+    """4 -> 2 -> 8 processes: the samples that are left, and the losses of the unbroken run."""
+    for steps, nproc in ((3, 4), (5, 2), (8, 8)):
+        # The schedule looks at max_steps: a stop by file leaves it as it is.
+        (tmp_path / "run").mkdir(exist_ok=True)
+        more = () if steps == 8 else (f"--train.max_steps={steps}",)
+        train(tmp_path / "run", *more, "--schedule.name=constant", nproc=nproc)
+    train(tmp_path / "unbroken", "--schedule.name=constant")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "unbroken"), rel=1e-5)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    samples = [json.loads(line)["samples"] for line in lines]
+    assert samples == [8 * step for step in range(1, 9)]
+    worlds = [
+        json.loads(line)["world_size"]
+        for line in (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()
+        if json.loads(line)["event"] == "start"
+    ]
+    assert worlds == [4, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(signal.SIGTERM, "interrupted"), (signal.SIGUSR1, "interrupted"), (signal.SIGINT, "stopped")],
+)
+def test_a_signal_saves_and_leaves(
+    data_dir: Path, tmp_path: Path, number: signal.Signals, state: str
+) -> None:
+    run_dir = tmp_path / "run"
+    words = [*TINY, "--train.max_steps=100000", f"--data.dataset_path={data_dir}"]
+    process = start_train(*words, f"--run.dir={run_dir}")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (run_dir / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.send_signal(number)  # the second of a kind changes nothing
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    ended = status(run_dir)
+    assert ended["state"] == state
+    latest = json.loads((run_dir / "checkpoints" / "latest" / "manifest.json").read_text())
+    assert latest["step"] == ended["step"] == max(losses(run_dir))
+
+
+def test_files_ask_for_a_save_and_for_a_stop(data_dir: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "SAVE").touch()
+    words = [*TINY, "--train.max_steps=100000", f"--data.dataset_path={data_dir}"]
+    process = start_train(*words, f"--run.dir={run_dir}", nproc=2)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list(run_dir.glob("checkpoints/step_*[0-9]")):
+        time.sleep(0.05)
+    assert process.poll() is None, process.communicate()
+    (run_dir / "STOP").touch()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    assert status(run_dir)["state"] == "stopped"
+    assert len(list(run_dir.glob("checkpoints/step_*"))) == 2
+    assert not list(run_dir.glob("S*"))
+
+
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(train: Train, tmp_path: Path) -> None:
+    more = ("--checkpoint.interval=3", "--schedule.name=constant", "--checkpoint.keep_last_n=9")
+    train(tmp_path / "run", *more)
+    root = tmp_path / "run" / "checkpoints"
+    before = losses(tmp_path / "run")
+    shard = root / "step_00000008" / "__0_0.distcp"
+    flipped = bytearray(shard.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    shard.write_bytes(flipped)
+    (root / "step_00000006" / "__0_0.distcp").write_bytes(b"short")
+    (root / "step_00000009.partial").mkdir()
+    done = train(tmp_path / "run", *more)
+    assert "continues after step 3" in done.stdout
+    assert checkpoints(tmp_path / "run") == [
+        "latest", "step_00000003", "step_00000006", "step_00000006.corrupt", "step_00000008",
+        "step_00000008.corrupt",
+    ]  # fmt: skip
+    assert losses(tmp_path / "run") == before
+
+
+def test_when_no_checkpoint_is_left_the_run_stops(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    (tmp_path / "run/checkpoints/step_00000008/manifest.json").write_text("{}")
+    failed = train(tmp_path / "run", code=1)
+    assert "no checkpoint in" in failed.stderr and "step_00000008" in failed.stderr
+    assert (tmp_path / "run/checkpoints/step_00000008.corrupt").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ("--model.dim=128", "model.dim is 64 there, 128 here"),
+        ("--train.seq_len=16", "train.seq_len is 32 there, 16 here"),
+        ("--data.seed=5", "data.seed is 0 there, 5 here"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    train: Train, tmp_path_factory: pytest.TempPathFactory, change: str, word: str
+) -> None:
+    run_dir = tmp_path_factory.getbasetemp() / "refused"
+    if not run_dir.exists():
+        train(run_dir)
+    refused = train(run_dir, "--train.max_steps=9", change, code=2)
+    assert word in refused.stderr and "--run.dir" in refused.stderr
+    assert (run_dir / "checkpoints/step_00000008/manifest.json").is_file()
+
+
+def test_a_batch_that_is_not_finite_changes_nothing(train: Train, tmp_path: Path) -> None:
+    """A learning rate that throws the weights to infinity: every update after it is skipped, then it fails."""
+    failed = train(
+        tmp_path / "run",
+        "--optimizer.lr=1e30",
+        "--train.max_steps=50",
+        "--train.max_skipped=3",
+        "--checkpoint.interval=1",
+        code=1,
+    )
+    assert status(tmp_path / "run")["state"] == "failed"
+    assert "3 steps in a row were not finite" in failed.stdout
+    records = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["skipped"] >= 3 and records[-1]["loss"] is None

@@ -1,0 +1,228 @@
+"""The order of training: the same for any world size, micro-batch, prefetch and resumption."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kempner.config import ConfigError
+from kempner.data.dataset import TokenDataset
+from kempner.data.loader import (
+    IGNORED,
+    TrainLoader,
+    reading_speed,
+    sample_numbers,
+    val_batches,
+)
+from kempner.data.sidecar import SIDECAR, Shard, Sidecar
+
+SEQ_LEN = 3
+SAMPLES = 53  # a prime: epochs end inside batches
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    """53 samples; the first token of sample i is 3 i."""
+    path = tmp_path_factory.mktemp("data")
+    shards = []
+    for i, part in enumerate(np.array_split(np.arange(SAMPLES * SEQ_LEN + 2, dtype=np.uint16), 4)):
+        np.save(path / f"{i}.npy", part)
+        shards.append(Shard(f"{i}.npy", len(part), 0, int(part.max())))
+    about = {"name": "bytes", "kind": "bytes", "hash": ""}
+    Sidecar(about, "uint16", 500, 0, {"train": shards, "val": shards}, {}).save(path / SIDECAR)
+    return TokenDataset.open(path, "train", SEQ_LEN, 500)
+
+
+def loader(data: TokenDataset, **changes: Any) -> TrainLoader:
+    given = {"seed": 1, "batch": 12, "rank": 0, "world": 1, "micro": 12, "prefetch": 0}
+    return TrainLoader(data, **{**given, **changes})
+
+
+def samples(micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
+    """Which samples these are; checks that each is whole and the targets are one further."""
+    rows = []
+    for inputs, targets in micro_batches:
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous() and targets.is_contiguous()
+        assert torch.equal(targets, inputs + 1)
+        assert torch.equal(inputs, inputs[:, :1] + torch.arange(SEQ_LEN))
+        rows += [int(first) // SEQ_LEN for first in inputs[:, 0]]
+    return rows
+
+
+def steps(source: TrainLoader, count: int) -> list[list[int]]:
+    result = [samples(next(source)) for _ in range(count)]
+    source.close()
+    return result
+
+
+def test_an_epoch_reads_every_sample_once_and_the_next_in_another_order(data: TokenDataset) -> None:
+    assert len(data) == SAMPLES
+    read = list(chain(*steps(loader(data, batch=2, micro=2), SAMPLES)))
+    first, second = read[:SAMPLES], read[SAMPLES:]
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert first != second and first != sorted(first)
+
+
+@given(st.integers(0, 300), st.integers(0, 400), st.integers(1, 60), st.integers(0, 2**40))
+def test_sample_numbers_do_not_depend_on_how_they_are_asked_for(
+    position: int, count: int, n: int, seed: int
+) -> None:
+    whole = sample_numbers(0, position + count, n, seed)
+    assert sample_numbers(position, count, n, seed).tolist() == whole[position:].tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from([(1, 12), (2, 3), (3, 4), (4, 1), (6, 2), (12, 1)]),
+    st.integers(0, 130),
+    st.integers(0, 3),
+)
+def test_any_world_size_split_prefetch_and_position_read_the_same_batches(
+    data: TokenDataset, split: tuple[int, int], position: int, prefetch: int
+) -> None:
+    world, micro = split
+    expected = [sample_numbers(position + 12 * i, 12, SAMPLES, 1).tolist() for i in range(6)]
+    ranks = [
+        loader(data, rank=r, world=world, micro=micro, position=position, prefetch=prefetch)
+        for r in range(world)
+    ]
+    assert len(next(loader(data, world=world, micro=micro))) == 12 // (world * micro)
+    parts = [steps(rank, 6) for rank in ranks]
+    assert [list(chain(*step)) for step in zip(*parts, strict=True)] == expected
+    assert {rank.position for rank in ranks} == {position + 72}
+    assert ranks[0].sample_numbers(position, 12).tolist() == expected[0]
+
+
+def test_resuming_at_any_step_continues_the_unbroken_run(data: TokenDataset) -> None:
+    unbroken = steps(loader(data), 10)
+    for done in range(10):
+        first = loader(data, prefetch=2)
+        read = [samples(next(first)) for _ in range(done)]
+        first.close()
+        assert read + steps(loader(data, position=first.position), 10 - done) == unbroken
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_skip_leaves_out_samples_and_what_was_read_ahead(data: TokenDataset, prefetch: int) -> None:
+    source = loader(data, prefetch=prefetch)
+    next(source)
+    source.skip(7)
+    assert source.position == 19
+    assert samples(next(source)) == source.sample_numbers(19, 12).tolist()
+    assert source.position == 31
+    source.close()
+
+
+def test_position_counts_what_was_taken_not_what_was_read_ahead(data: TokenDataset) -> None:
+    source = loader(data, prefetch=4)
+    assert source.position == 0
+    next(source)
+    assert source.position == 12
+    source.close()
+    assert source.position == 12
+    assert samples(next(source)) == source.sample_numbers(12, 12).tolist()
+    source.close()
+
+
+class Slow:
+    """A data set that counts its reads, and fails at one of them."""
+
+    def __init__(self, data: TokenDataset, fail_at: int = 0) -> None:
+        self.data, self.fail_at = data, fail_at
+        self.reads = 0
+        self.progress = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        with self.progress:
+            self.reads += 1
+            self.progress.notify_all()
+        if self.reads == self.fail_at:
+            raise ConfigError(["the shard is bad"])
+        return self.data.read(indices)
+
+    def wait(self, reads: int) -> bool:
+        with self.progress:
+            return self.progress.wait_for(lambda: self.reads >= reads, timeout=5)
+
+
+def data_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "data"]
+
+
+def test_reading_ahead_is_bounded_and_close_ends_the_thread(data: TokenDataset) -> None:
+    slow = Slow(data)
+    source = loader(slow, prefetch=3)
+    assert not data_threads() and slow.reads == 0
+    next(source)
+    assert slow.wait(4)  # the one taken, and three ahead
+    assert len(data_threads()) == 1 and data_threads()[0].daemon
+    time.sleep(0.1)
+    assert slow.reads == 4
+    source.close()
+    source.close()
+    assert not data_threads()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_in_the_background_reaches_the_consumer_in_its_place(
+    data: TokenDataset, prefetch: int
+) -> None:
+    slow = Slow(data, fail_at=3)
+    source = loader(slow, prefetch=prefetch)
+    next(source)
+    next(source)
+    with pytest.raises(ConfigError, match="the shard is bad"):
+        next(source)
+    assert source.position == 24 and not data_threads()
+    assert samples(next(source)) == source.sample_numbers(24, 12).tolist()  # it can be tried again
+    source.close()
+
+
+def validation(data: TokenDataset, world: int, micro: int, count: int | None) -> Iterator[Any]:
+    for rank in range(world):
+        yield list(val_batches(data, samples=count, micro=micro, rank=rank, world=world))
+
+
+@pytest.mark.parametrize("count, expected", [(None, 53), (10, 10), (1, 1), (1000, 53)])
+def test_validation_counts_the_same_samples_once_for_any_world_size(
+    data: TokenDataset, count: int | None, expected: int
+) -> None:
+    seen = []
+    for world, micro in ((1, 1), (1, 7), (2, 4), (4, 3), (8, 8)):
+        ranks = list(validation(data, world, micro, count))
+        assert len({len(batches) for batches in ranks}) == 1
+        real = []
+        for inputs, targets in (batch for batches in ranks for batch in batches):
+            assert inputs.shape == targets.shape == (micro, SEQ_LEN)
+            kept = (targets != IGNORED).all(dim=1)
+            assert torch.equal(kept, (targets != IGNORED).any(dim=1))
+            assert inputs.min() >= 0
+            real += samples([(inputs[kept], targets[kept])])
+        assert len(real) == len(set(real)) == expected
+        seen.append(sorted(real))
+    assert all(numbers == seen[0] for numbers in seen)
+    assert expected == 53 or expected == 1 or seen[0] != list(range(expected))
+
+
+def test_reading_is_far_faster_than_any_training(tmp_path: Path) -> None:
+    """docs/data.md says over 50 M tokens/s; a busy machine gets a margin of ten here."""
+    np.save(tmp_path / "0.npy", np.zeros(4_000_000, np.uint16))
+    about = {"name": "bytes", "kind": "bytes", "hash": ""}
+    splits: dict[str, list[Shard]] = {"train": [Shard("0.npy", 4_000_000, 0, 0)], "val": []}
+    Sidecar(about, "uint16", 1, 0, splits, {}).save(tmp_path / SIDECAR)
+    data = TokenDataset.open(tmp_path, "train", 2048, 1)
+    assert reading_speed(data, micro=16, seconds=0.2) > 5e6

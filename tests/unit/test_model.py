@@ -1,0 +1,168 @@
+"""The decoder against transformers' models, its arithmetic, and every shape that ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kempner.config import load
+from kempner.loss import IGNORE, cross_entropy_sum
+from kempner.model.config import ModelConfig
+from kempner.model.decoder import Decoder
+from kempner.run import RunConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "train"
+# Parameters as published or counted by hand: V*D embedding, V*D output unless tied, blocks, norm.
+COUNTS = {
+    "quickstart": 1_623_936,
+    "debug": 853_376,
+    "125m": 123_587_328,
+    "1b": 1_235_814_400,
+    "7b": 6_738_415_616,
+    "13b": 13_015_864_320,
+    "70b": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_configuration_loads_and_has_the_parameters_of_its_name(path: Path) -> None:
+    cfg = load(RunConfig, [path], [])
+    with torch.device("meta"):
+        built = sum(p.numel() for p in Decoder(cfg.model).parameters())
+    assert built == cfg.model.count_parameters() == COUNTS[path.stem]
+
+
+def copy_to_reference(model: Decoder, reference: torch.nn.Module) -> None:
+    """Our weights into a transformers causal language model: a renaming."""
+    names = {
+        "embed": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+        "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
+        "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+        "ffn.w1": "mlp.gate_proj", "ffn.w2": "mlp.down_proj", "ffn.w3": "mlp.up_proj",
+    }  # fmt: skip
+    state = {}
+    for name, value in model.state_dict().items():
+        head, _, tail = name.removesuffix(".weight").partition(".")
+        if head == "blocks":
+            index, _, inner = tail.partition(".")
+            state[f"model.layers.{index}.{names[inner]}.weight"] = value
+        else:
+            state[f"{names[head]}.weight"] = value
+    missing, unexpected = reference.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+
+
+SHAPE = ModelConfig(
+    vocab_size=101, dim=64, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=112, max_seq_len=96
+)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-tied", "llama3-rope", "qwen3"])
+def test_logits_equal_transformers(case: str) -> None:
+    import transformers
+
+    common = dict(
+        vocab_size=101, hidden_size=64, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, intermediate_size=112, max_position_embeddings=96,
+        rms_norm_eps=1e-5, attention_bias=False,
+    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    if case == "qwen3":
+        cfg = ModelConfig(**{**SHAPE.__dict__, "qk_norm": True, "head_dim": 16})
+        settings = transformers.Qwen3Config(
+            **common, head_dim=16, tie_word_embeddings=False, rope_parameters=rope
+        )
+        reference = transformers.Qwen3ForCausalLM(settings)
+    else:
+        changes: dict[str, object] = {"tie_embeddings": case == "llama-tied"}
+        if case == "llama3-rope":
+            rope = {
+                "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            }  # fmt: skip
+            changes |= {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_len": 32}
+        cfg = ModelConfig(**{**SHAPE.__dict__, **changes})
+        settings = transformers.LlamaConfig(
+            **common, tie_word_embeddings=case == "llama-tied", rope_parameters=rope
+        )
+        reference = transformers.LlamaForCausalLM(settings)
+    torch.manual_seed(0)
+    model = Decoder(cfg)
+    with torch.no_grad():
+        for p in model.parameters():  # norms away from 1, logits of order 1
+            p.normal_(mean=0.5 if p.ndim == 1 else 0.0, std=0.1)
+    copy_to_reference(model, reference)
+    tokens = torch.randint(0, 101, (2, 96))
+    with torch.no_grad():
+        ours, theirs = model(tokens), reference.eval()(tokens).logits
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_n_kv_heads_unset_means_n_heads() -> None:
+    assert ModelConfig(n_heads=8, dim=64).kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"n_kv_heads": 3}, "n_kv_heads"),
+        ({"dim": 65}, "dim"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"rope_factor": 8.0, "rope_high_freq_factor": 1.0}, "rope_high_freq_factor"),
+    ],
+)
+def test_shape_that_cannot_be_built_is_named(change: dict[str, object], word: str) -> None:
+    problems = ModelConfig(**{**SHAPE.__dict__, **change}).problems()
+    assert len(problems) == 1 and word in problems[0]
+
+
+def test_flops_follow_from_the_shapes() -> None:
+    """Six per multiplied weight, and causal attention: count the matrices of the built model."""
+    model = Decoder(SHAPE)
+    weights = sum(
+        m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)
+    )
+    attention = 6 * SHAPE.n_layers * SHAPE.dim * 32
+    assert SHAPE.flops_per_token(32) == 6 * weights + attention
+
+
+def plain_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    keep = targets != IGNORE
+    logits = (x[keep] @ weight.T).double()
+    return -torch.log_softmax(logits, -1)[torch.arange(int(keep.sum())), targets[keep]].sum()
+
+
+@pytest.mark.parametrize("ignored", [0, 5, 24])
+def test_chunked_loss_equals_the_plain_sum(monkeypatch: pytest.MonkeyPatch, ignored: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(24, 16, requires_grad=True)
+    weight = torch.randn(11, 16, requires_grad=True)
+    targets = torch.randint(0, 11, (24,))
+    targets[:ignored] = IGNORE
+    expected = plain_loss(x, weight, targets)
+    expected_grads = torch.autograd.grad(expected, (x, weight), allow_unused=True)
+    for chunk_logits in (1 << 27, 11 * 7):  # one chunk; chunks of 7 rows, the last one short
+        monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", chunk_logits)
+        loss = cross_entropy_sum(x, weight, targets)
+        grads = torch.autograd.grad(loss, (x, weight))
+        torch.testing.assert_close(loss.double(), expected, atol=1e-4, rtol=1e-6)
+        for got, want in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(got, want.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_loss_of_a_batch_of_ignored_targets_is_zero_not_nan() -> None:
+    loss = cross_entropy_sum(torch.randn(4, 8), torch.randn(5, 8), torch.full((4,), IGNORE))
+    assert loss.item() == 0.0
+
+
+def test_forward_with_targets_is_the_loss_of_the_logits() -> None:
+    torch.manual_seed(0)
+    model, tokens = Decoder(SHAPE), torch.randint(0, 101, (2, 16))
+    logits = model(tokens).flatten(0, 1)
+    expected = F.cross_entropy(logits, tokens.flatten(), reduction="sum")
+    torch.testing.assert_close(model(tokens, tokens), expected)

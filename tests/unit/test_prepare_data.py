@@ -1,0 +1,495 @@
+"""scripts/prepare_data.py, run as a user runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kempner.config import ConfigError
+from kempner.data import sources
+from kempner.data.dataset import TokenDataset
+from kempner.data.sidecar import copy_tokenizer
+from kempner.data.tokenizer import load_tokenizer
+
+REPO = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, str(REPO / "scripts/prepare_data.py")]
+EOD = 256
+
+
+def prepare(*words: str | Path, limit: Callable[[], None] | None = None, **environment: str) -> Any:
+    return subprocess.run(
+        [*COMMAND, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=limit,
+        env={**os.environ, **environment},
+    )
+
+
+def done(*words: str | Path, **environment: str) -> str:
+    result = prepare(*words, **environment)
+    assert result.returncode == 0, result.stderr
+    return str(result.stdout)
+
+
+def refused(*words: str | Path, limit: Callable[[], None] | None = None) -> str:
+    """The message of a run that must end with exit code 2 and one clear error."""
+    result = prepare(*words, limit=limit)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr and result.stderr.count("error: ") == 1
+    return str(result.stderr)
+
+
+def tokens(path: Path, split: str) -> list[int]:
+    shards = json.loads((path / "dataset.json").read_text())["splits"][split]
+    result: list[int] = []
+    for shard in shards:
+        result += np.load(path / shard["file"]).tolist()
+    return result
+
+
+def documents(path: Path, split: str) -> list[str]:
+    """What the token shards of a directory say."""
+    sidecar = json.loads((path / "dataset.json").read_text())
+    tokenizer = load_tokenizer(path)
+    stream = tokens(path, split)
+    ends = [i for i, token in enumerate(stream) if token == sidecar["eod"]]
+    starts = [0, *(end + 1 for end in ends)]
+    assert not stream or stream[-1] == sidecar["eod"]
+    return [tokenizer.decode(stream[a:b]) for a, b in zip(starts, ends, strict=False)]
+
+
+def everything(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+
+
+def write_texts(path: Path, count: int, size: int, seed: int = 0) -> list[str]:
+    """Text files of random words, some of them outside ASCII."""
+    random_ = random.Random(seed)
+    words = ["alpha", "beta", "größe", "\n", "emoji 🙂", "x = 1", "<|endoftext|>", "日本"]
+    texts = []
+    path.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        texts.append(f"{i} " + " ".join(random_.choices(words, k=size // 6)))
+        (path / f"{i:04d}.txt").write_text(texts[-1])
+    return texts
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 documents, 1.5 MB."""
+    path = tmp_path_factory.mktemp("texts") / "with space"
+    write_texts(path, 300, 5000)
+    return path
+
+
+# --- What comes out ---------------------------------------------------------------------------
+
+
+def test_every_document_is_in_one_split_once_in_every_format(tmp_path: Path) -> None:
+    """Also: a directory is searched, and each file taken once though it is named twice."""
+    top = tmp_path / "in"
+    texts = write_texts(top / "deep/er", 40, 300)
+    rows = [f"row {i} ünï\r\n" for i in range(60)]
+    lines = [
+        json.dumps({"body": row, "n": 1}, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows)
+    ]
+    (top / "rows.jsonl").write_text("\n".join([*lines[:30], "", *lines[30:]]))
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    cells = [f"cell {i}" for i in range(70)]
+    table = arrow.table({"body": [*cells, None, ""]})
+    parquet.write_table(table, top / "cells.parquet", row_group_size=16)
+    (top / ".hidden").write_text("secret")
+    (top / "__pycache__").mkdir()
+    (top / "__pycache__/x.py").write_text("secret")
+    (top / "picture").write_bytes(b"\xff\xfe\x00binary")
+    (top / "empty.txt").write_text("")
+    out = top / "out"  # inside the input: it must not read itself
+    words = [top, top / "rows.jsonl", "--out", out, "--text-key", "body", "--val-fraction", "0.1"]
+    for again in ([], ["--overwrite"]):
+        said = done(*words, *again)
+        train, val = documents(out, "train"), documents(out, "val")
+        assert sorted(train + val) == sorted(texts + rows + cells)
+        assert 5 < len(val) < 40 and not set(train) & set(val)
+        assert "1 files, or parts of them, skipped" in said and "2 empty documents" in said
+    sidecar = json.loads((out / "dataset.json").read_text())
+    assert sum(shard["documents"] for shard in sidecar["splits"]["val"]) == len(val)
+    assert (sidecar["dtype"], sidecar["vocab_size"], sidecar["eod"]) == ("uint16", 257, EOD)
+    assert sidecar["splits"]["train"][0]["max_id"] == EOD
+    assert str(tmp_path) not in (out / "dataset.json").read_text()
+
+
+def test_a_long_text_is_cut_at_line_ends_and_between_characters(tmp_path: Path) -> None:
+    lines = "".join(f"{i} größe 🙂\n" for i in range(150_000))  # 2.9 MB
+    (tmp_path / "lines.txt").write_text(lines)
+    (tmp_path / "one-line.txt").write_text("🙂" * 700_000)  # 2.8 MB
+    out = tmp_path / "out"
+    done(tmp_path / "lines.txt", tmp_path / "one-line.txt", "--out", out, "--val-fraction", "0")
+    found = documents(out, "train")
+    assert len(found) > 4 and documents(out, "val") == []
+    smileys = [text for text in found if text.startswith("🙂")]
+    assert "".join(smileys) == "🙂" * 700_000
+    assert "".join(text for text in found if text not in smileys) == lines
+    assert all(text.endswith("\n") for text in found if text not in smileys)
+
+
+def test_one_core_and_several_write_the_same_bytes(tmp_path: Path, corpus: Path) -> None:
+    small = ["--shard-tokens", "200000"]
+    done(corpus, "--out", tmp_path / "one", "--workers", "1", *small)
+    done(corpus, "--out", tmp_path / "three", "--workers", "3", *small)
+    assert everything(tmp_path / "one") == everything(tmp_path / "three")
+    sizes = [len(np.load(file)) for file in sorted((tmp_path / "one").glob("train_*"))]
+    assert len(sizes) > 4 and all(150_000 < size < 250_000 for size in sizes[:-1])
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_a_small_input_has_its_share_held_out(tmp_path: Path, count: int) -> None:
+    texts = write_texts(tmp_path / "in", count, 40_000 // count)
+    for fraction in (0.1, 0.02):
+        out = tmp_path / f"out{fraction}"
+        done(tmp_path / "in", "--out", out, "--val-fraction", str(fraction))
+        train, val = (tokens(out, split) for split in ("train", "val"))
+        share = len(val) / (len(train) + len(val))
+        assert fraction / 2.1 <= share <= fraction * 2.1
+        if count == 1:  # cut in two; the first part has an end of its own
+            assert bytes(train[:-1] + val[:-1]).decode() == texts[0]
+        TokenDataset.open(out, "val", 128, 257)
+
+
+def test_the_quickstart_source_is_there_and_reads_as_python(tmp_path: Path) -> None:
+    said = done("--source", "stdlib", "--out", tmp_path / "out", "--workers", "2")
+    data = TokenDataset.open(tmp_path / "out", "train", 1024, 257)
+    assert len(data) > 3000
+    text = load_tokenizer(tmp_path / "out").decode(data.read(np.arange(20)).ravel().tolist())
+    assert "def " in text and "import " in text
+    assert f"--data.dataset_path={tmp_path / 'out'} --model.vocab_size=257" in said
+
+
+# --- Tokenizers -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    pytest.importorskip("tokenizers")
+    out = tmp_path_factory.mktemp("bpe")
+    assert "training a vocabulary of 400 tokens" in done(corpus, "--out", out, "--train-bpe", "400")
+    return out
+
+
+def test_a_trained_vocabulary_says_the_text_and_is_reproducible(
+    tmp_path: Path, corpus: Path, bpe: Path
+) -> None:
+    texts = [file.read_text() for file in sorted(corpus.iterdir())]
+    # "<|endoftext|>" stands in the documents: it must stay text, and end nothing
+    assert sorted(documents(bpe, "train") + documents(bpe, "val")) == sorted(texts)
+    sidecar = json.loads((bpe / "dataset.json").read_text())
+    assert sidecar["vocab_size"] <= 400 and sidecar["tokenizer"]["hash"].startswith("sha256:")
+    words = ["--train-bpe", "400", "--workers", "1", "--shard-tokens", "100000000"]
+    done(corpus, "--out", tmp_path / "again", *words, RAYON_NUM_THREADS="1")
+    assert everything(tmp_path / "again") == everything(bpe)
+
+
+def test_a_given_tokenizer_is_stored_beside_the_data_and_travels_with_the_run(
+    tmp_path: Path, corpus: Path, bpe: Path
+) -> None:
+    out, run = tmp_path / "out", tmp_path / "run"
+    run.mkdir()
+    done(corpus, "--out", out, "--tokenizer", bpe / "tokenizer.json", "--val-fraction", "0.01")
+    assert tokens(out, "train") == tokens(bpe, "train")
+    copy_tokenizer(out, run)
+    tokenizer = load_tokenizer(run / "dataset.json")
+    assert tokenizer.decode(tokenizer.encode("alpha größe 🙂")) == "alpha größe 🙂"
+    with (run / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(ConfigError, match="not the tokenizer that made the data"):
+        load_tokenizer(run)
+
+
+def test_tokenizers_that_cut_pad_and_add_are_kept_from_it(tmp_path: Path, bpe: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    hostile = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    hostile.enable_truncation(5)
+    hostile.enable_padding(length=50)
+    hostile.add_special_tokens(["<s>"])
+    hostile.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", hostile.token_to_id("<s>"))]
+    )
+    hostile.save(str(tmp_path / "hostile.json"))
+    text = "alpha beta größe <s> x = 1 " * 20
+    (tmp_path / "a.txt").write_text(text)
+    words = ["--tokenizer", tmp_path / "hostile.json", "--val-fraction", "0"]
+    done(tmp_path / "a.txt", "--out", tmp_path / "out", *words)
+    assert documents(tmp_path / "out", "train") == [text]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "lone \ud800 surrogate"}))
+    done(tmp_path / "b.jsonl", "--out", tmp_path / "b", *words)
+    assert documents(tmp_path / "b", "train") == ["lone ? surrogate"]
+
+
+def test_a_wide_vocabulary_takes_32_bits(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<eos>": 70_000, "[UNK]": 0, "hello": 69_999}  # with gaps
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "wide.json"))
+    (tmp_path / "a.txt").write_text("hello")
+    words = ["--tokenizer", tmp_path / "wide.json", "--val-fraction", "0"]
+    done(tmp_path / "a.txt", "--out", tmp_path / "out", *words)
+    assert tokens(tmp_path / "out", "train") == [69_999, 70_000]
+    assert np.load(tmp_path / "out/train_00000.npy").dtype == np.uint32
+    with pytest.raises(ConfigError, match=r"--model.vocab_size=70001"):
+        TokenDataset.open(tmp_path / "out", "train", 1, 70_000)
+    assert "has no token <end>" in refused(
+        tmp_path / "a.txt", "--out", tmp_path / "x", *words, "--eod", "<end>"
+    )
+
+
+def test_bytes_that_are_no_text_are_shown_as_such() -> None:
+    from kempner.data.tokenizer import ByteTokenizer
+
+    assert ByteTokenizer().decode([104, 105, 0xFF, EOD, 33]) == "hi\ufffd!"
+    assert ByteTokenizer().encode("hü") == [104, 0xC3, 0xBC]
+
+
+# --- Going on, and refusing -------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on_after_its_whole_shards(tmp_path: Path) -> None:
+    write_texts(tmp_path / "in", 100, 60_000)
+    words = ["--shard-tokens", "100000", "--workers", "2"]
+    done(tmp_path / "in", "--out", tmp_path / "whole", *words)
+    out = tmp_path / "out"
+    process = subprocess.Popen([*COMMAND, tmp_path / "in", "--out", out, *words])
+    while not (out / "train_00005.npy").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    workers = children(process.pid)
+    process.kill()
+    process.wait()
+    assert not (out / "dataset.json").exists()
+    with pytest.raises(ConfigError, match="has not finished; run the same"):
+        TokenDataset.open(out, "train", 128, 257)
+    assert workers and wait_for_end(workers), "workers live on without their parent"
+    kept = (out / "train_00003.npy").stat()
+    (out / ".train_00009.npy.1.tmp").write_text("half a shard")
+    assert "going on after" in done(tmp_path / "in", "--out", out, *words)
+    assert everything(out) == everything(tmp_path / "whole")
+    now = (out / "train_00003.npy").stat()
+    assert (now.st_ino, now.st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_end(pids: list[int]) -> bool:
+    for _ in range(500):
+        if not any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_ctrl_c_is_answered_in_one_line(tmp_path: Path) -> None:
+    write_texts(tmp_path / "in", 100, 60_000)
+    command = [*COMMAND, tmp_path / "in", "--out", tmp_path / "out", "--shard-tokens", "100000"]
+    process = subprocess.Popen(
+        [*command, "--workers", "2"], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (tmp_path / "out/train_00002.npy").exists():
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert "interrupted; run the same command again" in said and len(said.splitlines()) == 1
+
+
+def test_a_killed_worker_is_noticed(tmp_path: Path) -> None:
+    write_texts(tmp_path / "in", 100, 60_000)
+    command = [*COMMAND, tmp_path / "in", "--out", tmp_path / "out", "--shard-tokens", "100000"]
+    process = subprocess.Popen([*command, "--workers", "2"], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out/train_00001.npy").exists():
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 1 and "a worker was killed" in said
+
+
+def test_finished_data_are_complete_or_refused_and_replaced_only_on_request(
+    tmp_path: Path, bpe: Path
+) -> None:
+    write_texts(tmp_path / "in", 5, 2000)
+    out = tmp_path / "out"
+    words: list[str | Path] = [tmp_path / "in", "--out", out, "--val-fraction", "0.2"]
+    done(*words)
+    before = everything(out)
+    assert "complete, nothing to do" in done(*words)
+    assert "val_fraction = 0.2, not 0.3" in refused(*words, "--val-fraction", "0.3")
+    message = refused(*words, "--tokenizer", bpe / "tokenizer.json")
+    assert "was made with tokenizer bytes, not" in message and "never mixed" in message
+    assert "tokenizer bytes, not bpe of 300 tokens" in refused(*words, "--train-bpe", "300")
+    (tmp_path / "in/new.txt").write_text("more")
+    assert "other inputs" in refused(*words)
+    assert everything(out) == before
+    done(*words, "--tokenizer", bpe / "tokenizer.json", "--overwrite")
+    assert len(documents(out, "train") + documents(out, "val")) == 6
+    assert "belongs to the data in --out" in refused(*words, "--tokenizer", out / "tokenizer.json")
+    (out / "train_00000.npy").unlink()
+    message = refused(*words, "--tokenizer", bpe / "tokenizer.json")
+    assert "train_00000.npy: missing or cut off" in message
+    (out / "dataset.json").write_text("broken")
+    assert "not a sidecar" in refused(*words)
+    done(*words, "--overwrite")
+    assert not (out / "tokenizer.json").exists()
+    (out / "dataset.json").unlink()
+    assert "a shard, but there is no dataset.json" in refused(*words)
+
+
+def test_unfinished_data_of_other_settings_are_refused_too(tmp_path: Path) -> None:
+    write_texts(tmp_path / "in", 30, 60_000)
+    out = tmp_path / "out"
+    bad = tmp_path / "z.jsonl"
+    bad.write_text("nonsense")
+    words = ["--out", out, "--shard-tokens", "100000", "--workers", "1"]
+    assert f"{bad}:1: not JSON" in refused(tmp_path / "in", bad, *words)
+    assert (out / "train_00003.npy").exists() and not (out / "dataset.json").exists()
+    assert "unfinished data in it was made from other inputs" in refused(tmp_path / "in", *words)
+    done(tmp_path / "in", *words, "--overwrite")
+    done(tmp_path / "in", "--out", tmp_path / "fresh", *words[2:])
+    assert everything(out) == everything(tmp_path / "fresh")
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+    write_texts(tmp_path / "in", 10, 60_000)
+    words = [tmp_path / "in", "--out", tmp_path / "out", "--workers", "1"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    message = refused(*words, limit=limit)
+    assert "File too large" in message and "run the same command again" in message
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["dataset.partial.json"]
+    done(*words)
+
+
+def test_two_writers_of_one_directory_are_refused(tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    handle = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    message = refused(tmp_path / "a.txt", "--out", tmp_path / "out")
+    os.close(handle)
+    assert "another prepare_data.py is writing it" in message
+
+
+# --- Bad input --------------------------------------------------------------------------------
+
+
+def test_bad_command_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text("text")
+    given: list[str | Path] = [tmp_path / "a.txt", "--out", tmp_path / "out"]
+    for words, message in (
+        (["--out", tmp_path / "out"], "give input files or directories, or --source stdlib"),
+        ([*given, "--source", "stdlib"], "give input files or directories, or --source stdlib"),
+        ([*given, "--val-fraction", "1.5"], "--val-fraction 1.5: must be in 0..0.5"),
+        ([*given, "--train-bpe", "100"], "--train-bpe 100: at least 257"),
+        ([*given, "--tokenizer", tmp_path / "none.json"], "no such file; give `bytes` or"),
+        ([*given, "--tokenizer", tmp_path / "a.txt"], "not a tokenizer.json"),
+        ([tmp_path / "nowhere", tmp_path / "no", "--out", tmp_path / "out"], "nowhere: no such"),
+        ([tmp_path, "--out", tmp_path], "is an input too"),
+        ([tmp_path / "a.txt", "--out", tmp_path / "b.txt"], "b.txt: File exists"),
+        ([tmp_path / "a.txt", "--out", "/proc/data"], "/proc/data: "),
+    ):
+        assert message in refused(*words), words
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("empty.txt", b"", "there is no text in it"),
+        ("blank.jsonl", b"\n\n", "there is no text in the input"),
+        ("latin.txt", b"gr\xf6\xdfe", "latin.txt: not text (byte 2 is not UTF-8)"),
+        ("zero.txt", b"a\0b", "zero.txt: not text (a zero byte)"),
+        ("bad.jsonl", b'{"text": "a"}\n\n{"text": ', "bad.jsonl:3: not JSON"),
+        (
+            "key.jsonl",
+            b'{"text": "a"}\n{"body": 1, "id": 2}',
+            "key.jsonl:2: no key 'text' (has: body, id)",
+        ),
+        ("list.jsonl", b"[1]", "list.jsonl:1: no key 'text' (has: it is a list)"),
+        ("type.jsonl", b'{"text": 5}', "type.jsonl:1: 'text' is int, not a string"),
+        ("bytes.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "bytes.jsonl:2: not JSON"),
+        ("no.parquet", b"PAR1 no", "no.parquet: not a Parquet file"),
+        ("a.txt.gz", b"\x1f\x8b", "a.txt.gz: compressed; unpack it first"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    said = refused(tmp_path / name, "--out", tmp_path / "out", "--workers", "1")
+    assert message in said
+    assert not (tmp_path / "out/dataset.json").exists()
+
+
+def test_errors_of_workers_name_the_line_in_a_large_file(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "x" * 1000})] * 20_000  # 20 MB: five pieces
+    lines[17_000] = '{"text": 5}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert "a.jsonl:17001: 'text' is int" in refused(
+        tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", "2"
+    )
+
+
+def test_parquet_without_the_column_or_with_another_type(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    given = [tmp_path / "a.parquet", "--out", tmp_path / "out"]
+    assert "no column 'text' (has: body, n); choose by --text-key" in refused(*given)
+    assert "column 'n' is int64, not string" in refused(*given, "--text-key", "n")
+
+
+@pytest.mark.parametrize(
+    "words, package", [(["--train-bpe", "300"], "tokenizers"), ([], "pyarrow")]
+)
+def test_an_absent_package_is_named_with_its_extra(
+    tmp_path: Path, words: list[str], package: str
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "a.parquet").write_bytes(b"")
+    (tmp_path / "a.txt").write_text("text")
+    given = tmp_path / ("a.txt" if words else "a.parquet")
+    result = prepare(given, "--out", tmp_path / "out", *words, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2
+    assert f"needs the package {package}" in result.stderr and ".[data]" in result.stderr
+
+
+def test_the_script_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    done(tmp_path / "a.txt", "--out", tmp_path / "out", PYTHONPATH=str(tmp_path))
+
+
+def test_held_out_documents_are_a_share_of_all_and_stay_so() -> None:
+    texts = [f"document {i}" for i in range(20_000)]
+    small = {text for text in texts if sources.is_held_out(text, 0.01)}
+    large = {text for text in texts if sources.is_held_out(text, 0.05)}
+    assert 150 < len(small) < 250 and 900 < len(large) < 1100
+    assert small < large  # a larger share keeps what was held out before
