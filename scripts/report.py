@@ -291,8 +291,8 @@ def curve(
 def smoothed(
     steps: list[int], values: list[float], average: Average
 ) -> tuple[list[int], list[float]]:
-    """The average around some 400 of the points, over a 40th of all. The window is centered, so that
-    the curve does not lag; in the beginning, where it falls steeply, it grows from nothing."""
+    """The average around some 400 of the points, over a 40th of all. The window is centered, so
+    that the curve does not lag; in the beginning, where it falls steeply, it grows from nothing."""
     last = len(values) - 1
     centers = [*range(0, last, max(1, last // 400)), last]
     result = []

@@ -42,6 +42,15 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
 
 # --- the job as Slurm sees it ------------------------------------------------------------------------------
 
+kp_use_job() { # <job>: makes this shell speak for a running job, whatever job it is in itself
+    local name
+    for name in "${!SLURM_@}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
+    SLURM_JOB_ID=$1 KP_BESIDE=1
+    kp_show_job || kp_die "no job '$1': squeue --me lists yours"
+    [[ $(kp_field JobState) == RUNNING ]] || kp_die "job $1 is $(kp_field JobState), not RUNNING: wait until it runs"
+    SLURM_JOB_ID=$(kp_field JobId) # srun wants the number, also for a task of an array
+}
+
 kp_in_job() { # true inside an allocation: a batch script, salloc's shell, or KP_BESIDE a running job
     [[ -n ${SLURM_JOB_ID:-} ]]
 }

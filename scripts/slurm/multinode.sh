@@ -16,18 +16,20 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool directory; the job knows where the file came from.
+# sbatch runs a copy of this file out of its spool directory; the job knows where the file came from.
 lib=$(dirname "${BASH_SOURCE[0]}")/lib.sh
 if [[ ! -e $lib ]]; then
-    lib=$(scontrol show job "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" |
-        sed -n 's|^ *Command=\(.*/scripts/slurm\)/.*|\1/lib.sh|p')
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    command=${job#*Command=}
+    lib=${command%%/scripts/slurm/*}/scripts/slurm/lib.sh
+    [[ -e $lib ]] || lib=$SLURM_SUBMIT_DIR/scripts/slurm/lib.sh
 fi
-# shellcheck source=lib.sh
+# shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$lib"
 
-kp_setup       # the repository, its Python, site.env
-kp_tasks       # nodes, GPUs, one task per GPU
-kp_check "$@"  # the configuration, once, before any GPU works
-kp_banner      # what runs where
-kp_run "$@"    # srun; passes signals on
-kp_finish      # requeue or not; the exit code
+kp_setup      # the repository, its Python, site.env
+kp_tasks      # nodes, GPUs, one task per GPU
+kp_check "$@" # the configuration, once, before any GPU works
+kp_banner     # what runs where
+kp_run "$@"   # srun; passes signals on
+kp_finish     # requeue or not; the exit code

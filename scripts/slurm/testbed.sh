@@ -139,7 +139,7 @@ first_process() { # <pid of unshare>: the host's process 1 as this machine numbe
 kill_and_wait() { # <pid>...
     local pid tries
     for pid in "$@"; do
-        [[ -n $pid ]] && kill -KILL "$pid" 2>/dev/null || continue
+        kill -KILL "${pid:-none}" 2>/dev/null || continue
         for ((tries = 0; tries < 500; tries++)); do
             grep -qs '^State:.[^Z]' "/proc/$pid/status" || break
             sleep 0.01

@@ -1,8 +1,9 @@
-"""scripts/report.py on run directories made by hand: what counts, what is shown, what is refused."""
+"""scripts/report.py on run directories made by hand: what counts, what it shows and refuses."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -76,8 +77,8 @@ def resumed(tmp_path: Path) -> Path:
 
 def rows(stdout: str) -> dict[str, str]:
     """The table of one run as a dict."""
-    pairs = (line.split("  ", 1) for line in stdout.split("\n\n")[0].splitlines())
-    return {name.strip(): value.strip() for name, value in (pair for pair in pairs if pair[0])}
+    lines = stdout.split("\n\n")[0].splitlines()
+    return dict(re.split("  +", line.strip(), maxsplit=1) for line in lines)
 
 
 def test_a_later_attempt_supersedes(resumed: Path) -> None:
@@ -85,6 +86,13 @@ def test_a_later_attempt_supersedes(resumed: Path) -> None:
     assert [(line["step"], line["attempt"]) for line in run.losses] == [
         (10, 0), (20, 0), (30, 1), (40, 1), (50, 1),
     ]  # fmt: skip
+
+
+def test_without_a_record_of_attempts_the_later_line_of_a_step_stands(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", step_line(10) + step_line(20) + step_line(20, loss=1.5))
+    (path / "attempts.jsonl").unlink()
+    assert [line["loss"] for line in history.load(path).losses] == [2.0, 1.5]
+    assert report(path).returncode == 0
 
 
 def test_steps_that_a_resume_has_undone_do_not_count_before_they_are_done_again(

@@ -8,6 +8,7 @@ carry their own sharding; any other mesh reads what it needs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import shutil
@@ -156,6 +157,7 @@ class Checkpointer:
         self.stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
         self.saved_step = -1  # newest step that is durable
         self.failed_saves = 0  # in a row
+        self.seconds: float | None = None  # that the newest save took until it was durable
         self._pending: tuple[int, float, futures.Future[Any]] | None = None
 
     # --- saving ---
@@ -200,17 +202,19 @@ class Checkpointer:
         error = future.exception()
         if error is None:
             self.saved_step, self.failed_saves = step, 0
-            self.log(f"checkpoint of step {step} is durable after {time.monotonic() - began:.1f} s")
+            self.seconds = time.monotonic() - began
+            self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
         else:
             self.failed_saves += 1
             self.log(
                 f"WARNING: the checkpoint of step {step} failed: {_reason(error)}; the one before stays"
             )
 
-    def wait(self) -> None:
-        """Until the save in flight is durable or has failed."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until the save in flight is durable or has failed, at most so long; see `saved_step`."""
         if self._pending is not None:
-            self._pending[2].exception()
+            with contextlib.suppress(futures.TimeoutError):
+                self._pending[2].exception(seconds)
             self.poll()
 
     def close(self) -> None:
@@ -229,7 +233,8 @@ class Checkpointer:
             **self.about,
         }
         commit.commit(self.root, step, sums, facts)
-        commit.prune(self.root, self.cfg.keep_last_n, self.cfg.keep_every)
+        with contextlib.suppress(OSError):  # what cannot be deleted is no reason to fail
+            commit.prune(self.root, self.cfg.keep_last_n, self.cfg.keep_every)
 
     def _state(self) -> State:
         state: State = {f"model.{name}": p.detach() for name, p in self.parameters.items()}

@@ -90,7 +90,7 @@ class TokenDataset:
             rows[whole] = self._rows[shard][local[whole]]
             for i in np.flatnonzero((shards == shard) & ~whole):
                 rows[i] = self._over_the_border(int(indices[i]) * self.seq_len)
-        if rows.size and rows.max() > self.vocab_size:
+        if rows.size and rows.max() >= self.vocab_size:
             self._complain(indices, rows)
         return rows
 

@@ -1,0 +1,191 @@
+"""Text from a checkpoint.
+
+    python scripts/generate.py runs/quickstart --prompt "def main("
+    python scripts/generate.py runs/7b/checkpoints/step_00001000 --prompt "Once" --temperature 0
+
+Prints the prompt and its continuation, the same for the same --seed. It works while the run trains:
+the checkpoint is held against retention. Exit code 0, or 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli
+
+from kempner.checkpoint import commit
+from kempner.config import ConfigError
+from kempner.data.sidecar import SIDECAR
+from kempner.data.tokenizer import Tokenizer, load_tokenizer
+from kempner.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from kempner.model.decoder import Decoder
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    try:
+        path = find_checkpoint(options.source)
+        tokenizer = load_tokenizer(find_tokenizer(options.source, path))
+        with commit.reading(path):
+            manifest = commit.read_manifest(path)
+            model = load_model(path, manifest, pick_device(options.device))
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"generate: error: {error}", file=sys.stderr)
+        return 2
+    prompt = tokenizer.encode(options.prompt)
+    # Rotary positions beyond those of the training are noise to the model.
+    window = min(manifest["fixed"]["train"]["seq_len"], model.cfg.max_seq_len)
+    note(f"step {manifest['step']:,} of {path}, {model.cfg.count_parameters():,} parameters")
+    if len(prompt) >= window:
+        note(f"the prompt has {len(prompt)} tokens; the model sees the last {window} at a time")
+    began = time.perf_counter()
+    new = sample(model, tokenizer, prompt, window, options)
+    seconds = time.perf_counter() - began
+    print(tokenizer.decode([*prompt, *new]))
+    note(f"{len(new)} tokens in {seconds:.1f} s, {len(new) / seconds:,.0f} tokens/s")
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    about, _, more = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="generate.py",
+        description=about,
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="RUN", help="directory of a run, or one of its checkpoints")
+    add("--prompt", default="", help="text to go on from (default: the beginning of a document)")
+    add("--max-tokens", type=int, default=200, help="length of the continuation (default: 200)")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)")
+    add("--top-k", type=int, help="draw from the K likeliest tokens (default: from all)")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    options = parser.parse_args(argv)
+    if options.max_tokens < 1:
+        parser.error(f"--max-tokens {options.max_tokens}: at least 1")
+    if not 0 <= options.temperature < float("inf"):
+        parser.error(f"--temperature {options.temperature}: a number from 0")
+    if options.top_k is not None and options.top_k < 1:
+        parser.error(f"--top-k {options.top_k}: at least 1")
+    return options
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint that `source` names: itself, or the best in a run or in its checkpoints."""
+    if not source.is_dir():
+        raise ConfigError([f"{source}: no such directory; name a run or one of its checkpoints"])
+    if (source / commit.MANIFEST).is_file():
+        return source.resolve()
+    root = source / "checkpoints"
+    if not root.is_dir() and (source / "config.toml").is_file():
+        root = Path(read_config(source)["checkpoint"]["dir"])
+    for path in commit.complete(root) or commit.complete(source):
+        return path.resolve()
+    raise ConfigError([
+        f"{source}: no complete checkpoint in it; a run saves every checkpoint.interval steps "
+        "and at its end"
+    ])  # fmt: skip
+
+
+def find_tokenizer(source: Path, checkpoint: Path) -> Path:
+    """The directory that has the run's tokenizer: the run, or the data that it was made from."""
+    config = read_config(checkpoint)
+    named = (Path(config["run"]["dir"]), Path(config["data"]["dataset_path"]).expanduser())
+    tried = dict.fromkeys((source, checkpoint.parent.parent, *named))
+    for directory in tried:
+        if (directory / SIDECAR).is_file():
+            return directory
+    raise ConfigError([
+        f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
+        f"copy {SIDECAR} (and tokenizer.json) of the data to the first of them"
+    ])  # fmt: skip
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    return tomli.loads((directory / "config.toml").read_text())
+
+
+def pick_device(kind: str) -> torch.device:
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(["--device cuda: no GPU is visible; give --device cpu"])
+    return torch.device("cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def load_model(path: Path, manifest: dict[str, Any], device: torch.device) -> Decoder:
+    """The model of a checkpoint in this one process: bf16 weights on a GPU, fp32 on a CPU.
+
+    Raises ValueError when the checkpoint does not hold.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from kempner.checkpoint.dcp import TensorReader
+    from kempner.model.decoder import Decoder, rope_table
+    from kempner.parallel.build import compute_dtype
+
+    cfg = ModelConfig(**manifest["fixed"]["model"])
+    with torch.device("meta"):
+        model = Decoder(cfg).to(compute_dtype("auto", device.type))
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    model.rope = rope_table(cfg).to(device)  # it stays fp32
+    state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            dcp.load(state, storage_reader=TensorReader(path), no_dist=True)
+    except (dcp.CheckpointException, Exception) as error:  # the first is no Exception
+        reason = str(error).strip().splitlines()[-1]
+        raise ValueError(f"{path}: cannot be read: {reason}; name an older checkpoint") from error
+    return model
+
+
+def sample(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    window: int,
+    options: argparse.Namespace,
+) -> list[int]:
+    """Ids that go on from `prompt`, up to the end of the document. Every token costs a forward over
+    the window: a cache of keys and values would pay for long texts, and double this file."""
+    import torch
+
+    device = model.embed.weight.device
+    generator = torch.Generator(device).manual_seed(options.seed)
+    ids = [tokenizer.eod, *prompt]  # a document begins where one has ended
+    start = len(ids)
+    with torch.inference_mode():
+        while len(ids) < start + options.max_tokens:
+            tokens = torch.tensor([ids[-window:]], device=device)  # [1, T]
+            logits = model(tokens)[0, -1, : tokenizer.vocab_size].float()  # [V]
+            if options.temperature == 0:
+                drawn = logits.argmax()
+            else:
+                if options.top_k is not None and options.top_k < len(logits):
+                    logits[logits < logits.topk(options.top_k).values[-1]] = -torch.inf
+                chances = (logits / options.temperature).softmax(0)
+                drawn = torch.multinomial(chances, 1, generator=generator)
+            if int(drawn) == tokenizer.eod:
+                break
+            ids.append(int(drawn))
+    return ids[start:]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

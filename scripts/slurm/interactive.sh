@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Train inside a job that is running, beside whatever it runs: on its nodes, its GPUs, its network.
+#
+#   bash scripts/slurm/interactive.sh JOBID configs/train/debug.toml --train.max_steps=50
+#
+# Ctrl-C asks the ranks to save and stop; a second one ends them at once. The job itself is left alone.
+set -euo pipefail
+
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+(($# >= 2)) || kp_die "usage: bash scripts/slurm/interactive.sh JOBID CONFIG [OVERRIDES]"
+kp_use_job "$1" # as if this shell were in it
+shift
+
+kp_setup      # the repository, its Python, site.env
+kp_tasks      # nodes, GPUs, one task per GPU: the job's own
+kp_check "$@" # the configuration, once, before any GPU works
+kp_banner     # what runs where
+kp_run "$@"   # srun beside the other steps; passes Ctrl-C on
+kp_finish     # the exit code

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Train on one whole node, one process per GPU.
+#
+#   sbatch scripts/slurm/singlenode.sh configs/train/1b.toml --train.max_steps=50000
+#   sbatch --oversubscribe --gpus-per-node=2 --cpus-per-gpu=8 --mem=64G scripts/slurm/singlenode.sh CONFIG [OVERRIDES]
+#   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
+#
+# What sbatch is told on its command line, or by SBATCH_* variables, comes before what stands here: docs/slurm.md.
+#SBATCH --job-name=kempner
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:SIGTERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file out of its spool directory; the job knows where the file came from.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    command=${job#*Command=}
+    lib=${command%%/scripts/slurm/*}/scripts/slurm/lib.sh
+    [[ -e $lib ]] || lib=$SLURM_SUBMIT_DIR/scripts/slurm/lib.sh
+fi
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$lib"
+
+kp_setup         # the repository, its Python, site.env
+kp_tasks         # nodes, GPUs, one task per GPU
+kp_need_one_node # several: multinode.sh
+kp_check "$@"    # the configuration, once, before any GPU works
+kp_banner        # what runs where
+kp_run "$@"      # srun; passes signals on
+kp_finish        # requeue or not; the exit code
