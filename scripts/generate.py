@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     try:
         path = find_checkpoint(options.source)
-        tokenizer = load_tokenizer(find_tokenizer(options.source, path))
         with commit.reading(path):
-            manifest = commit.read_manifest(path)
+            manifest = read_manifest(path)
+            tokenizer = load_tokenizer(find_tokenizer(options.source, path))
             model = load_model(path, manifest, pick_device(options.device))
     except (ConfigError, ValueError, OSError) as error:
         print(f"generate: error: {error}", file=sys.stderr)
@@ -93,13 +93,28 @@ def find_checkpoint(source: Path) -> Path:
         return source.resolve()
     root = source / "checkpoints"
     if not root.is_dir() and (source / "config.toml").is_file():
-        root = Path(read_config(source)["checkpoint"]["dir"])
+        root = Path(read_config(source)["checkpoint"]["dir"])  # they were put elsewhere
     for path in commit.complete(root) or commit.complete(source):
-        return path.resolve()
+        if (path / commit.MANIFEST).is_file():
+            return path.resolve()
     raise ConfigError([
         f"{source}: no complete checkpoint in it; a run saves every checkpoint.interval steps "
         "and at its end"
     ])  # fmt: skip
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Raises ValueError when it is damaged, or the sizes of the files are not those in it. Their
+    checksums are not looked at: most of the bytes are the optimizer's."""
+    manifest = commit.read_manifest(path)
+    for name, expected in manifest["files"].items():
+        size = (path / name).stat().st_size if (path / name).exists() else 0
+        if size != expected["bytes"]:
+            raise ValueError(
+                f"{path / name}: {size} bytes, the manifest says {expected['bytes']}; "
+                "name an older checkpoint"
+            )
+    return manifest
 
 
 def find_tokenizer(source: Path, checkpoint: Path) -> Path:
@@ -147,7 +162,8 @@ def load_model(path: Path, manifest: dict[str, Any], device: torch.device) -> De
     model.rope = rope_table(cfg).to(device)  # it stays fp32
     state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     try:
-        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
             dcp.load(state, storage_reader=TensorReader(path), no_dist=True)
     except (dcp.CheckpointException, Exception) as error:  # the first is no Exception
         reason = str(error).strip().splitlines()[-1]

@@ -16,9 +16,10 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
 kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
     KP_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
     KP_CHILD='' KP_PENDING='' KP_SIGNAL='' KP_DECIDED='' KP_BESIDE=${KP_BESIDE:-}
-    trap 'kp_on_signal TERM' TERM USR1 HUP
-    trap 'kp_on_signal INT' INT
-    trap 'kp_on_signal USR2' USR2
+    # "|| true": a command that fails in there must not end this shell, as errexit would have it
+    trap 'kp_on_signal TERM || true' TERM USR1 HUP
+    trap 'kp_on_signal INT || true' INT
+    trap 'kp_on_signal USR2 || true' USR2
     kp_read_site
     KP_TRAIN=${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}
     KP_PYTHON=${KEMPNER_PYTHON:-$KP_ROOT/.venv/bin/python}
@@ -193,7 +194,7 @@ kp_peers() { # the addresses of the first two nodes of the job: from any node, o
     local node pattern='NodeAddr=([^[:space:]]+)'
     while read -r node; do
         [[ ! $(scontrol show node "$node") =~ $pattern ]] || node=${BASH_REMATCH[1]}
-        getent ahosts "$node" | awk 'NR == 1 { print $1 }'
+        getent ahosts "$node" | awk 'NR == 1 { print $1 }' || true
     done < <(scontrol show hostnames "$(kp_field NodeList)" | head -n 2)
 }
 
@@ -208,12 +209,16 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
     mapfile -t nodes < <(scontrol show hostnames "$(kp_field NodeList)")
     KEMPNER_PEERS=$(kp_peers | paste -sd' ')
     export KEMPNER_PEERS
-    kp_log "job $(kp_job_id) ($(kp_field JobName)), restart count ${SLURM_RESTART_COUNT:-0}, ends $(kp_field EndTime)"
+    kp_log "job $(kp_job_id) ($(kp_field JobName)), restart count ${SLURM_RESTART_COUNT:-0}, time limit $(kp_field TimeLimit)"
     kp_log "nodes ${nodes[*]}: $KP_NODES x $KP_TASKS = world size $((KP_NODES * KP_TASKS)), $what, $KP_CPUS CPU(s) each"
     kp_log "master ${nodes[0]} (${KEMPNER_PEERS%% *})"
-    [[ -n $KP_BESIDE ]] || bash "$KP_ROOT/scripts/slurm/task.sh"
+    if kp_is_batch; then # this is the first node
+        bash "$KP_ROOT/scripts/slurm/task.sh"
+        KEMPNER_SAID=$(uname -n)
+        export KEMPNER_SAID
+        kp_keep_log
+    fi
     kp_log "run directory $KP_RUN_DIR"
-    [[ -n $KP_BESIDE ]] || kp_keep_log
 }
 
 kp_keep_log() { # makes the batch log appear in the run directory too, as logs/batch-JOB.log
@@ -297,7 +302,7 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
     local step tries ranks
     if ! kp_in_job; then
         ranks=("$KP_CHILD")
-        ((KP_TASKS == 1)) || read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children"
+        ((KP_TASKS == 1)) || read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children" || true
         kill -s "$1" "${ranks[@]}" 2>/dev/null || true
         return
     fi
@@ -379,7 +384,7 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
 
 kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code
     if kp_in_job; then
-        [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE"
+        [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
     else
         kp_verdict
     fi

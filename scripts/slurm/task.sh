@@ -142,7 +142,7 @@ set_network() { # exports the choice of this node for NCCL, gloo and TensorPipe
 }
 
 set_network
-if [[ ${SLURM_LOCALID:-0} == 0 ]]; then
+if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # one line per node
     printf '[%(%T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
         "${INTERFACE:-left to NCCL and gloo}${ADDRESS[${INTERFACE:-none}]:+ (${ADDRESS[${INTERFACE:-none}]})}: ${WHY}"
 fi

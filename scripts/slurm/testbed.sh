@@ -65,6 +65,8 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+# a job starts as soon as there is room, not with the next of the scheduler's rounds
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
@@ -93,6 +95,9 @@ write_files() { # <nodes> <gpus per node>
         echo "127.0.0.1 localhost"
         echo "10.77.$ID.254 head"
         for ((k = 1; k <= nodes; k++)); do echo "10.77.$ID.$k node$k"; done
+        # PyTorch asks for the name of an IPv4 peer in this form, and without these lines the DNS is asked.
+        for ((k = 1; k <= nodes; k++)); do echo "::ffff:10.77.$ID.$k from-node$k"; done
+        echo "::ffff:127.0.0.1 from-localhost"
     } >"$STATE/hosts"
     (umask 077 && head -c 1024 /dev/urandom >"$STATE/munge/key")
 }

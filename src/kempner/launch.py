@@ -31,11 +31,11 @@ FIRST_BARRIER_S = 60.0
 
 CAUSES = """  likely causes:
     - a task died or never started: look at the other ranks' logs and at `srun`'s messages above
-    - a firewall or the wrong network between the hosts: GLOO_SOCKET_IFNAME={gloo}
-    NCCL_SOCKET_IFNAME={nccl}
+    - a firewall or the wrong network between the hosts: GLOO_SOCKET_IFNAME={gloo},
+      NCCL_SOCKET_IFNAME={nccl}
     - two tasks on one GPU: --ntasks-per-node must equal the GPUs per node
     - hosts that read different files: the run directory must be on a file system that all hosts
-    share"""
+      share"""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,12 @@ def discover(env: Mapping[str, str] = os.environ) -> Place:
         return Place(0, 0, 1, "single")
     try:
         rank, local_rank, world_size = (int(env[name]) for name in names)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            [f"{source} environment: {error}; {', '.join(names)} must be integers"]
-        ) from None
+    except (KeyError, ValueError):
+        found = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
+        raise ConfigError([
+            f"{source} environment: {found}: must be integers; start the ranks by srun or "
+            "torchrun, which set them, or unset them all for one process"
+        ]) from None  # fmt: skip
     return Place(rank, local_rank, world_size, source)
 
 
@@ -142,7 +144,8 @@ def start(place: Place, device: torch.device, run_dir: str | Path, start_timeout
 
 @contextlib.contextmanager
 def _or_exit(seconds: float, message: str) -> Iterator[None]:
-    """End the process with the message when the body takes longer: a hung collective cannot raise."""
+    """End the process with the message when the body takes longer: a hung collective cannot
+    raise."""
 
     def give_up() -> None:
         print(f"error: {socket.gethostname()}: {message}", file=sys.stderr, flush=True)
@@ -207,7 +210,7 @@ def _read_note(note: Path, start_timeout: float) -> tuple[str, int]:
         try:
             address, port = note.read_text().split()
             return address, int(port)
-        except FileNotFoundError:
+        except OSError:  # not there yet, or stale
             with contextlib.suppress(OSError):
                 os.listdir(note.parent)  # NFS forgets its cached "no such file"
             time.sleep(0.05)

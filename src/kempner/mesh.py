@@ -54,8 +54,8 @@ def sizes(cfg: DistributedConfig, world_size: int) -> tuple[int, int]:
         raise ConfigError([
             f"distributed: dp_replicate {replicate} x dp_shard {asked} does not make the world of "
             f"{world_size} ranks ({replicate} x {shard} = {replicate * shard}); choose sizes whose "
-            f"product is {world_size}, or dp_shard=-1 with a dp_replicate that divides {world_size}, "
-            f"or start {replicate * shard} tasks"
+            f"product is {world_size}, or dp_shard=-1 with a dp_replicate that divides "
+            f"{world_size}, or start {replicate * shard} tasks"
         ])  # fmt: skip
     return replicate, shard
 

@@ -12,27 +12,49 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kempner import slurm
+from kempner.config import option
+from kempner.launch import job_name
+
+if TYPE_CHECKING:
+    from kempner.step import Numbers
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    hang_timeout: float | None = option(
+        None, "seconds without a step that end the run; unset: from the step times", minimum=1.0
+    )
+    max_skipped: int = option(
+        10,
+        "non-finite steps in a row (each is skipped) until the run goes back to its last "
+        "checkpoint, once, and leaves those batches out; the next time it stops",
+        minimum=1,
+    )
 
 
 class Verdict(NamedTuple):
-    """What the run does next, and why. `state` is that of a run that leaves now (empty: it does not
-    leave)."""
+    """What the run does next, and why. `state`: that of a run that leaves now (empty: it stays)."""
 
-    save: bool
-    state: str
-    reason: str
+    save: bool = False
+    state: str = ""
+    reason: str = ""
+    go_back: bool = False  # to the last checkpoint
 
 
-GO_ON = Verdict(False, "", "")
-DONE = Verdict(False, "done", "the last step is done")
+GO_ON = Verdict()
+DONE = Verdict(state="done", reason="the last step is done")
 # In the order of the flags in the step's all-reduce; the last one that is set wins.
 REQUESTS = (
-    Verdict(True, "", "a save was requested"),
-    Verdict(True, "interrupted", "asked to make room"),
-    Verdict(True, "stopped", "stopped by the user"),
+    Verdict(save=True, reason="a save was requested"),
+    Verdict(save=True, state="interrupted", reason="asked to make room"),
+    Verdict(save=True, state="stopped", reason="stopped by the user"),
 )
 SAVE, INTERRUPT, STOP = range(len(REQUESTS))
 
@@ -43,6 +65,8 @@ OF_SIGNAL = {
     signal.SIGINT: STOP,
 }
 FILE_POLL_S = 1.0
+MARGIN_S = 2.0  # of the time left after a request, to leave in order
+END_POLL_S = 60.0
 
 
 class StopRequests:
@@ -56,18 +80,41 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.flags = [0.0] * len(REQUESTS)
-        self.since: float | None = None  # monotonic time of the first request to leave
-        self.seen: list[str] = []  # names of what came, for the log
+        self.seen: list[str] = []  # what came, for the log
+        self.came = 0.0  # unix time of the first request
+        self.skipped_in_a_row = 0
+        self.bad_since = 0  # samples consumed after the first of them
         self._sockets = (
             socket.socketpair()
         )  # both ends must live: a collected one ends the wake-ups
         self._sockets[1].setblocking(False)
         self._next_poll = 0.0
-        self.skipped_in_a_row = 0
+        self._job_end: float | None = None
         signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, daemon=True, name="signals").start()
         for number in OF_SIGNAL:
             signal.signal(number, _leave_it_to_the_thread)
+
+    def watch_job_end(self, rank: int, reserve: Callable[[], float]) -> None:
+        """From now on the nearing end of the SLURM job is a request too: `reserve()` seconds before
+        it. Rank 0 does this; its thread asks SLURM again now and then, for the end can move."""
+        job = job_name()
+        if rank == 0 and job is not None:
+            threading.Thread(
+                target=self._watch_end, args=(job, reserve), daemon=True, name="job end"
+            ).start()
+
+    def _watch_end(self, job: str, reserve: Callable[[], float]) -> None:
+        ask_again = 0.0
+        while not self.flags[INTERRUPT]:
+            if time.monotonic() >= ask_again:
+                self._job_end = slurm.end_of(slurm.job_fields(job))
+                ask_again = time.monotonic() + END_POLL_S
+            if self._job_end is not None and time.time() + reserve() > self._job_end:
+                self.request(
+                    INTERRUPT, f"the end of the job in {self._job_end - time.time():.0f} s"
+                )
+            time.sleep(1.0)
 
     def _listen(self) -> None:
         while received := self._sockets[0].recv(64):
@@ -76,10 +123,9 @@ class StopRequests:
                     self.request(OF_SIGNAL[signal.Signals(number)], signal.Signals(number).name)
 
     def request(self, kind: int, name: str) -> None:
+        self.came = self.came or time.time()
         self.flags[kind] = 1.0
         self.seen.append(name)
-        if kind != SAVE and self.since is None:
-            self.since = time.monotonic()
 
     def take_flags(self, run_dir: Path | None) -> list[float]:
         """The flags for this step's all-reduce. One to save is handed over once, one to leave
@@ -104,17 +150,34 @@ class StopRequests:
                 path.unlink(missing_ok=True)
                 self.request(kind, f"{name} file")
 
-    def decide(self, bad: bool, sums: list[float], max_skipped: int) -> Verdict:
+    def wants_to_leave(self) -> float:
+        """1 when this rank has been asked to, else 0."""
+        return max(self.flags[INTERRUPT:])
+
+    def seconds_left(self, rank: int) -> float | None:
+        """For the last save: how long it may take. Rank 0 asks SLURM; None: nobody says."""
+        if rank or not self.flags[INTERRUPT] or (job := job_name()) is None:
+            return None
+        seconds = slurm.seconds_to_live(job)
+        return seconds and max(seconds - MARGIN_S, 0.0)
+
+    def decide(self, numbers: Numbers, max_skipped: int, may_go_back: bool) -> Verdict:
         """From the numbers of a step, equal on all ranks, to what all ranks do next.
 
-        `sums` are the flags of all ranks added up; `bad` says that the step's update was skipped.
+        A step that was not finite is skipped; after `max_skipped` in a row the run goes back to its
+        last checkpoint or, where it may not (it has done so before), fails.
         """
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
+        if numbers.bad and not self.skipped_in_a_row:
+            self.bad_since = numbers.samples
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.bad else 0
         if self.skipped_in_a_row >= max_skipped:
-            reason = f"{max_skipped} steps in a row were not finite (train.max_skipped)"
-            return Verdict(False, "failed", reason)
-        decided = [request for request, count in zip(REQUESTS, sums, strict=True) if count > 0]
-        return decided[-1] if decided else GO_ON
+            self.skipped_in_a_row = 0
+            reason = f"{max_skipped} steps in a row were not finite (resilience.max_skipped)"
+            if may_go_back:
+                return Verdict(go_back=True, reason=reason)
+            return Verdict(state="failed", reason=f"{reason}, again after going back once")
+        asked = [r for r, count in zip(REQUESTS, numbers.flags, strict=True) if count > 0]
+        return asked[-1] if asked else GO_ON
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> Any:

@@ -1,35 +1,32 @@
-"""One run: all sections of its configuration, the checks across them, and its directory."""
+"""One run's configuration: all sections, and the checks across them and against its files."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
-import socket
 import sys
-import time
-import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kempner import mesh
-from kempner.checkpoint.commit import write_atomic
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.command_line import help_text, parse_command
-from kempner.config import ConfigError, config_hash, load, option, to_toml
+from kempner.config import ConfigError, load, option, to_toml
 from kempner.data.config import DataConfig
-from kempner.data.sidecar import copy_tokenizer
-from kempner.launch import Place, forget_rendezvous, job_name
+from kempner.launch import Place
 from kempner.mesh import DistributedConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
+from kempner.resilience import ResilienceConfig
 
 if TYPE_CHECKING:
     from kempner.data.dataset import TokenDataset
+    from kempner.data.loader import MicroBatch, TrainLoader
+
+if TYPE_CHECKING:
+    pass
 
 USAGE = """\
 python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
@@ -60,9 +57,6 @@ class TrainConfig:
         None, "sequences of one forward; unset: all of the rank's share", minimum=1
     )
     grad_clip: float = option(1.0, "largest norm of the gradient; 0: no clipping", minimum=0.0)
-    max_skipped: int = option(
-        10, "stop after so many non-finite steps in a row; their updates are skipped", minimum=1
-    )
     dtype: str = option(
         "auto", "of the computation; the weights are fp32", choices=("auto", "bf16", "fp32")
     )
@@ -106,6 +100,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -200,173 +195,17 @@ def check_world(cfg: RunConfig, world_size: int) -> list[str]:
 def check_inputs(cfg: RunConfig) -> list[str]:
     """Can the files be used: token shards readable and of this vocabulary, run directory writable?
     Creates nothing."""
-    from kempner.data.dataset import TokenDataset
-
     found = []
-    for split in ("train", *(["val"] if cfg.eval.interval else [])):
-        try:
-            TokenDataset.open(cfg.data.dataset_path, split, cfg.train.seq_len, cfg.model.vocab_size)
-        except ConfigError as error:
-            found += error.problems
+    try:
+        open_data(cfg)
+    except ConfigError as error:
+        found += error.problems
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint_dir)):
         there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             what = "not writable" if there.is_dir() else "not a directory"
             found.append(f"{key} = {path}: {there} is {what}; give another --{key}")
     return list(dict.fromkeys(found))
-
-
-class Run:
-    """The run directory as this rank sees it: logs, status.json and attempts.jsonl."""
-
-    def __init__(self, cfg: RunConfig, place: Place) -> None:
-        """Open the directory as a new attempt. All ranks call it, once the process group stands."""
-        import torch.distributed as dist
-
-        self.cfg, self.place = cfg, place
-        self.dir = Path(cfg.run.dir)
-        self.step = 0
-        self._bar: Any = None
-        number = [0]
-        if place.rank == 0:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            number = [count_attempts(self.dir)]
-        dist.broadcast_object_list(number, src=0)
-        self.attempt: int = number[0]
-        hosts: list[str] = [""] * place.world_size
-        dist.all_gather_object(hosts, socket.gethostname())
-        self.hosts = list(dict.fromkeys(hosts))
-        self._open_log()
-
-    def begin(self, step: int) -> None:
-        """The state is loaded and the first step comes: record the start."""
-        self.step = step
-        if self.place.rank == 0:
-            forget_rendezvous(self.dir)
-            write_atomic(self.dir / "config.toml", to_toml(self.cfg))
-            copy_tokenizer(self.cfg.data.dataset_path, self.dir)  # generate.py needs the run alone
-            self._event("start", nodes=self.hosts, world_size=self.place.world_size)
-            self.status("running", "")
-        source = f"continues after step {step}" if step else "starts"
-        self.say(
-            f"run {self.dir} {source}: attempt {self.attempt}, world size {self.place.world_size} "
-            f"on {', '.join(self.hosts)}, {self.cfg.model.count_parameters():,} parameters"
-        )
-        if step >= self.cfg.train.max_steps:
-            self.say(
-                f"the run is complete: {step} of {self.cfg.train.max_steps} steps; "
-                "raise train.max_steps to go on"
-            )
-        elif self.place.rank == 0 and sys.stdout.isatty():
-            from tqdm import tqdm  # comes with huggingface-hub
-
-            steps = self.cfg.train.max_steps
-            self._bar = tqdm(total=steps, initial=step, unit="step", file=sys.stdout)
-
-    def say(self, text: str) -> None:
-        """A line in this rank's log, and on rank 0 on the console too."""
-        self.log(text)
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        elif self.place.rank == 0:
-            with contextlib.suppress(OSError):  # a closed terminal must not end the training
-                print(text, flush=True)
-
-    def progress(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-
-    def end(self, state: str, reason: str) -> None:
-        """Record how the attempt ends; the batch script reads status.json."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        if self.place.rank == 0:
-            self.say(f"{state} after step {self.step}" + (f": {reason}" if reason else ""))
-            self._event("end", state=state, reason=reason)
-            self.status(state, reason)
-
-    def contents(self, data: TokenDataset) -> tuple[dict[str, str], dict[str, Any]]:
-        """What a checkpoint holds beside tensors: files by name, and facts for its manifest. Those
-        under "fixed" make the meaning of its weights and its position: a checkpoint of others is
-        refused."""
-        shards = json.dumps([asdict(shard) for shard in data.sidecar.splits["train"]])
-        return {"config.toml": to_toml(self.cfg)}, {
-            "config_hash": config_hash(self.cfg),
-            "fixed": {
-                "model": asdict(self.cfg.model),
-                "train": {"seq_len": self.cfg.train.seq_len},
-                "data": {
-                    "seed": self.cfg.data.seed,
-                    "tokens": hashlib.sha256(shards.encode()).hexdigest()[:16],
-                },
-            },
-        }
-
-    def status(self, state: str, reason: str) -> None:
-        record = {
-            "state": state,
-            "step": self.step,
-            "max_steps": self.cfg.train.max_steps,
-            "reason": reason,
-            "attempt": self.attempt,
-            "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"),
-            "job": job_name(),
-            "time": round(time.time(), 3),
-        }
-        write_atomic(self.dir / "status.json", json.dumps(record) + "\n")
-
-    def log(self, text: str) -> None:
-        """A line in this rank's log."""
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-
-    def crashed(self, error: BaseException) -> int:
-        """Write down an exception that ends this rank; returns the exit code: 2 for bad input, else
-        1."""
-        self.log("".join(traceback.format_exception(error)).rstrip())
-        where = f"rank {self.place.rank} on {socket.gethostname()}"
-        detail = (
-            f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        )
-        with open(self._stderr, "w", closefd=False) as stderr:
-            print(f"error: {where}: {detail}\n  (traceback in {self._log.name})", file=stderr)
-        reason = f"{where}: {detail.splitlines()[0]}"
-        with contextlib.suppress(OSError):  # on a full disk the message above is what is left
-            self._event("end", state="crashed", reason=reason)
-            if isinstance(error, ConfigError):
-                self.status("failed", reason)  # another start would end in the same way
-        return 2 if isinstance(error, ConfigError) else 1
-
-    def _event(self, event: str, **more: Any) -> None:
-        record = {
-            "event": event,
-            "attempt": self.attempt,
-            "time": round(time.time(), 3),
-            "job": job_name(),
-            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-            "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"),
-            "step": self.step,
-            **more,
-        }
-        with open(self.dir / "attempts.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def _open_log(self) -> None:
-        """logs/attempt-K/rank-R.log; rank 0 keeps the console too, the other ranks' output goes to
-        their log."""
-        logs = self.dir / "logs" / f"attempt-{self.attempt}"
-        logs.mkdir(parents=True, exist_ok=True)
-        self._log = open(logs / f"rank-{self.place.rank}.log", "a", buffering=1)  # noqa: SIM115
-        self._stderr = os.dup(2)
-        if self.place.rank == 0:
-            link = self.dir / "logs" / "latest"
-            fresh = link.with_name(".latest.new")
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(logs.name)
-            fresh.replace(link)
-        else:
-            os.dup2(self._log.fileno(), 1)
-            os.dup2(self._log.fileno(), 2)
 
 
 def seed_everything(cfg: TrainConfig) -> None:
@@ -378,9 +217,55 @@ def seed_everything(cfg: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def count_attempts(run_dir: Path) -> int:
-    """Starts of this run so far, from its logs: a start that died before its first step counts
-    too."""
-    logs = run_dir / "logs"
-    numbers = [p.name[8:] for p in logs.glob("attempt-*")] if logs.is_dir() else []
-    return max((int(n) for n in numbers if n.isdigit()), default=-1) + 1
+def open_data(cfg: RunConfig) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training split and, when the run validates, the held-out one. Raises ConfigError."""
+    from kempner.data.dataset import TokenDataset
+
+    def split(name: str) -> TokenDataset:
+        return TokenDataset.open(
+            cfg.data.dataset_path, name, cfg.train.seq_len, cfg.model.vocab_size
+        )
+
+    return split("train"), split("val") if cfg.eval.interval else None
+
+
+def open_loaders(
+    cfg: RunConfig, place: Place, pin: bool, at: dict[str, Any]
+) -> tuple[TrainLoader, Callable[[], Iterator[MicroBatch]]]:
+    """This rank's share of the data: the training's loader at its position, and what makes an
+    iterator over the held-out batches."""
+    from kempner.data.loader import TrainLoader, val_batches
+
+    train, held_out = open_data(cfg)
+    micro = micro_batch(cfg.train, place.world_size)
+    loader = TrainLoader(
+        train,
+        seed=cfg.data.seed,
+        batch=cfg.train.sequences,
+        rank=place.rank,
+        world=place.world_size,
+        micro=micro,
+        position=at["samples"],
+        prefetch=cfg.data.prefetch,
+        pin=pin,
+        skip=at["skip"],
+    )
+
+    def held_out_batches() -> Iterator[MicroBatch]:
+        assert held_out is not None
+        return val_batches(
+            held_out,
+            samples=cfg.eval.samples or None,
+            micro=micro,
+            rank=place.rank,
+            world=place.world_size,
+        )
+
+    return loader, held_out_batches
+
+
+def position(manifest: dict[str, Any] | None) -> dict[str, Any]:
+    """Where a run is, from the manifest of its checkpoint: steps, samples and tokens so far, and the
+    ranges of sample numbers that are left out, because they were not finite."""
+    start: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "skip": []}
+    return start if manifest is None else {key: manifest[key] for key in start}

@@ -3,29 +3,34 @@ later."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.optim.build import local_norm_sq
+from kempner.resilience import REQUESTS
 
 
 def reduce_step(
     loss_sum: Tensor,
     tokens: Tensor,
-    parameters: list[nn.Parameter],
-    replicas: int,
+    model: nn.Module,
+    mesh: DeviceMesh,
     flags: list[float],
+    work: float,
 ) -> Tensor:
-    """Sums over all ranks, fp64 [3 + flags]: loss, real tokens, squared gradient norm, and the
-    requests to stop.
+    """Sums over all ranks, fp64 [3 + flags + ranks]: loss, real tokens, squared gradient norm, the
+    requests to stop, and each rank's work in a place of its own.
 
     The gradients of the replicas are equal, so their squares are counted once.
     """
-    asked = torch.tensor(flags, dtype=torch.float64).to(loss_sum.device, non_blocking=True)
-    norm_sq = local_norm_sq(parameters) / replicas
+    works = [0.0] * dist.get_world_size()
+    works[dist.get_rank()] = work
+    asked = torch.tensor(flags + works, dtype=torch.float64).to(loss_sum.device, non_blocking=True)
+    norm_sq = local_norm_sq(model.parameters()) / mesh["replicate"].size()
     totals = torch.cat((torch.stack((loss_sum, tokens, norm_sq)).double(), asked))
     dist.all_reduce(totals)
     return totals
@@ -63,14 +68,16 @@ class Numbers(NamedTuple):
     grad_norm: float
     bad: bool
     flags: list[float]
+    work: list[float]  # seconds of each rank's own work
 
 
 class Later:
     """The result of a step on its way to the host; reading it waits only for the step that made
     it."""
 
-    def __init__(self, step: int, lr: float, tokens: int, samples: int, result: Tensor) -> None:
-        self._known = (step, lr, tokens, samples)
+    def __init__(self, at: dict[str, Any], lr: float, result: Tensor) -> None:
+        """`at`: where the run is after the step. `result`: what guard_update returns."""
+        self._known = (at["step"], lr, at["tokens"], at["samples"])
         self._event = torch.Event(result.device.type) if result.is_cuda else None
         # Pinned, or the copy would wait for the device.
         self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.is_cuda)
@@ -81,5 +88,6 @@ class Later:
     def read(self) -> Numbers:
         if self._event is not None:
             self._event.synchronize()
-        loss, grad_norm, bad, *flags = self._host.tolist()
-        return Numbers(*self._known, loss, grad_norm, bool(bad), flags)
+        loss, grad_norm, bad, *rest = self._host.tolist()
+        flags, work = rest[: len(REQUESTS)], rest[len(REQUESTS) :]
+        return Numbers(*self._known, loss, grad_norm, bool(bad), flags, work)

@@ -225,7 +225,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(train: Train, tmp_path: Path
         tmp_path / "run",
         "--optimizer.lr=1e30",
         "--train.max_steps=50",
-        "--train.max_skipped=3",
+        "--resilience.max_skipped=3",
         "--checkpoint.interval=1",
         code=1,
     )

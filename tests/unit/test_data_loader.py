@@ -74,6 +74,7 @@ def test_an_epoch_reads_every_sample_once_and_the_next_in_another_order(data: To
     assert first != second and first != sorted(first)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(0, 400), st.integers(1, 60), st.integers(0, 2**40))
 def test_sample_numbers_do_not_depend_on_how_they_are_asked_for(
     position: int, count: int, n: int, seed: int

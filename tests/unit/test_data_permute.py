@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kempner.data.permute import epoch_seed, permute
@@ -12,11 +12,13 @@ from kempner.data.permute import epoch_seed, permute
 seeds = st.integers(0, 2**64 - 1)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), seeds)
 def test_every_value_appears_once(n: int, seed: int) -> None:
     assert sorted(permute(np.arange(n), n, seed)) == list(range(n))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**62), seeds, st.data())
 def test_large_sizes_stay_in_range_and_collide_nowhere(
     n: int, seed: int, data: st.DataObject
@@ -26,6 +28,7 @@ def test_large_sizes_stay_in_range_and_collide_nowhere(
     assert image.min() >= 0 and image.max() < n and len(set(image)) == len(index)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**6), seeds, st.data())
 def test_an_image_depends_on_its_own_index_alone(n: int, seed: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)))

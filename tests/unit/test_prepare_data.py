@@ -307,7 +307,12 @@ def test_ctrl_c_is_answered_in_one_line(tmp_path: Path) -> None:
     write_texts(tmp_path / "in", 100, 60_000)
     command = [*COMMAND, tmp_path / "in", "--out", tmp_path / "out", "--shard-tokens", "100000"]
     process = subprocess.Popen(
-        [*command, "--workers", "2"], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, "--workers", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # a shell that puts `make test` in the background has SIGINT ignored in all below it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "out/train_00002.npy").exists():
         time.sleep(0.001)

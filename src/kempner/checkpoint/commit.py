@@ -4,6 +4,7 @@
     step_00000100/           complete: its manifest.json lists every file with size and CRC-32
     latest                   link to the newest complete one, replaced by rename
     step_00000100.corrupt/   set aside, because loading it failed
+    step_00000100.deleted/   being deleted
 
 Everything that makes it true is here: fsync of files and directories, rename, and the order of the
 two. No torch.
@@ -70,15 +71,14 @@ def checksum(path: Path) -> dict[str, int]:
 def commit(root: Path, step: int, files: dict[str, dict[str, int]], about: dict[str, Any]) -> Path:
     """Turn step_X.partial, whose listed files are durable, into the checkpoint that `latest` names.
 
-    A crash before the rename of the directory leaves the old `latest`; one after it leaves a
-    complete checkpoint that the next start takes. Called by rank 0 alone, when all ranks have
-    written.
+    A crash at any instant leaves the old `latest` or the new one, each of them complete. Called by
+    rank 0 alone, when all ranks have written.
     """
     partial, final = partial_of(root, step), root / name_of(step)
     manifest = {"format": FORMAT, "step": step, **about, "files": files}
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
-    if final.exists():  # a damaged one of the same step: never write into it, never trust it
-        final.rename(unused(root, f"{final.name}.corrupt"))
+    if final.exists():  # `latest` was moved back behind it, and the run has come here again
+        remove(final)
     partial.rename(final)
     fsync(root)
     point_latest(root, final.name)
@@ -86,10 +86,13 @@ def commit(root: Path, step: int, files: dict[str, dict[str, int]], about: dict[
 
 
 def point_latest(root: Path, target: str) -> None:
+    link = root / LATEST
+    if link.is_dir() and not link.is_symlink():  # a copy of the run that has followed links
+        link.rename(unused(root, f"{LATEST}.copied"))
     fresh = root / f".{LATEST}.{os.getpid()}.new"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
-    fresh.replace(root / LATEST)
+    fresh.replace(link)
     fsync(root)
 
 
@@ -100,9 +103,9 @@ def unused(root: Path, name: str) -> Path:
 
 
 def latest(root: Path) -> Path | None:
-    """The directory that `latest` names, None when there is none or it dangles."""
-    target = root / LATEST
-    return target.resolve() if (target / MANIFEST).is_file() else None
+    """The directory in `root` that `latest` names, None when there is none or it dangles."""
+    target = root / (root / LATEST).resolve().name
+    return target if COMPLETE.fullmatch(target.name) and (target / MANIFEST).is_file() else None
 
 
 def complete(root: Path) -> list[Path]:
@@ -157,15 +160,17 @@ def set_aside(path: Path) -> Path:
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Hold a checkpoint against retention while it is read (a shared lock on its manifest)."""
-    with open(path / MANIFEST) as file:
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody is kept out
+    with contextlib.ExitStack() as held:
+        # No manifest: the reader will say so. No locks on this file system: nobody is kept out.
+        with contextlib.suppress(OSError):
+            file = held.enter_context(open(path / MANIFEST))
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
 
 
 def is_read(path: Path) -> bool:
     try:
-        with open(path / MANIFEST) as file:
+        with open(path / MANIFEST, "r+") as file:  # NFS locks for writing only what is open for it
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -181,8 +186,15 @@ def prune(root: Path, keep_last_n: int, keep_every: int) -> None:
         step = int(path.name[5:])
         if (keep_every and step % keep_every == 0) or is_read(path) or path == latest(root):
             continue
-        doomed = path.rename(path.with_name(f"{path.name}.deleted"))  # so that none is half there
-        shutil.rmtree(doomed, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it stays, and the next save tries again
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint: renamed first, so that none is ever half there."""
+    doomed = path.with_name(f"{path.name}.deleted")
+    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(path.rename(doomed), ignore_errors=True)
 
 
 def clean(root: Path) -> list[str]:

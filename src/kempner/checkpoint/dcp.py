@@ -9,9 +9,7 @@ carry their own sharding; any other mesh reads what it needs.
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
-import shutil
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -28,12 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from kempner.checkpoint import commit
 from kempner.checkpoint.config import CheckpointConfig
+from kempner.checkpoint.writer import Image, file_of, geometry_of, make_plan, write_file
 from kempner.config import ConfigError
 from kempner.parallel.build import parameter_names
 
@@ -41,58 +38,13 @@ T = TypeVar("T")
 State = dict[str, Any]
 
 
-class CommitWriter(dcp.FileSystemWriter):
-    """DCP's writer, made durable: every rank syncs and sums what it wrote, rank 0 commits when all
-    have written."""
-
-    def __init__(self, root: Path, step: int, finish: Callable[[dict[str, dict[str, int]]], None]):
-        # One thread: with more, DCP 2.13 swallows a write error and saves metadata of tensors that
-        # are not there.
-        super().__init__(commit.partial_of(root, step), thread_count=1, sync_files=False)
-        self.partial = commit.partial_of(root, step)
-        self.commit = finish
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # On rank 0, after all ranks have planned and before one writes: an earlier try's files must
-        # not mix with ours.
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-        return super().prepare_global_plan(plans)
-
-    def write_data(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> torch.futures.Future[list[WriteResult]]:
-        results = super().write_data(plan, planner)
-        sums = {}
-        for name in sorted({result.storage_data.relative_path for result in results.value()}):
-            commit.fsync(self.partial / name)
-            sums[name] = commit.checksum(self.partial / name)
-        # Also when this rank wrote nothing: rank 0 waits for one list from every rank.
-        commit.write_atomic(self.partial / f"{plan.storage_data.prefix}sums.json", json.dumps(sums))
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when every rank has written: check that nothing is missing, then commit."""
-        super().finish(metadata, results)
-        lost = metadata.state_dict_metadata.keys() - {i.fqn for i in metadata.storage_data}
-        if lost:
-            raise OSError(f"{len(lost)} tensors were not written, such as {min(lost)}")
-        files = {}
-        for rank in range(len(results)):
-            sums = self.partial / f"__{rank}_sums.json"
-            files.update(json.loads(sums.read_text()))
-            sums.unlink()
-        commit.fsync(self.partial / ".metadata")
-        files[".metadata"] = commit.checksum(self.partial / ".metadata")
-        self.commit(files)
-
-
 # Every global that the pickle of DCP's metadata may name. Nothing else is looked up, so nothing
 # else can run.
 METADATA_GLOBALS = {
     ("torch.distributed.checkpoint.metadata", name)
-    for name in ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata",
-                 "TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")
+    for name in ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata",
+                 "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+                 "_MEM_FORMAT_ENCODING")
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
@@ -153,12 +105,15 @@ class Checkpointer:
         # A slow file system makes ranks wait for each other longer than a step ever may.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        on_gpu = next(iter(self.parameters.values())).is_cuda
-        self.stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        self._ranks = _DistWrapper(self.group, use_dist=True, coordinator_rank=0)
+        self._background = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._geometry: list[Any] | None = None  # what the plan and the image are made for
+        self._image: Image | None = None
+        self._metadata = b""
         self.saved_step = -1  # newest step that is durable
         self.failed_saves = 0  # in a row
         self.seconds: float | None = None  # that the newest save took until it was durable
-        self._pending: tuple[int, float, futures.Future[Any]] | None = None
+        self._pending: tuple[int, float, futures.Future[float]] | None = None
 
     # --- saving ---
 
@@ -172,24 +127,11 @@ class Checkpointer:
         if step == self.saved_step or (self._pending and self._pending[0] == step):
             return
         self.wait()
-        writer = CommitWriter(self.root, step, lambda sums: self._commit(step, sums, position))
         began = time.monotonic()
-        if self.cfg.async_save:
-            future = dcp.async_save(
-                self._state(),
-                storage_writer=writer,
-                process_group=self.group,
-                async_stager=self.stager,
-            )
-            assert isinstance(future, futures.Future)
-        else:
-            future = futures.Future()
-            try:
-                future.set_result(
-                    dcp.save(self._state(), storage_writer=writer, process_group=self.group)
-                )
-            except dcp.CheckpointException as error:
-                future.set_exception(error)
+        problem = self._stage()
+        future = self._background.submit(self._write, step, position, problem)
+        if not self.cfg.async_save:
+            futures.wait([future])
         self._pending = (step, began, future)
         self.poll()
 
@@ -202,12 +144,13 @@ class Checkpointer:
         error = future.exception()
         if error is None:
             self.saved_step, self.failed_saves = step, 0
-            self.seconds = time.monotonic() - began
+            self.seconds = future.result() - began
             self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
         else:
             self.failed_saves += 1
             self.log(
-                f"WARNING: the checkpoint of step {step} failed: {_reason(error)}; the one before stays"
+                f"WARNING: the checkpoint of step {step} failed: {_reason(error)}; "
+                "the one before stays"
             )
 
     def wait(self, seconds: float | None = None) -> None:
@@ -219,10 +162,62 @@ class Checkpointer:
 
     def close(self) -> None:
         self.wait()
-        self.stager.close()
+        self._background.shutdown()
+        if self._image is not None:
+            self._image.close()
+
+    def _stage(self) -> BaseException | None:
+        """Copy the state as it is now. An error is returned: all ranks hear of it in _write."""
+        state = self._state()
+        geometry = geometry_of(state)
+        changed = torch.tensor(geometry != self._geometry, dtype=torch.int32)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, self.group)
+        try:
+            if changed.item() or self._image is None:
+                self._geometry = None
+                if self._image is not None:
+                    self._image.close()
+                items, self._metadata = make_plan(state, self._ranks)
+                self._image = Image(items, pinned=next(iter(self.parameters.values())).is_cuda)
+                self._geometry = geometry
+            self._image.stage(state)
+        except (Exception, dcp.CheckpointException) as error:  # the second is no Exception
+            return error
+        return None
+
+    def _write(self, step: int, position: dict[str, Any], problem: BaseException | None) -> float:
+        """Make the staged state the newest checkpoint; returns the time when it was durable.
+
+        Runs on a thread, with few and long operations: a thread that often wants the interpreter
+        slows the steps. Raises CheckpointException on all ranks when one has failed.
+        """
+        partial, image, name = commit.partial_of(self.root, step), self._image, file_of(self.rank)
+
+        def begin() -> None:  # an earlier try's files must not mix with ours, nor fill the disk
+            commit.clean(self.root)
+            partial.mkdir(parents=True)
+
+        def write() -> dict[str, dict[str, int]]:
+            if problem is not None or image is None:
+                raise problem or AssertionError("nothing was staged")
+            return {name: write_file(partial / name, image.bytes)} if image.bytes else {}
+
+        def finish(sums: list[dict[str, dict[str, int]]]) -> None:
+            self._commit(step, {name: of for rank in sums for name, of in rank.items()}, position)
+
+        self._ranks.broadcast("begin", begin)
+        self._ranks.all_reduce("write", write, finish)
+        durable = time.monotonic()
+        if self.rank == 0:
+            with contextlib.suppress(OSError):  # what cannot be deleted is no reason to fail
+                commit.prune(self.root, self.cfg.keep_last_n, self.cfg.keep_every)
+        return durable
 
     def _commit(self, step: int, sums: dict[str, dict[str, int]], position: dict[str, Any]) -> None:
         partial = commit.partial_of(self.root, step)
+        (partial / ".metadata").write_bytes(self._metadata)
+        commit.fsync(partial / ".metadata")
+        sums[".metadata"] = commit.checksum(partial / ".metadata")
         for name, text in self.files.items():
             commit.write_atomic(partial / name, text)
             sums[name] = commit.checksum(partial / name)
@@ -233,11 +228,9 @@ class Checkpointer:
             **self.about,
         }
         commit.commit(self.root, step, sums, facts)
-        with contextlib.suppress(OSError):  # what cannot be deleted is no reason to fail
-            commit.prune(self.root, self.cfg.keep_last_n, self.cfg.keep_every)
 
     def _state(self) -> State:
-        state: State = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
+        state: State = {f"model.{name}": p for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 state[f"optim.{name}.{key}"] = value
@@ -256,18 +249,20 @@ class Checkpointer:
 
         Rank 0 chooses, all ranks check their part of the files, and a checkpoint that does not hold
         is set aside for the next older one. Raises ConfigError when the model has another shape,
-        RuntimeError when there were checkpoints and none could be loaded.
+        RuntimeError when there are checkpoints and none can be loaded: also at the next start,
+        which must not begin from nothing because the first one has set them aside.
         """
         tried = []
         if self.rank == 0 and (left := commit.clean(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(left)}")
-        while (path := self._choose()) is not None:
+        while (choice := self._choose())[0] is not None:
+            path = choice[0]
             with commit.reading(path):
                 wrong = self._try_load(path)
             if wrong is None:
                 manifest = commit.read_manifest(path)
                 self.saved_step = int(manifest["step"])
-                if self.rank == 0 and commit.latest(self.root) != path.resolve():
+                if self.rank == 0 and commit.latest(self.root) != path:
                     commit.point_latest(self.root, path.name)
                 return manifest
             tried.append(f"{path.name}: {wrong}")
@@ -275,18 +270,20 @@ class Checkpointer:
                 aside = commit.set_aside(path)
                 self.log(f"WARNING: {path.name} cannot be used ({wrong}); it is now {aside.name}")
             dist.barrier(self.group)
-        if tried:
+        if there := choice[1]:
             raise RuntimeError(
-                f"no checkpoint in {self.root} could be loaded; they were set aside as *.corrupt:\n  "
-                + "\n  ".join(tried)
+                f"no checkpoint in {self.root} can be loaded; set aside are\n  "
+                + "\n  ".join(tried or there)
                 + "\nrepair one and rename it back, or start over with another run.dir"
             )
         return None
 
-    def _choose(self) -> Path | None:
-        choice: list[Path | None] = [None]
+    def _choose(self) -> tuple[Path | None, list[str]]:
+        """The best checkpoint that is left, and the names of those that are set aside."""
+        choice: list[tuple[Path | None, list[str]]] = [(None, [])]
         if self.rank == 0:
-            choice = [*commit.complete(self.root), None][:1]
+            aside = sorted(path.name for path in self.root.glob("step_*.corrupt*"))
+            choice = [(next(iter(commit.complete(self.root)), None), aside)]
         dist.broadcast_object_list(choice, src=0, group=self.group)
         return choice[0]
 
@@ -303,7 +300,7 @@ class Checkpointer:
         result = complaint = None
         try:
             result = act()
-        except Exception as error:
+        except (Exception, dcp.CheckpointException) as error:  # the second is no Exception
             complaint = (isinstance(error, ConfigError), _reason(error))
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, complaint, self.group)
@@ -328,8 +325,8 @@ class Checkpointer:
         ]
         if differ:
             raise ConfigError([
-                f"{path} does not fit this run: {'; '.join(differ)}. Set it as there, or give this run "
-                "a directory of its own: --run.dir=runs/NAME"
+                f"{path} does not fit this run: {'; '.join(differ)}. Set it as there, or give this "
+                "run a directory of its own: --run.dir=runs/NAME"
             ])  # fmt: skip
         return TensorReader(path).tensors()
 

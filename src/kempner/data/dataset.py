@@ -34,12 +34,12 @@ class TokenDataset:
         self.vocab_size = vocab_size
         self._shards = sidecar.splits[split]
         _allow_open_files(len(self._shards))
-        self._arrays = [np.load(path / shard.file, mmap_mode="r") for shard in self._shards]
-        # Of each shard: its first token in the stream, its first sample (the first that starts in
-        # it or later), and those of its samples that end in it as well, as a strided view.
+        # As plain arrays: a slice of a numpy.memmap costs several times as much.
+        self._arrays: list[Tokens] = [
+            np.asarray(np.load(path / shard.file, mmap_mode="r")) for shard in self._shards
+        ]
+        # Where each shard begins in the stream, and the end of the last.
         self._starts = np.cumsum([0, *(shard.tokens for shard in self._shards)])
-        self._first = -(-self._starts // seq_len)
-        self._rows = [self._windows(i) for i in range(len(self._shards))]
 
     @classmethod
     def open(cls, path: str | Path, split: str, seq_len: int, vocab_size: int) -> TokenDataset:
@@ -82,45 +82,31 @@ class TokenDataset:
         Raises DataError, with shard and offset, when a token is not in the model's vocabulary.
         """
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < len(self))
-        rows = np.empty((len(indices), self.seq_len + 1), np.int64)
-        shards = np.searchsorted(self._first, indices, side="right") - 1
-        local = indices - self._first[shards]
-        for shard in np.unique(shards):
-            whole = (shards == shard) & (local < len(self._rows[shard]))
-            rows[whole] = self._rows[shard][local[whole]]
-            for i in np.flatnonzero((shards == shard) & ~whole):
-                rows[i] = self._over_the_border(int(indices[i]) * self.seq_len)
+        length = self.seq_len + 1
+        rows = np.empty((len(indices), length), np.int64)
+        shards, offsets = self._place(indices * self.seq_len)
+        for row, shard, offset in zip(rows, shards.tolist(), offsets.tolist(), strict=True):
+            tokens = self._arrays[shard][offset : offset + length]
+            row[: len(tokens)] = tokens
+            while (have := len(tokens)) < length:  # it goes on in the next shard
+                shard += 1
+                tokens = np.append(tokens, self._arrays[shard][: length - have])
+                row[have : len(tokens)] = tokens[have:]
         if rows.size and rows.max() >= self.vocab_size:
             self._complain(indices, rows)
         return rows
 
-    def _windows(self, shard: int) -> Tokens:
-        """[samples that lie within the shard, seq_len + 1], without a copy."""
-        tokens, length = self._arrays[shard], self.seq_len + 1
-        tokens = tokens[self._first[shard] * self.seq_len - self._starts[shard] :]
-        if len(tokens) < length:
-            return np.empty((0, length), tokens.dtype)
-        return np.lib.stride_tricks.sliding_window_view(tokens, length)[:: self.seq_len]
-
-    def _over_the_border(self, start: int) -> Tokens:
-        """seq_len + 1 tokens of the stream from `start`, from as many shards as it takes."""
-        end = start + self.seq_len + 1
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        parts = []
-        for shard in range(first, len(self._arrays)):
-            begin = self._starts[shard]
-            if begin >= end:
-                break
-            parts.append(self._arrays[shard][max(start - begin, 0) : end - begin])
-        return np.concatenate(parts)
+    def _place(self, positions: Int64) -> tuple[Int64, Int64]:
+        """Shards and offsets in them of positions in the stream."""
+        shards = np.searchsorted(self._starts, positions, side="right") - 1
+        return shards, positions - self._starts[shards]
 
     def _complain(self, indices: Int64, rows: Int64) -> None:
         row, column = np.argwhere(rows >= self.vocab_size)[0]
-        place = int(indices[row]) * self.seq_len + int(column)
-        shard = int(np.searchsorted(self._starts, place, side="right")) - 1
+        shard, offset = self._place(indices[row] * self.seq_len + column)
         raise DataError(
             f"{self.path / self._shards[shard].file}: token {rows[row, column]} at offset "
-            f"{place - self._starts[shard]}, the model has {self.vocab_size} rows; "
+            f"{offset}, the model has {self.vocab_size} rows; "
             "the shard is not what its sidecar says, prepare the data again"
         )
 

@@ -84,16 +84,24 @@ def encode_all(units: Iterable[list[Piece]], how: Encoding, workers: int) -> Ite
     running: deque[Future[Encoded]] = deque()
     try:
         source = iter(units)
-        running.extend(pool.submit(_encode, unit) for unit in itertools.islice(source, 2 * workers))
+        running.extend(_submit(pool, unit) for unit in itertools.islice(source, 2 * workers))
         while running:
             yield running.popleft().result()
-            running.extend(pool.submit(_encode, unit) for unit in itertools.islice(source, 1))
+            running.extend(_submit(pool, unit) for unit in itertools.islice(source, 1))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
+def _submit(pool: ProcessPoolExecutor, unit: list[Piece]) -> Future[Encoded]:
+    """May start a worker, which inherits the mask: Ctrl-C is the parent's to answer."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(_encode, unit)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(how: Encoding) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     threading.Thread(target=_die_with_parent, daemon=True).start()
     global _worker
     _worker = (how, how.tokenizer())

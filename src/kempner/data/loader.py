@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 import numpy as np
@@ -59,8 +59,10 @@ class TrainLoader:
         position: int = 0,
         prefetch: int = 2,
         pin: bool = False,
+        skip: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`batch`: samples of a global step. `micro`: samples of a micro-batch of one rank."""
+        """`batch`: samples of a global step. `micro`: samples of a micro-batch of one rank. `skip`:
+        see seek()."""
         assert 0 <= rank < world and position >= 0
         assert batch % (world * micro) == 0, "batch must be a multiple of world * micro"
         self.position = position  # samples consumed
@@ -69,6 +71,7 @@ class TrainLoader:
         self._batch, self._micro, self._pin = batch, micro, pin
         self._rank, self._share = rank, batch // world
         self._prefetch = prefetch
+        self._skip = skip
         self._reader: _Reader | None = None
 
     def sample_numbers(self, position: int, count: int) -> Int64:
@@ -79,6 +82,9 @@ class TrainLoader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
+        for begin, end in self._skip:
+            if begin <= self.position < end:
+                self.seek(end, self._skip)
         if not self._prefetch:
             result = self._read(self.position)
         else:
@@ -92,11 +98,12 @@ class TrainLoader:
         self.position += self._batch
         return result
 
-    def skip(self, samples: int) -> None:
-        """Leave out the next `samples`; what has been read ahead is thrown away."""
-        assert samples >= 0
+    def seek(self, position: int, skip: Sequence[Sequence[int]] = ()) -> None:
+        """Go on at `position`, and leave out the sample numbers of the ranges `skip`, [from, to) each;
+        what has been read ahead is thrown away."""
+        assert position >= 0
         self.close()
-        self.position += samples
+        self.position, self._skip = position, skip
 
     def close(self) -> None:
         """Stop reading ahead; returns when the thread has ended. next() would start again."""

@@ -7,6 +7,8 @@ is). The fused kernels read both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +29,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optim
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
-def local_norm_sq(parameters: list[nn.Parameter]) -> Tensor:
+def local_norm_sq(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Sum of squares of this rank's shards of the gradients, fp32 []; the sum over the shard axis
     is the whole."""
     grads = [p.grad for p in parameters if p.grad is not None]

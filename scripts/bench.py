@@ -1,0 +1,382 @@
+"""What the trainer costs over the work itself, in figures of this machine.
+
+    python scripts/bench.py overhead             tokens/s of the trainer over those of a bare loop
+    python scripts/bench.py overhead --ranks 2
+    python scripts/bench.py startup              seconds until step 1 has ended
+    python scripts/bench.py data                 tokens/s that one core reads
+    python scripts/bench.py checkpoint           what a save costs the steps, async and synchronous
+
+`--quick` only shows that it works. docs/benchmarks.md has figures, and says how they are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kempner import history
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = str(ROOT / "scripts/train.py")
+EVERY = 5  # steps of a line
+ONLY_STEPS = (
+    "--checkpoint.interval=0",
+    "--eval.interval=0",
+    "--train.max_steps=1000000",
+    f"--metrics.log_interval={EVERY}",
+)
+# Some 60 M parameters and steps of a second: the state of AdamW is 0.7 GB.
+LARGE = (
+    "--model.dim=768",
+    "--model.n_layers=10",
+    "--model.n_heads=12",
+    "--model.n_kv_heads=4",
+    "--model.ffn_dim=2048",
+    "--train.seq_len=128",
+    "--train.global_batch=4",
+)
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["bare"]:
+        bare(argv[1:])
+    options = parse(argv)
+    print(f"$ python scripts/bench.py {shlex.join(argv)}\n{machine()}\n", flush=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-") as work:
+            options.measure(options, Path(work))
+    except subprocess.CalledProcessError as error:
+        print(f"bench: error: {shlex.join(error.cmd)}\n{error.stderr}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    about, _, more = (__doc__ or "").partition("\n")
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("bench.py", None, about, more, formatter_class=as_it_is)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for measure, repeats in ((overhead, 8), (startup, 5), (data, 5), (checkpoint, 3)):
+        command = commands.add_parser(measure.__name__, help=(measure.__doc__ or "").split(".")[0])
+        command.set_defaults(measure=measure)
+        command.add_argument("--quick", action="store_true", help="once, with the debug model")
+        command.add_argument("--repeats", type=int, default=repeats, help=f"default: {repeats}")
+        if measure is not data:
+            command.add_argument("--config", default="configs/train/quickstart.toml")
+            command.add_argument("overrides", nargs="*", help="after --: overrides for the trainer")
+        if measure is overhead:
+            command.add_argument("--ranks", type=int, default=1, help="processes (default: 1)")
+            command.add_argument("--seconds", type=float, default=8.0, help="of a slice: 8")
+            command.add_argument("--dtype", nargs="+", default=["fp32", "bf16"])
+            command.add_argument("--compile", nargs="+", default=["false", "true"])
+    options = parser.parse_args(argv)
+    if options.repeats < 1 or getattr(options, "ranks", 1) < 1:
+        parser.error("--repeats and --ranks: at least 1")
+    if options.quick:
+        quick = {"repeats": 1, "dtype": ["fp32"], "compile": ["false"]}
+        vars(options).update(quick, config="configs/train/debug.toml")
+    return options
+
+
+def machine() -> str:
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    name = cpu[1] if cpu else platform.machine()
+    when, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
+    return f"{when}, {name}, {os.cpu_count()} cores, load {load:.1f} before the start"
+
+
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def run(words: list[str]) -> str:
+    """Run Python to its end; returns what it printed."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+# --- overhead ---------------------------------------------------------------------------------
+
+
+class Ranks:
+    """A training of `count` processes that can be stopped in its tracks and let go on."""
+
+    def __init__(self, program: list[str], run_dir: Path, count: int) -> None:
+        self.records, self.log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
+        env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+        self.processes = []
+        for rank in map(str, range(count)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count)}
+            with self.log.open("a") as log:
+                process = subprocess.Popen(
+                    [sys.executable, *program, f"--run.dir={run_dir}"],
+                    env=env | place,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self.processes.append(process)
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def warm_up(self) -> None:
+        """Until its third line (the first has start-up and compilation in it), then it halts."""
+        while len(self.lines()) < 3:
+            self.check()
+            time.sleep(0.2)
+        self.send(signal.SIGSTOP)
+
+    def check(self) -> None:
+        """Raises CalledProcessError when a process has ended."""
+        for process in self.processes:
+            if (code := process.poll()) is not None:
+                tail = self.log.read_text()[-2000:]
+                raise subprocess.CalledProcessError(code, process.args, None, tail)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return history.read_lines(self.records)
+
+    def slice(self, seconds: float) -> float:
+        """Let it go on for so long, or until two lines lie wholly in it: tokens/s of these lines."""
+        began, deadline = time.time(), time.monotonic() + seconds
+        rates: list[float] = []
+        self.send(signal.SIGCONT)
+        while time.monotonic() < deadline or len(rates) < 2:
+            self.check()
+            time.sleep(0.2)
+            whole = (at for at in self.lines() if at["time"] - EVERY * at["step_time"] > began)
+            rates = [line["tokens_per_s"] for line in whole]
+        self.send(signal.SIGSTOP)
+        return statistics.harmonic_mean(rates)
+
+    def end(self) -> None:
+        self.send(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+def overhead(options: argparse.Namespace, work: Path) -> None:
+    """Tokens/s of the trainer over those of a bare loop. That does forward, backward and a fused
+    AdamW step, nothing else, with the same model on the same batch in as many processes.
+
+    Both live at once, but only one is let run at a time, in slices by turns: what slows the machine
+    for a while slows both.
+    """
+    print("trainer / bare loop, target 0.980   ratio of the slices      trainer  bare, tokens/s")
+    for dtype, compiled in itertools.product(options.dtype, options.compile):
+        pairs = alternate(options, work, f"--train.dtype={dtype}", f"--train.compile={compiled}")
+        ratios, (ours, theirs) = [a / b for a, b in pairs], zip(*pairs, strict=True)
+        name = f"{dtype} {'compiled' if compiled == 'true' else 'eager'}, ranks: {options.ranks}"
+        speeds = f"{statistics.median(ours):>9,.0f}  {statistics.median(theirs):>9,.0f}"
+        print(f"{name:<25} {len(pairs):>2} pairs  {spread(ratios)}  {speeds}", flush=True)
+
+
+def alternate(options: argparse.Namespace, work: Path, *words: str) -> list[tuple[float, float]]:
+    """(trainer, bare) in tokens/s, of slices that follow each other."""
+    words = (options.config, *ONLY_STEPS, *words, *options.overrides)
+    both: list[Ranks] = []
+    with tempfile.TemporaryDirectory(dir=work) as run_dirs:
+        try:
+            for name, program in (("trainer", [TRAIN]), ("bare", [__file__, "bare"])):
+                both.append(Ranks([*program, *words], Path(run_dirs) / name, options.ranks))
+                both[-1].warm_up()
+            pairs = []
+            for i in range(options.repeats):
+                order = (0, 1) if i % 2 else (1, 0)
+                rates = {which: both[which].slice(options.seconds) for which in order}
+                pairs.append((rates[0], rates[1]))
+        finally:
+            for ranks in both:
+                ranks.end()
+    return pairs
+
+
+def bare(argv: list[str]) -> None:
+    """The loop that the trainer is measured against. It never ends; it leaves lines like it."""
+    import torch
+
+    from kempner import launch, mesh
+    from kempner.data.dataset import TokenDataset
+    from kempner.data.loader import TrainLoader
+    from kempner.optim.build import build_optimizer
+    from kempner.parallel.build import build_model
+    from kempner.run import configure, micro_batch, seed_everything
+
+    cfg = configure(argv)
+    place = launch.discover()
+    device = launch.pick_device(cfg.distributed.device, place.local_rank)
+    launch.start(place, device, cfg.run.dir, 60.0)
+    seed_everything(cfg.train)
+    axes = mesh.build(cfg.distributed, place.world_size, device.type)
+    model = build_model(cfg.model, axes, cfg.train)
+    optimizer = build_optimizer(model, cfg.optimizer)
+    micro, batch = micro_batch(cfg.train, place.world_size), cfg.train.sequences
+    tokens = TokenDataset.open(
+        cfg.data.dataset_path, "train", cfg.train.seq_len, cfg.model.vocab_size
+    )
+    loader = TrainLoader(
+        tokens, seed=0, batch=batch, rank=place.rank, world=place.world_size, micro=micro
+    )
+    batches = [(x.to(device), y.to(device)) for x, y in next(loader)]
+    loader.close()
+    budget = batch * cfg.train.seq_len
+    Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
+    with open(Path(cfg.run.dir) / "metrics.jsonl", "a", buffering=1) as file:
+        while True:
+            began = time.perf_counter()
+            for _ in range(EVERY):
+                for inputs, targets in batches:
+                    loss = model(inputs, targets)
+                    (loss / budget).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            step_time = (time.perf_counter() - began) / EVERY
+            line = {"time": time.time(), "step_time": step_time, "tokens_per_s": budget / step_time}
+            if place.rank == 0:
+                file.write(json.dumps(line) + "\n")
+
+
+# --- startup ----------------------------------------------------------------------------------
+
+
+def startup(options: argparse.Namespace, work: Path) -> None:
+    """Seconds from the start of the process to the end of step 1. Beside them `import torch`, and
+    the imports of the trainer.
+    """
+    imports = f"import runpy; runpy.run_path({TRAIN!r}, run_name='imports')"
+    seconds: dict[str, list[float]] = {
+        "import torch": [],
+        "the trainer's imports": [],
+        "step 1": [],
+    }
+    for i in range(options.repeats + 1):
+        found = (
+            wall(lambda: run(["-c", "import torch"])),
+            wall(lambda: run(["-c", imports])),
+            first_step(options, work / str(i)),
+        )
+        if i:  # the first fills the page cache
+            for values, value in zip(seconds.values(), found, strict=True):
+                values.append(value)
+    for name, values in seconds.items():
+        ratios = [b / a for a, b in zip(seconds["import torch"], values, strict=True)]
+        print(f"{name:<22} {spread(values, '.2f')} s   {spread(ratios, '.2f')} x import torch")
+
+
+def wall(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def first_step(options: argparse.Namespace, run_dir: Path) -> float:
+    """The line of step 1 is written when step 2 has been started: the host is one step ahead."""
+    began = time.time()
+    words = ("--train.max_steps=2", "--metrics.log_interval=1", "--eval.interval=0")
+    run([TRAIN, options.config, f"--run.dir={run_dir}", *words, *options.overrides])
+    return float(history.load(run_dir).losses[0]["time"]) - began
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+def data(options: argparse.Namespace, work: Path) -> None:
+    """Tokens/s that one core reads, shuffles and makes into tensors. They come from the page
+    cache, from 100 M tokens in samples of 2048 and of 128.
+    """
+    import numpy as np
+    import torch
+
+    from kempner.data.dataset import TokenDataset
+    from kempner.data.loader import reading_speed
+    from kempner.data.sidecar import SIDECAR, SPLITS, Shard, Sidecar
+
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    count, vocab = 1_000_000 if options.quick else 100_000_000, 50_000
+    tokens = np.random.default_rng(0).integers(0, vocab, count, np.uint16)
+    np.save(work / "tokens.npy", tokens)
+    shards = {split: [Shard("tokens.npy", count, 1, vocab - 1)] for split in SPLITS}
+    tokenizer = {"name": "none", "kind": "bytes", "hash": ""}
+    Sidecar(tokenizer, "uint16", vocab, 0, shards, {}).save(work / SIDECAR)
+    for seq_len in (2048, 128):
+        dataset = TokenDataset.open(work, "train", seq_len, vocab)
+        speeds = [
+            reading_speed(dataset, 65536 // seq_len, 0.1 if options.quick else 1.0) / 1e6
+            for _ in range(options.repeats)
+        ]
+        print(f"seq_len {seq_len:<5} {spread(speeds, '.0f')} M tokens/s, target 50")
+
+
+# --- checkpoint -------------------------------------------------------------------------------
+
+
+def checkpoint(options: argparse.Namespace, work: Path) -> None:
+    """What a save costs the steps, async and synchronous by turns. They stand still for it, and are
+    slower while it is written; "in all" is both.
+    """
+    interval = 4 if options.quick else 12
+    words = [options.config, *(() if options.quick else LARGE), f"--checkpoint.interval={interval}"]
+    words += [f"--train.max_steps={3 * interval}", "--checkpoint.keep_last_n=1"]
+    words += ["--metrics.log_interval=1", "--eval.interval=0", *options.overrides]
+    costs: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+    for i in range(options.repeats):
+        for kind, found in costs.items():
+            with tempfile.TemporaryDirectory(dir=work) as run_dir:
+                is_async = f"--checkpoint.async_save={str(kind).lower()}"
+                out = run([TRAIN, *words, is_async, f"--run.dir={run_dir}"])
+                steps = {line["step"]: line for line in history.load(Path(run_dir)).losses}
+                files = Path(run_dir, "checkpoints/latest/").iterdir()
+                size = sum(file.stat().st_size for file in files) / 1e6
+            durable = re.findall(r"step (\d+) is durable after ([\d.]+) s", out)
+            quiet = [s["step_time"] for n, s in steps.items() if n % interval > interval // 2]
+            found += save_costs(steps, dict(durable), interval, statistics.median(quiet))
+        if i == 0:
+            print(f"{size:,.0f} MB, steps of {statistics.median(quiet):.3f} s, in seconds:")
+    for kind, found in costs.items():
+        still, whole, until = (spread(column) for column in zip(*found, strict=True))
+        name = f"{'async' if kind else 'synchronous':<12} {len(found)} saves"
+        print(f"{name}   stands still {still}   in all {whole}   durable after {until}")
+    medians = {
+        kind: map(statistics.median, zip(*found, strict=True)) for kind, found in costs.items()
+    }
+    still, whole, _ = (a / b for a, b in zip(medians[True], medians[False], strict=True))
+    print(f"async / synchronous    stands still {still:.3f}   in all {whole:.3f}")
+
+
+def save_costs(
+    steps: dict[int, dict[str, Any]], durable: dict[str, str], interval: int, quiet: float
+) -> list[tuple[float, float, float]]:
+    """Of each save but the last, which no step follows: seconds in the call; seconds by which its
+    step and those up to the next save were longer than `quiet` ones; seconds until durable."""
+    found = []
+    for saved in range(interval, max(steps), interval):
+        longer = sum(steps[n]["step_time"] - quiet for n in range(saved, saved + interval))
+        found.append((steps[saved]["checkpoint_time"], longer, float(durable[str(saved)])))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

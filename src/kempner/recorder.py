@@ -1,0 +1,112 @@
+"""Writes the record of a run: metrics.jsonl, and the console's lines from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import time
+from typing import Any
+
+import torch
+
+from kempner.data.loader import TrainLoader
+from kempner.metrics import Clock, end_torn_line, line, peak_flops
+from kempner.rundir import Run
+from kempner.step import Numbers
+from kempner.straggler import Stragglers
+
+
+class Recorder:
+    """Rank 0 writes metrics.jsonl and the console's lines from it; the other ranks only keep the
+    clock.
+
+    The file is appended to and never rewritten: after a resume the later line of a step counts.
+    """
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        cfg, world_size = run.cfg.metrics, run.place.world_size
+        self.run, self.device, self.clock = run, device, Clock()
+        self.skipped = 0
+        self._last: tuple[int, int] | None = None  # step and tokens of the line before
+        self._stragglers = Stragglers(run.hosts, run.say)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        peak = peak_flops(cfg, name)
+        self._peak = peak and peak * world_size
+        self._flops = run.cfg.model.flops_per_token(run.cfg.train.seq_len)
+        self._about = f"{name}; MFU = tokens/s x {self._flops:.3g} flops/token / " + (
+            f"({world_size} x {peak:.3g} flops/s)" if peak else "peak, which is not known for it"
+        )
+        self._file = None
+        if run.place.rank == 0:
+            end_torn_line(run.dir / "metrics.jsonl")
+            self._file = open(run.dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+
+    def begin(self, step: int, tokens: int) -> None:
+        """The clock and the rates start here."""
+        self._last = (step, tokens)
+        self.run.say(self._about)
+        self.clock.lap()
+
+    def step(self, numbers: Numbers, loader: TrainLoader) -> None:
+        """Record a step, if its line is due; one that was not finite always, with its samples."""
+        self.run.progress(numbers.step)
+        self._stragglers.update(numbers.step, numbers.work)
+        if numbers.bad:
+            self.skipped += 1
+            batch = self.run.cfg.train.sequences
+            samples = loader.sample_numbers(numbers.samples - batch, batch).tolist()
+            self.write({"step": numbers.step, "not_finite": True, "sample_numbers": samples})
+            self.run.say(f"step {numbers.step} was not finite: its update is skipped")
+        last = numbers.step == self.run.cfg.train.max_steps
+        if numbers.step % self.run.cfg.metrics.log_interval == 0 or last:
+            self._line(numbers)
+
+    def _line(self, numbers: Numbers) -> None:
+        lap = self.clock.lap()
+        step, tokens = self._last or (0, 0)
+        count = max(1, numbers.step - step)
+        rate = (numbers.tokens - tokens) / lap["total"]
+        self._last = (numbers.step, numbers.tokens)
+        parts = {f"{k}_time": lap.get(k, 0.0) / count for k in ("data", "checkpoint", "eval")}
+        record = {
+            "step": numbers.step,
+            "loss": numbers.loss,
+            "lr": numbers.lr,
+            "grad_norm": numbers.grad_norm,
+            "tokens": numbers.tokens,
+            "samples": numbers.samples,
+            "tokens_per_s": rate,
+            "step_time": lap["total"] / count,
+            **parts,
+            "compute_time": lap["total"] / count - sum(parts.values()),
+            "mfu": self._peak and rate * self._flops / self._peak,
+            "memory_gib": memory_gib(self.device),
+            "skipped": self.skipped,
+        }
+        self.write(record)
+        self.run.say(line(record, self.run.cfg.train.max_steps))
+
+    def validation(self, step: int, loss: float, tokens: int) -> None:
+        self.write({"step": step, "val_loss": loss, "val_tokens": tokens})
+        self.run.say(f"step {step}  validation loss {loss:.4f} over {tokens:,} tokens")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One line; numbers that JSON does not know (a non-finite loss) become null."""
+        if self._file is None:
+            return
+        head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
+        known = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        with contextlib.suppress(OSError):  # a full disk must not end the training
+            self._file.write(json.dumps({**head, **known}) + "\n")
+
+
+def memory_gib(device: torch.device) -> float:
+    """Most memory so far, in GiB: of the device's tensors, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -1,0 +1,69 @@
+"""What the trainer asks of SLURM: when this job ends, and whether another one still lives.
+
+Every question may go unanswered (no SLURM, a container without scontrol, a busy controller): then
+the answer is None, and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+
+
+def _ask(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """What `scontrol show job` says of it, {} when it says nothing."""
+    return dict(re.findall(r"(\S+?)=(\S*)", _ask("scontrol", "show", "job", "-o", job) or ""))
+
+
+def end_of(fields: dict[str, str]) -> float | None:
+    """The end of a job in unix seconds, None when it has none."""
+    try:
+        return time.mktime(time.strptime(fields["EndTime"], "%Y-%m-%dT%H:%M:%S"))
+    except (KeyError, ValueError):
+        return None
+
+
+def kill_wait() -> float:
+    """Seconds from SIGTERM to SIGKILL on this cluster; 30, Slurm's default, when it does not
+    say."""
+    found = re.search(r"^KillWait\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)
+    return float(found[1]) if found else 30.0
+
+
+def seconds_to_live(job: str) -> float | None:
+    """After a request to leave: seconds until SIGKILL, None when SLURM does not say.
+
+    While the job's state is RUNNING the request was the warning, or a preemption, whose grace time
+    Slurm has made the job's new end: KillWait comes after that end. In any other state the job is
+    being ended, and KillWait is all that is left.
+    """
+    fields = job_fields(job)
+    if not fields:
+        return None
+    end = end_of(fields)
+    if fields.get("JobState") != "RUNNING" or end is None:
+        return kill_wait()
+    return end - time.time() + kill_wait()
+
+
+def is_running(job: str) -> bool | None:
+    """Does this job hold nodes? None when SLURM does not answer."""
+    states = _ask("squeue", "--noheader", "--jobs", job, "--format", "%T")
+    if states is not None:
+        return any(state not in ("PENDING", "") for state in states.split())
+    # squeue fails for a job that the controller has forgotten, and for a controller that is away.
+    return False if _ask("squeue", "--noheader", "--me") is not None else None
+
+
+def own_job() -> str | None:
+    return os.environ.get("SLURM_JOB_ID")

@@ -1,0 +1,117 @@
+"""scripts/train.py with faults put in, for the tests alone: started in its place (KEMPNER_TRAIN, or by torchrun).
+
+FAULTS holds one fault a line, each with a file `once=FILE` when it is to strike a single time in the life of a run:
+
+    kill at=MODULE:FUNCTION:before rank=0 nth=2    SIGKILL to itself at the nth call (also :after)
+    nan rank=1 from=64 to=96                       the loss of that rank's share of these samples is NaN
+    ignore from=64 to=96                           every label of these samples is ignored, on all ranks
+    slow rank=1 ms=30                              that rank's first block takes so much longer
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
+POISON = 256  # end of document: no batch of real text has nothing else
+
+
+def strikes(fault: dict[str, str]) -> bool:
+    """Is it this rank's, and the first time?"""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if fault.get("rank", rank) != rank:
+        return False
+    if "once" in fault:
+        try:
+            Path(fault["once"]).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True
+
+
+def kill(fault: dict[str, str]) -> None:
+    module_name, function, when = fault["at"].split(":")
+    owner: Any = importlib.import_module(module_name)
+    *classes, name = function.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, name), []
+
+    @functools.wraps(real)
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        due = len(calls) == int(fault.get("nth", "1"))
+        if due and when == "before" and strikes(fault):
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if due and when == "after" and strikes(fault):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, deadly)
+
+
+def change_labels(fault: dict[str, str], label: int) -> None:
+    from kempner.data import loader
+
+    real = loader.TrainLoader._read
+
+    def read(self: Any, position: int) -> Any:
+        micro_batches = real(self, position)
+        if int(fault["from"]) <= position < int(fault["to"]) and strikes(fault):
+            for _, targets in micro_batches:
+                targets.fill_(label)
+        return micro_batches
+
+    loader.TrainLoader._read = read  # type: ignore[method-assign]
+
+
+def nan(fault: dict[str, str]) -> None:
+    from kempner.model import decoder
+
+    real = decoder.cross_entropy_sum
+
+    def loss(x: Any, weight: Any, targets: Any) -> Any:
+        poisoned = bool((targets == POISON).all())
+        return real(x, weight, targets) * (float("nan") if poisoned else 1.0)
+
+    decoder.cross_entropy_sum = loss
+    change_labels(fault, POISON)
+
+
+def slow(fault: dict[str, str]) -> None:
+    from kempner.model import decoder
+
+    real = decoder.FeedForward.forward
+
+    def forward(self: Any, x: Any) -> Any:
+        if strikes(fault):
+            time.sleep(float(fault["ms"]) / 1000)
+        return real(self, x)
+
+    decoder.FeedForward.forward = forward  # type: ignore[method-assign]
+
+
+def main() -> None:
+    if "--check" not in sys.argv:
+        for line in filter(None, map(str.strip, os.environ.get("FAULTS", "").splitlines())):
+            kind, *words = line.split()
+            fault = dict(word.split("=", 1) for word in words)
+            if kind == "ignore":
+                change_labels(fault, -100)
+            else:
+                {"kill": kill, "nan": nan, "slow": slow}[kind](fault)
+    sys.argv[0] = str(TRAIN)
+    runpy.run_path(str(TRAIN), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

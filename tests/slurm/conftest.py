@@ -1,0 +1,157 @@
+"""A real Slurm of two virtual hosts, booted by the project's own test bed, for one test session."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts/slurm"
+TESTBED = SCRIPTS / "testbed.sh"
+FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+
+class Cluster:
+    """The commands of one test bed. Every path and argument goes through as it is, without a shell."""
+
+    def __init__(self, number: int, slurm_conf: str, data: Path) -> None:
+        self.number, self.data = number, data
+        self.env = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
+            "SLURM_CONF": slurm_conf,
+            "KEMPNER_TESTBED": str(number),
+            "KEMPNER_PYTHON": sys.executable,
+            "KEMPNER_SITE": os.devnull,  # what this machine's user has set is not under test
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def run(
+        self, *command: object, env: dict[str, str] | None = None, **more: object
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command against this cluster to its end."""
+        return subprocess.run(
+            [str(part) for part in command],
+            env={**self.env, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            **more,  # type: ignore[call-overload]
+        )
+
+    def ask(self, *command: object) -> str:
+        """What a command prints; it has to succeed."""
+        done = self.run(*command)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout.strip()
+
+    def testbed(self, *command: object) -> str:
+        return self.ask("bash", TESTBED, *command)
+
+    def sbatch(
+        self,
+        script: str | Path,
+        *arguments: object,
+        options: Sequence[object] = (),
+        cwd: Path,
+        env: dict[str, str] | None = None,
+    ) -> str:
+        """Submit one of the launch scripts (a name) or any file; returns the job's number."""
+        path = script if isinstance(script, Path) else SCRIPTS / script
+        done = self.run("sbatch", "--parsable", *options, path, *arguments, cwd=cwd, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def field(self, job: str, name: str) -> str:
+        """One field of `scontrol show job`."""
+        found = re.search(rf"\b{name}=(\S*)", self.ask("scontrol", "show", "job", job))
+        assert found, f"job {job} has no {name}"
+        return found[1]
+
+    def state(self, job: str) -> str:
+        return self.field(job, "JobState")
+
+    def wait(self, job: str, timeout: float = 90) -> int:
+        """Wait for the end of a job, through its requeues; returns its exit code (128 + n: signal n)."""
+        end = time.monotonic() + timeout
+        pending_since = time.monotonic()
+        while (state := self.state(job)) not in ENDED:
+            assert time.monotonic() < end, f"job {job} is still {state} after {timeout} s"
+            if state != "PENDING":
+                pending_since = time.monotonic()
+            elif time.monotonic() - pending_since > 2 and self.field(job, "Restarts") != "0":
+                # A requeued job waits until its old credential has expired, but it is enough when the
+                # new one is of another second.
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            time.sleep(0.2)
+        code, number = map(int, self.field(job, "ExitCode").split(":"))
+        return code or (128 + number if number else 0)
+
+    def wait_for(self, what: str, file: Path, timeout: float = 60) -> str:
+        """Wait until a file holds some text; returns all of it."""
+        end = time.monotonic() + timeout
+        while what not in (text := file.read_text() if file.exists() else ""):
+            assert time.monotonic() < end, f"no {what!r} in {file} after {timeout} s:\n{text}"
+            time.sleep(0.1)
+        return text
+
+    def bytes(self, node: str, interface: str) -> int:
+        return int(self.testbed("bytes", node, interface))
+
+    def debug_run(self, run_dir: Path, *overrides: object) -> list[object]:
+        """train.py's arguments for a run of debug.toml that takes seconds."""
+        return [
+            ROOT / "configs/train/debug.toml",
+            f"--data.dataset_path={self.data}",
+            f"--run.dir={run_dir}",
+            "--train.seq_len=64",
+            "--eval.interval=0",
+            "--metrics.log_interval=1",
+            *overrides,
+        ]
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two hosts of four GPUs. Skips where it cannot boot, but fails in CI."""
+    reason = ""
+    if os.geteuid() != 0:
+        reason = "the Slurm test bed needs root"
+    elif missing := [p for p in ("slurmctld", "slurmd", "munged", "ip") if not shutil.which(p)]:
+        reason = f"not installed: {', '.join(missing)}; run {TESTBED} install"
+    if reason:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid())}
+    for attempt in range(5):  # a number may be taken by another cluster
+        env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
+        up = subprocess.run(
+            ["bash", TESTBED, "up", "2", "4"], env=env, capture_output=True, text=True
+        )
+        if up.returncode == 0:
+            break
+    else:
+        pytest.fail(up.stderr)
+    try:
+        conf = up.stdout.split("SLURM_CONF=")[1].strip()
+        data = make_data(tmp_path_factory.mktemp("data"))
+        yield Cluster(int(env["KEMPNER_TESTBED"]), conf, data)
+    finally:
+        subprocess.run(["bash", TESTBED, "down"], env=env, check=True)
+
+
+def make_data(folder: Path) -> Path:
+    """Token shards of a few hundred kB, through the project's own program."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}, and {i} cubed {i**3}.\n" for i in range(9000)))
+    program = [sys.executable, ROOT / "scripts/prepare_data.py", text, "--out", folder / "shards"]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "shards"

@@ -1,0 +1,77 @@
+"""Stands in for scripts/train.py where a test is about the batch script alone: the same contract, without torch.
+
+What an attempt does is the word of `--plan=A,B,...` at its restart count (the last one from there on):
+
+    done, stop, fail    that state in status.json; exit code 0, 0, 1
+    wait                until a signal: SIGINT is the state stopped, SIGTERM a checkpoint and interrupted; 0
+    save                a checkpoint, then a crash: 1, with nothing in status.json
+    crash, input        exit code 1, 2, with nothing in status.json
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+signals: list[int] = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda n, _: signals.append(n))
+
+
+def option(name: str, default: str) -> str:
+    given = [a.split("=", 1)[1] for a in sys.argv if a.startswith(f"--{name}=")]
+    return given[-1] if given else default
+
+
+def check(run_dir: Path) -> None:
+    print(f"[run]\ndir = {json.dumps(str(run_dir))}")
+    sys.exit(0)
+
+
+def save(run_dir: Path, attempt: int) -> None:
+    link = run_dir / "checkpoints/new"
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(f"step_{10 * attempt + 10:08d}")
+    link.rename(link.with_name("latest"))
+
+
+def act(word: str, run_dir: Path, attempt: int) -> int:
+    """What rank 0 does; returns the exit code."""
+    while word == "wait" and not signals:
+        time.sleep(0.05)
+    if word == "save" or signal.SIGTERM in signals:
+        save(run_dir, attempt)
+    states = {"done": "done", "stop": "stopped", "fail": "failed"}
+    if word == "wait":
+        print("got", signal.Signals(signals[0]).name)
+        states["wait"] = "stopped" if signals[0] == signal.SIGINT else "interrupted"
+    if word in states:
+        record = {"state": states[word], "attempt_id": os.environ["KEMPNER_ATTEMPT_ID"]}
+        (run_dir / "status.json").write_text(json.dumps(record))
+    return {"fail": 1, "save": 1, "crash": 1, "input": 2}.get(word, 0)
+
+
+def main() -> int:
+    run_dir = Path(option("run.dir", "runs/fake"))
+    if "--check" in sys.argv:
+        check(run_dir)
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    plan = option("plan", "done").split(",")
+    word = plan[min(attempt, len(plan) - 1)]
+    left = run_dir / f"left-{os.environ['KEMPNER_ATTEMPT_ID']}"
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        while not left.exists():  # srun would end rank 0 when another one crashes first
+            time.sleep(0.05)
+        return int(left.read_text())
+    with (run_dir / "seen.jsonl").open("a") as file:
+        file.write(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}) + "\n")
+    print(f"here is attempt {attempt}", flush=True)
+    code = act(word, run_dir, attempt)
+    left.with_suffix(".new").write_text(str(code))
+    left.with_suffix(".new").rename(left)
+    return code
+
+
+sys.exit(main())

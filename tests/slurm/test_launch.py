@@ -1,0 +1,217 @@
+"""The launch scripts on a real Slurm: what they start, where, over which network, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import FAKE_TRAINER, ROOT, SCRIPTS, Cluster
+
+HOSTILE = ["--a=[0.9, 0.95]", "two words", "'single' \"double\"", "$HOME `id` $(id)", "*", "", "{a,b}", "\\", "é\ttab"]
+FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
+
+
+def seen(run_dir: Path) -> dict[str, dict[str, str]]:
+    """What rank 0 of the fake trainer was started with, the last time."""
+    return json.loads((run_dir / "seen.jsonl").read_text().splitlines()[-1])
+
+
+def test_two_hosts_train_over_the_fast_network(cluster: Cluster, tmp_path: Path) -> None:
+    """2 x 2 tasks of the real trainer; a run directory that a shell would take apart."""
+    run_dir = tmp_path / "a \"run\" of $HOME [*]"
+    before = {(n, i): cluster.bytes(n, i) for n in ("node1", "node2") for i in ("ib0", "em4")}
+    job = cluster.sbatch(
+        "multinode.sh",
+        *cluster.debug_run(run_dir, "--train.max_steps=20", "--optimizer.betas=[0.9, 0.95]"),
+        options=["--gpus-per-node=2", "--ntasks-per-node=2"],
+        cwd=tmp_path,
+    )
+    assert cluster.wait(job) == 0
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert "world size 4 on node1, node2" in log, log  # the trainer's own words
+    assert "nodes node1 node2: 2 x 2 = world size 4, one GPU each" in log
+    for node in ("node1", "node2"):
+        assert log.count(f"network of {node}: ib0 (10.78.{cluster.number}.{node[-1]}): InfiniBand") == 1
+    assert (run_dir / f"logs/batch-{job}.log").read_text() == log
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
+    assert tomllib.loads((run_dir / "config.toml").read_text())["optimizer"]["betas"] == [0.9, 0.95]
+    moved = {key: cluster.bytes(*key) - count for key, count in before.items()}
+    fast = sum(count for (_, interface), count in moved.items() if interface == "ib0")
+    assert fast > 0.95 * sum(moved.values()), moved
+    assert fast > 20e6, moved  # and it is the training that went there
+
+
+def test_whole_nodes_without_any_option(cluster: Cluster, tmp_path: Path) -> None:
+    """The header alone gives two nodes with all that they have: 2 x 4 tasks."""
+    run_dir = tmp_path / "run"
+    job = cluster.sbatch("multinode.sh", *cluster.debug_run(run_dir, "--train.max_steps=2"), cwd=tmp_path)
+    assert cluster.wait(job) == 0
+    assert "world size 8 on node1, node2" in (tmp_path / f"kempner-{job}.out").read_text()
+
+
+def test_arguments_arrive_untouched(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.sbatch("singlenode.sh", f"--run.dir={tmp_path}", *HOSTILE, cwd=tmp_path, env=FAKE)
+    assert cluster.wait(job) == 0
+    assert seen(tmp_path)["argv"] == [f"--run.dir={tmp_path}", *HOSTILE]
+
+
+def test_tasks_have_their_share_of_the_cpus(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.sbatch(
+        "multinode.sh",
+        f"--run.dir={tmp_path}",
+        options=["--gpus-per-node=2", "--export=ALL,OMP_NUM_THREADS="],
+        cwd=tmp_path,
+        env=FAKE,
+    )
+    assert cluster.wait(job) == 0
+    env = seen(tmp_path)["env"]
+    assert (env["SLURM_STEP_NUM_TASKS"], env["SLURM_STEP_NUM_NODES"]) == ("4", "2")
+    assert env["OMP_NUM_THREADS"] == "2"
+    assert env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+@pytest.mark.parametrize(
+    ("options", "tasks"),
+    [
+        (["--gpus-per-node=4", "--ntasks-per-node=2"], "--ntasks-per-node=4"),
+        (["--gres=gpu:2", "--ntasks-per-node=3"], "--ntasks-per-node=2"),
+        (["--gpus=8", "--ntasks=4"], "--ntasks-per-node=4"),
+        (["--gpus-per-task=2", "--ntasks-per-node=2"], "--ntasks-per-node=4"),
+    ],
+)
+def test_tasks_that_are_not_gpus_are_refused(
+    cluster: Cluster, tmp_path: Path, options: list[str], tasks: str
+) -> None:
+    job = cluster.sbatch("multinode.sh", f"--run.dir={tmp_path}/run", options=options, cwd=tmp_path, env=FAKE)
+    assert cluster.wait(job) == 2
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert log.count("\n") == 1, log
+    assert f"give {tasks}, or --gpus-per-node=" in log
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("script", ["singlenode.sh", "multinode.sh"])
+def test_bad_configuration_ends_before_srun(cluster: Cluster, tmp_path: Path, script: str) -> None:
+    arguments = cluster.debug_run(tmp_path / "run", "--train.max_stepss=3", "--optimizer.lr=ture")
+    job = cluster.sbatch(script, *arguments, cwd=tmp_path)
+    assert cluster.wait(job) == 2
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert "train.max_stepss" in log and "optimizer.lr" in log and "not started" in log
+    assert "world size" not in log and not (tmp_path / "run").exists()
+    assert cluster.field(job, "Restarts") == "0"
+
+
+def test_a_network_that_is_not_there_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    env = {**FAKE, "NCCL_SOCKET_IFNAME": "ib7"}
+    job = cluster.sbatch("multinode.sh", f"--run.dir={tmp_path}", cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 2
+    assert "no interface 'ib7'; it has em4 ib0 lo" in (tmp_path / f"kempner-{job}.out").read_text()
+
+
+def test_an_unplugged_network_is_not_taken(cluster: Cluster, tmp_path: Path) -> None:
+    """The nodes may differ: one of them has its cable out."""
+    cluster.testbed("cut", "node2")
+    try:
+        job = cluster.sbatch("multinode.sh", f"--run.dir={tmp_path}", cwd=tmp_path, env=FAKE)
+        assert cluster.wait(job) == 0
+    finally:
+        cluster.testbed("join", "node2")
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert "network of node1: ib0 " in log and "network of node2: em4 " in log
+
+
+def test_site_file_and_another_directory(cluster: Cluster, tmp_path: Path) -> None:
+    """Submitted from a directory that is not the repository; paths are relative to it."""
+    site = tmp_path / "my site.env"
+    site.write_text('GREETING="hello world"\n: "${GLOO_SOCKET_IFNAME:=em4}"\n')
+    (tmp_path / "here").mkdir()
+    env = {**FAKE, "KEMPNER_SITE": str(site)}
+    job = cluster.sbatch("singlenode.sh", "--run.dir=out", cwd=tmp_path / "here", env=env)
+    assert cluster.wait(job) == 0
+    there = seen(tmp_path / "here/out")["env"]
+    assert there["GREETING"] == "hello world"
+    assert (there["GLOO_SOCKET_IFNAME"], there["NCCL_SOCKET_IFNAME"]) == ("em4", "em4")
+    assert there["PWD"] == str(tmp_path / "here")
+
+
+def test_singlenode_refuses_several_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.sbatch("singlenode.sh", options=["--nodes=2"], cwd=tmp_path, env=FAKE)
+    assert cluster.wait(job) == 2
+    assert "submit multinode.sh" in (tmp_path / f"kempner-{job}.out").read_text()
+
+
+def start(cluster: Cluster, log: Path, *command: object, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start a script as a terminal would, its output in a file."""
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [str(c) for c in command],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**cluster.env, **(env or {})},
+            cwd=log.parent,
+            start_new_session=True,
+        )
+
+
+def test_interactive_runs_beside_and_stops_on_ctrl_c(cluster: Cluster, tmp_path: Path) -> None:
+    """Two steps in one job; Ctrl-C saves and stops the second and leaves the first alone."""
+    job = cluster.sbatch("multinode.sh", f"--run.dir={tmp_path}/first", "--plan=wait", options=["--gpus-per-node=2"], cwd=tmp_path, env=FAKE)
+    cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
+    log, run_dir = tmp_path / "second.log", tmp_path / "second run"
+    arguments = cluster.debug_run(run_dir, "--train.max_steps=100000")
+    script = start(cluster, log, "bash", SCRIPTS / "interactive.sh", job, *arguments)
+    cluster.wait_for("step 3/", log)
+    os.killpg(script.pid, signal.SIGINT)  # what a terminal does
+    assert script.wait(60) == 0, log.read_text()
+    text = log.read_text()
+    assert "world size 4 on node1, node2" in text and "network of node1: ib0" in text
+    status = json.loads((run_dir / "status.json").read_text())
+    assert status["state"] == "stopped" and (run_dir / "checkpoints/latest").exists()
+    assert cluster.state(job) == "RUNNING"
+    cluster.ask("scancel", "--signal=INT", job)  # the user's wish for the first: stop
+    assert cluster.wait(job) == 0
+    assert json.loads((tmp_path / "first/status.json").read_text())["state"] == "stopped"
+
+
+def test_interactive_needs_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
+    done = cluster.run("bash", SCRIPTS / "interactive.sh", "999999", "x.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "kempner: error: no job '999999': squeue --me lists yours\n")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_plain_bash_trains_on_this_machine(cluster: Cluster, tmp_path: Path, processes: int) -> None:
+    """No Slurm anywhere; Ctrl-C saves and stops, also under torchrun."""
+    env = {"KEMPNER_NPROC": str(processes), "SLURM_CONF": "/nowhere"}
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    arguments = cluster.debug_run(run_dir, "--train.max_steps=100000")
+    script = start(cluster, log, "bash", SCRIPTS / "singlenode.sh", *arguments, env=env)
+    cluster.wait_for("step 3/", log)
+    os.killpg(script.pid, signal.SIGINT)
+    assert script.wait(60) == 0, log.read_text()
+    assert f"world size {processes}" in log.read_text()
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "stopped"
+
+
+def test_salloc_shell(cluster: Cluster, tmp_path: Path) -> None:
+    """In salloc's shell the script uses the allocation; nothing is requeued."""
+    run_dir = f"--run.dir={tmp_path}"
+    command = ["salloc", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", "bash"]
+    done = cluster.run(*command, SCRIPTS / "multinode.sh", run_dir, "--plan=crash", cwd=tmp_path, env=FAKE)
+    assert done.returncode == 1
+    assert "only a batch job is requeued" in done.stdout
+    assert seen(tmp_path)["env"]["SLURM_STEP_NUM_TASKS"] == "4"
+
+
+def test_repository_with_a_space_in_its_path(cluster: Cluster, tmp_path: Path) -> None:
+    """sbatch runs a spool copy; the script finds its own repository, wherever that is."""
+    clone = tmp_path / "my clone"
+    (clone / "scripts").mkdir(parents=True)
+    (clone / "scripts/slurm").symlink_to(SCRIPTS)
+    job = cluster.sbatch(clone / "scripts/slurm/singlenode.sh", f"--run.dir={tmp_path}/scripts/slurm/x", cwd=tmp_path, env=FAKE)
+    assert cluster.wait(job) == 0

@@ -1,0 +1,120 @@
+"""What the batch script decides when a run ends, on a real Slurm: requeue or not, the exit code, the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import FAKE_TRAINER, Cluster
+
+FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
+
+
+def submit(cluster: Cluster, tmp_path: Path, plan: str, *options: str) -> str:
+    arguments = [f"--run.dir={tmp_path / 'run'}", f"--plan={plan}"]
+    return cluster.sbatch("singlenode.sh", *arguments, options=["--gpus-per-node=2", *options], cwd=tmp_path, env=FAKE)
+
+
+def decisions(tmp_path: Path) -> list[dict[str, object]]:
+    lines = (tmp_path / "run/attempts.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == "decision"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "starts", "why"),
+    [
+        ("done", 0, 1, "the run is done"),
+        ("stop", 0, 1, "the run is stopped"),
+        ("fail", 1, 1, "the run is failed"),
+        ("input", 2, 1, "bad input"),
+        ("crash,crash,crash,crash", 1, 3, "3 attempts in a row without progress (KEMPNER_MAX_CRASHES=3)"),
+        ("crash,crash,save,crash,done", 0, 5, "the run is done"),  # progress starts the count anew
+    ],
+)
+def test_end_of_a_run(
+    cluster: Cluster, tmp_path: Path, plan: str, code: int, starts: int, why: str
+) -> None:
+    job = submit(cluster, tmp_path, plan)
+    assert cluster.wait(job) == code
+    made = decisions(tmp_path)
+    assert [d["decision"] for d in made] == ["requeue"] * (starts - 1) + ["end"]
+    assert str(made[-1]["why"]).endswith(why)
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert f"kempner: end: {made[-1]['why']}\n" in log  # the same line, and the log of every attempt is there
+    assert log.count("kempner: requeue: ") == starts - 1
+
+
+def test_warning_saves_and_requeues(cluster: Cluster, tmp_path: Path) -> None:
+    """The time limit's warning reaches the batch shell alone, which asks the ranks."""
+    job = submit(cluster, tmp_path, "wait,done")
+    log = tmp_path / f"kempner-{job}.out"
+    cluster.wait_for("here is attempt 0", log)
+    cluster.ask("scancel", "--batch", "--signal=TERM", job)  # what --signal=B:SIGTERM@N does
+    assert cluster.wait(job) == 0
+    assert "got SIGTERM" in log.read_text()
+    assert [d["decision"] for d in decisions(tmp_path)] == ["requeue", "end"]
+    assert str(decisions(tmp_path)[0]["why"]).startswith("interrupted and saved")
+
+
+def test_the_time_limit_itself_requeues(cluster: Cluster, tmp_path: Path) -> None:
+    """The warning did not come; there is the KillWait after the limit to ask for another start."""
+    job = submit(cluster, tmp_path, "wait,done", "--time=1", "--signal=B:USR2@1")
+    cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
+    cluster.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
+    assert cluster.wait(job, timeout=120) == 0
+    assert cluster.field(job, "Restarts") == "1"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_scancel_never_comes_back(cluster: Cluster, tmp_path: Path, late: bool) -> None:
+    """Cancelled while it trains, and while it saves after a warning."""
+    job = submit(cluster, tmp_path, "wait,done")
+    cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
+    if late:
+        cluster.ask("scancel", "--batch", "--signal=TERM", job)
+    cluster.ask("scancel", job)
+    cluster.wait(job)
+    assert cluster.state(job) == "CANCELLED"
+    assert "requeue" not in [d["decision"] for d in decisions(tmp_path)] or late
+
+
+def test_no_requeue_is_respected(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, "wait,done", "--no-requeue")
+    cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
+    cluster.ask("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait(job) == 75
+    assert "--no-requeue" in str(decisions(tmp_path)[-1]["why"])
+
+
+def test_only_this_task_of_an_array_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """The last task of an array has the array's own number."""
+    script = tmp_path / "each.sh"
+    launch = Path(__file__).parents[2] / "scripts/slurm/singlenode.sh"
+    script.write_text(f'#!/bin/bash\nplan=done; ((SLURM_ARRAY_TASK_ID < 2)) || plan=crash,done\nexec bash {launch} "--run.dir=$PWD/run$SLURM_ARRAY_TASK_ID" --plan=$plan\n')
+    options = ["--array=1-2", "--requeue", "--gpus-per-node=1"]
+    job = cluster.sbatch(script, options=options, cwd=tmp_path, env=FAKE)
+    codes = [cluster.wait(f"{job}_{task}") for task in (1, 2)]
+    assert codes == [0, 0]
+    assert [cluster.field(f"{job}_{task}", "Restarts") for task in (1, 2)] == ["0", "1"]
+    assert json.loads((tmp_path / "run2/status.json").read_text())["state"] == "done"
+
+
+def test_preemption_requeues(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm tells the ranks itself; they leave in good order within the grace time."""
+    job = submit(cluster, tmp_path, "wait,done")
+    cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
+    node = cluster.field(job, "NodeList")
+    cluster.ask("sbatch", "--partition=urgent", "--exclusive", f"--nodelist={node}", f"--output={tmp_path}/urgent", "--wrap=sleep 1")
+    assert cluster.wait(job) == 0
+    assert cluster.field(job, "Restarts") == "1"
+
+
+def test_a_job_that_slurm_requeues_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """An operator's requeue: the script does not decide, and the next start comes."""
+    job = submit(cluster, tmp_path, "wait,done")
+    cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
+    cluster.ask("scontrol", "requeue", job)
+    assert cluster.wait(job) == 0
+    assert cluster.field(job, "Restarts") == "1"
+    assert [d["decision"] for d in decisions(tmp_path)] == ["end", "end"]

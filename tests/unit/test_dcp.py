@@ -1,0 +1,309 @@
+"""What a checkpoint holds, how a save that fails is answered, and that no file runs code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from kempner import launch
+from kempner.checkpoint import commit
+from kempner.checkpoint.config import CheckpointConfig
+from kempner.checkpoint.dcp import Checkpointer, TensorReader
+from kempner.config import ConfigError
+
+DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    place = launch.Place(0, 0, 1, "single")
+    launch.start(place, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
+    yield
+    dist.destroy_process_group()
+
+
+class Job:
+    """A model, its optimizer, and their Checkpointer: what one start of a run has."""
+
+    def __init__(self, root: Path, seed: int = 0, dim: int = 64, **cfg: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.log: list[str] = []
+        contents = {"config.toml": "[model]\n"}, {"fixed": {"model": {"dim": dim}}}
+        self.checkpointer = Checkpointer(
+            CheckpointConfig(**cfg), root, self.model, self.optimizer, contents, self.log.append
+        )
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.model(torch.randn(8, 64)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self, step: int) -> None:
+        self.checkpointer.save(step, {"samples": 8 * step, "tokens": 80 * step})
+        self.checkpointer.wait()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that must come back, cloned."""
+        state = {f"model.{name}": p.detach().clone() for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state[p].items():
+                state[f"{name}.{key}"] = value.clone()
+        return state | {"rng": torch.get_rng_state()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
+def test_everything_comes_back(tmp_path: Path, async_save: bool) -> None:
+    job = Job(tmp_path, async_save=async_save)
+    assert job.checkpointer.load() is None
+    job.train(3)
+    job.save(3)
+    expected = job.state()
+    assert "0.weight.exp_avg" in expected and "1.weight.step" in expected
+    other = Job(tmp_path, seed=1)
+    manifest = other.checkpointer.load()
+    assert manifest is not None and manifest["step"] == 3 and manifest["tokens"] == 240
+    assert same(other.state(), expected)
+    assert other.checkpointer.saved_step == 3
+    for each in (job, other):  # the optimizer goes on as well, not only its numbers
+        torch.set_rng_state(expected["rng"])
+        each.train()
+    assert same(other.state(), job.state())
+
+
+def test_async_equals_sync_although_the_steps_go_on(tmp_path: Path) -> None:
+    sums = []
+    for name in ("async", "sync"):
+        job = Job(tmp_path / name, async_save=name == "async")
+        job.train(2)
+        job.checkpointer.save(2, {"samples": 16})
+        job.train(5)  # while the file is written
+        job.checkpointer.close()
+        sums.append(commit.read_manifest(tmp_path / name / "latest")["files"]["__0_0.distcp"])
+    assert sums[0] == sums[1]
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.train()
+    job.save(1)
+    before = (tmp_path / "step_00000001").stat().st_mtime_ns
+    job.save(1)
+    assert (tmp_path / "step_00000001").stat().st_mtime_ns == before
+    again = Job(tmp_path)
+    again.checkpointer.load()
+    again.save(1)  # nor by the start that has loaded it
+    assert (tmp_path / "step_00000001").stat().st_mtime_ns == before
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
+
+
+# --- A disk that does not take it ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Longer files fail to be written, by the kernel, with an OSError as a full disk has it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
+def test_a_save_that_fails_is_counted_and_latest_stays(tmp_path: Path, async_save: bool) -> None:
+    job = Job(tmp_path, async_save=async_save)
+    job.train()
+    job.save(1)
+    for step in (2, 3):
+        with files_of_at_most(8192):
+            job.save(step)
+        assert job.checkpointer.failed_saves == step - 1 and job.checkpointer.saved_step == 1
+        assert f"WARNING: the checkpoint of step {step} failed: rank 0:" in job.log[-1]
+        assert "File too large" in job.log[-1]
+        assert commit.latest(tmp_path) == tmp_path / "step_00000001"
+        partial = [path.name for path in tmp_path.glob("*.partial")]
+        assert partial == [f"step_{step:08d}.partial"]  # the one before has made room
+    job.save(4)
+    assert job.checkpointer.failed_saves == 0 and job.checkpointer.saved_step == 4
+    assert commit.latest(tmp_path) == tmp_path / "step_00000004"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_tensor_that_was_not_written_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP with several threads loses a writer's error: its metadata names what is not there."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    write_data = FileSystemWriter.write_data
+
+    def lossy(self: Any, plan: Any, planner: Any) -> Any:
+        done = write_data(self, plan, planner)
+        fewer: torch.futures.Future[Any] = torch.futures.Future()
+        fewer.set_result(done.value()[:-1])
+        return fewer
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", lossy)
+    job = Job(tmp_path)
+    job.train()
+    job.save(1)
+    assert job.checkpointer.failed_saves == 1 and commit.latest(tmp_path) is None
+    assert "1 tensors were not written" in job.log[-1]
+
+
+# --- Checkpoints that do not hold ---------------------------------------------------------------
+
+
+def two_saves(root: Path) -> Path:
+    """Steps 1 and 2; returns the directory of step 2."""
+    job = Job(root)
+    for step in (1, 2):
+        job.train()
+        job.save(step)
+    return root / "step_00000002"
+
+
+def test_one_without_a_manifest_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    (two_saves(tmp_path) / "manifest.json").unlink()
+    job = Job(tmp_path)
+    manifest = job.checkpointer.load()
+    assert manifest is not None and manifest["step"] == 1
+    assert "step_00000002 cannot be used" in job.log[0]
+    names = ["latest", "step_00000001", "step_00000002.corrupt"]
+    assert sorted(os.listdir(tmp_path)) == names
+    assert commit.latest(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_one_that_dcp_cannot_read_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    """Every file is as it was written, but a tensor is not among them."""
+    path = two_saves(tmp_path)
+    metadata = TensorReader(path).read_metadata()
+    lost = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
+    del metadata.state_dict_metadata[lost]
+    replace_metadata(path, pickle.dumps(metadata))
+    job = Job(tmp_path)
+    manifest = job.checkpointer.load()
+    assert manifest is not None and manifest["step"] == 1
+    assert lost in job.log[0]
+
+
+def test_when_none_holds_no_start_begins_from_nothing(tmp_path: Path) -> None:
+    path = two_saves(tmp_path)
+    for name in ("step_00000001", "step_00000002"):
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"")
+    for _ in range(2):  # the first start has set them aside; the second must not overlook that
+        with pytest.raises(RuntimeError, match=r"(?s)step_00000001.*run\.dir|step_00000002"):
+            Job(tmp_path).checkpointer.load()
+    aside = tmp_path / f"{path.name}.corrupt"
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == [
+        "step_00000001.corrupt",
+        "step_00000002.corrupt",
+    ]
+    aside.rename(path)  # repaired and renamed back, as the message says
+    (path / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(RuntimeError):
+        Job(tmp_path).checkpointer.load()
+
+
+def test_one_of_another_model_is_refused_and_stays(tmp_path: Path) -> None:
+    two_saves(tmp_path)
+    with pytest.raises(ConfigError, match="model.dim is 64 there, 128 here"):
+        Job(tmp_path, dim=128).checkpointer.load()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001", "step_00000002"]
+
+
+# --- Files that would run code ------------------------------------------------------------------
+
+
+class Evil:
+    """Unpickled without care, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def replace_metadata(path: Path, content: bytes) -> None:
+    """As somebody who can write into the directory would: the manifest agrees."""
+    manifest = commit.read_manifest(path)
+    (path / ".metadata").write_bytes(content)
+    manifest["files"] = {name: commit.checksum(path / name) for name in manifest["files"]}
+    commit.write_atomic(path / commit.MANIFEST, commit.json.dumps(manifest))
+
+
+def attack(path: Path, where: str, marker: Path) -> None:
+    metadata = TensorReader(path).read_metadata()
+    if where == "metadata":
+        replace_metadata(path, pickle.dumps(Evil(marker)))
+        return
+    shard = io.BytesIO()
+    torch.save(Evil(marker), shard)
+    (path / "__0_0.distcp").write_bytes(shard.getvalue())
+    for index in metadata.storage_data:
+        metadata.storage_data[index] = _StorageInfo("__0_0.distcp", 0, len(shard.getvalue()))
+    if where == "object":  # DCP unpickles what is no tensor without asking
+        name = next(iter(metadata.state_dict_metadata))
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    replace_metadata(path, pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("where", ["metadata", "tensor", "object"])
+def test_loading_never_runs_code(tmp_path: Path, where: str) -> None:
+    root, marker = tmp_path / "checkpoints", tmp_path / "was-run"
+    path = two_saves(root)
+    attack(path, where, marker)
+    job = Job(root)
+    manifest = job.checkpointer.load()
+    assert manifest is not None and manifest["step"] == 1
+    assert not marker.exists() and "step_00000002 cannot be used" in job.log[0]
+    aside = root / "step_00000002.corrupt"  # the attack works where nobody guards
+    if where == "metadata":
+        pickle.loads((aside / ".metadata").read_bytes())
+    else:
+        torch.load(aside / "__0_0.distcp", weights_only=False)
+    assert marker.exists()
+
+
+# --- The page -----------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_docs_loads_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    job = Job(tmp_path / "runs/debug/checkpoints")
+    job.train(40)
+    job.save(40)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert "step 40" in capsys.readouterr().out
+    expected = {f"model.{name}": p for name, p in job.model.named_parameters()}
+    assert names["state"].keys() == expected.keys()
+    assert all(torch.equal(names["state"][name], expected[name]) for name in expected)

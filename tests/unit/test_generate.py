@@ -1,0 +1,195 @@
+"""scripts/generate.py on the checkpoints of a real run of the trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kempner.checkpoint import commit
+from kempner.data.dataset import TokenDataset
+from kempner.data.loader import val_batches
+from tests.conftest import ROOT, TINY, clean_env, start_train
+
+SCRIPT = ROOT / "scripts/generate.py"
+SEQ_LEN = 32  # of TINY
+
+
+@pytest.fixture(scope="module")
+def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 30 steps with the checkpoints 15 and 30, and the validation loss of both."""
+    path = tmp_path_factory.mktemp("runs") / "tiny run"
+    words = [
+        f"--data.dataset_path={data_dir}",
+        f"--run.dir={path}",
+        "--train.max_steps=30",
+        "--optimizer.lr=1e-2",
+        "--checkpoint.interval=15",
+        "--eval.interval=15",
+    ]
+    process = start_train(*TINY, *words)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    return path
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other make a busy machine slow."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture
+def text(generate: ModuleType, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Call the program in this process: what it prints on standard output."""
+
+    def call(*args: object) -> str:
+        assert generate.main([*map(str, args), "--device=cpu"]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_as_a_user_calls_it(run: Path) -> None:
+    command = [sys.executable, SCRIPT, run, "--prompt", "def main(", "--max-tokens", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_env())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def main(") and len(done.stdout) > 20
+    assert "Warning" not in done.stderr and "step 30 of" in done.stderr
+
+
+def test_the_model_is_that_of_the_run(generate: ModuleType, run: Path, data_dir: Path) -> None:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    expected = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    data = TokenDataset.open(data_dir, "val", SEQ_LEN, 257)
+    for step in (15, 30):
+        path = run / "checkpoints" / commit.name_of(step)
+        model = generate.load_model(path, commit.read_manifest(path), torch.device("cpu"))
+        total = count = 0.0
+        for inputs, targets in val_batches(data, samples=32, micro=8, rank=0, world=1):
+            total += float(model(inputs, targets))
+            count += float((targets != -100).sum())
+        assert total / count == pytest.approx(expected[step], rel=1e-5)
+
+
+def test_the_seed_decides(text: Any, run: Path) -> None:
+    first = text(run, "--prompt=import", "--seed=1")
+    assert text(run, "--prompt=import", "--seed=1") == first
+    assert text(run, "--prompt=import", "--seed=2") != first
+
+
+def test_the_likeliest_token(text: Any, run: Path) -> None:
+    cold = text(run, "--temperature=0", "--max-tokens=30")
+    assert text(run, "--top-k=1", "--temperature=2", "--seed=5", "--max-tokens=30") == cold
+    assert text(run, "--temperature=2", "--seed=5", "--max-tokens=30") != cold
+
+
+def test_latest_and_a_named_step(text: Any, run: Path) -> None:
+    newest = text(run, "--temperature=1")
+    for same in ("checkpoints", "checkpoints/latest", "checkpoints/step_00000030"):
+        assert text(run / same, "--temperature=1") == newest
+    assert text(run / "checkpoints/step_00000015", "--temperature=1") != newest
+
+
+def test_the_model_sees_the_end_of_a_long_prompt(text: Any, run: Path) -> None:
+    end = "def f(self, name: str) -> int:  # "
+    assert len(end) > SEQ_LEN
+    args = ("--max-tokens=20", "--temperature=0")
+    short, long = text(run, "--prompt", end, *args), text(run, "--prompt", "x" * 500 + end, *args)
+    assert long == "x" * 500 + short
+
+
+def test_it_ends_with_the_document(generate: ModuleType, run: Path) -> None:
+    path = run / "checkpoints/latest"
+    model = generate.load_model(path, commit.read_manifest(path), torch.device("cpu"))
+    tokenizer = generate.load_tokenizer(run)
+    options = generate.parse([str(run), "--temperature=0", "--max-tokens=3"])
+    first, *_ = generate.sample(model, tokenizer, [65], 1, options)
+    tokenizer.eod = first  # now the likeliest token ends the document
+    assert generate.sample(model, tokenizer, [65], 1, options) == []
+
+
+def test_a_run_that_was_moved(text: Any, run: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(run, tmp_path / "moved", symlinks=True)
+    config = moved / "checkpoints/step_00000030/config.toml"
+    config.write_text(config.read_text().replace(str(run.parent), "/gone/from/here"))
+    manifest = json.loads((config.parent / "manifest.json").read_text())
+    manifest["files"]["config.toml"]["bytes"] = config.stat().st_size
+    (config.parent / "manifest.json").write_text(json.dumps(manifest))
+    for path in (moved, moved / "checkpoints/latest"):
+        assert text(path, "--seed=3") == text(run, "--seed=3")
+
+
+def test_retention_leaves_what_is_being_read(
+    generate: ModuleType, text: Any, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+    load_model = generate.load_model
+
+    def load(path: Path, *args: Any) -> Any:
+        held.append(commit.is_read(path))
+        return load_model(path, *args)
+
+    monkeypatch.setattr(generate, "load_model", load)
+    text(run, "--max-tokens=1")
+    assert held == [True]
+
+
+def damage(path: Path) -> None:
+    with next(path.glob("*.distcp")).open("r+b") as file:
+        file.truncate(5000)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (shutil.rmtree, "no such directory"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "no complete checkpoint"),
+        (lambda run: damage(run / "checkpoints/step_00000030"), "bytes, the manifest says"),
+        (lambda run: (run / "checkpoints/latest/.metadata").unlink(), "0 bytes, the manifest says"),
+        (lambda run: (run / "checkpoints/latest/manifest.json").write_text("{"), "manifest.json"),
+    ],
+)
+def test_bad_input(
+    generate: ModuleType,
+    run: Path,
+    tmp_path: Path,
+    change: Any,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken = shutil.copytree(run, tmp_path / "broken", symlinks=True)
+    change(broken)
+    assert generate.main([str(broken)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and words in err, err
+
+
+@pytest.mark.parametrize(
+    "word", ["--max-tokens=0", "--temperature=-1", "--temperature=nan", "--top-k=0"]
+)
+def test_bad_values(generate: ModuleType, run: Path, word: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        generate.main([str(run), word])
+    assert exit_.value.code == 2

@@ -1,0 +1,104 @@
+"""Who may import whom, read from the source: the direction of ARCHITECTURE.md, and no torch where
+none is needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "kempner"
+
+# From the bottom up. A module imports its own layer and those below.
+LAYERS = (
+    {"config_values", "config", "command_line", "launch", "slurm"},
+    {"mesh", "model", "data", "loss", "metrics", "history", "straggler"},
+    {"parallel", "optim", "checkpoint", "hf", "resilience", "step", "lock"},
+    {"run", "rundir", "recorder", "watchdog"},
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+MODULES = {
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path
+    for path in sorted(SOURCE.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Names that the code imports, also within functions; not those for annotations alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from imports(node)
+
+
+def own_imports(path: Path) -> set[str]:
+    """The kempner modules that a file imports."""
+    found = set()
+    for name in imports(ast.parse(path.read_text())):
+        if name.split(".")[0] == "kempner":
+            module = name if name in MODULES else name.rpartition(".")[0]
+            assert module in MODULES, f"{path}: {name} is no module, nor a name in one"
+            found.add(module)
+    return found
+
+
+def level(module: str) -> int:
+    name = module.split(".")[1]
+    assert name in LEVEL, f"{module} is in no layer: give it a place in LAYERS"
+    return LEVEL[name]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    upward = {other for other in own_imports(MODULES[module]) if level(other) > level(module)}
+    assert not upward, f"{module} imports {upward} from a layer above"
+
+
+def test_no_module_imports_itself_around_a_corner() -> None:
+    order = TopologicalSorter({name: own_imports(path) for name, path in MODULES.items()})
+    assert len(list(order.static_order())) == len(MODULES)  # CycleError names the circle
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("kempner.model.")])
+def test_the_model_knows_neither_meshes_nor_files(module: str) -> None:
+    allowed = ("torch", "torch.nn", "kempner.model", "kempner.loss", "kempner.config",
+               "math", "collections", "dataclasses", "typing", "__future__")  # fmt: skip
+    for name in imports(ast.parse(MODULES[module].read_text())):
+        assert name.startswith(tuple(f"{package}." for package in allowed)) or name in allowed
+        assert not name.startswith(("torch.distributed", "torch.utils", "torch.cuda")), name
+
+
+def test_no_module_re_exports() -> None:
+    """A package's __init__ holds a sentence, no imports: each name has one home."""
+    for path in SOURCE.rglob("__init__.py"):
+        assert not list(imports(ast.parse(path.read_text()))), path
+
+
+def test_modules_without_torch_stay_without_it() -> None:
+    """What runs before a GPU is asked for, on a login node, or in workers that only prepare data."""
+    light = [
+        "kempner.run", "kempner.command_line", "kempner.launch", "kempner.resilience",
+        "kempner.metrics", "kempner.history", "kempner.lock", "kempner.slurm",
+        "kempner.checkpoint.commit", "kempner.data.prepare", "kempner.data.dataset",
+        *(name for name in MODULES if name.endswith(".config")),
+    ]  # fmt: skip
+    code = f"import sys, {', '.join(light)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_help_and_check_do_not_import_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "scripts/train.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "kempner.run" in done.stderr
+    assert not [text for text in done.stderr.splitlines() if text.endswith("| torch")]

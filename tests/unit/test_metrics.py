@@ -1,0 +1,175 @@
+"""The record of a run: what is counted, how it is divided, and what a reader finds."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kempner import recorder
+from kempner.launch import Place
+from kempner.metrics import Clock, MetricsConfig, end_torn_line, line, peak_flops
+from kempner.recorder import Recorder
+from kempner.run import RunConfig, TrainConfig
+from kempner.step import Numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),  # not counted as the SXM card
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A40", 149.7),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA RTX A4000", None),  # neither an A40 nor an A100
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("CPU", None),
+    ],
+)
+def test_peak_of_a_card_by_its_name(name: str, tera: float | None) -> None:
+    assert peak_flops(MetricsConfig(), name) == (tera and tera * 1e12)
+    assert peak_flops(MetricsConfig(peak_tflops=50.0), name) == 50e12
+
+
+def test_the_clock_divides_the_time() -> None:
+    clock = Clock()
+    for _ in range(2):
+        with clock.part("data"):
+            time.sleep(0.02)
+    time.sleep(0.03)
+    lap = clock.lap()
+    assert lap["data"] >= 0.04 and lap["total"] >= lap["data"] + 0.03
+    with pytest.raises(ValueError), clock.part("checkpoint"):
+        raise ValueError
+    after = clock.lap()
+    assert "data" not in after and "checkpoint" in after and after["total"] < lap["total"]
+
+
+def test_a_torn_line_is_ended_and_swallows_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    end_torn_line(path)
+    assert not path.exists()
+    for text, expected in (("", ""), ('{"a": 1}\n', '{"a": 1}\n'), ('{"a"', '{"a"\n')):
+        path.write_text(text)
+        end_torn_line(path)
+        assert path.read_text() == expected
+
+
+# --- The recorder -------------------------------------------------------------------------------
+
+
+class FakeRun:
+    """What the recorder asks of a run, and what it says."""
+
+    def __init__(self, path: Path, rank: int = 0, world_size: int = 2, **metrics: Any) -> None:
+        train = TrainConfig(max_steps=7, seq_len=8, global_batch=4)
+        self.cfg = RunConfig(train=train, metrics=MetricsConfig(**metrics))
+        self.place = Place(rank, rank, world_size, "slurm")
+        self.dir, self.attempt, self.hosts = path, 3, ["one"] * world_size
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def progress(self, step: int) -> None: ...
+
+
+def numbers(step: int, loss: float = 2.0, bad: bool = False) -> Numbers:
+    return Numbers(step, 1e-3, 32 * step, 4 * step, loss, 0.5, bad, [0.0] * 3, [0.1, 0.1])
+
+
+LOADER: Any = SimpleNamespace(
+    sample_numbers=lambda position, count: torch.arange(position, position + count)
+)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that stands still until it is told."""
+    now = SimpleNamespace(value=100.0)
+    monkeypatch.setattr("kempner.metrics.time.perf_counter", lambda: now.value)
+    return now
+
+
+def record(run: FakeRun, clock: SimpleNamespace, **faults: Any) -> list[dict[str, Any]]:
+    """Steps 1 to 7 of 2 s each, 0.5 s of it waiting for data; returns the lines of the file."""
+    made = Recorder(run, torch.device("cpu"))  # type: ignore[arg-type]
+    made.begin(0, 0)
+    for step in range(1, 8):
+        with made.clock.part("data"):
+            clock.value += 0.5
+        clock.value += 1.5
+        made.step(numbers(step, **faults.get(f"step{step}", {})), LOADER)
+    path = run.dir / "metrics.jsonl"
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_line_every_interval_and_at_the_last_step(tmp_path: Path, clock: SimpleNamespace) -> None:
+    run = FakeRun(tmp_path, log_interval=3, peak_tflops=1e-6)
+    lines = record(run, clock)
+    assert [x["step"] for x in lines] == [3, 6, 7]
+    flops = run.cfg.model.flops_per_token(8)
+    for x in lines:
+        assert x["attempt"] == 3 and x["lr"] == 1e-3 and x["grad_norm"] == 0.5 and x["loss"] == 2.0
+        assert x["tokens_per_s"] == pytest.approx(16.0)  # 32 tokens of a step in 2 s
+        assert x["step_time"] == pytest.approx(2.0) and x["data_time"] == pytest.approx(0.5)
+        assert x["compute_time"] == pytest.approx(1.5) and x["checkpoint_time"] == 0.0
+        assert x["mfu"] == pytest.approx(16.0 * flops / (2 * 1e6))  # two ranks' peak
+        assert x["tokens"] == 32 * x["step"] and x["samples"] == 4 * x["step"]
+    assert "flops/token / (2 x 1e+06 flops/s)" in run.said[0]
+    assert [text for text in run.said if text.startswith("step 3/7  loss 2.0000")]
+
+
+def test_not_finite_is_null_and_counted(tmp_path: Path, clock: SimpleNamespace) -> None:
+    run = FakeRun(tmp_path, log_interval=1)
+    lines = record(run, clock, step4={"loss": math.nan, "bad": True})
+    losses = {x["step"]: x for x in lines if "loss" in x}
+    assert losses[4]["loss"] is None and losses[5]["loss"] == 2.0
+    assert [losses[step]["skipped"] for step in (3, 4, 7)] == [0, 1, 1]
+    (bad,) = [x for x in lines if x.get("not_finite")]
+    assert bad["step"] == 4 and bad["sample_numbers"] == [12, 13, 14, 15]
+    assert losses[7]["mfu"] is None  # a CPU has no peak
+
+
+def test_rank_0_alone_writes(tmp_path: Path, clock: SimpleNamespace) -> None:
+    assert record(FakeRun(tmp_path, rank=1), clock) == []
+
+
+def test_a_full_disk_does_not_end_the_training(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = open
+
+    def full(path: Any, *args: Any, **kwargs: Any) -> Any:
+        return real("/dev/full", "w", buffering=1) if "metrics" in str(path) else real(path, *args)
+
+    monkeypatch.setattr(recorder, "open", full, raising=False)
+    run = FakeRun(tmp_path, log_interval=1)
+    assert record(run, clock) == []
+    assert sum(text.startswith("step") for text in run.said) == 7
+
+
+def test_the_console_line() -> None:
+    known = {
+        "step": 20, "loss": 3.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_s": 12345.6,
+        "step_time": 2.0, "data_time": 0.5, "checkpoint_time": 0.1, "mfu": 0.414, "skipped": 2,
+    }  # fmt: skip
+    expected = (
+        "step   20/1000  loss 3.2500  lr 3.00e-04  |g| 0.500  12,346 tok/s  2.000 s/step "
+        "(data 25% checkpoint 5%)"
+    )
+    assert line(known, 1000) == expected + "  mfu 41.4%  skipped 2"
+    assert line(known | {"mfu": None, "skipped": 0}, 1000) == expected

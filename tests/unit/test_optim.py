@@ -1,0 +1,176 @@
+"""The schedule, the groups, and the guarded update against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner import launch
+from kempner.model.config import ModelConfig
+from kempner.model.decoder import Decoder
+from kempner.optim.build import build_optimizer, local_norm_sq
+from kempner.optim.config import OptimizerConfig, ScheduleConfig, learning_rate
+from kempner.resilience import REQUESTS
+from kempner.step import Later, guard_update, reduce_step
+
+# --- The schedule -------------------------------------------------------------------------------
+
+WARM = {"warmup_steps": 10, "min_lr_ratio": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "points"),
+    [
+        # 10 steps of warm-up, then 100; the peak is 2.
+        (
+            {"name": "cosine"},
+            {10: 2.0, 35: 0.2 + 1.8 * (1 + math.sqrt(0.5)) / 2, 60: 1.1, 110: 0.2},
+        ),
+        ({"name": "linear"}, {10: 2.0, 35: 1.55, 60: 1.1, 110: 0.2}),
+        ({"name": "constant"}, {10: 2.0, 60: 2.0, 109: 2.0}),
+        ({"name": "wsd", "decay_steps": 20}, {10: 2.0, 89: 2.0, 99: 1.1, 109: 0.2}),
+        ({"name": "wsd"}, {98: 2.0, 99: 2.0 - 1.8 / 11, 109: 0.2}),  # a tenth: 11 steps
+    ],
+)
+def test_schedule(cfg: dict[str, object], points: dict[int, float]) -> None:
+    schedule = ScheduleConfig(**WARM, **cfg)
+    rates = [learning_rate(schedule, 2.0, step, 110) for step in range(200)]
+    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])  # never 0
+    assert {step: rates[step] for step in points} == pytest.approx(points)
+    assert all(after <= before for before, after in itertools.pairwise(rates[9:]))
+    assert min(rates[10:]) == pytest.approx(2.0 if schedule.name == "constant" else 0.2)
+
+
+def test_without_warm_up_the_first_update_has_the_peak() -> None:
+    assert learning_rate(ScheduleConfig(name="cosine"), 3e-4, 0, 100) == pytest.approx(3e-4)
+
+
+def test_moments_that_never_forget_are_refused() -> None:
+    assert OptimizerConfig().problems() == []
+    for betas in ((1.0, 0.9), (0.9, -0.1)):
+        (problem,) = OptimizerConfig(betas=betas).problems()
+        assert problem.startswith("optimizer.betas = [") and "under 1" in problem
+
+
+# --- The groups ---------------------------------------------------------------------------------
+
+
+def test_matrices_decay_norms_and_embeddings_do_not() -> None:
+    model = Decoder(ModelConfig(dim=32, n_layers=2, n_heads=4, ffn_dim=48, qk_norm=True))
+    cfg = OptimizerConfig(weight_decay=0.3, lr=7e-4, betas=(0.8, 0.9), eps=1e-6)
+    decay, rest = build_optimizer(model, cfg).param_groups
+    names = {p: name for name, p in model.named_parameters()}
+    plain = {names[p] for p in rest["params"]}
+    assert decay["weight_decay"] == 0.3 and rest["weight_decay"] == 0.0
+    assert plain == {name for name in names.values() if "norm" in name or name == "embed.weight"}
+    assert len(decay["params"]) + len(plain) == len(names)
+    assert (decay["lr"], decay["betas"], decay["eps"]) == (7e-4, (0.8, 0.9), 1e-6)
+
+
+# --- The guarded update -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    place = launch.Place(0, 0, 1, "single")
+    launch.start(place, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
+    yield
+    dist.destroy_process_group()
+
+
+def replicas(count: int) -> Any:
+    """What the step asks a mesh."""
+    return {"replicate": SimpleNamespace(size=lambda: count)}
+
+
+FLAGS = [0.0, 1.0, 0.0]
+BUDGET = 16  # tokens of a step, if every one counts
+assert len(FLAGS) == len(REQUESTS)
+
+
+def guarded_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, losses: Tensor, clip: float
+) -> Tensor:
+    """As the trainer does it, with one loss per token that counts."""
+    (losses.sum() / BUDGET).backward()
+    count = torch.tensor(float(len(losses)))
+    totals = reduce_step(losses.detach().sum(), count, model, replicas(1), FLAGS, 0.5)
+    result = guard_update(optimizer, totals, BUDGET, clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05, 100.0], ids=["none", "clipped", "far-away"])
+def test_update_is_that_of_the_mean_clipped_then_adamw(clip: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    plain = copy.deepcopy(model)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1))
+    matrices, rest = ([p for p in plain.parameters() if (p.ndim == 2) is m] for m in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    for count in (16, 5, 1, 12):  # tokens that count: fewer than the budget, and never as many
+        x = torch.randn(count, 8)
+        result = guarded_step(model, optimizer, model(x).square().flatten(), clip)
+        loss = plain(x).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
+        reference.step()
+        reference.zero_grad()
+        numbers = Later({"step": 1, "tokens": 2, "samples": 3}, 0.1, result).read()
+        assert (numbers.loss, numbers.grad_norm) == pytest.approx((loss.item(), norm.item()))
+        assert not numbers.bad and numbers.flags == FLAGS and numbers.work == [0.5]
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient", "no-token"])
+def test_a_bad_step_changes_nothing(fault: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+    guarded_step(model, optimizer, model(torch.randn(6, 4)).flatten(), 1.0)
+
+    def everything() -> list[Tensor]:
+        state = [value for p in model.parameters() for value in optimizer.state[p].values()]
+        return [x.clone() for x in (*model.parameters(), *state)]
+
+    before = everything()
+    losses = model(torch.randn(6, 4)).flatten()
+    if fault == "loss":  # infinite, although the gradient is not
+        losses = losses + math.inf
+    elif fault == "gradient":
+        losses = losses * math.inf
+    else:
+        losses = losses[:0]
+    result = guarded_step(model, optimizer, losses, 1.0)
+    assert result[2] == 1.0
+    assert all(torch.equal(old, new) for old, new in zip(before, everything(), strict=True))
+    guarded_step(model, optimizer, model(torch.randn(6, 4)).flatten(), 1.0)
+    assert not torch.equal(before[0], model.weight)  # the next good one counts again
+
+
+def test_squares_of_replicas_count_once() -> None:
+    """Every replica has the whole gradient; the sum over all ranks has it so many times."""
+    model, zero = nn.Linear(3, 1, bias=False), torch.zeros(())
+    model.weight.grad = torch.tensor([[1.0, 2.0, 2.0]])
+    assert reduce_step(zero, zero, model, replicas(1), FLAGS, 0.0)[2] == 9.0
+    assert reduce_step(zero, zero, model, replicas(4), FLAGS, 0.0)[2] == 9.0 / 4
+
+
+def test_norm_of_a_rank_with_empty_shards() -> None:
+    """A small parameter over many ranks leaves some of them without a row."""
+    full, empty = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(0, 2))
+    full.grad, empty.grad = torch.full((2, 2), 3.0), torch.zeros(0, 2)
+    unused = nn.Parameter(torch.zeros(5))
+    assert local_norm_sq([full, empty, unused]) == 36.0
