@@ -156,7 +156,8 @@ class Ranks:
         return history.read_lines(self.records)
 
     def slice(self, seconds: float) -> float:
-        """Let it go on for so long, or until two lines lie wholly in it: tokens/s of these lines."""
+        """Let it go on for so long, or until two lines lie wholly in it: tokens/s of these
+        lines."""
         began, deadline = time.time(), time.monotonic() + seconds
         rates: list[float] = []
         self.send(signal.SIGCONT)

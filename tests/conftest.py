@@ -70,7 +70,8 @@ Train = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def train(data_dir: Path) -> Train:
-    """Run the trainer with TINY, the data and the given words to its end; `code` is the expected exit code."""
+    """Run the trainer with TINY, the data and the given words to its end; `code` is the expected
+    exit code."""
 
     def run(
         run_dir: Path, *args: str, nproc: int = 1, code: int = 0, **env: str

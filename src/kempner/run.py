@@ -265,7 +265,7 @@ def open_loaders(
 
 
 def position(manifest: dict[str, Any] | None) -> dict[str, Any]:
-    """Where a run is, from the manifest of its checkpoint: steps, samples and tokens so far, and the
-    ranges of sample numbers that are left out, because they were not finite."""
+    """Where a run is, from the manifest of its checkpoint: steps, samples and tokens so far, and
+    the ranges of sample numbers that are left out, because they were not finite."""
     start: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "skip": []}
     return start if manifest is None else {key: manifest[key] for key in start}

@@ -1,4 +1,5 @@
-"""The real trainer: what it records, what it goes on from, and that the number of processes does not matter."""
+"""The real trainer: what it records, what it goes on from, and that the number of processes does
+not matter."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_resumed_equals_unbroken_bit_for_bit(train: Train, tmp_path: Path, savin
 
 
 def test_an_async_save_holds_the_step_that_it_names(train: Train, tmp_path: Path) -> None:
-    """Steps go on while the data is written: what is written must be the state of the save's step."""
+    """Steps go on while the data is written: what is written must be the state of the save's
+    step."""
     more = ("--checkpoint.interval=1", "--checkpoint.keep_last_n=99", "--schedule.name=constant")
     train(tmp_path / "all", *more)
     train(tmp_path / "one", "--train.max_steps=4", "--schedule.name=constant")
@@ -220,7 +222,8 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 def test_a_batch_that_is_not_finite_changes_nothing(train: Train, tmp_path: Path) -> None:
-    """A learning rate that throws the weights to infinity: every update after it is skipped, then it fails."""
+    """A learning rate that throws the weights to infinity: every update after it is skipped, then
+    it fails."""
     failed = train(
         tmp_path / "run",
         "--optimizer.lr=1e30",

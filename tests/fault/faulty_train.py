@@ -1,11 +1,14 @@
-"""scripts/train.py with faults put in, for the tests alone: started in its place (KEMPNER_TRAIN, or by torchrun).
+"""scripts/train.py with faults put in, for the tests alone: started in its place (KEMPNER_TRAIN, or
+by torchrun).
 
-FAULTS holds one fault a line, each with a file `once=FILE` when it is to strike a single time in the life of a run:
+FAULTS holds one fault a line, each with a file `once=FILE` when it is to strike a single time in
+the life of a run:
 
     kill at=MODULE:FUNCTION:before rank=0 nth=2    SIGKILL to itself at the nth call (also :after)
-    nan rank=1 from=64 to=96                       the loss of that rank's share of these samples is NaN
-    ignore from=64 to=96                           every label of these samples is ignored, on all ranks
-    slow rank=1 ms=30                              that rank's first block takes so much longer
+    nan rank=1 from=64 to=96                       the loss of that rank's share of these samples is
+    NaN ignore from=64 to=96                           every label of these samples is ignored, on
+    all ranks slow rank=1 ms=30                              that rank's first block takes so much
+    longer
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 
 class Cluster:
-    """The commands of one test bed. Every path and argument goes through as it is, without a shell."""
+    """The commands of one test bed. Every path and argument goes through as it is, without a
+    shell."""
 
     def __init__(self, number: int, slurm_conf: str, data: Path) -> None:
         self.number, self.data = number, data
@@ -80,7 +81,8 @@ class Cluster:
         return self.field(job, "JobState")
 
     def wait(self, job: str, timeout: float = 90) -> int:
-        """Wait for the end of a job, through its requeues; returns its exit code (128 + n: signal n)."""
+        """Wait for the end of a job, through its requeues; returns its exit code (128 + n: signal
+        n)."""
         end = time.monotonic() + timeout
         pending_since = time.monotonic()
         while (state := self.state(job)) not in ENDED:
@@ -88,8 +90,8 @@ class Cluster:
             if state != "PENDING":
                 pending_since = time.monotonic()
             elif time.monotonic() - pending_since > 2 and self.field(job, "Restarts") != "0":
-                # A requeued job waits until its old credential has expired, but it is enough when the
-                # new one is of another second.
+                # A requeued job waits until its old credential has expired, but it is enough when
+                # the new one is of another second.
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.2)
         code, number = map(int, self.field(job, "ExitCode").split(":"))
@@ -150,7 +152,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def make_data(folder: Path) -> Path:
     """Token shards of a few hundred kB, through the project's own program."""
     text = folder / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}, and {i} cubed {i**3}.\n" for i in range(9000)))
+    text.write_text(
+        "".join(f"{i} squared is {i * i}, and {i} cubed {i**3}.\n" for i in range(9000))
+    )
     program = [sys.executable, ROOT / "scripts/prepare_data.py", text, "--out", folder / "shards"]
     done = subprocess.run(program, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""The launch scripts on a real Slurm: what they start, where, over which network, and what they refuse."""
+"""The launch scripts on a real Slurm: what they start, where, over which network, and what they
+refuse."""
 
 from __future__ import annotations
 
@@ -6,14 +7,23 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import FAKE_TRAINER, ROOT, SCRIPTS, Cluster
+import tomllib
+from conftest import FAKE_TRAINER, SCRIPTS, Cluster
 
-HOSTILE = ["--a=[0.9, 0.95]", "two words", "'single' \"double\"", "$HOME `id` $(id)", "*", "", "{a,b}", "\\", "é\ttab"]
+HOSTILE = [
+    "--a=[0.9, 0.95]",
+    "two words",
+    "'single' \"double\"",
+    "$HOME `id` $(id)",
+    "*",
+    "",
+    "{a,b}",
+    "\\",
+    "é\ttab",
+]
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 
 
@@ -24,7 +34,7 @@ def seen(run_dir: Path) -> dict[str, dict[str, str]]:
 
 def test_two_hosts_train_over_the_fast_network(cluster: Cluster, tmp_path: Path) -> None:
     """2 x 2 tasks of the real trainer; a run directory that a shell would take apart."""
-    run_dir = tmp_path / "a \"run\" of $HOME [*]"
+    run_dir = tmp_path / 'a "run" of $HOME [*]'
     before = {(n, i): cluster.bytes(n, i) for n in ("node1", "node2") for i in ("ib0", "em4")}
     job = cluster.sbatch(
         "multinode.sh",
@@ -37,7 +47,10 @@ def test_two_hosts_train_over_the_fast_network(cluster: Cluster, tmp_path: Path)
     assert "world size 4 on node1, node2" in log, log  # the trainer's own words
     assert "nodes node1 node2: 2 x 2 = world size 4, one GPU each" in log
     for node in ("node1", "node2"):
-        assert log.count(f"network of {node}: ib0 (10.78.{cluster.number}.{node[-1]}): InfiniBand") == 1
+        assert (
+            log.count(f"network of {node}: ib0 (10.78.{cluster.number}.{node[-1]}): InfiniBand")
+            == 1
+        )
     assert (run_dir / f"logs/batch-{job}.log").read_text() == log
     assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
     assert tomllib.loads((run_dir / "config.toml").read_text())["optimizer"]["betas"] == [0.9, 0.95]
@@ -50,7 +63,9 @@ def test_two_hosts_train_over_the_fast_network(cluster: Cluster, tmp_path: Path)
 def test_whole_nodes_without_any_option(cluster: Cluster, tmp_path: Path) -> None:
     """The header alone gives two nodes with all that they have: 2 x 4 tasks."""
     run_dir = tmp_path / "run"
-    job = cluster.sbatch("multinode.sh", *cluster.debug_run(run_dir, "--train.max_steps=2"), cwd=tmp_path)
+    job = cluster.sbatch(
+        "multinode.sh", *cluster.debug_run(run_dir, "--train.max_steps=2"), cwd=tmp_path
+    )
     assert cluster.wait(job) == 0
     assert "world size 8 on node1, node2" in (tmp_path / f"kempner-{job}.out").read_text()
 
@@ -88,7 +103,9 @@ def test_tasks_have_their_share_of_the_cpus(cluster: Cluster, tmp_path: Path) ->
 def test_tasks_that_are_not_gpus_are_refused(
     cluster: Cluster, tmp_path: Path, options: list[str], tasks: str
 ) -> None:
-    job = cluster.sbatch("multinode.sh", f"--run.dir={tmp_path}/run", options=options, cwd=tmp_path, env=FAKE)
+    job = cluster.sbatch(
+        "multinode.sh", f"--run.dir={tmp_path}/run", options=options, cwd=tmp_path, env=FAKE
+    )
     assert cluster.wait(job) == 2
     log = (tmp_path / f"kempner-{job}.out").read_text()
     assert log.count("\n") == 1, log
@@ -146,7 +163,9 @@ def test_singlenode_refuses_several_nodes(cluster: Cluster, tmp_path: Path) -> N
     assert "submit multinode.sh" in (tmp_path / f"kempner-{job}.out").read_text()
 
 
-def start(cluster: Cluster, log: Path, *command: object, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    cluster: Cluster, log: Path, *command: object, env: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a script as a terminal would, its output in a file."""
     with log.open("wb") as out:
         return subprocess.Popen(
@@ -161,7 +180,14 @@ def start(cluster: Cluster, log: Path, *command: object, env: dict[str, str] | N
 
 def test_interactive_runs_beside_and_stops_on_ctrl_c(cluster: Cluster, tmp_path: Path) -> None:
     """Two steps in one job; Ctrl-C saves and stops the second and leaves the first alone."""
-    job = cluster.sbatch("multinode.sh", f"--run.dir={tmp_path}/first", "--plan=wait", options=["--gpus-per-node=2"], cwd=tmp_path, env=FAKE)
+    job = cluster.sbatch(
+        "multinode.sh",
+        f"--run.dir={tmp_path}/first",
+        "--plan=wait",
+        options=["--gpus-per-node=2"],
+        cwd=tmp_path,
+        env=FAKE,
+    )
     cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
     log, run_dir = tmp_path / "second.log", tmp_path / "second run"
     arguments = cluster.debug_run(run_dir, "--train.max_steps=100000")
@@ -181,11 +207,16 @@ def test_interactive_runs_beside_and_stops_on_ctrl_c(cluster: Cluster, tmp_path:
 
 def test_interactive_needs_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run("bash", SCRIPTS / "interactive.sh", "999999", "x.toml", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "kempner: error: no job '999999': squeue --me lists yours\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "kempner: error: no job '999999': squeue --me lists yours\n",
+    )
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_plain_bash_trains_on_this_machine(cluster: Cluster, tmp_path: Path, processes: int) -> None:
+def test_plain_bash_trains_on_this_machine(
+    cluster: Cluster, tmp_path: Path, processes: int
+) -> None:
     """No Slurm anywhere; Ctrl-C saves and stops, also under torchrun."""
     env = {"KEMPNER_NPROC": str(processes), "SLURM_CONF": "/nowhere"}
     run_dir, log = tmp_path / "run", tmp_path / "log"
@@ -202,7 +233,9 @@ def test_salloc_shell(cluster: Cluster, tmp_path: Path) -> None:
     """In salloc's shell the script uses the allocation; nothing is requeued."""
     run_dir = f"--run.dir={tmp_path}"
     command = ["salloc", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", "bash"]
-    done = cluster.run(*command, SCRIPTS / "multinode.sh", run_dir, "--plan=crash", cwd=tmp_path, env=FAKE)
+    done = cluster.run(
+        *command, SCRIPTS / "multinode.sh", run_dir, "--plan=crash", cwd=tmp_path, env=FAKE
+    )
     assert done.returncode == 1
     assert "only a batch job is requeued" in done.stdout
     assert seen(tmp_path)["env"]["SLURM_STEP_NUM_TASKS"] == "4"
@@ -213,5 +246,10 @@ def test_repository_with_a_space_in_its_path(cluster: Cluster, tmp_path: Path) -
     clone = tmp_path / "my clone"
     (clone / "scripts").mkdir(parents=True)
     (clone / "scripts/slurm").symlink_to(SCRIPTS)
-    job = cluster.sbatch(clone / "scripts/slurm/singlenode.sh", f"--run.dir={tmp_path}/scripts/slurm/x", cwd=tmp_path, env=FAKE)
+    job = cluster.sbatch(
+        clone / "scripts/slurm/singlenode.sh",
+        f"--run.dir={tmp_path}/scripts/slurm/x",
+        cwd=tmp_path,
+        env=FAKE,
+    )
     assert cluster.wait(job) == 0

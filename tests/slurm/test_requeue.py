@@ -1,4 +1,5 @@
-"""What the batch script decides when a run ends, on a real Slurm: requeue or not, the exit code, the line."""
+"""What the batch script decides when a run ends, on a real Slurm: requeue or not, the exit code,
+the line."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 
 def submit(cluster: Cluster, tmp_path: Path, plan: str, *options: str) -> str:
     arguments = [f"--run.dir={tmp_path / 'run'}", f"--plan={plan}"]
-    return cluster.sbatch("singlenode.sh", *arguments, options=["--gpus-per-node=2", *options], cwd=tmp_path, env=FAKE)
+    return cluster.sbatch(
+        "singlenode.sh", *arguments, options=["--gpus-per-node=2", *options], cwd=tmp_path, env=FAKE
+    )
 
 
 def decisions(tmp_path: Path) -> list[dict[str, object]]:
@@ -28,7 +31,12 @@ def decisions(tmp_path: Path) -> list[dict[str, object]]:
         ("stop", 0, 1, "the run is stopped"),
         ("fail", 1, 1, "the run is failed"),
         ("input", 2, 1, "bad input"),
-        ("crash,crash,crash,crash", 1, 3, "3 attempts in a row without progress (KEMPNER_MAX_CRASHES=3)"),
+        (
+            "crash,crash,crash,crash",
+            1,
+            3,
+            "3 attempts in a row without progress (KEMPNER_MAX_CRASHES=3)",
+        ),
         ("crash,crash,save,crash,done", 0, 5, "the run is done"),  # progress starts the count anew
     ],
 )
@@ -41,7 +49,9 @@ def test_end_of_a_run(
     assert [d["decision"] for d in made] == ["requeue"] * (starts - 1) + ["end"]
     assert str(made[-1]["why"]).endswith(why)
     log = (tmp_path / f"kempner-{job}.out").read_text()
-    assert f"kempner: end: {made[-1]['why']}\n" in log  # the same line, and the log of every attempt is there
+    assert (
+        f"kempner: end: {made[-1]['why']}\n" in log
+    )  # the same line, and the log of every attempt is there
     assert log.count("kempner: requeue: ") == starts - 1
 
 
@@ -91,7 +101,11 @@ def test_only_this_task_of_an_array_is_requeued(cluster: Cluster, tmp_path: Path
     """The last task of an array has the array's own number."""
     script = tmp_path / "each.sh"
     launch = Path(__file__).parents[2] / "scripts/slurm/singlenode.sh"
-    script.write_text(f'#!/bin/bash\nplan=done; ((SLURM_ARRAY_TASK_ID < 2)) || plan=crash,done\nexec bash {launch} "--run.dir=$PWD/run$SLURM_ARRAY_TASK_ID" --plan=$plan\n')
+    script.write_text(
+        "#!/bin/bash\n"
+        "plan=done; ((SLURM_ARRAY_TASK_ID < 2)) || plan=crash,done\n"
+        f'exec bash {launch} "--run.dir=$PWD/run$SLURM_ARRAY_TASK_ID" --plan=$plan\n'
+    )
     options = ["--array=1-2", "--requeue", "--gpus-per-node=1"]
     job = cluster.sbatch(script, options=options, cwd=tmp_path, env=FAKE)
     codes = [cluster.wait(f"{job}_{task}") for task in (1, 2)]
@@ -105,7 +119,14 @@ def test_preemption_requeues(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, "wait,done")
     cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
     node = cluster.field(job, "NodeList")
-    cluster.ask("sbatch", "--partition=urgent", "--exclusive", f"--nodelist={node}", f"--output={tmp_path}/urgent", "--wrap=sleep 1")
+    cluster.ask(
+        "sbatch",
+        "--partition=urgent",
+        "--exclusive",
+        f"--nodelist={node}",
+        f"--output={tmp_path}/urgent",
+        "--wrap=sleep 1",
+    )
     assert cluster.wait(job) == 0
     assert cluster.field(job, "Restarts") == "1"
 

@@ -272,7 +272,7 @@ def test_verify_names_the_file_and_what_is_wrong(tmp_path: Path, damage: str, wo
 )
 def test_a_damaged_manifest_is_a_value_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(ValueError, match="manifest.json"):
+    with pytest.raises(ValueError, match=r"manifest\.json"):
         commit.read_manifest(tmp_path)
 
 

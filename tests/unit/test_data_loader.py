@@ -115,14 +115,20 @@ def test_resuming_at_any_step_continues_the_unbroken_run(data: TokenDataset) -> 
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_skip_leaves_out_samples_and_what_was_read_ahead(data: TokenDataset, prefetch: int) -> None:
+def test_seek_leaves_out_ranges_and_what_was_read_ahead(data: TokenDataset, prefetch: int) -> None:
     source = loader(data, prefetch=prefetch)
     next(source)
-    source.skip(7)
+    source.seek(19, [(31, 55), (55, 60)])
     assert source.position == 19
-    assert samples(next(source)) == source.sample_numbers(19, 12).tolist()
-    assert source.position == 31
+    for position in (19, 60, 72):  # 31 to 59 are left out
+        assert samples(next(source)) == source.sample_numbers(position, 12).tolist()
+        assert source.position == position + 12
+    source.seek(0)
+    assert samples(next(source)) == source.sample_numbers(0, 12).tolist()
     source.close()
+    resumed = loader(data, prefetch=prefetch, position=31, skip=[(31, 55), (55, 60)])
+    assert samples(next(resumed)) == resumed.sample_numbers(60, 12).tolist()
+    resumed.close()
 
 
 def test_position_counts_what_was_taken_not_what_was_read_ahead(data: TokenDataset) -> None:

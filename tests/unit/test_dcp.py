@@ -231,7 +231,7 @@ def test_when_none_holds_no_start_begins_from_nothing(tmp_path: Path) -> None:
 
 def test_one_of_another_model_is_refused_and_stays(tmp_path: Path) -> None:
     two_saves(tmp_path)
-    with pytest.raises(ConfigError, match="model.dim is 64 there, 128 here"):
+    with pytest.raises(ConfigError, match=r"model\.dim is 64 there, 128 here"):
         Job(tmp_path, dim=128).checkpointer.load()
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001", "step_00000002"]
 

@@ -86,7 +86,8 @@ def test_no_module_re_exports() -> None:
 
 
 def test_modules_without_torch_stay_without_it() -> None:
-    """What runs before a GPU is asked for, on a login node, or in workers that only prepare data."""
+    """What runs before a GPU is asked for, on a login node, or in workers that only prepare
+    data."""
     light = [
         "kempner.run", "kempner.command_line", "kempner.launch", "kempner.resilience",
         "kempner.metrics", "kempner.history", "kempner.lock", "kempner.slurm",

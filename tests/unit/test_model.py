@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+
 from kempner.config import load
 from kempner.loss import IGNORE, cross_entropy_sum
 from kempner.model.config import ModelConfig
@@ -65,11 +66,11 @@ SHAPE = ModelConfig(
 def test_logits_equal_transformers(case: str) -> None:
     import transformers
 
-    common = dict(
-        vocab_size=101, hidden_size=64, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, intermediate_size=112, max_position_embeddings=96,
-        rms_norm_eps=1e-5, attention_bias=False,
-    )  # fmt: skip
+    common = {
+        "vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 96,
+        "rms_norm_eps": 1e-5, "attention_bias": False,
+    }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if case == "qwen3":
         cfg = ModelConfig(**{**SHAPE.__dict__, "qk_norm": True, "head_dim": 16})
@@ -124,9 +125,7 @@ def test_shape_that_cannot_be_built_is_named(change: dict[str, object], word: st
 def test_flops_follow_from_the_shapes() -> None:
     """Six per multiplied weight, and causal attention: count the matrices of the built model."""
     model = Decoder(SHAPE)
-    weights = sum(
-        m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)
-    )
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     attention = 6 * SHAPE.n_layers * SHAPE.dim * 32
     assert SHAPE.flops_per_token(32) == 6 * weights + attention
 

@@ -99,8 +99,8 @@ class TrainLoader:
         return result
 
     def seek(self, position: int, skip: Sequence[Sequence[int]] = ()) -> None:
-        """Go on at `position`, and leave out the sample numbers of the ranges `skip`, [from, to) each;
-        what has been read ahead is thrown away."""
+        """Go on at `position`, and leave out the sample numbers of the ranges `skip`, [from, to)
+        each; what has been read ahead is thrown away."""
         assert position >= 0
         self.close()
         self.position, self._skip = position, skip

@@ -49,7 +49,8 @@ class ModelConfig:
             )
         if self.head_dim is None and self.dim % self.n_heads:
             found.append(
-                f"model.dim = {self.dim}: must be a multiple of n_heads = {self.n_heads}, or set model.head_dim"
+                f"model.dim = {self.dim}: must be a multiple of "
+                f"n_heads = {self.n_heads}, or set model.head_dim"
             )
         elif self.head_width % 2:
             found.append(
