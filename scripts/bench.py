@@ -119,7 +119,7 @@ class Ranks:
 
     def __init__(self, program: list[str], run_dir: Path, count: int) -> None:
         self.records, self.log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
-        env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+        env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), **os.environ}
         self.processes = []
         for rank in map(str, range(count)):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count)}

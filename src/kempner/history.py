@@ -92,8 +92,8 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def standing(lines: list[Record], attempts: list[Attempt]) -> list[Record]:
-    """The lines that count, by step: of one step the last, and none of a step that a later attempt
-    has gone back behind, even if it has not come so far again."""
+    """The lines that count, by step. A line undoes those of its step and of later ones before it:
+    the run has gone back. The start of an attempt does so before it has a line."""
     limits = {
         attempt.number: min(
             (
@@ -105,12 +105,15 @@ def standing(lines: list[Record], attempts: list[Attempt]) -> list[Record]:
         )
         for attempt in attempts
     }
-    newest: dict[int, Record] = {}
+    stand: list[Record] = []
     for line in lines:
         limit = limits.get(line.get("attempt", -1))
-        if limit is None or line["step"] <= limit:
-            newest[line["step"]] = line
-    return [newest[step] for step in sorted(newest)]
+        if limit is not None and line["step"] > limit:
+            continue
+        while stand and stand[-1]["step"] >= line["step"]:
+            stand.pop()
+        stand.append(line)
+    return stand
 
 
 def _attempts(events: list[Record], lines: list[Record], status: Record) -> list[Attempt]:

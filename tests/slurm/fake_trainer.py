@@ -1,13 +1,12 @@
-"""Stands in for scripts/train.py where a test is about the batch script alone: the same contract,
-without torch.
+"""Stands in for scripts/train.py where a test is about the batch script alone.
 
-What an attempt does is the word of `--plan=A,B,...` at its restart count (the last one from there
-on):
+It keeps the same contract, without torch. What an attempt does is the word of `--plan=A,B,...` at
+its restart count (the last one from there on):
 
-    done, stop, fail    that state in status.json; exit code 0, 0, 1
-    wait                until a signal: SIGINT is the state stopped, SIGTERM a checkpoint and
-    interrupted; 0 save                a checkpoint, then a crash: 1, with nothing in status.json
-    crash, input        exit code 1, 2, with nothing in status.json
+    done, stop, fail  that state in status.json; exit code 0, 0, 1
+    wait              until a signal: SIGINT makes it stopped, SIGTERM saved and interrupted; 0
+    save              a checkpoint, then a crash: exit code 1, nothing in status.json
+    crash, input      exit code 1, 2, nothing in status.json
 """
 
 import json

@@ -3,14 +3,16 @@ refuse."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomllib
+import tomli
 from conftest import FAKE_TRAINER, SCRIPTS, Cluster
 
 HOSTILE = [
@@ -53,7 +55,7 @@ def test_two_hosts_train_over_the_fast_network(cluster: Cluster, tmp_path: Path)
         )
     assert (run_dir / f"logs/batch-{job}.log").read_text() == log
     assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
-    assert tomllib.loads((run_dir / "config.toml").read_text())["optimizer"]["betas"] == [0.9, 0.95]
+    assert tomli.loads((run_dir / "config.toml").read_text())["optimizer"]["betas"] == [0.9, 0.95]
     moved = {key: cluster.bytes(*key) - count for key, count in before.items()}
     fast = sum(count for (_, interface), count in moved.items() if interface == "ib0")
     assert fast > 0.95 * sum(moved.values()), moved
@@ -163,12 +165,13 @@ def test_singlenode_refuses_several_nodes(cluster: Cluster, tmp_path: Path) -> N
     assert "submit multinode.sh" in (tmp_path / f"kempner-{job}.out").read_text()
 
 
-def start(
+@contextlib.contextmanager
+def started(
     cluster: Cluster, log: Path, *command: object, env: dict[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a script as a terminal would, its output in a file."""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A script that runs as if in a terminal, its output in a file; it ends with the block."""
     with log.open("wb") as out:
-        return subprocess.Popen(
+        script = subprocess.Popen(
             [str(c) for c in command],
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -176,6 +179,14 @@ def start(
             cwd=log.parent,
             start_new_session=True,
         )
+    try:
+        yield script
+    finally:
+        for _ in range(2):  # the second Ctrl-C does not wait for a save
+            if script.poll() is None:
+                os.killpg(script.pid, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    script.wait(3)
 
 
 def test_interactive_runs_beside_and_stops_on_ctrl_c(cluster: Cluster, tmp_path: Path) -> None:
@@ -191,10 +202,10 @@ def test_interactive_runs_beside_and_stops_on_ctrl_c(cluster: Cluster, tmp_path:
     cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
     log, run_dir = tmp_path / "second.log", tmp_path / "second run"
     arguments = cluster.debug_run(run_dir, "--train.max_steps=100000")
-    script = start(cluster, log, "bash", SCRIPTS / "interactive.sh", job, *arguments)
-    cluster.wait_for("step 3/", log)
-    os.killpg(script.pid, signal.SIGINT)  # what a terminal does
-    assert script.wait(60) == 0, log.read_text()
+    with started(cluster, log, "bash", SCRIPTS / "interactive.sh", job, *arguments) as script:
+        cluster.wait_for("step 3/", log)
+        os.killpg(script.pid, signal.SIGINT)  # what a terminal does
+        assert script.wait(60) == 0, log.read_text()
     text = log.read_text()
     assert "world size 4 on node1, node2" in text and "network of node1: ib0" in text
     status = json.loads((run_dir / "status.json").read_text())
@@ -221,10 +232,11 @@ def test_plain_bash_trains_on_this_machine(
     env = {"KEMPNER_NPROC": str(processes), "SLURM_CONF": "/nowhere"}
     run_dir, log = tmp_path / "run", tmp_path / "log"
     arguments = cluster.debug_run(run_dir, "--train.max_steps=100000")
-    script = start(cluster, log, "bash", SCRIPTS / "singlenode.sh", *arguments, env=env)
-    cluster.wait_for("step 3/", log)
-    os.killpg(script.pid, signal.SIGINT)
-    assert script.wait(60) == 0, log.read_text()
+    command = ["bash", SCRIPTS / "singlenode.sh", *arguments]
+    with started(cluster, log, *command, env=env) as script:
+        cluster.wait_for("step 3/", log)
+        os.killpg(script.pid, signal.SIGINT)
+        assert script.wait(60) == 0, log.read_text()
     assert f"world size {processes}" in log.read_text()
     assert json.loads((run_dir / "status.json").read_text())["state"] == "stopped"
 

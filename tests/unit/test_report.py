@@ -95,15 +95,24 @@ def test_without_a_record_of_attempts_the_later_line_of_a_step_stands(tmp_path: 
     assert report(path).returncode == 0
 
 
+def test_an_attempt_that_went_back_itself(tmp_path: Path) -> None:
+    """After too many steps that were not finite."""
+    lines = "".join(
+        step_line(step, loss=loss) for step, loss in ((10, 2.0), (20, None), (30, None))
+    )
+    path = write_run(tmp_path / "run", lines + step_line(20, loss=1.5))
+    assert [line["loss"] for line in history.load(path).losses] == [2.0, 1.5]
+
+
 def test_steps_that_a_resume_has_undone_do_not_count_before_they_are_done_again(
     tmp_path: Path,
 ) -> None:
-    metrics = "".join(step_line(step) for step in (10, 20, 30, 40)) + step_line(30, 1)
+    metrics = "".join(step_line(step) for step in (10, 20, 30, 40))
     path = write_run(tmp_path / "run", metrics, start(0, 0, 0) + start(1, 20, 100))
     run = history.load(path)
-    assert [line["step"] for line in run.losses] == [10, 20, 30]
-    assert run.step == 30
-    assert [line["step"] for line in run.lines] == [10, 20, 30, 40, 30]  # what was lost is there
+    assert [line["step"] for line in run.losses] == [10, 20]
+    assert run.step == 20
+    assert [line["step"] for line in run.lines] == [10, 20, 30, 40]  # what was lost is there
 
 
 def test_the_table(resumed: Path) -> None:

@@ -163,8 +163,12 @@ class Checkpointer:
     def close(self) -> None:
         self.wait()
         self._background.shutdown()
+        self._forget()
+
+    def _forget(self) -> None:
         if self._image is not None:
             self._image.close()
+        self._geometry = self._image = None
 
     def _stage(self) -> BaseException | None:
         """Copy the state as it is now. An error is returned: all ranks hear of it in _write."""
@@ -173,13 +177,12 @@ class Checkpointer:
         changed = torch.tensor(geometry != self._geometry, dtype=torch.int32)
         dist.all_reduce(changed, dist.ReduceOp.MAX, self.group)
         try:
-            if changed.item() or self._image is None:
-                self._geometry = None
-                if self._image is not None:
-                    self._image.close()
+            if changed.item():
+                self._forget()
                 items, self._metadata = make_plan(state, self._ranks)
                 self._image = Image(items, pinned=next(iter(self.parameters.values())).is_cuda)
                 self._geometry = geometry
+            assert self._image is not None
             self._image.stage(state)
         except (Exception, dcp.CheckpointException) as error:  # the second is no Exception
             return error
@@ -198,8 +201,9 @@ class Checkpointer:
             partial.mkdir(parents=True)
 
         def write() -> dict[str, dict[str, int]]:
-            if problem is not None or image is None:
-                raise problem or AssertionError("nothing was staged")
+            if problem is not None:
+                raise problem
+            assert image is not None
             return {name: write_file(partial / name, image.bytes)} if image.bytes else {}
 
         def finish(sums: list[dict[str, dict[str, int]]]) -> None:
@@ -252,6 +256,7 @@ class Checkpointer:
         RuntimeError when there are checkpoints and none can be loaded: also at the next start,
         which must not begin from nothing because the first one has set them aside.
         """
+        self.wait()  # a run that goes back: what is in flight is the newest, and no leftover
         tried = []
         if self.rank == 0 and (left := commit.clean(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(left)}")
@@ -359,5 +364,5 @@ def _reason(error: BaseException) -> str:
     """One line: DCP wraps the failures of all ranks into one exception."""
     if isinstance(error, dcp.CheckpointException):
         rank, (cause, *_) = next(iter(error.failures.items()))
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
+        return f"rank {rank}: {_reason(cause)}"
     return f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)

@@ -1,0 +1,217 @@
+"""lib.sh without Slurm: what a request means, and the srun command that it becomes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIB = ROOT / "scripts/slurm/lib.sh"
+
+# What `scontrol show job -d` says; the parts that differ are filled in.
+JOB = """JobId=7 JobName=kempner
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   NodeList=node[1-2]
+   NumNodes={nodes} NumCPUs={cpus} NumTasks=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
+   Socks/Node=* NtasksPerN:B:S:C={tasks}:0:*:* CoreSpec=*
+   JOB_GRES={total}
+{allocated}
+   MinCPUsNode=1 MinMemoryNode=0 MinTmpDiskNode=0
+   Command=/a path/with spaces/multinode.sh --x=NumNodes=9
+{asked}
+"""
+
+
+def job(
+    *gres: str, nodes: int = 2, tasks: int = 0, cpus: int = 128, asked: str = "", total: str = ""
+) -> str:
+    """The record of a job; `gres` are the GRES= of its nodes, one a line."""
+    lines = [f"     Nodes=node{i} CPU_IDs=0-3 Mem=0 GRES={g}" for i, g in enumerate(gres, 1)]
+    return JOB.format(
+        nodes=nodes,
+        cpus=cpus,
+        tasks=tasks,
+        total=total,
+        asked=f"   {asked}",
+        allocated="\n".join(lines),
+    )
+
+
+def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A piece of bash with lib.sh sourced, under the options of the launch scripts."""
+    return subprocess.run(
+        ["bash", "-c", f'set -euo pipefail; source "{LIB}"\n{script}'],
+        env={"PATH": "/usr/bin:/bin", **env},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+
+
+def tasks(text: str, **env: str) -> str:
+    """Nodes, tasks and GPUs of a node, CPUs of a task; or the error."""
+    script = """
+        KP_BESIDE='' SLURM_JOB_ID=7
+        kp_tasks >/dev/null
+        echo $KP_NODES $KP_TASKS $KP_GPUS $KP_CPUS
+    """
+    done = bash(script, KP_JOB=text, **env)
+    assert done.returncode == (2 if done.stderr else 0), done.stderr
+    return (done.stdout or done.stderr).strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("gpu", 1),
+        ("gpu:4", 4),
+        ("gpu:4(IDX:0-3)", 4),
+        ("gpu:h100:8(IDX:0-7)", 8),
+        ("gres:gpu:2", 2),
+        ("gres/gpu=4", 4),
+        ("gres/gpu:a100=4", 4),
+        ("gres/gpu:nvidia_a100-sxm4-80gb:4", 4),
+        ("gpu:a100:2(IDX:0-1),gpu:v100:2(IDX:2-3)", 4),
+        ("nic:2(IDX:0-1),gpu:3(IDX:0-2)", 3),
+        ("nic:2(IDX:0-1)", 0),
+        ("", 0),
+    ],
+)
+def test_counting_gpus(text: str, count: int) -> None:
+    assert bash('kp_count_gpus "$TEXT"', TEXT=text).stdout.strip() == str(count)
+
+
+FOUR = ("gpu:h100:4(IDX:0-3)", "gpu:h100:4(IDX:0-3)")
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        (job(*FOUR, total="gpu:h100:8"), "2 4 4 16"),  # a whole node: all of its GPUs
+        (job(*FOUR, asked="TresPerNode=gres:gpu:h100:4"), "2 4 4 16"),
+        (job(*FOUR, asked="TresPerNode=gres/gpu:2"), "2 2 2 32"),  # fewer than the whole node has
+        (job(*FOUR, asked="TresPerJob=gres:gpu:4"), "2 2 2 32"),
+        (job(*FOUR, tasks=4, asked="TresPerTask=gres:gpu:1"), "2 4 4 16"),
+        (job(*FOUR, tasks=4, asked="TresPerNode=gres:gpu:4"), "2 4 4 16"),
+        (job(*FOUR, tasks=2), "2 2 2 32"),  # GPUs that nobody asked for need not be used
+        (job("", ""), "2 1 0 64"),
+        (job("", "", tasks=3), "2 3 0 21"),
+    ],
+)
+def test_what_a_request_means(text: str, meaning: str) -> None:
+    assert tasks(text) == meaning
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        (job(*FOUR, tasks=2, asked="TresPerNode=gres:gpu:4"), "give --ntasks-per-node=4"),
+        (job(*FOUR, tasks=8), "give --ntasks-per-node=4"),
+        (job(*FOUR, tasks=2, asked="TresPerTask=gres:gpu:2"), "(--gpus-per-task=2)"),
+        (job("gpu:3", "gpu:1", asked="TresPerJob=gres:gpu:4"), "(3 1): give --gpus-per-node=N"),
+        (job("gpu:2", "gpu:1", asked="TresPerJob=gres:gpu:3"), "--gpus=3 on 2 nodes"),
+        (job("gpu:4", "gpu:4", cpus=2), "--cpus-per-task=N"),
+    ],
+)
+def test_requests_that_contradict_themselves(text: str, advice: str) -> None:
+    error = tasks(text)
+    assert error.startswith("kempner: error: ") and advice in error
+    assert "\n" not in error
+
+
+def test_ntasks_is_spread_over_the_nodes() -> None:
+    assert tasks(job("", ""), SLURM_NTASKS="8") == "2 4 0 16"
+    assert "--ntasks-per-node=N" in tasks(job("", ""), SLURM_NTASKS="5")
+    assert "give --ntasks-per-node=4" in tasks(
+        job(*FOUR, asked="TresPerNode=gres:gpu:4"), SLURM_NTASKS="2"
+    )
+
+
+def test_cpus_that_were_asked_for_stay() -> None:
+    assert tasks(job(*FOUR), SLURM_CPUS_PER_TASK="6") == "2 4 4 6"
+
+
+SRUN = """--job-name=kempner-7.0.1
+--nodes=2
+--ntasks=8
+--ntasks-per-node=4
+--cpus-per-task=16
+--kill-on-bad-exit=1
+--wait=300
+--mpi=none
+--export=ALL
+--gpus-per-node=4
+--gpu-bind=none
+task.sh
+train.py
+a b
+$HOME
+*
+"""
+
+
+def srun(**env: str) -> str:
+    script = """
+        kp_start() { [[ $1 == srun ]]; printf '%s\\n' "${@:2}"; }
+        KP_STEP_NAME=kempner-7.0.1 KP_NODES=2 KP_TASKS=4 KP_CPUS=16 SLURM_JOB_ID=7
+        kp_srun task.sh train.py 'a b' '$HOME' '*'
+        echo "${SLURM_GPUS_PER_TASK:-} ${SLURM_NTASKS:-} $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" >&2
+    """
+    done = bash(script, SLURM_GPUS_PER_TASK="1", SLURM_NTASKS="3", **env)
+    assert done.returncode == 0
+    assert done.stderr.split() == ["16", env.get("OMP_NUM_THREADS", "16")]
+    return done.stdout
+
+
+def test_srun_command() -> None:
+    """Whole, so that no flag comes or goes unseen."""
+    assert srun(KP_GPUS="4", KP_BESIDE="") == SRUN
+    cpu = SRUN.replace("--gpus-per-node=4\n--gpu-bind=none\n", "")
+    assert srun(KP_GPUS="0", KP_BESIDE="", OMP_NUM_THREADS="3") == cpu
+    beside = SRUN.replace("none\ntask.sh", "none\n--jobid=7\n--overlap\ntask.sh")
+    assert srun(KP_GPUS="4", KP_BESIDE="1") == beside
+
+
+def test_the_task_of_an_array_is_named() -> None:
+    script = "KP_BESIDE='' kp_job_id"
+    assert bash(script, SLURM_JOB_ID="9").stdout == "9\n"
+    array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
+    assert bash(script, SLURM_JOB_ID="9", **array).stdout == "9_0\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("0,1,2", 3), ("GPU-aa,GPU-bb", 2), ("", 0), ("-1", 0)]
+)
+def test_gpus_of_this_machine(visible: str, count: int) -> None:
+    assert bash("kp_gpus_here", CUDA_VISIBLE_DEVICES=visible).stdout == f"{count}\n"
+
+
+def test_a_signal_does_not_hide_the_exit_code() -> None:
+    """`wait` ends early at every trapped signal; the code is still the child's."""
+    script = """
+        trap ':' TERM
+        (sleep 0.1; kill -TERM $$; sleep 0.1; kill -TERM $$) &
+        kp_start bash -c 'sleep 0.5; exit 7'
+        kp_wait
+        echo $KP_CODE
+    """
+    assert bash(script).stdout == "7\n"
+
+
+def test_site_file(tmp_path: Path) -> None:
+    """What it sets is exported, also when it fails in the middle as module scripts do."""
+    site = tmp_path / "site.env"
+    site.write_text('A="x y"\nfalse\n: $UNSET_NAME\nB=2\n')
+    script = 'kp_read_site; env | grep -E "^(A|B)="; false; echo not reached'
+    done = bash(script, KEMPNER_SITE=str(site))
+    assert sorted(done.stdout.splitlines()) == ["A=x y", "B=2"] and done.returncode == 1
+    missing = bash("kp_read_site", KEMPNER_SITE=str(tmp_path / "no"))
+    assert missing.returncode == 2 and "cannot be read" in missing.stderr
+
+
+@pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "interactive.sh"])
+def test_launch_scripts_are_short(name: str) -> None:
+    assert len((ROOT / "scripts/slurm" / name).read_text().splitlines()) < 60

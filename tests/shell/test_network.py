@@ -1,0 +1,211 @@
+"""task.sh's choice of a network: a directory tree stands for /sys, a script for `ip`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TASK = Path(__file__).parents[2] / "scripts/slurm/task.sh"
+NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_IB_HCA")
+
+
+class Node:
+    """A made-up node: its interfaces, its RDMA ports, the interface that leads to the others."""
+
+    def __init__(self, root: Path) -> None:
+        self.sys, self.bin = root / "sys", root / "bin"
+        for folder in (self.sys / "class/net", self.sys / "class/infiniband", self.bin):
+            folder.mkdir(parents=True)
+        self.lines: list[str] = []
+        self.route = "em4"
+        self.interface("lo", address="")
+
+    def interface(
+        self, name: str, address: str = "10.0.0.1/24", kind: int = 1, state: str = "up"
+    ) -> None:
+        """An interface; `kind` is 1 for Ethernet, 32 for InfiniBand; without an address it is not
+        usable."""
+        folder = self.sys / "class/net" / name
+        folder.mkdir()
+        (folder / "type").write_text(f"{kind}\n")
+        (folder / "operstate").write_text(f"{state}\n")
+        if address:
+            self.lines.append(f"2: {name}    inet {address} scope global {name}\\       valid_lft")
+
+    def port(
+        self,
+        device: str,
+        layer: str,
+        state: str = "4: ACTIVE",
+        rate: int = 400,
+        net: str = "",
+        driver: str = "mlx5_core",
+    ) -> None:
+        """An RDMA device with one port, as the kernel shows it."""
+        folder = self.sys / "class/infiniband" / device
+        port = folder / "ports/1"
+        (port / "gid_attrs/ndevs").mkdir(parents=True)
+        (port / "link_layer").write_text(f"{layer}\n")
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text(f"{rate} Gb/sec (4X NDR)\n")
+        (folder / "device").mkdir()
+        (folder / "device/driver").symlink_to(f"../../../bus/pci/drivers/{driver}")
+        if net:
+            (port / "gid_attrs/ndevs/0").write_text(f"{net}\n")
+
+    def run(self, **env: str) -> subprocess.CompletedProcess[str]:
+        ip = self.bin / "ip"
+        answers = "\n".join(self.lines)
+        to_peer = f"10.1.0.2 dev {self.route} src 10.1.0.1" if self.route else ""
+        ip.write_text(
+            "#!/bin/sh\n"
+            f"case $* in *addr*) cat <<'END'\n{answers}\nEND\n;;\n"
+            "*10.1.0.1) echo 'local 10.1.0.1 dev lo src 10.1.0.1';;\n"  # this node itself
+            f"*) echo '{to_peer}';; esac\n"
+        )
+        ip.chmod(0o755)
+        path = f"{self.bin}:{os.environ['PATH']}"
+        clean = {"PATH": path, "KEMPNER_SYS": str(self.sys), "KEMPNER_PEERS": "10.1.0.1 10.1.0.2"}
+        return subprocess.run(
+            ["bash", str(TASK), "env"], env=clean | env, capture_output=True, text=True, timeout=20
+        )
+
+    def choice(self, **env: str) -> dict[str, str]:
+        """The variables that the task ends up with, and the line that it printed."""
+        done = self.run(**env)
+        assert done.returncode == 0, done.stderr
+        found = dict(line.split("=", 1) for line in done.stdout.splitlines()[1:] if "=" in line)
+        return {name: found[name] for name in NAMES if name in found} | {
+            "said": done.stdout.splitlines()[0]
+        }
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    node = Node(tmp_path)
+    node.interface("em4", "10.1.0.1/24")
+    return node
+
+
+def one(name: str) -> dict[str, str]:
+    """All three libraries on one interface, no fabric setting."""
+    return dict.fromkeys(NAMES[:3], name)
+
+
+def assert_choice(node: Node, expected: dict[str, str], because: str, **env: str) -> None:
+    choice = node.choice(**env)
+    assert because in choice.pop("said")
+    assert choice == expected
+
+
+@pytest.mark.parametrize("name", ["ib0", "ibp12s0", "weird7"])
+def test_infiniband_by_kind_or_name(node: Node, name: str) -> None:
+    node.interface(name, kind=32)
+    assert_choice(node, one(name), f"{name} (10.0.0.1): InfiniBand")
+
+
+@pytest.mark.parametrize(
+    "fault", [{"state": "down"}, {"address": ""}, {"state": "lowerlayerdown"}], ids=str
+)
+def test_infiniband_that_cannot_be_used(node: Node, fault: dict[str, str]) -> None:
+    node.interface("ib0", kind=32, **fault)  # type: ignore[arg-type]
+    assert_choice(node, one("em4"), "no fast network is up")
+
+
+def test_the_port_that_is_up_of_two(node: Node) -> None:
+    node.interface("ib0", kind=32, state="down")
+    node.interface("ib1", kind=32)
+    assert_choice(node, one("ib1"), "InfiniBand")
+
+
+def test_virtual_interface_with_a_suffix(node: Node) -> None:
+    node.interface("ib0", address="")
+    node.lines.append("3: ib0@if8    inet 10.0.0.9/24 scope global ib0")
+    assert_choice(node, one("ib0"), "ib0 (10.0.0.9)")
+
+
+def test_a_name_that_is_a_prefix_is_exact_for_nccl(node: Node) -> None:
+    node.interface("ib1", kind=32)
+    node.interface("ib10", kind=32, address="")
+    assert_choice(node, {**one("ib1"), "NCCL_SOCKET_IFNAME": "=ib1"}, "InfiniBand")
+
+
+def test_roce_takes_the_fastest_active_port(node: Node) -> None:
+    node.interface("eth0", "10.2.0.1/24")
+    node.interface("eth1", "10.3.0.1/24")
+    node.interface("eth2", "10.4.0.1/24")
+    node.port("mlx5_0", "Ethernet", rate=25, net="eth0")
+    node.port("mlx5_1", "Ethernet", rate=400, net="eth1")
+    node.port("mlx5_2", "Ethernet", rate=800, net="eth2", state="1: DOWN")
+    assert_choice(node, one("eth1"), "RoCE, mlx5_1:1 is active")
+
+
+def test_roce_without_an_address_is_not_taken(node: Node) -> None:
+    node.interface("eth1", address="")
+    node.port("mlx5_1", "Ethernet", net="eth1")
+    assert_choice(node, one("em4"), "no fast network is up")
+
+
+def test_infiniband_beside_ethernet_ports(node: Node) -> None:
+    """NCCL is kept off the Ethernet ports, by exact names: mlx5_1 is not mlx5_10."""
+    node.interface("ib0", kind=32)
+    node.port("mlx5_1", "InfiniBand")
+    node.port("mlx5_10", "Ethernet", net="em4")
+    hca = {"NCCL_IB_HCA": "=mlx5_1:1"}
+    assert_choice(node, one("ib0") | hca, "InfiniBand, up, NCCL_IB_HCA==mlx5_1:1 keeps NCCL")
+    assert_choice(node, one("ib0") | {"NCCL_IB_HCA": "mine"}, "InfiniBand", NCCL_IB_HCA="mine")
+
+
+@pytest.mark.parametrize("device", ["efa_0", "rdmap16s27"])
+def test_efa_takes_the_route(node: Node, device: str) -> None:
+    node.interface("hsn0")
+    node.port(device, "Unspecified", driver="efa")
+    assert_choice(node, one("em4"), "EFA is here")
+
+
+def test_slingshot(node: Node) -> None:
+    node.interface("hsn0")
+    assert_choice(node, one("hsn0"), "Slingshot")
+
+
+def test_nothing_leads_anywhere(node: Node) -> None:
+    node.route = ""
+    assert_choice(node, {}, "left to NCCL and gloo")
+
+
+@pytest.mark.parametrize(
+    ("given", "others"),
+    [("em4", "em4"), ("=em4", "em4"), ("em", "em4"), ("eth9,em4", None), ("^lo,docker", "")],
+)
+def test_the_users_value_stays(node: Node, given: str, others: str | None) -> None:
+    """NCCL's grammar: prefixes, "=" for exact names, "^" for all but these."""
+    node.interface("ib0", kind=32)
+    if others is None:
+        done = node.run(NCCL_SOCKET_IFNAME=given)
+        assert done.returncode == 2
+        assert f"NCCL_SOCKET_IFNAME={given}" in done.stderr and "em4 ib0 lo" in done.stderr
+        return
+    expected = {**(one(others) if others else {}), "NCCL_SOCKET_IFNAME": given}
+    assert_choice(node, expected, f"NCCL_SOCKET_IFNAME={given} is given", NCCL_SOCKET_IFNAME=given)
+
+
+def test_gloo_takes_whole_names(node: Node) -> None:
+    done = node.run(GLOO_SOCKET_IFNAME="em")
+    assert done.returncode == 2 and "has no interface 'em'; it has em4 lo" in done.stderr
+
+
+def test_only_the_first_task_of_a_node_says_it(node: Node) -> None:
+    assert "kempner: network" in node.run(SLURM_LOCALID="0").stdout
+    assert "kempner: network" not in node.run(SLURM_LOCALID="1").stdout
+
+
+def test_the_command_starts_with_the_signals_ignored(tmp_path: Path) -> None:
+    """A request before Python is ready does not end the task; its arguments are untouched."""
+    words = ["a b", "$HOME", "*", "", '"', "[0.9, 0.95]"]
+    code = "import signal as s, sys; print(sys.argv[1:], *map(s.getsignal, (15, 2, 10, 12)))"
+    command = ["bash", str(TASK), "python3", "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.stdout.splitlines()[-1] == f"{words} 1 1 1 1"  # SIG_IGN

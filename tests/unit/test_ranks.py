@@ -1,0 +1,174 @@
+"""launch.py: who am I, which device is mine, and how ranks that share but a directory meet."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kempner import launch
+from kempner.config import ConfigError
+from kempner.launch import Place, discover, job_name, pick_device
+
+# What a batch shell has; a salloc shell has the counts alone. SLURM_STEP_ID is -5 in newer ones.
+BATCH = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+STEP = BATCH | {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "6"}
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        ({}, Place(0, 0, 1, "single")),
+        (STEP, Place(5, 1, 6, "slurm")),  # the step's size, not the job's
+        (BATCH, Place(0, 0, 1, "single")),
+        (BATCH | {"SLURM_STEP_ID": "-5"}, Place(0, 0, 1, "single")),
+        ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, Place(0, 0, 1, "single")),
+        (TORCHRUN, Place(1, 1, 2, "torchrun")),
+        (STEP | TORCHRUN, Place(1, 1, 2, "torchrun")),
+        ({"RANK": "3"}, Place(0, 0, 1, "single")),  # left over in somebody's shell
+    ],
+    ids=["nothing", "step", "batch", "batch-26", "salloc", "torchrun", "torchrun-in-step", "rest"],
+)
+def test_place(env: dict[str, str], place: Place) -> None:
+    assert discover(env) == place
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"])
+@pytest.mark.parametrize("value", ["", "x", "1(x2)", None])
+def test_garbage_is_named(name: str, value: str | None) -> None:
+    env = {key: text for key, text in STEP.items() if key != name or value is not None}
+    if value is not None:
+        env[name] = value
+    if "SLURM_STEP_NUM_TASKS" not in env:
+        assert discover(env).source == "single"
+        return
+    with pytest.raises(ConfigError) as error:
+        discover(env)
+    (problem,) = error.value.problems
+    assert f"{name}={'(unset)' if value is None else value}" in problem and "srun" in problem
+
+
+def test_job_as_users_name_it() -> None:
+    assert job_name({}) is None
+    assert job_name({"SLURM_JOB_ID": "12"}) == "12"
+    array = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    assert job_name(array) == "12_3"
+
+
+# --- The device ---------------------------------------------------------------------------------
+
+
+def see(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "index"),
+    [(4, 3, 3), (1, 3, 0), (1, 0, 0)],  # each task may see one GPU alone
+)
+def test_device_is_the_local_rank_or_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, count: int, local_rank: int, index: int
+) -> None:
+    see(monkeypatch, count)
+    assert pick_device("auto", local_rank) == torch.device("cuda", index)
+    assert pick_device("cpu", local_rank) == torch.device("cpu")
+
+
+def test_a_task_without_a_gpu_is_told_which_flag_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, 2)
+    with pytest.raises(ConfigError, match="--ntasks-per-node must be 2"):
+        pick_device("auto", 2)
+    see(monkeypatch, 0)
+    assert pick_device("auto", 2) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="--gpus-per-node"):
+        pick_device("cuda", 0)
+
+
+# --- The rendezvous -----------------------------------------------------------------------------
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kempner.launch"])
+
+
+def join(rank: int, run_dir: Path, env: dict[str, str], timeout: float, said: Any) -> None:
+    """One task of an srun step: meets the others, and adds up their ranks."""
+    import torch.distributed as dist
+
+    os.environ.update(env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+    try:
+        launch.start(discover(), torch.device("cpu"), run_dir, timeout)
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total)
+        said.put((rank, total.item()))
+    except RuntimeError as error:
+        said.put((rank, str(error)))
+
+
+def step(
+    ranks: list[int], run_dir: Path, timeout: float, answers: int, **env: str
+) -> dict[int, Any]:
+    """Start these ranks of a step of SLURM_STEP_NUM_TASKS; what the first `answers` of them say."""
+    said = CONTEXT.Queue()
+    tasks = [CONTEXT.Process(target=join, args=(r, run_dir, env, timeout, said)) for r in ranks]
+    for task in tasks:
+        task.start()
+        time.sleep(0.05)
+    try:
+        return dict(said.get(timeout=60) for _ in range(answers))
+    except queue.Empty:
+        raise AssertionError([task.exitcode for task in tasks]) from None
+    finally:
+        for task in tasks:
+            task.kill()
+            task.join()
+
+
+def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
+    """Also when rank 0 is the last to come, and beside a dead start's address."""
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    (run_dir / ".rendezvous-77.0.3").write_text("127.0.0.1 9\n")
+    env = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "3"}
+    said = step([1, 2, 0], run_dir, 60, 3, SLURM_STEP_NUM_TASKS="3", **env)
+    assert said == {0: 3.0, 1: 3.0, 2: 3.0}
+    notes = {".rendezvous-77.0.3", ".rendezvous-77.1.3"}
+    assert {path.name for path in run_dir.iterdir()} == notes
+    launch.forget_rendezvous(run_dir)
+    assert not list(run_dir.iterdir())
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    said = step([0, 2], tmp_path, 3.0, 1, SLURM_STEP_NUM_TASKS="4", SLURM_JOB_ID="78")
+    assert "ranks [1, 3] of 4 did not come within 3 s" in said[0]
+    assert "distributed.start_timeout" in said[0] and "likely causes" in said[0]
+
+
+def test_a_rank_0_that_does_not_come_is_named(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 has published no address.*likely causes"):
+        launch.start(Place(1, 1, 2, "slurm"), torch.device("cpu"), tmp_path / "never-made", 0.5)
+    assert time.monotonic() - began < 5
+
+
+def hang(log: Path) -> None:
+    sys.stderr = open(log, "w")  # noqa: SIM115
+    with launch._or_exit(0.1, "the network swallows it"):
+        time.sleep(30)
+
+
+def test_a_first_collective_that_hangs_ends_the_process(tmp_path: Path) -> None:
+    process = CONTEXT.Process(target=hang, args=(tmp_path / "log",))
+    process.start()
+    process.join(timeout=25)
+    assert process.exitcode == 1
+    assert "the network swallows it" in (tmp_path / "log").read_text()

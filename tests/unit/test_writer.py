@@ -1,0 +1,349 @@
+"""The saving of large tensors: that any DCP reader reads it, that the bytes are those of the moment
+of the save, and that a disk that does not take them is answered on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import subprocess
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from kempner import launch
+from kempner.checkpoint import commit, writer
+from kempner.checkpoint import dcp as checkpoints
+from kempner.checkpoint.config import CheckpointConfig
+from kempner.checkpoint.crc import FAR, NEAR, crc32
+from kempner.checkpoint.dcp import Checkpointer
+from kempner.checkpoint.writer import PAGE, frame, write_file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    place = launch.Place(0, 0, 1, "single")
+    launch.start(place, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
+    yield
+    dist.destroy_process_group()
+
+
+class Holder(nn.Module):
+    """Parameters of given values: whatever a checkpoint may have to hold."""
+
+    def __init__(self, **values: Tensor) -> None:
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(value, requires_grad=value.is_floating_point()))
+
+
+def checkpointer(root: Path, model: nn.Module, **cfg: Any) -> tuple[Checkpointer, list[str]]:
+    log: list[str] = []
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = Checkpointer(
+        CheckpointConfig(**cfg), root, model, optimizer, ({}, {"fixed": {}}), log.append
+    )
+    return made, log
+
+
+def read_plainly(path: Path, no_dist: bool = True) -> dict[str, Tensor]:
+    """With torch's own reader, into fresh tensors."""
+    reader = dcp.FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    state = {}
+    for name, entry in stored.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        state[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is one process
+        dcp.load(state, storage_reader=reader, no_dist=no_dist)
+    return state
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+# --- The sum --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [0, 1, FAR, FAR + 4 * NEAR - 1, FAR + 4 * NEAR, FAR + 11 * NEAR + 5]
+)
+@pytest.mark.parametrize("value", [0, 1, 0xFFFFFFFF, 0xDEADBEEF])
+def test_the_sum_is_that_of_zlib(words: int, value: int) -> None:
+    data = np.random.default_rng(words).integers(0, 256, 8 * words + 3, dtype=np.uint8).data
+    assert crc32(data, value) == zlib.crc32(data, value)
+
+
+# --- The bytes ------------------------------------------------------------------------------------
+
+TENSORS = {
+    "matrix": torch.randn(300, 500),
+    "scalar": torch.tensor(3.25),
+    "empty": torch.zeros(0, 7),
+    "half": torch.randn(33, 3).bfloat16(),
+    "long": torch.arange(-5, 100),
+    "bytes": torch.arange(251, dtype=torch.uint8),
+    "flags": torch.arange(9) % 2 == 0,
+    "columns": torch.randn(40, 30).t(),  # not contiguous
+    "odd": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_frame_is_that_of_torch_save(name: str) -> None:
+    tensor = TENSORS[name]
+    before, after = frame(tensor.shape, tensor.dtype)
+    again = torch.load(io.BytesIO(before + bits(tensor) + after), weights_only=True)
+    assert again.dtype == tensor.dtype and again.shape == tensor.shape
+    assert bits(again) == bits(tensor)
+
+
+@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
+def test_torch_reads_it_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
+    saver, _ = checkpointer(tmp_path, Holder(**TENSORS), async_save=async_save)
+    saver.save(1, {})
+    saver.close()
+    state = read_plainly(tmp_path / "latest")
+    dcp_to_torch_save(
+        tmp_path / "latest", tmp_path / "one.pt"
+    )  # a reader with a planner of its own
+    converted = torch.load(tmp_path / "one.pt", weights_only=True)
+    for name, tensor in TENSORS.items():
+        for read in (state, converted):
+            assert read[f"model.{name}"].dtype == tensor.dtype
+            assert bits(read[f"model.{name}"]) == bits(tensor), name
+    data = tmp_path / "latest" / "__0_0.distcp"
+    assert data.stat().st_size % PAGE == 0
+    listed = commit.read_manifest(tmp_path / "latest")["files"]["__0_0.distcp"]
+    assert listed == commit.checksum(data)
+
+
+# --- The moment -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Files are not written until the event is set."""
+    go = threading.Event()
+
+    def late(path: Path, data: memoryview) -> dict[str, int]:
+        assert go.wait(60)
+        return write_file(path, data)
+
+    monkeypatch.setattr(checkpoints, "write_file", late)
+    yield go
+    go.set()
+
+
+def test_what_is_written_late_is_the_state_of_the_save(
+    tmp_path: Path, held: threading.Event
+) -> None:
+    """And the next save, which would write into the same memory, waits for it."""
+    model = Holder(weight=torch.full((1000,), 1.0))
+    saver, _ = checkpointer(tmp_path, model, keep_last_n=2)
+    saver.save(1, {})
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    second = threading.Thread(target=saver.save, args=(2, {}))
+    second.start()
+    second.join(0.5)
+    assert second.is_alive() and not list(tmp_path.glob("step_????????"))
+    held.set()
+    second.join()
+    saver.close()
+    for step in (1, 2):
+        weight = read_plainly(tmp_path / commit.name_of(step))["model.weight"]
+        assert weight.unique().tolist() == [float(step)]
+
+
+def test_a_plan_is_kept_until_the_state_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = []
+    make_plan = checkpoints.make_plan
+    monkeypatch.setattr(
+        checkpoints, "make_plan", lambda *given: plans.append(1) or make_plan(*given)
+    )
+    model = Holder(weight=torch.ones(100, 10))
+    saver, _ = checkpointer(tmp_path, model)
+    for step in range(4):
+        if step == 2:  # the optimizer has made its state
+            model.weight.grad = torch.ones_like(model.weight)
+            saver.optimizer.step()
+        saver.save(step, {})
+        saver.wait()
+        assert len(plans) == (1 if step < 2 else 2)
+    saver.close()
+    state = read_plainly(tmp_path / "latest")
+    assert torch.equal(state["model.weight"], model.weight.detach())
+    assert state["optim.weight.step"] == 1 and state["optim.weight.exp_avg"].all()
+
+
+# --- Disks ----------------------------------------------------------------------------------------
+
+
+def without_o_direct_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tmpfs was before Linux 6.6."""
+    real = fcntl.fcntl
+
+    def refuse(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+
+
+def without_o_direct_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that takes the flag and then wants blocks that are larger than ours."""
+    real = os.pwrite
+
+    def refuse(fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+
+
+def with_short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[: 3 * PAGE], at))
+
+
+@pytest.mark.parametrize(
+    "disk", [None, without_o_direct_flag, without_o_direct_writes, with_short_writes]
+)
+def test_a_file_is_whole_on_any_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Callable[..., None] | None
+) -> None:
+    size = 10 * PAGE
+    memory = writer.pages(size)
+    memory.write(os.urandom(size))
+    if disk is not None:
+        disk(monkeypatch)
+    told = write_file(tmp_path / "file", memoryview(memory))
+    monkeypatch.undo()
+    assert (tmp_path / "file").read_bytes() == memory[:]
+    assert told == commit.checksum(tmp_path / "file")
+
+
+def test_another_error_of_a_disk_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_file(tmp_path / "file", memoryview(bytes(PAGE)))
+    monkeypatch.undo()
+    with pytest.raises(FileExistsError):  # somebody else's file is not written into
+        write_file(tmp_path / "file", memoryview(bytes(PAGE)))
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    model = Holder(weight=torch.full((1 << 19,), 1.0))  # 2 MB
+    with small_disk(tmp_path / "disk", "5m"):
+        saver, log = checkpointer(tmp_path / "disk", model, keep_last_n=1)
+        saver.save(1, {})
+        saver.wait()
+        with open(tmp_path / "disk" / "other", "wb") as other:
+            other.truncate(0)
+            other.write(bytes(2 << 20))
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+        saver.save(2, {})
+        saver.wait()
+        assert "No space left on device" in log[-1] and "step 2 failed" in log[-1]
+        assert saver.failed_saves == 1 and saver.saved_step == 1
+        assert commit.latest(tmp_path / "disk") == tmp_path / "disk" / commit.name_of(1)
+        assert read_plainly(tmp_path / "disk" / "latest")["model.weight"].eq(1.0).all()
+        (tmp_path / "disk" / "other").unlink()
+        saver.save(3, {})  # the memory and the plan are still good
+        saver.close()
+        assert saver.saved_step == 3 and saver.failed_saves == 0
+        assert read_plainly(tmp_path / "disk" / "latest")["model.weight"].eq(2.0).all()
+
+
+# --- Several ranks --------------------------------------------------------------------------------
+
+ROWS = {"even": 6, "uneven": 4}  # over 3 ranks, 4 rows are 2, 2 and none
+
+
+def of_three(rank: int, root: Path) -> None:
+    """One of three ranks: shards, replicas, and a disk that breaks under rank 1 alone."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(root / "store"), 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    mesh = init_device_mesh("cpu", (3,))
+    values: dict[str, Tensor] = {
+        name: distribute_tensor(torch.arange(rows * 5.0).view(rows, 5), mesh, [Shard(0)])
+        for name, rows in ROWS.items()
+    }
+    model = Holder(**values, replica=torch.arange(100_000.0))
+    saver, log = checkpointer(root / "checkpoints", model)
+    saver.save(1, {})
+    saver.wait()
+    assert saver.saved_step == 1, log
+    if rank == 1:
+        real = os.pwrite
+        os.pwrite = None  # type: ignore[assignment]
+    saver.save(2, {})
+    saver.wait()
+    assert saver.saved_step == 1 and saver.failed_saves == 1, log
+    assert "rank 1: TypeError" in log[-1], log
+    assert commit.latest(root / "checkpoints") == root / "checkpoints" / commit.name_of(1)
+    if rank == 1:
+        os.pwrite = real
+    saver.save(3, {})
+    saver.close()
+    assert saver.saved_step == 3, log
+    dist.destroy_process_group()
+
+
+def test_three_ranks_write_one_state_and_fail_together(tmp_path: Path) -> None:
+    mp.spawn(of_three, (tmp_path,), nprocs=3)
+    path = tmp_path / "checkpoints" / "latest"
+    state = read_plainly(path)
+    for name, rows in ROWS.items():
+        assert torch.equal(state[f"model.{name}"], torch.arange(rows * 5.0).view(rows, 5))
+    assert torch.equal(state["model.replica"], torch.arange(100_000.0))
+    assert {f"rng.{rank}.cpu" for rank in range(3)} <= state.keys()
+    files = {path.name: path.stat().st_size for path in path.glob("*.distcp")}
+    assert sorted(files) == [f"__{rank}_0.distcp" for rank in range(3)]
+    assert sum(files.values()) < 2 * 400_000  # the replica is there once
