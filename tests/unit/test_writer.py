@@ -99,7 +99,7 @@ TENSORS = {
     "matrix": torch.randn(300, 500),
     "scalar": torch.tensor(3.25),
     "empty": torch.zeros(0, 7),
-    "half": torch.randn(33, 3).bfloat16(),
+    "half_precision": torch.randn(33, 3).bfloat16(),
     "long": torch.arange(-5, 100),
     "bytes": torch.arange(251, dtype=torch.uint8),
     "flags": torch.arange(9) % 2 == 0,
