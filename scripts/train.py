@@ -8,10 +8,17 @@ until a request to leave. Exit code 0 after any orderly end, 2 on bad input; sta
 """
 
 import sys
-from collections.abc import Iterable
 
 from kempner import launch, mesh, resilience
-from kempner.run import RunConfig, configure, open_loaders, position, reject, seed_everything
+from kempner.run import (
+    RunConfig,
+    configure,
+    go_back,
+    open_loaders,
+    position,
+    reject,
+    seed_everything,
+)
 
 if __name__ == "__main__":
     STOP = resilience.StopRequests()  # first of all: a signal during the imports must not kill us
@@ -24,12 +31,12 @@ from torch import Tensor, nn
 from kempner.checkpoint.dcp import Checkpointer
 from kempner.config import ConfigError
 from kempner.loss import IGNORE
-from kempner.optim.build import build_optimizer
+from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.recorder import Recorder
 from kempner.rundir import Run
-from kempner.step import Later, guard_update, reduce_step
+from kempner.step import Later, guard_update, reduce_step, validate
 from kempner.straggler import BlockClock
 from kempner.watchdog import Watchdog
 
@@ -65,8 +72,7 @@ def train(
         totals = reduce_step(loss_sum, tokens, model, axes, flags, work)
         result = guard_update(optimizer, totals, budget, cfg.train.grad_clip)
         lr = learning_rate(cfg.schedule, cfg.optimizer.lr, at["step"], cfg.train.max_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(optimizer, lr)
         optimizer.step()
         optimizer.zero_grad()
         run.step = step = at["step"] + 1
@@ -80,15 +86,15 @@ def train(
             numbers = pending.read()
             recorder.step(numbers, loader)
             verdict = stop.decide(numbers, cfg.resilience.max_skipped, may_go_back=not at["skip"])
-        pending = Later(at, lr, result)
-        if verdict.go_back and (back := checkpointer.load()) is not None:
+        pending = Later(at, lr, result, recorder.clock)
+        if verdict.go_back:
             bad = [stop.bad_since - batch, loader.position]
-            run.say(f"{verdict.reason}: back to step {back['step']}, without samples {bad}")
-            at, pending = {**position(back), "skip": [bad]}, None
-            loader.seek(at["samples"], at["skip"])
+            at, verdict = go_back(at, bad, verdict, checkpointer, loader)
+            pending = None
             continue
         last = step == cfg.train.max_steps
         due = cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0
+        due = due and not stop.skipped_in_a_row  # spoilt weights, perhaps: keep what is there
         if (due or last or verdict.save) and verdict.state != "failed":
             with recorder.clock.part("checkpoint"), watchdog.patient():
                 checkpointer.save(step, at)
@@ -103,18 +109,7 @@ def train(
     with watchdog.patient():
         checkpointer.wait(stop.seconds_left(run.place.rank))
     watchdog.stop()
-    return last_word(verdict, checkpointer, at["step"])
-
-
-def last_word(
-    verdict: resilience.Verdict, checkpointer: Checkpointer, step: int
-) -> resilience.Verdict:
-    """An end is orderly only when the last step is durable."""
-    if verdict.state == "failed" or checkpointer.saved_step == step:
-        return verdict if verdict.state else resilience.DONE
-    if checkpointer.failed_saves:
-        return resilience.Verdict(state="failed", reason="the last checkpoint was not written")
-    raise TimeoutError(f"the checkpoint of step {step} was not durable in time")
+    return resilience.last_word(verdict, at["step"], checkpointer)
 
 
 def forward_backward(
@@ -131,28 +126,6 @@ def forward_backward(
         loss_sum += loss.detach()
         tokens += (targets != IGNORE).sum()
     return loss_sum, tokens
-
-
-@torch.no_grad()
-def validate(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    device: torch.device,
-    stop: resilience.StopRequests,
-) -> tuple[float, int]:
-    """Mean loss over the held-out tokens of all ranks, and how many they are; when a request to
-    leave comes in between, of those until then."""
-    totals = torch.zeros(3, dtype=torch.float64)
-    for inputs, targets in batches:
-        targets = targets.to(device)
-        loss = model(inputs.to(device), targets)
-        leave = loss.new_tensor(stop.wants_to_leave())
-        sums = torch.stack((loss, (targets != IGNORE).sum(), leave)).double()
-        dist.all_reduce(sums)
-        totals += sums.cpu()
-        if totals[2] > 0:
-            break
-    return (totals[0] / totals[1]).item(), int(totals[1].item())
 
 
 def main(cfg: RunConfig, stop: resilience.StopRequests) -> int:

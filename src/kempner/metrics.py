@@ -10,12 +10,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kempner.config import option
-
-if TYPE_CHECKING:
-    pass
 
 # Dense bf16 operations per second, without sparsity, by the name that the driver gives (NVIDIA and
 # AMD data sheets). The first entry that the name contains, as whole words (an A4000 is no A40),
@@ -74,12 +71,9 @@ class Clock:
             self.last[name] = time.perf_counter() - began
             self.parts[name] = self.parts.get(name, 0.0) + self.last[name]
 
-    def lap(self) -> dict[str, float]:
-        """Seconds since the last lap: `total` and the parts. Starts the next lap."""
-        now = time.perf_counter()
-        lap = {"total": now - self.began, **self.parts}
-        self.began, self.parts = now, {}
-        return lap
+    def spent(self) -> dict[str, float]:
+        """Seconds so far: `total` and the parts."""
+        return {"total": time.perf_counter() - self.began, **self.parts}
 
 
 def line(record: dict[str, Any], max_steps: int) -> str:

@@ -29,7 +29,8 @@ class Recorder:
         cfg, world_size = run.cfg.metrics, run.place.world_size
         self.run, self.device, self.clock = run, device, Clock()
         self.skipped = 0
-        self._last: tuple[int, int] | None = None  # step and tokens of the line before
+        # Of the line before: step, tokens, and the time spent until then.
+        self._last: tuple[int, int, dict[str, float]] = (0, 0, {})
         self._stragglers = Stragglers(run.hosts, run.say)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         peak = peak_flops(cfg, name)
@@ -45,9 +46,8 @@ class Recorder:
 
     def begin(self, step: int, tokens: int) -> None:
         """The clock and the rates start here."""
-        self._last = (step, tokens)
         self.run.say(self._about)
-        self.clock.lap()
+        self._last = (step, tokens, self.clock.spent())
 
     def step(self, numbers: Numbers, loader: TrainLoader) -> None:
         """Record a step, if its line is due; one that was not finite always, with its samples."""
@@ -64,11 +64,11 @@ class Recorder:
             self._line(numbers)
 
     def _line(self, numbers: Numbers) -> None:
-        lap = self.clock.lap()
-        step, tokens = self._last or (0, 0)
+        step, tokens, before = self._last
+        lap = {key: value - before.get(key, 0.0) for key, value in numbers.spent.items()}
         count = max(1, numbers.step - step)
         rate = (numbers.tokens - tokens) / lap["total"]
-        self._last = (numbers.step, numbers.tokens)
+        self._last = (numbers.step, numbers.tokens, numbers.spent)
         parts = {f"{k}_time": lap.get(k, 0.0) / count for k in ("data", "checkpoint", "eval")}
         record = {
             "step": numbers.step,

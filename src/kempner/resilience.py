@@ -23,6 +23,7 @@ from kempner.config import option
 from kempner.launch import job_name
 
 if TYPE_CHECKING:
+    from kempner.checkpoint.dcp import Checkpointer
     from kempner.step import Numbers
 
 
@@ -178,6 +179,15 @@ class StopRequests:
             return Verdict(state="failed", reason=f"{reason}, again after going back once")
         asked = [r for r, count in zip(REQUESTS, numbers.flags, strict=True) if count > 0]
         return asked[-1] if asked else GO_ON
+
+
+def last_word(verdict: Verdict, step: int, checkpointer: Checkpointer) -> Verdict:
+    """How the run ends: an end is orderly only when its last step is durable."""
+    if verdict.state == "failed" or checkpointer.saved_step == step:
+        return verdict if verdict.state else DONE
+    if checkpointer.failed_saves:
+        return Verdict(state="failed", reason="the last checkpoint was not written")
+    raise TimeoutError(f"the checkpoint of step {step} was not durable in time")
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> Any:

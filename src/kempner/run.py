@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,19 +17,17 @@ from kempner.checkpoint.config import CheckpointConfig
 from kempner.command_line import help_text, parse_command
 from kempner.config import ConfigError, load, option, to_toml
 from kempner.data.config import DataConfig
-from kempner.launch import Place
+from kempner.launch import Place, discover
 from kempner.mesh import DistributedConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
-from kempner.resilience import ResilienceConfig
+from kempner.resilience import GO_ON, ResilienceConfig, Verdict
 
 if TYPE_CHECKING:
+    from kempner.checkpoint.dcp import Checkpointer
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import MicroBatch, TrainLoader
-
-if TYPE_CHECKING:
-    pass
 
 USAGE = """\
 python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
@@ -35,6 +36,8 @@ python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
   --check                         print the resolved configuration as TOML and exit
   --nodes N --gpus-per-node G     with --check: does it fit N hosts with G processes each?
 """
+Position = dict[str, Any]  # what position() returns
+RANK_0_SPEAKS_S = 5.0
 FLAGS = {"help": bool, "check": bool, "nodes": int, "gpus-per-node": int}
 
 
@@ -123,11 +126,13 @@ def micro_batch(cfg: TrainConfig, world_size: int) -> int:
     micro = cfg.micro_batch or share
     if rest or share % micro:
         unit = world_size * (cfg.micro_batch or 1)
-        near = max(unit, cfg.sequences // unit * unit)
+        near, key = max(unit, cfg.sequences // unit * unit), "train.global_batch"
+        if cfg.global_batch_tokens is not None:
+            near, key = near * cfg.seq_len, "train.global_batch_tokens"
         what = f"{world_size} ranks" + (f" x micro_batch {micro}" if cfg.micro_batch else "")
         raise ConfigError([
-            f"train.global_batch: {cfg.sequences} sequences do not divide by {what} = {unit}; "
-            f"give a multiple of {unit}, such as --train.global_batch={near}"
+            f"{key}: {cfg.sequences} sequences do not divide by {what} = {unit}; "
+            f"give a multiple of {unit} sequences, such as --{key}={near}"
         ])  # fmt: skip
     return micro
 
@@ -153,6 +158,8 @@ def configure(argv: Sequence[str]) -> RunConfig:
         problems = check_inputs(cfg)
         if nodes is not None or per_node is not None:
             problems += check_world(cfg, (nodes or 1) * (per_node or 1))
+        elif not command.flags["check"]:
+            problems += check_world(cfg, discover().world_size)
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -164,7 +171,15 @@ def configure(argv: Sequence[str]) -> RunConfig:
 
 
 def reject(error: ConfigError) -> NoReturn:
-    """Bad input: every problem on standard error, exit code 2."""
+    """Bad input: every problem on standard error, exit code 2.
+
+    Rank 0 speaks for all; the others leave later: srun ends them as soon as rank 0 has left, and
+    one that is still there has a problem of its own.
+    """
+    with contextlib.suppress(ConfigError):
+        if discover().rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(RANK_0_SPEAKS_S)
     count = len(error.problems)
     print(f"error: {count} problem{'s' * (count > 1)} with the input", file=sys.stderr)
     for problem in error.problems:
@@ -200,12 +215,15 @@ def check_inputs(cfg: RunConfig) -> list[str]:
         open_data(cfg)
     except ConfigError as error:
         found += error.problems
-    for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint_dir)):
-        there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
+    for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
+        if not path:
+            continue  # in the run directory
+        # os.path.exists: a directory that may not be entered hides what is in it, without an error
+        there = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.exists(p))
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             what = "not writable" if there.is_dir() else "not a directory"
             found.append(f"{key} = {path}: {there} is {what}; give another --{key}")
-    return list(dict.fromkeys(found))
+    return found
 
 
 def seed_everything(cfg: TrainConfig) -> None:
@@ -230,7 +248,7 @@ def open_data(cfg: RunConfig) -> tuple[TokenDataset, TokenDataset | None]:
 
 
 def open_loaders(
-    cfg: RunConfig, place: Place, pin: bool, at: dict[str, Any]
+    cfg: RunConfig, place: Place, pin: bool, at: Position
 ) -> tuple[TrainLoader, Callable[[], Iterator[MicroBatch]]]:
     """This rank's share of the data: the training's loader at its position, and what makes an
     iterator over the held-out batches."""
@@ -264,8 +282,25 @@ def open_loaders(
     return loader, held_out_batches
 
 
-def position(manifest: dict[str, Any] | None) -> dict[str, Any]:
+def position(manifest: dict[str, Any] | None) -> Position:
     """Where a run is, from the manifest of its checkpoint: steps, samples and tokens so far, and
     the ranges of sample numbers that are left out, because they were not finite."""
-    start: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "skip": []}
+    start: Position = {"step": 0, "samples": 0, "tokens": 0, "skip": []}
     return start if manifest is None else {key: manifest[key] for key in start}
+
+
+def go_back(
+    at: Position, bad: list[int], verdict: Verdict, checkpointer: Checkpointer, loader: TrainLoader
+) -> tuple[Position, Verdict]:
+    """To the last checkpoint, from where the samples numbered bad[0] to bad[1] - 1 are left out;
+    returns where the run is then, and what is next."""
+    manifest = checkpointer.load()
+    if manifest is None:
+        reason = f"{verdict.reason}; no checkpoint to go back to"
+        return at, Verdict(state="failed", reason=reason)
+    at = {**position(manifest), "skip": [bad]}
+    loader.seek(at["samples"], at["skip"])
+    checkpointer.log(
+        f"{verdict.reason}: back to step {at['step']}, without the samples {bad[0]} to {bad[1] - 1}"
+    )
+    return at, GO_ON

@@ -1,8 +1,9 @@
 """The numbers of a step: one small all-reduce, judged on the device, read by the host one step
-later."""
+later. And the validation's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from kempner.loss import IGNORE
+from kempner.metrics import Clock
 from kempner.optim.build import local_norm_sq
-from kempner.resilience import REQUESTS
+from kempner.resilience import REQUESTS, StopRequests
 
 
 def reduce_step(
@@ -69,14 +72,16 @@ class Numbers(NamedTuple):
     bad: bool
     flags: list[float]
     work: list[float]  # seconds of each rank's own work
+    spent: dict[str, float]  # seconds of this rank until the step was done: Clock.spent
 
 
 class Later:
     """The result of a step on its way to the host; reading it waits only for the step that made
     it."""
 
-    def __init__(self, at: dict[str, Any], lr: float, result: Tensor) -> None:
+    def __init__(self, at: dict[str, Any], lr: float, result: Tensor, clock: Clock) -> None:
         """`at`: where the run is after the step. `result`: what guard_update returns."""
+        self._clock, self._spent = clock, clock.spent()
         self._known = (at["step"], lr, at["tokens"], at["samples"])
         self._event = torch.Event(result.device.type) if result.is_cuda else None
         # Pinned, or the copy would wait for the device.
@@ -88,6 +93,29 @@ class Later:
     def read(self) -> Numbers:
         if self._event is not None:
             self._event.synchronize()
+            self._spent = self._clock.spent()  # the device is done now, not when the host was
         loss, grad_norm, bad, *rest = self._host.tolist()
         flags, work = rest[: len(REQUESTS)], rest[len(REQUESTS) :]
-        return Numbers(*self._known, loss, grad_norm, bool(bad), flags, work)
+        return Numbers(*self._known, loss, grad_norm, bool(bad), flags, work, self._spent)
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    stop: StopRequests,
+) -> tuple[float, int]:
+    """Mean loss over the held-out tokens of all ranks, and how many they are; when a request to
+    leave comes in between, of those until then."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    for inputs, targets in batches:
+        targets = targets.to(device)
+        loss = model(inputs.to(device), targets)
+        leave = loss.new_tensor(stop.wants_to_leave())
+        sums = torch.stack((loss, (targets != IGNORE).sum(), leave)).double()
+        dist.all_reduce(sums)
+        totals += sums.cpu()
+        if totals[2] > 0:
+            break
+    return (totals[0] / totals[1]).item(), int(totals[1].item())

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -295,17 +296,35 @@ def test_all_problems_together(good: list[str], tmp_path: Path) -> None:
 
 
 def test_two_tasks_speak_once(good: list[str], tmp_path: Path) -> None:
-    """One message of all tasks of a host; what says it is told, although the other leaves first."""
+    """Rank 0 tells it while the others wait to be ended, as srun does; one that is not ended has a
+    problem of its own and tells it."""
     env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1"}
-    for words, part in ((["--train.max_step=5"], "did you"), (["--distributed.dp_shard=3"], "= 3")):
-        processes = [
-            start_train(*good, *words, **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
-            for rank in (0, 1)
-        ]
-        said = [process.communicate(timeout=60)[1] for process in processes]
-        assert [process.returncode for process in processes] == [2, 2]
-        assert part in said[0] and said[0].count("\n") == 2 and said[1] == ""
+    words = [*good, "--distributed.dp_shard=3"]
+    for terminated in (True, False):
+        other, first = (
+            start_train(*words, **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+            for rank in (1, 0)
+        )
+        said = first.communicate(timeout=60)[1]
+        assert first.returncode == 2 and "= 3" in said and said.count("\n") == 2
+        if terminated:
+            wait_until_it_waits(other.pid)
+            other.terminate()
+        said = other.communicate(timeout=60)[1]
+        assert (other.returncode, "= 3" in said) == ((-15, False) if terminated else (2, True))
     assert list(tmp_path.iterdir()) == []
+
+
+def wait_until_it_waits(pid: int) -> None:
+    """Until SIGTERM has its default action in that process again: others of ours are caught."""
+    for _ in range(600):
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        usr1, term = (1 << (number - 1) for number in (10, 15))
+        mask = int(caught[1], 16) if caught else 0
+        if mask & usr1 and not mask & term:
+            return
+        time.sleep(0.1)
+    pytest.fail("the second rank does not wait")
 
 
 def test_torchrun(good: list[str], tmp_path: Path) -> None:

@@ -221,19 +221,22 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert (run_dir / "checkpoints/step_00000008/manifest.json").is_file()
 
 
-@pytest.mark.skip(reason="the run stands still when it goes back: not mended yet")
-def test_a_batch_that_is_not_finite_changes_nothing(train: Train, tmp_path: Path) -> None:
-    """A learning rate that throws the weights to infinity: every update after it is skipped, then
-    it fails."""
-    failed = train(
-        tmp_path / "run",
-        "--optimizer.lr=1e30",
-        "--train.max_steps=50",
-        "--resilience.max_skipped=3",
-        "--checkpoint.interval=1",
-        code=1,
-    )
-    assert status(tmp_path / "run")["state"] == "failed"
-    assert "3 steps in a row were not finite" in failed.stdout
-    records = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["skipped"] >= 3 and records[-1]["loss"] is None
+def test_weights_that_are_spoilt(train: Train, tmp_path: Path) -> None:
+    """A learning rate that throws the weights to infinity: every update after it is skipped; the
+    run goes back once, leaves those samples out, and fails at the second time. While steps are
+    skipped nothing is saved: it would push out the checkpoints from before."""
+    run_dir = tmp_path / "run"
+    words = ("--optimizer.lr=1e30", "--train.max_steps=50", "--resilience.max_skipped=3")
+    keep = ("--checkpoint.interval=1", "--checkpoint.keep_last_n=9")
+    failed = train(run_dir, *words, *keep, code=1)
+    assert status(run_dir)["state"] == "failed"
+    back = "3 steps in a row were not finite (resilience.max_skipped): back to step 2, without the "
+    assert failed.stdout.count(back + "samples 8 to 39") == 1
+    assert "again after going back once" in failed.stdout
+    records = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["skipped"] >= 6 and records[-1]["loss"] is None
+    names = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+    assert names == ["step_00000001", "step_00000002", "step_00000003"]
+    failed = train(tmp_path / "other", *words, code=1)
+    assert "no checkpoint to go back to" in failed.stdout
+    assert status(tmp_path / "other")["state"] == "failed"

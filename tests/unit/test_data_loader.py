@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from kempner.config import ConfigError
 from kempner.data.dataset import TokenDataset
 from kempner.data.loader import (
-    IGNORED,
     TrainLoader,
     reading_speed,
     sample_numbers,
     val_batches,
 )
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
+from kempner.loss import IGNORE
 
 SEQ_LEN = 3
 SAMPLES = 53  # a prime: epochs end inside batches
@@ -215,8 +215,8 @@ def test_validation_counts_the_same_samples_once_for_any_world_size(
         real = []
         for inputs, targets in (batch for batches in ranks for batch in batches):
             assert inputs.shape == targets.shape == (micro, SEQ_LEN)
-            kept = (targets != IGNORED).all(dim=1)
-            assert torch.equal(kept, (targets != IGNORED).any(dim=1))
+            kept = (targets != IGNORE).all(dim=1)
+            assert torch.equal(kept, (targets != IGNORE).any(dim=1))
             assert inputs.min() >= 0
             real += samples([(inputs[kept], targets[kept])])
         assert len(real) == len(set(real)) == expected

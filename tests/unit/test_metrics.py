@@ -50,12 +50,14 @@ def test_the_clock_divides_the_time() -> None:
         with clock.part("data"):
             time.sleep(0.02)
     time.sleep(0.03)
-    lap = clock.lap()
-    assert lap["data"] >= 0.04 and lap["total"] >= lap["data"] + 0.03
+    spent = clock.spent()
+    assert spent["data"] >= 0.04 and spent["total"] >= spent["data"] + 0.03
+    assert 0.02 <= clock.last["data"] < spent["data"]
     with pytest.raises(ValueError), clock.part("checkpoint"):
         raise ValueError
-    after = clock.lap()
-    assert "data" not in after and "checkpoint" in after and after["total"] < lap["total"]
+    after = clock.spent()
+    assert after["data"] == spent["data"] and "checkpoint" in after
+    assert after["total"] > spent["total"] and "checkpoint" not in spent
 
 
 def test_a_torn_line_is_ended_and_swallows_nothing(tmp_path: Path) -> None:
@@ -87,8 +89,8 @@ class FakeRun:
     def progress(self, step: int) -> None: ...
 
 
-def numbers(step: int, loss: float = 2.0, bad: bool = False) -> Numbers:
-    return Numbers(step, 1e-3, 32 * step, 4 * step, loss, 0.5, bad, [0.0] * 3, [0.1, 0.1])
+def numbers(step: int, spent: dict[str, float], loss: float = 2.0, bad: bool = False) -> Numbers:
+    return Numbers(step, 1e-3, 32 * step, 4 * step, loss, 0.5, bad, [0.0] * 3, [0.1, 0.1], spent)
 
 
 LOADER: Any = SimpleNamespace(
@@ -112,7 +114,7 @@ def record(run: FakeRun, clock: SimpleNamespace, **faults: Any) -> list[dict[str
         with made.clock.part("data"):
             clock.value += 0.5
         clock.value += 1.5
-        made.step(numbers(step, **faults.get(f"step{step}", {})), LOADER)
+        made.step(numbers(step, made.clock.spent(), **faults.get(f"step{step}", {})), LOADER)
     path = run.dir / "metrics.jsonl"
     return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 

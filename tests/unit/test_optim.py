@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner import launch
+from kempner.metrics import Clock
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer, local_norm_sq
@@ -127,7 +128,7 @@ def test_update_is_that_of_the_mean_clipped_then_adamw(clip: float) -> None:
         norm = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
         reference.step()
         reference.zero_grad()
-        numbers = Later({"step": 1, "tokens": 2, "samples": 3}, 0.1, result).read()
+        numbers = Later({"step": 1, "tokens": 2, "samples": 3}, 0.1, result, Clock()).read()
         assert (numbers.loss, numbers.grad_norm) == pytest.approx((loss.item(), norm.item()))
         assert not numbers.bad and numbers.flags == FLAGS and numbers.work == [0.5]
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

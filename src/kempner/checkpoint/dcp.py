@@ -257,7 +257,6 @@ class Checkpointer:
         which must not begin from nothing because the first one has set them aside.
         """
         self.wait()  # a run that goes back: what is in flight is the newest, and no leftover
-        self.wait()  # a save in flight uses the same group
         tried = []
         if self.rank == 0 and (left := commit.clean(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(left)}")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kempner.data.dataset import TokenDataset
 from kempner.data.permute import Int64, epoch_seed, permute
+from kempner.loss import IGNORE
 
-IGNORED = -100  # the label that the loss leaves out
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
 
 MicroBatch = tuple[Tensor, Tensor]  # inputs [B, T], targets [B, T]; int64
@@ -179,7 +179,7 @@ def val_batches(
         inputs, targets = _tensors(dataset.read(numbers), pin=False)
         if missing := micro - len(numbers):
             inputs = torch.cat([inputs, inputs.new_zeros(missing, dataset.seq_len)])
-            targets = torch.cat([targets, targets.new_full((missing, dataset.seq_len), IGNORED)])
+            targets = torch.cat([targets, targets.new_full((missing, dataset.seq_len), IGNORE)])
         yield (inputs.pin_memory(), targets.pin_memory()) if pin else (inputs, targets)
 
 

@@ -35,3 +35,8 @@ def local_norm_sq(parameters: Iterable[nn.Parameter]) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     return torch.stack(torch._foreach_norm(local)).square().sum()
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
