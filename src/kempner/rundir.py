@@ -40,6 +40,7 @@ class Run:
         self.dir = Path(cfg.run.dir)
         self.step = 0
         self._bar: Any = None
+        self._stepped = False
         self._lock: RunLock | None = None
         opened: list[Any] = [None, []]  # the attempt's number, or what is wrong
         if place.rank == 0:
@@ -65,7 +66,13 @@ class Run:
             forget_rendezvous(self.dir)
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
             copy_tokenizer(self.cfg.data.dataset_path, self.dir)  # generate.py needs the run alone
-            self.event("start", nodes=nodes, world_size=self.place.world_size)
+            self.event(
+                "start",
+                nodes=nodes,
+                world_size=self.place.world_size,
+                process_began=process_began(),
+                batch_began=float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None,
+            )
             self.status("running", "")
         source = f"continues after step {step}" if step else "starts"
         self.say(
@@ -93,6 +100,10 @@ class Run:
                 print(text, flush=True)
 
     def progress(self, step: int) -> None:
+        """The numbers of a step have arrived."""
+        if self.place.rank == 0 and not self._stepped:
+            self.event("first_step", step=step)  # the start-up ends here
+            self._stepped = True
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
@@ -213,6 +224,16 @@ class Run:
         else:
             os.dup2(self._log.fileno(), 1)
             os.dup2(self._log.fileno(), 2)
+
+
+def process_began() -> float | None:
+    """Unix time when this process was started, to some 10 ms; None where /proc does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return round(time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK"), 3)
 
 
 def count_attempts(run_dir: Path) -> int:

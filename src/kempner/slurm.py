@@ -6,6 +6,7 @@ the answer is None, and nothing depends on it.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -54,6 +55,26 @@ def seconds_to_live(job: str) -> float | None:
     if fields.get("JobState") != "RUNNING" or end is None:
         return kill_wait()
     return end - time.time() + kill_wait()
+
+
+def short_window(save: float) -> str | None:
+    """A warning, when the time between the warning signal and the end of the job
+    (KEMPNER_SIGNAL_LEAD, from the batch script) is under twice the `save` seconds of a checkpoint.
+
+    The size that it names is twice the save and 30 s, for the step on the way and the exit.
+    """
+    try:
+        lead = float(os.environ.get("KEMPNER_SIGNAL_LEAD", ""))
+    except ValueError:  # unset: not a batch job, or the user's own script
+        return None
+    if lead >= 2 * save:
+        return None
+    enough = 30 * math.ceil((2 * save + 30) / 30)
+    return (
+        f"WARNING: a checkpoint takes {save:.1f} s, and the signal comes only {lead:.0f} s before "
+        f"the end of the job: submit with --signal=B:SIGTERM@{enough}, or change that line in the "
+        "header of the script"
+    )
 
 
 def is_running(job: str) -> bool | None:

@@ -33,6 +33,7 @@ from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.writer import Image, file_of, geometry_of, make_plan, write_file
 from kempner.config import ConfigError
 from kempner.parallel.build import parameter_names
+from kempner.slurm import short_window
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -112,6 +113,7 @@ class Checkpointer:
         self._metadata = b""
         self.saved_step = -1  # newest step that is durable
         self.failed_saves = 0  # in a row
+        self._warned_of = 0.0  # seconds of a save that the signal window is too short for
         self.seconds: float | None = None  # that the newest save took until it was durable
         self._pending: tuple[int, float, futures.Future[float]] | None = None
 
@@ -146,6 +148,9 @@ class Checkpointer:
             self.saved_step, self.failed_saves = step, 0
             self.seconds = future.result() - began
             self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
+            if self.seconds > 1.2 * self._warned_of and (warning := short_window(self.seconds)):
+                self._warned_of = self.seconds
+                self.log(warning)
         else:
             self.failed_saves += 1
             self.log(
