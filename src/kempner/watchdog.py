@@ -81,9 +81,16 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
+        awake = time.monotonic()
         while not self._off.wait(min(1.0, self._limit / 10)):
             # In C, for an interpreter that is locked: this loop would not run then.
             faulthandler.dump_traceback_later(self._limit + 30, exit=True, file=self._log)
+            before, awake = awake, time.monotonic()
+            if awake - before > self._limit / 2:
+                # It is this process that was away (SIGSTOP, a suspended job): nobody else is to
+                # blame, and all may go on.
+                print(f"watchdog: stopped for {awake - before:.0f} s", file=self._log)
+                self._beat = awake
             if time.monotonic() - self._beat > self._limit:
                 self._end()
 

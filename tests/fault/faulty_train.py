@@ -1,14 +1,14 @@
-"""scripts/train.py with faults put in, for the tests alone: started in its place (KEMPNER_TRAIN, or
-by torchrun).
+"""scripts/train.py with faults put in, for the tests alone: started in its place by KEMPNER_TRAIN.
 
-FAULTS holds one fault a line, each with a file `once=FILE` when it is to strike a single time in
-the life of a run:
+FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the life of a run, with
+`rank=R` on that rank alone:
 
-    kill at=MODULE:FUNCTION:before rank=0 nth=2    SIGKILL to itself at the nth call (also :after)
-    nan rank=1 from=64 to=96                       the loss of that rank's share of these samples is
-    NaN ignore from=64 to=96                           every label of these samples is ignored, on
-    all ranks slow rank=1 ms=30                              that rank's first block takes so much
-    longer
+    kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after)
+    hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
+    fail at=MODULE:FUNCTION:before          that call raises OSError
+    nan from=64 to=96                       the loss of these samples is NaN
+    ignore from=64 to=96                    every label of these samples is ignored
+    slow ms=30                              every step waits so long for its data
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def strikes(fault: dict[str, str]) -> bool:
     return True
 
 
-def kill(fault: dict[str, str]) -> None:
+def at_call(fault: dict[str, str], act: Callable[[], None]) -> None:
+    """Act before or after the nth call of a function."""
     module_name, function, when = fault["at"].split(":")
     owner: Any = importlib.import_module(module_name)
     *classes, name = function.split(".")
@@ -49,17 +51,32 @@ def kill(fault: dict[str, str]) -> None:
     real, calls = getattr(owner, name), []
 
     @functools.wraps(real)
-    def deadly(*args: Any, **kwargs: Any) -> Any:
+    def faulty(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         due = len(calls) == int(fault.get("nth", "1"))
         if due and when == "before" and strikes(fault):
-            os.kill(os.getpid(), signal.SIGKILL)
+            act()
         result = real(*args, **kwargs)
         if due and when == "after" and strikes(fault):
-            os.kill(os.getpid(), signal.SIGKILL)
+            act()
         return result
 
-    setattr(owner, name, deadly)
+    setattr(owner, name, faulty)
+
+
+def kill(fault: dict[str, str]) -> None:
+    at_call(fault, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def hold(fault: dict[str, str]) -> None:
+    at_call(fault, lambda: time.sleep(float(fault["s"])))
+
+
+def fail(fault: dict[str, str]) -> None:
+    def broken() -> None:
+        raise OSError("the test has broken this call")
+
+    at_call(fault, broken)
 
 
 def change_labels(fault: dict[str, str], label: int) -> None:
@@ -91,16 +108,16 @@ def nan(fault: dict[str, str]) -> None:
 
 
 def slow(fault: dict[str, str]) -> None:
-    from kempner.model import decoder
+    from kempner.data import loader
 
-    real = decoder.FeedForward.forward
+    real = loader.TrainLoader.__next__
 
-    def forward(self: Any, x: Any) -> Any:
+    def following(self: Any) -> Any:
         if strikes(fault):
             time.sleep(float(fault["ms"]) / 1000)
-        return real(self, x)
+        return real(self)
 
-    decoder.FeedForward.forward = forward  # type: ignore[method-assign]
+    loader.TrainLoader.__next__ = following  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -111,7 +128,7 @@ def main() -> None:
             if kind == "ignore":
                 change_labels(fault, -100)
             else:
-                {"kill": kill, "nan": nan, "slow": slow}[kind](fault)
+                {"kill": kill, "hold": hold, "fail": fail, "nan": nan, "slow": slow}[kind](fault)
     sys.argv[0] = str(TRAIN)
     runpy.run_path(str(TRAIN), run_name="__main__")
 

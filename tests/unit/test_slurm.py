@@ -9,7 +9,13 @@ from kempner.slurm import short_window
 
 @pytest.mark.parametrize(
     ("lead", "save", "enough"),
-    [("60", 30.0, None), ("60", 30.1, 120), ("10", 5.1, 60), ("120", 300.0, 630), ("", 900.0, None)],
+    [
+        ("60", 30.0, None),
+        ("60", 30.1, 120),
+        ("10", 5.1, 60),
+        ("120", 300.0, 630),
+        ("", 900.0, None),
+    ],
 )
 def test_the_window_should_hold_two_saves(
     monkeypatch: pytest.MonkeyPatch, lead: str, save: float, enough: int | None

@@ -1,0 +1,88 @@
+"""What is lost without a warning: ranks, hosts, the network, whoever hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.fault.broken_run import BrokenRun, until
+
+Submit = Callable[..., BrokenRun]
+# Steps are saved every 10; those since then are done again, and what was in flight with them.
+LOST = 12
+
+
+def strike(run: BrokenRun, *ranks: int, number: signal.Signals = signal.SIGKILL) -> None:
+    found = [pid for rank in ranks for pid in run.pids(rank)]
+    assert found
+    for pid in found:
+        os.kill(pid, number)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_kill_of_one_rank(broken_run: Submit, rank: int) -> None:
+    run = broken_run()
+    run.wait_for_step(13)
+    strike(run, rank)
+    assert run.wait() == 0
+    run.assert_complete(attempts=2, recomputed=LOST)
+    assert run.decisions() == ["requeue", "end"]
+
+
+@pytest.mark.soak
+def test_kill_of_all_ranks_of_a_host(broken_run: Submit) -> None:
+    run = broken_run(tasks=2)
+    run.wait_for_step(13)
+    strike(run, 2, 3)
+    assert run.wait() == 0
+    run.assert_complete(attempts=2, recomputed=LOST)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("host", ["node2", "node1"], ids=["worker", "batch"])
+def test_crash_of_a_host(broken_run: Submit, host: str) -> None:
+    """Slurm notices, requeues, and waits for a host that is up."""
+    run = broken_run()
+    run.wait_for_step(13)
+    assert run.cluster.field(run.job, "BatchHost") == "node1"
+    try:
+        run.cluster.testbed("crash", host)
+        until(lambda: run.cluster.state(run.job) in ("PENDING", "COMPLETING"), 120)
+    finally:
+        run.cluster.testbed("revive", host)
+    assert run.wait(300) == 0
+    run.assert_complete(attempts=2, recomputed=LOST)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_a_frozen_rank(broken_run: Submit, rank: int) -> None:
+    """It is named, and the run goes on without a hand."""
+    run = broken_run("--resilience.hang_timeout=6")
+    run.wait_for_step(13)
+    strike(run, rank, number=signal.SIGSTOP)
+    assert run.wait() == 0
+    run.assert_complete(attempts=2, recomputed=LOST)
+    (hang,) = [event for event in run.events("fault") if event["kind"] == "hang"]
+    assert hang["ranks"] == [rank] and hang["hosts"] == [f"node{rank + 1}"]
+    other = run.dir / f"logs/attempt-0/rank-{1 - rank}.log"
+    text = other.read_text()
+    assert f"rank {rank} does not answer" in text and "Current thread" in text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("again", [True, False], ids=["comes-back", "stays-away"])
+def test_unplugged_network(broken_run: Submit, again: bool) -> None:
+    run = broken_run("--resilience.hang_timeout=6")
+    run.wait_for_step(13)
+    try:
+        run.cluster.testbed("cut", "node2")
+        if again:
+            until(lambda: run.decisions() == ["requeue"], 60)
+            run.cluster.testbed("join", "node2")
+        assert run.wait(300) == 0  # without it: the management network will do
+    finally:
+        run.cluster.testbed("join", "node2")
+    run.assert_complete(attempts=2, recomputed=LOST)
