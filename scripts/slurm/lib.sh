@@ -15,6 +15,8 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
 
 kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
     KP_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+    printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
+    export KEMPNER_BATCH_BEGAN
     KP_CHILD='' KP_PENDING='' KP_SIGNAL='' KP_DECIDED='' KP_BESIDE=${KP_BESIDE:-}
     # "|| true": a command that fails in there must not end this shell, as errexit would have it
     trap 'kp_on_signal TERM || true' TERM USR1 HUP
@@ -215,10 +217,20 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
     if kp_is_batch; then # this is the first node
         bash "$KP_ROOT/scripts/slurm/task.sh"
         KEMPNER_SAID=$(uname -n)
-        export KEMPNER_SAID
+        KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
+        export KEMPNER_SAID KEMPNER_SIGNAL_LEAD
         kp_keep_log
     fi
     kp_log "run directory $KP_RUN_DIR"
+}
+
+kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SIGNAL or the header: Slurm does not say
+    local line given='' pattern='@([0-9]+)'
+    while read -r line; do
+        [[ $line != '#SBATCH --signal='* ]] || given=$line
+    done <"$1"
+    given=${SBATCH_SIGNAL:-$given}
+    [[ ! $given =~ $pattern ]] || echo "${BASH_REMATCH[1]}"
 }
 
 kp_keep_log() { # makes the batch log appear in the run directory too, as logs/batch-JOB.log
@@ -252,10 +264,11 @@ kp_srun() { # <command>...: starts it, one task per GPU, on all nodes of the job
         --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300 --mpi=none
         --export=ALL # sbatch --export=NONE would reach the tasks too
     )
-    ((KP_GPUS == 0)) || flags+=(--gpus-per-node="$KP_GPUS" --gpu-bind=none)
+    # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and another job's GPUs on a shared node be taken.
+    ((KP_GPUS == 0)) || flags+=(--gpus-per-node="$KP_GPUS")
     [[ -z $KP_BESIDE ]] || flags+=(--jobid="$SLURM_JOB_ID" --overlap)
     export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
-    unset "${!SLURM_GPUS@}" "${!SLURM_NTASKS@}" # the request in other words; the flags above say it all
+    unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" # the request in other words; the flags above say it all
     kp_start srun "${flags[@]}" "$@"
 }
 
@@ -356,6 +369,7 @@ kp_record() { # <requeue or end> <why>: the one line that says what was decided,
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
     local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state
+    trap '' TERM INT HUP USR1 USR2 # a requeue signals this shell, and its subshells would die of it
     kp_verdict
     KP_STEP=$(kp_committed_step)
     KP_STALLED=$(kp_stalled "$KP_STEP")

@@ -81,6 +81,7 @@ choose() { # sets INTERFACE (empty: none will do) and WHY
     done < <(find_ports Ethernet)
     INTERFACE=$(route_to_peer)
     WHY="no fast network is up; this one leads to the other nodes"
+    [[ -n $INTERFACE ]] || WHY="no fast network is up, and no route to another node is known (KEMPNER_PEERS)"
     if has_efa; then
         WHY="EFA is here; sockets take the route to the other nodes"
         return

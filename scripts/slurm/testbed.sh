@@ -88,7 +88,7 @@ write_files() { # <nodes> <gpus per node>
     write_slurm_conf "$nodes" "$gpus" >"$SLURM_CONF"
     : >"$STATE/gres.conf"
     for ((k = 0; k < gpus; k++)); do
-        : >"$STATE/dev/gpu$k" # slurmd counts a GPU by its file, any file
+        mknod "$STATE/dev/gpu$k" c 1 3 # /dev/null once more: slurmd counts a GPU by its device file
         echo "NodeName=node[1-$nodes] Name=gpu File=$STATE/dev/gpu$k" >>"$STATE/gres.conf"
     done
     {
@@ -179,12 +179,17 @@ list_nodes() {
 
 # --- commands ----------------------------------------------------------------------------------------------------
 
-check_machine() {
-    local command missing=()
-    [[ $EUID == 0 ]] || die "needs root, to make network namespaces: sudo $SELF $*"
+missing_commands() {
+    local command
     for command in slurmctld slurmd munged sinfo ip nsenter unshare setsid; do
-        command -v "$command" >/dev/null || missing+=("$command")
+        command -v "$command" >/dev/null || echo "$command"
     done
+}
+
+check_machine() {
+    local missing
+    [[ $EUID == 0 ]] || die "needs root, to make network namespaces: sudo $SELF $*"
+    mapfile -t missing < <(missing_commands)
     ((${#missing[@]} == 0)) || die "not installed: ${missing[*]}; run: $SELF install"
     unshare --net --mount --pid --fork true 2>/dev/null ||
         die "namespaces are not allowed here (a container?): run it in a VM, or start the container with --privileged"
@@ -212,6 +217,7 @@ up() { # [nodes] [gpus per node]
     [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER"
     trap - EXIT
     echo "testbed: cluster $ID is up: $nodes host(s), $gpus GPU(s) each; down again: KEMPNER_TESTBED=$ID $SELF down" >&2
+    [[ ! -t 1 ]] || echo "testbed: type this line in your shell, and sinfo, sbatch and the others speak to it:" >&2
     echo "export SLURM_CONF=$SLURM_CONF"
 }
 
@@ -253,17 +259,18 @@ down() {
 
 on_host() { # <host> <command>...
     need_node "$1"
-    nsenter --target "$(first_process "$(<"$STATE/pid/$1")")" --net --uts --mount --pid -- "${@:2}"
+    nsenter --target "$(first_process "$(<"$STATE/pid/$1")")" --net --uts --mount --pid -- env -C "$PWD" "${@:2}"
 }
 
 status() {
     [[ -e $SLURM_CONF ]] || die "cluster $ID is not up"
     echo "export SLURM_CONF=$SLURM_CONF"
-    sinfo -N -o '%N %T %G %E'
+    sinfo -N -p gpu -o '%N %T %G %E'
     squeue
 }
 
 install() {
+    [[ -n $(missing_commands) ]] || return 0
     [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
     command -v apt-get >/dev/null || die "no apt-get here: install slurmctld, slurmd, the Slurm clients, munge and iproute2 by hand"
     export DEBIAN_FRONTEND=noninteractive

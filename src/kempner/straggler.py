@@ -62,7 +62,8 @@ def _seconds(began: Any, ended: Any) -> float:
 
 
 class Stragglers:
-    """Compares the ranks over windows of steps and says who becomes slow, and who is so no more."""
+    """Compares the ranks over windows of steps and says who is slow, ever less often, and who is
+    so no more."""
 
     def __init__(self, hosts: list[str], say: Callable[[str], None]) -> None:
         self._hosts, self._say = hosts, say
@@ -80,6 +81,9 @@ class Stragglers:
         for rank, seconds in enumerate(ranks):
             if seconds > SLOW * typical:
                 self.since.setdefault(rank, step - WINDOW + 1)
+                windows = (step - self.since[rank] + 1) // WINDOW
+                if windows & (windows - 1):
+                    continue  # not a power of two
                 self._say(
                     f"straggler: rank {rank} on {self._hosts[rank]} is {seconds / typical:.1f} "
                     f"times slower than the median rank since step {self.since[rank]} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=20,
+        start_new_session=True,
     )
 
 
@@ -144,7 +146,6 @@ SRUN = """--job-name=kempner-7.0.1
 --mpi=none
 --export=ALL
 --gpus-per-node=4
---gpu-bind=none
 task.sh
 train.py
 a b
@@ -158,9 +159,10 @@ def srun(**env: str) -> str:
         kp_start() { [[ $1 == srun ]]; printf '%s\\n' "${@:2}"; }
         KP_STEP_NAME=kempner-7.0.1 KP_NODES=2 KP_TASKS=4 KP_CPUS=16 SLURM_JOB_ID=7
         kp_srun task.sh train.py 'a b' '$HOME' '*'
-        echo "${SLURM_GPUS_PER_TASK:-} ${SLURM_NTASKS:-} $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" >&2
+        echo "${!SLURM_GPU@} ${SLURM_NTASKS:-} $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" >&2
     """
-    done = bash(script, SLURM_GPUS_PER_TASK="1", SLURM_NTASKS="3", **env)
+    given = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1", "SLURM_NTASKS": "3"}
+    done = bash(script, **given, **env)
     assert done.returncode == 0
     assert done.stderr.split() == ["16", env.get("OMP_NUM_THREADS", "16")]
     return done.stdout
@@ -169,9 +171,9 @@ def srun(**env: str) -> str:
 def test_srun_command() -> None:
     """Whole, so that no flag comes or goes unseen."""
     assert srun(KP_GPUS="4", KP_BESIDE="") == SRUN
-    cpu = SRUN.replace("--gpus-per-node=4\n--gpu-bind=none\n", "")
+    cpu = SRUN.replace("--gpus-per-node=4\n", "")
     assert srun(KP_GPUS="0", KP_BESIDE="", OMP_NUM_THREADS="3") == cpu
-    beside = SRUN.replace("none\ntask.sh", "none\n--jobid=7\n--overlap\ntask.sh")
+    beside = SRUN.replace("node=4\ntask.sh", "node=4\n--jobid=7\n--overlap\ntask.sh")
     assert srun(KP_GPUS="4", KP_BESIDE="1") == beside
 
 
@@ -180,6 +182,14 @@ def test_the_task_of_an_array_is_named() -> None:
     assert bash(script, SLURM_JOB_ID="9").stdout == "9\n"
     array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
     assert bash(script, SLURM_JOB_ID="9", **array).stdout == "9_0\n"
+
+
+def test_the_time_between_warning_and_end() -> None:
+    for name in ("singlenode.sh", "multinode.sh"):
+        script = f'kp_signal_lead "{ROOT}/scripts/slurm/{name}"'
+        assert bash(script).stdout == "120\n"
+        assert bash(script, SBATCH_SIGNAL="TERM@300").stdout == "300\n"
+    assert bash("kp_signal_lead /dev/null").stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -199,6 +209,28 @@ def test_a_signal_does_not_hide_the_exit_code() -> None:
         echo $KP_CODE
     """
     assert bash(script).stdout == "7\n"
+
+
+def test_a_requeue_does_not_spoil_its_own_record(tmp_path: Path) -> None:
+    """Slurm signals the batch shell and all below it while the decision is written down."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/bash\n[[ $1 == requeue ]] || { echo "$TEXT"; exit; }\n'
+        "(for i in {1..200}; do kill -TERM -- -$GROUP; sleep 0.001; done) &>/dev/null &\n"
+    )
+    scontrol.chmod(0o755)
+    script = f"""
+        GROUP=$$ KP_BESIDE='' KP_STEP_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
+        export GROUP
+        trap 'true' TERM
+        for attempt in 1 2 3; do kp_decide "the step ended" >/dev/null; done
+    """
+    env = {"TEXT": job(""), "SLURM_JOB_ID": "7", "KEMPNER_ATTEMPT_ID": "7.0.1", "KP_CODE": "1"}
+    path = f"{tmp_path}:/usr/bin:/bin"
+    assert bash(script, **env, PATH=path, KEMPNER_MAX_CRASHES="9").returncode == 0
+    lines = map(json.loads, (tmp_path / "attempts.jsonl").read_text().splitlines())
+    made = [(line["decision"], line["job"], line["stalled"]) for line in lines]
+    assert made == [("requeue", "7", n) for n in (1, 2, 3)]
 
 
 def test_site_file(tmp_path: Path) -> None:

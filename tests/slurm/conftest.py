@@ -19,8 +19,6 @@ TESTBED = SCRIPTS / "testbed.sh"
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
-collect_ignore = ["test_requeue.py"]  # not proven with the present trainer yet
-
 
 class Cluster:
     """The commands of one test bed. Every path and argument goes through as it is, without a
@@ -46,7 +44,7 @@ class Cluster:
             env={**self.env, **(env or {})},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=400,
             **more,  # type: ignore[call-overload]
         )
 
@@ -82,7 +80,13 @@ class Cluster:
     def state(self, job: str) -> str:
         return self.field(job, "JobState")
 
-    def wait(self, job: str, timeout: float = 90) -> int:
+    def steps(self, job: str) -> int:
+        """How many times a host has started its part of a step of this job, by its own log."""
+        logs = Path(self.env["SLURM_CONF"]).parent.glob("log/node*.log")
+        pattern = rf"launch task StepId={job}\.\d+ request"
+        return sum(len(re.findall(pattern, log.read_text())) for log in logs)
+
+    def wait(self, job: str, timeout: float = 240) -> int:
         """Wait for the end of a job, through its requeues; returns its exit code (128 + n: signal
         n)."""
         end = time.monotonic() + timeout
@@ -99,7 +103,7 @@ class Cluster:
         code, number = map(int, self.field(job, "ExitCode").split(":"))
         return code or (128 + number if number else 0)
 
-    def wait_for(self, what: str, file: Path, timeout: float = 60) -> str:
+    def wait_for(self, what: str, file: Path, timeout: float = 180) -> str:
         """Wait until a file holds some text; returns all of it."""
         end = time.monotonic() + timeout
         while what not in (text := file.read_text() if file.exists() else ""):
@@ -116,6 +120,7 @@ class Cluster:
             ROOT / "configs/train/debug.toml",
             f"--data.dataset_path={self.data}",
             f"--run.dir={run_dir}",
+            "--distributed.device=cpu",  # the GPUs of the test bed are only counted
             "--train.seq_len=64",
             "--eval.interval=0",
             "--metrics.log_interval=1",

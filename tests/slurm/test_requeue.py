@@ -72,7 +72,7 @@ def test_the_time_limit_itself_requeues(cluster: Cluster, tmp_path: Path) -> Non
     job = submit(cluster, tmp_path, "wait,done", "--time=1", "--signal=B:USR2@1")
     cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
     cluster.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
-    assert cluster.wait(job, timeout=120) == 0
+    assert cluster.wait(job) == 0
     assert cluster.field(job, "Restarts") == "1"
 
 
