@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import cluster
+
+__all__ = ["cluster"]  # a fixture
+
 ROOT = Path(__file__).parent.parent
 TINY = [
     "configs/train/debug.toml",

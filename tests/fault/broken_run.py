@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.cluster import ENDED, Cluster
 from tests.conftest import losses, status
-from tests.slurm.conftest import ENDED, Cluster
 
 STEPS = 40
 FAULTY_TRAINER = Path(__file__).with_name("faulty_train.py")

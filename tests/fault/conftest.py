@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import Cluster
 from tests.conftest import losses
 from tests.fault.broken_run import STEPS, BrokenRun, words
-from tests.slurm.conftest import Cluster, cluster
-
-__all__ = ["cluster"]
 
 
 @pytest.fixture(scope="session")

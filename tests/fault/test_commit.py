@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kempner.checkpoint import commit
+from tests.cluster import Cluster
 from tests.conftest import status
 from tests.fault.broken_run import BrokenRun
 
@@ -47,13 +48,11 @@ def test_crash_in_a_save(broken_run: Submit, tmp_path: Path, point: str) -> None
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(cluster: Cluster) -> Iterator[Path]:
     """A disk that holds one checkpoint of the run, some 1.2 MB, and not two."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], check=True)
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    yield cluster.small_disk
+    subprocess.run(["mount", "-o", "remount,rw", cluster.small_disk], check=True)
+    shutil.rmtree(cluster.small_disk / "checkpoints", ignore_errors=True)
 
 
 def test_full_disk(broken_run: Submit, small_disk: Path) -> None:
@@ -115,14 +114,9 @@ def test_damaged_checkpoint(broken_run: Submit, damage: str) -> None:
 
 
 @pytest.mark.soak
-def test_read_only_directory(broken_run: Submit, tmp_path: Path) -> None:
+def test_read_only_directory(broken_run: Submit, small_disk: Path) -> None:
     """It is refused before a task starts."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", disk], check=True)
-    try:
-        run = broken_run(f"--checkpoint.dir={disk / 'checkpoints'}")
-        assert run.wait() == 2
-        assert "give another --checkpoint.dir" in run.log and "restart count" not in run.log
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    run = broken_run(f"--checkpoint.dir={small_disk / 'checkpoints'}")
+    assert run.wait() == 2
+    assert "give another --checkpoint.dir" in run.log and "restart count" not in run.log

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import SCRIPTS
 from tests.conftest import status
 from tests.fault.broken_run import STEPS, BrokenRun, until
-from tests.slurm.conftest import SCRIPTS
 
 Submit = Callable[..., BrokenRun]
 HOLD_SAVE = "hold at=kempner.checkpoint.dcp:write_file:before s=2 rank=1"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import tomli
-from conftest import FAKE_TRAINER, SCRIPTS, Cluster
+
+from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster
 
 HOSTILE = [
     "--a=[0.9, 0.95]",

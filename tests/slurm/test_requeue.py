@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import FAKE_TRAINER, Cluster
+
+from tests.cluster import FAKE_TRAINER, Cluster
 
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 

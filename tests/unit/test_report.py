@@ -33,11 +33,11 @@ def step_line(step: int, attempt: int = 0, loss: float | None = 2.0, **more: obj
         "tokens": step * 1000,
         "samples": step * 10,
         "tokens_per_s": 5000.0,
-        "step_time": 0.2,
-        "data_time": 0.02,
-        "compute_time": 0.16,
-        "checkpoint_time": 0.01,
-        "eval_time": 0.01,
+        "step_time": 1.0,
+        "data_time": 0.1,
+        "compute_time": 0.8,
+        "checkpoint_time": 0.05,
+        "eval_time": 0.05,
         "mfu": None,
         "memory_gib": 0.5,
         "skipped": 0,
@@ -45,8 +45,8 @@ def step_line(step: int, attempt: int = 0, loss: float | None = 2.0, **more: obj
     return json.dumps(line | more) + "\n"
 
 
-def event(kind: str, attempt: int, step: int, at: float, **more: object) -> str:
-    head = {"event": kind, "attempt": attempt, "time": BEGAN + at, "job": None, "step": step}
+def event(name: str, attempt: int, step: int, at: float, **more: object) -> str:
+    head = {"event": name, "attempt": attempt, "time": BEGAN + at, "job": None, "step": step}
     return json.dumps(head | more) + "\n"
 
 
@@ -65,13 +65,16 @@ def write_run(path: Path, metrics: str, attempts: str = "", **status: object) ->
 
 @pytest.fixture
 def resumed(tmp_path: Path) -> Path:
-    """Attempt 0 gets to step 40 and is killed, attempt 1 goes on from 20 and is done at 50."""
+    """Attempt 0 gets to step 40 and is killed, attempt 1 goes on from 20 and is done at 50. The
+    clock counts steps, but for 80 s between the two and 10 s at the end."""
     lines = [step_line(step, loss=9.0 - step / 10) for step in (10, 20, 30, 40)]
     lines += ['{"step": 41, "lo\n']  # torn by the kill
     lines += [json.dumps({"step": 30, "time": BEGAN, "attempt": 1, "val_loss": 3.25}) + "\n"]
     lines += [step_line(step, 1, loss=4.0 - step / 100) for step in (30, 40, 50)]
-    events = start(0, 0, 0) + start(1, 20, 100)
-    events += event("end", 1, 50, 160, state="done", reason="the last step is done")
+    more = {"attempt_id": "12.1", "job": "12", "restart": 1}
+    events = start(0, 0, 0, attempt_id="12.0", job="12") + start(1, 20, 120, **more)
+    events += event("first_step", 1, 21, 121, **more)
+    events += event("end", 1, 50, 160, state="done", reason="the last step is done", **more)
     return write_run(tmp_path / "resumed", "".join(lines), events, max_steps=50, attempt=1)
 
 
@@ -128,22 +131,63 @@ def test_the_table(resumed: Path) -> None:
     assert table["checkpoint"] == "5.0%"
     assert table["compute"] == "80.0%"
     assert table["wall time"] == "2 min 40 s"
-    assert table["between attempts"] == "1 min 0 s"  # from the last line, at 40 s, to the start
-    lost, last = done.stdout.split("end\n")[1].splitlines()[:2]
-    assert "0 to 40" in lost and "killed without a word" in lost
-    assert "20 to 50" in last and "done: the last step is done" in last
+    assert table["training"] == "43.1 s, 26.9%"  # 48 steps: the first ones belong to the start-up
+    assert table["lost"] == "18.0 s, 11.2%"  # of 20 steps
+    assert table["start-up"] == "1.9 s, 1.2%"
+    assert table["queue"] == "1 min 20 s, 50.0%"
+    assert table["shutdown"] == "10.0 s, 6.2%"
+    assert table["effective training time ratio"] == "26.9%"
+    assert table["steps recomputed"] == "20 or more"
+    lost, last = (re.split("  +", row) for row in done.stdout.split("end\n")[1].splitlines()[:2])
+    assert lost == [
+        "0", "12.0", "4", "n1,n2", "0 to 40", "20 or more", "0.9 s", "40.0 s",
+        "killed without a word",
+    ]  # fmt: skip
+    assert last == [
+        "1", "12.1", "4", "n1,n2", "20 to 50", "0", "1.0 s", "40.0 s",
+        "done: the last step is done",
+    ]  # fmt: skip
 
 
-def test_the_first_rank_that_crashed_has_the_cause(tmp_path: Path) -> None:
-    events = start(0, 0, 0)
-    events += event("end", 0, 12, 50, state="crashed", reason="rank 3: division by zero")
-    events += event("end", 0, 12, 51, state="crashed", reason="rank 0: connection closed")
-    events += event("end", 1, 0, 60, state="crashed", reason="rank 0: no such file")
-    path = write_run(tmp_path / "run", step_line(10), events, state="running")
+def test_a_run_of_one_attempt_has_a_short_report(tmp_path: Path) -> None:
+    events = start(0, 0, 0) + event("end", 0, 30, 35, state="done", reason="")
+    path = write_run(tmp_path / "run", "".join(map(step_line, (10, 20, 30))), events)
     done = report(path)
-    assert rows(done.stdout)["state"] == "crashed"
-    assert "division by zero" in done.stdout and "no such file" in done.stdout
-    assert "connection closed" not in done.stdout
+    assert len(done.stdout.splitlines()) == 27
+    assert rows(done.stdout)["effective training time ratio"] == "74.6%"  # 29 steps at 0.9 s of 35
+    assert "queue" not in done.stdout and "recomputed" not in done.stdout
+    assert "timeline" not in done.stdout and not (path / "timeline.png").exists()
+
+
+def decision(restart: int, step: int, at: float, **more: object) -> str:
+    head = {"event": "decision", "attempt_id": f"12.{restart}", "job": "12", "restart": restart}
+    return json.dumps(head | {"step": step, "time": BEGAN + at, "why": "so it is"} | more) + "\n"
+
+
+def test_how_each_attempt_ended_and_what_was_decided(tmp_path: Path) -> None:
+    events = start(0, 0, 0, attempt_id="12.0")
+    events += event("end", 0, 12, 20, state="interrupted", reason="asked", attempt_id="12.0")
+    events += decision(0, 12, 21, decision="requeue", excluded="")
+    events += start(1, 12, 50, attempt_id="12.1")
+    for lost_peer, reason in ((True, "connection closed"), (False, f"division {'by' * 50} zero")):
+        more = {"lost_peer": lost_peer, "reason": reason, "attempt_id": "12.1"}
+        events += event("fault", 1, 15, 60, kind="crash", **more)
+    events += decision(1, 12, 61, decision="requeue", excluded="n2")
+    events += decision(2, 12, 70, decision="requeue")  # it never wrote a word
+    more = {"kind": "hang", "reason": "no step for 120 s", "attempt_id": "12.3"}
+    events += start(3, 12, 80, attempt_id="12.3") + event("fault", 3, 14, 200, **more)
+    events += decision(3, 12, 201, decision="end", excluded="", why="3 attempts without progress")
+    done = report(write_run(tmp_path / "run", step_line(10), events, state="running", attempt=3))
+    assert done.returncode == 0, done.stderr
+    ends = [re.split("  +", row)[-1] for row in done.stdout.split("end\n")[1].splitlines()[:4]]
+    assert ends == [
+        "interrupted: asked; requeued",
+        "crashed: division ...; requeued without n2",  # the table stays readable
+        "died before it began; requeued",
+        "hung: no step for 120 s; not requeued: 3 attempts without progress",
+    ]
+    assert rows(done.stdout)["state"] == "hung"
+    assert rows(done.stdout)["steps recomputed"] == "5"  # 3 of the crash, 2 of the hang
 
 
 def test_a_run_that_still_goes(tmp_path: Path) -> None:
@@ -169,11 +213,43 @@ def test_the_picture_of_one_run_lies_in_it(resumed: Path) -> None:
     assert (resumed / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_timeline_lies_beside_it(resumed: Path, tmp_path: Path) -> None:
+    done = report(resumed)
+    assert f"timeline: {resumed / 'timeline.png'}" in done.stdout
+    assert (resumed / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    out = tmp_path / "curve.svg"
+    assert f"timeline: {tmp_path / 'curve-timeline.svg'}" in report(resumed, "--out", out).stdout
+    words = (tmp_path / "curve-timeline.svg").read_text()
+    for label in (
+        "training 26.9%", "lost 11.2%", "queue 50.0%", "done: 1", "killed: 1",
+        "seconds since the first start",
+        "0 killed without a word", "1 done: the last step is done",
+    ):  # fmt: skip
+        assert label in words, label
+
+
+def test_the_timeline_of_thirty_attempts(tmp_path: Path) -> None:
+    """Some of them at the same time; the reasons are in the table alone."""
+    events = ""
+    for k in range(30):
+        began = 100 * k if k < 15 else 1500 + k
+        events += start(k, 20, began) + event("end", k, 20, began + 1, state="failed", reason="bad")
+    path = write_run(tmp_path / "run", step_line(10), events)
+    words_in = tmp_path / "curve.svg"
+    done = report(path, "--out", words_in)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "curve-timeline.svg").read_text()
+    assert "<!-- 29 -->" in words and "see the table" in words and "bad" not in words
+    assert done.stdout.count("failed: bad") == 30
+
+
 def test_the_picture_of_several_runs(resumed: Path, tmp_path: Path) -> None:
     many = "".join(step_line(step, loss=9 / step) for step in range(1, 400))
     other = write_run(tmp_path / "other", many)
     out = tmp_path / "both.svg"  # it keeps the words as comments
-    assert report(resumed, other, "--out", out).returncode == 0
+    done = report(resumed, other, "--out", out)
+    assert done.returncode == 0 and "timeline" not in done.stdout
+    assert rows(done.stdout)["steps recomputed"].split() == ["20", "or", "more", "0", "or", "more"]
     words = out.read_text()
     for label in ("resumed", "other", "start of an attempt", "validation"):
         assert f"<!-- {label} -->" in words, label
@@ -196,12 +272,15 @@ def test_without_matplotlib_the_table_and_how_to_get_it(resumed: Path, tmp_path:
 def test_bad_input_all_at_once(resumed: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     fresh = write_run(tmp_path / "fresh", "", state="running")
-    done = report(tmp_path / "gone", resumed, tmp_path / "empty", fresh)
+    crash = event("fault", 0, 0, 1, kind="crash", reason="no such file")
+    crashed = write_run(tmp_path / "crashed", "", crash, state="running")
+    done = report(tmp_path / "gone", resumed, tmp_path / "empty", fresh, crashed)
     assert done.returncode == 2 and done.stdout == ""
-    gone, empty, early = done.stderr.splitlines()
+    gone, empty, early, loop = done.stderr.splitlines()
     assert "gone: no such directory" in gone
     assert "empty: not a run" in empty
-    assert "fresh: no step is recorded yet" in early
+    assert "fresh: no step is recorded yet" in early and "the last attempt" not in early
+    assert loop.endswith("the last attempt: crashed: no such file")
 
 
 @pytest.mark.parametrize(

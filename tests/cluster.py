@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts/slurm"
 TESTBED = SCRIPTS / "testbed.sh"
-FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
+FAKE_TRAINER = ROOT / "tests/slurm/fake_trainer.py"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -24,8 +24,9 @@ class Cluster:
     """The commands of one test bed. Every path and argument goes through as it is, without a
     shell."""
 
-    def __init__(self, number: int, slurm_conf: str, data: Path) -> None:
-        self.number, self.data = number, data
+    def __init__(self, number: int, slurm_conf: str, data: Path, small_disk: Path) -> None:
+        """`small_disk`: a disk of 2 MB that the hosts see too."""
+        self.number, self.data, self.small_disk = number, data, small_disk
         self.env = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
             "SLURM_CONF": slurm_conf,
@@ -139,6 +140,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if reason:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid())}
+    disk = tmp_path_factory.mktemp("small-disk")  # a host sees what was mounted before it booted
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], check=True)
     for attempt in range(5):  # a number may be taken by another cluster
         env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
         up = subprocess.run(
@@ -147,13 +150,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         if up.returncode == 0:
             break
     else:
+        subprocess.run(["umount", disk], check=True)
         pytest.fail(up.stderr)
     try:
         conf = up.stdout.split("SLURM_CONF=")[1].strip()
         data = make_data(tmp_path_factory.mktemp("data"))
-        yield Cluster(int(env["KEMPNER_TESTBED"]), conf, data)
+        yield Cluster(int(env["KEMPNER_TESTBED"]), conf, data, disk)
     finally:
         subprocess.run(["bash", TESTBED, "down"], env=env, check=True)
+        subprocess.run(["umount", disk], check=True)
 
 
 def make_data(folder: Path) -> Path:
