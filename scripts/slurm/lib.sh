@@ -17,7 +17,7 @@ kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads si
     KP_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
     export KEMPNER_BATCH_BEGAN
-    KP_CHILD='' KP_PENDING='' KP_SIGNAL='' KP_DECIDED='' KP_BESIDE=${KP_BESIDE:-}
+    KP_CHILD='' KP_PENDING='' KP_SIGNAL='' KP_DECIDED='' KP_SRUN_LOG='' KP_BESIDE=${KP_BESIDE:-}
     # "|| true": a command that fails in there must not end this shell, as errexit would have it
     trap 'kp_on_signal TERM || true' TERM USR1 HUP
     trap 'kp_on_signal INT || true' INT
@@ -269,7 +269,10 @@ kp_srun() { # <command>...: starts it, one task per GPU, on all nodes of the job
     [[ -z $KP_BESIDE ]] || flags+=(--jobid="$SLURM_JOB_ID" --overlap)
     export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
     unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" # the request in other words; the flags above say it all
-    kp_start srun "${flags[@]}" "$@"
+    KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
+    # What srun says of a task that dies is looked at afterwards. The signals that end a job must not end tee: srun
+    # would die of the broken pipe.
+    kp_start srun "${flags[@]}" "$@" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
 }
 
 kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this shell alone
@@ -364,11 +367,56 @@ kp_record() { # <requeue or end> <why>: the one line that says what was decided,
     kp_log "$1: $2"
     printf '{"event": "decision", "decision": "%s", "why": "%s", "job": "%s", "restart": %d, "attempt_id": "%s", ' \
         "$1" "$2" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$KEMPNER_ATTEMPT_ID" >>"$KP_RUN_DIR/attempts.jsonl"
-    printf '"step": %d, "stalled": %d, "time": %(%s)T}\n' "$KP_STEP" "$KP_STALLED" -1 >>"$KP_RUN_DIR/attempts.jsonl"
+    printf '"step": %d, "stalled": %d, "blamed": "%s", "excluded": "%s", "time": %(%s)T}\n' \
+        "$KP_STEP" "$KP_STALLED" "$KP_BLAMED" "$KP_EXCLUDED" -1 >>"$KP_RUN_DIR/attempts.jsonl"
+}
+
+kp_blame() { # after a crash or a hang: sets KP_BLAMED, its host, and KP_EXCLUDED, the same when it is to be left out
+    local host again='' most=${KEMPNER_EXCLUDE:-2} excluded node left=0
+    [[ $KP_STATE != interrupted ]] || return 0
+    { read -r host && read -r again; } < <(kp_shielded "$KP_PYTHON" -m kempner.blame \
+        "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG") || true
+    KP_BLAMED=${host:-}
+    [[ -n $again && $most != 0 ]] || return 0
+    excluded=$(grep -c "\"job\": \"$(kp_job_id)\".*\"excluded\": \"[^\"]" "$KP_RUN_DIR/attempts.jsonl") || true
+    if ((excluded >= most)); then
+        kp_log "$host: failed twice in a row, not excluded: $excluded nodes are already (KEMPNER_EXCLUDE=$most)"
+        return 0
+    fi
+    # Fewer nodes than the job needs, and it would wait for ever.
+    while read -r node; do
+        [[ " $host $(kp_excluded | xargs -r scontrol show hostnames | paste -sd' ') " == *" $node "* ]] || left=$((left + 1))
+    done < <(sinfo -h -N -p "$(kp_field Partition)" -o '%N %t' | awk '$2 !~ /down|drain|drng|fail|maint|unk/ { print $1 }' | sort -u)
+    if ((left < KP_NODES)); then
+        kp_log "$host: failed twice in a row, not excluded: the other nodes of the partition, $left, are too few"
+        return 0
+    fi
+    KP_EXCLUDED=$host
+}
+
+kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or nothing
+    local list
+    list=$(kp_field ExcNodeList)
+    [[ $list == '(null)' ]] || echo "$list"
+}
+
+kp_exclude() { # keeps the requeued job off KP_EXCLUDED: Slurm takes this only once the job is pending again
+    local tries list
+    list=$(kp_excluded)
+    for ((tries = 0; tries < 30; tries++)); do
+        if scontrol update JobId="$(kp_job_id)" ExcNodeList="${list:+$list,}$KP_EXCLUDED" 2>/dev/null; then
+            kp_log "$KP_EXCLUDED: failed twice in a row, excluded from the next starts of this job (KEMPNER_EXCLUDE=0: never)"
+            return 0
+        fi
+        sleep 0.1
+    done
+    kp_log "$KP_EXCLUDED: failed twice in a row, but scontrol did not take it out of the job"
+    KP_EXCLUDED=''
 }
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
     local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state
+    KP_BLAMED='' KP_EXCLUDED=''
     trap '' TERM INT HUP USR1 USR2 # a requeue signals this shell, and its subshells would die of it
     kp_verdict
     KP_STEP=$(kp_committed_step)
@@ -389,7 +437,8 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         kp_record end "$what; the job was submitted with --no-requeue"
     elif ((KP_STALLED >= most)); then
         kp_record end "$what; $KP_STALLED attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
-    elif kp_shielded scontrol requeue "$(kp_job_id)"; then
+    elif kp_blame && kp_shielded scontrol requeue "$(kp_job_id)"; then
+        [[ -z $KP_EXCLUDED ]] || kp_exclude
         kp_record requeue "$what"
     else
         kp_record end "$what; scontrol requeue was refused"

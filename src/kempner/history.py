@@ -37,7 +37,7 @@ class Attempt:
     first_step: int  # when it began
     ended: float  # its last sign of life
     last_step: int  # as far as the records tell
-    state: str  # how it ended: running, done, interrupted, stopped, failed, crashed, hung, lost
+    state: str  # how it ended: running, done, interrupted, stopped, failed, crashed, hung, killed
     reason: str
     decision: str  # of the batch script: requeue, end, or "" where there is none
     why: str
@@ -135,7 +135,7 @@ class History:
         state = str(self.status.get("state", "unknown"))
         last = self.attempts[-1].state if self.attempts else ""
         newer = last in ("crashed", "hung") and state != "failed"
-        return last if newer or (last, state) == ("lost", "running") else state
+        return last if newer or (last, state) == ("killed", "running") else state
 
 
 def load(path: Path) -> History:
@@ -210,7 +210,7 @@ def _attempts(events: list[Record], lines: list[Record], status: Record) -> list
         found.append(_attempt(number, group, of.get(number, []), resumed))
     return [
         replace(a, state="running")
-        if a.state == "lost"
+        if a.state == "killed"
         and not a.decision
         and (status.get("state"), status.get("attempt")) == ("running", a.number)
         else a
@@ -252,9 +252,13 @@ def _attempt(number: int, events: list[Record], lines: list[Record], resumed: li
         if _is_known(event, key)
     )
     first = start.get("step") or 0
-    ends = [*faults, decision] + ([{"step": step} for step in resumed] if not end else [])
-    reached = [record["step"] for record in (*lines[-1:], *ends) if _is_known(record, "step")]
-    kind = {"crash": "crashed", "hang": "hung"}.get(fault.get("kind", ""), "lost")
+    told = [*lines[-1:], *_kind(events, "first_step", "fault"), decision]
+    reached = [first, *resumed, *(record["step"] for record in told if _is_known(record, "step"))]
+    last = end["step"] if _is_known(end, "step") else max(reached)
+    reason = str((end or fault).get("reason", ""))
+    if not end and fault.get("lost_peer"):  # nobody else: it was killed, or its host is gone
+        reason = f"a rank died without a word, {reason.partition(': ')[0]} lost it"
+    kind = {"crash": "crashed", "hang": "hung"}.get(fault.get("kind", ""), "killed")
     return Attempt(
         number=number,
         job=events[0].get("job"),
@@ -266,9 +270,9 @@ def _attempt(number: int, events: list[Record], lines: list[Record], resumed: li
         stepped=stepped.get("time"),
         first_step=first,
         ended=max(record["time"] for record in (*events, *lines)),
-        last_step=end.get("step", max([first, *reached])) if start else first,
+        last_step=last if start else first,
         state=str(end.get("state", kind)),
-        reason=str((end or fault).get("reason", "")),
+        reason=reason,
         decision=str(decision.get("decision", "")),
         why=str(decision.get("why", "")),
         excluded=str(decision.get("excluded") or ""),
@@ -289,7 +293,7 @@ def _life(attempts: list[Attempt], lines: list[Record], newest: int | None) -> L
     """`newest`: step of the newest checkpoint, None where it is not known."""
     stretches = _all_stretches(attempts, lines)
     kept = math.inf
-    if attempts and attempts[-1].state in ("crashed", "hung", "lost", "failed"):
+    if attempts and attempts[-1].state in ("crashed", "hung", "killed", "failed"):
         newest = attempts[-1].committed if newest is None else newest
         kept = math.inf if newest is None else newest  # the rest would have to be done again
     for attempt, found in zip(reversed(attempts), reversed(stretches), strict=True):
@@ -314,15 +318,13 @@ def _life(attempts: list[Attempt], lines: list[Record], newest: int | None) -> L
         startups.append(at - opened if found else None)
         for stretch in found:
             seconds = max(0.0, stretch.ended - at)
-            saving = min(stretch.saving, seconds)
-            validation = min(stretch.validation, seconds - saving)
-            stepping = seconds - saving - validation
+            stepping = max(0.0, seconds - stretch.saving - stretch.validation)
             lost = stepping * stretch.lost / (stretch.last - stretch.first)
             end = at + seconds
-            until(min(end, at + stepping - lost), "training")
+            until(at + stepping - lost, "training")
             until(min(end, at + lost), "lost")
-            until(min(end, at + saving), "saving")
-            until(end if validation else at, "validation")
+            until(min(end, at + stretch.saving), "saving")
+            until(end if stretch.validation else at, "validation")
         until(attempt.ended, "shutdown")
     undone = [sum(stretch.lost for stretch in found) for found in stretches]
     return Life(phases, list(itertools.chain(*stretches)), startups, undone)
@@ -336,13 +338,22 @@ def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[St
     timed = {n: [line for line in of[n] if _is_known(line, "step_time")] for n in of}
     gaps = [b["step"] - a["step"] for n in of for a, b in itertools.pairwise(timed[n])]
     every = statistics.mode([gap for gap in gaps if gap > 0] or [1])  # metrics.log_interval
-    paces = [line["step_time"] for n in of for line in timed[n]]
+    paces = {n: [_pace(line) for line in timed[n]] for n in of}
+    # Not of the first lines, where others tell: a first step may compile.
+    everybody = [*itertools.chain(*(own[1:] for own in paces.values()))]
+    everybody = everybody or [*itertools.chain(*paces.values())] or [math.inf]
     found = []
     for i, attempt in enumerate(attempts):
-        own = [line["step_time"] for line in timed[attempt.number][1:]]  # a first step may compile
-        pace = statistics.median(own or paces or [math.inf])
+        pace = statistics.median(paces[attempt.number][1:] or everybody)
         found.append(_stretches(i, attempt, of[attempt.number], every, pace))
     return found
+
+
+def _pace(line: Record) -> float:
+    """Seconds of a step alone."""
+    others = sum(line.get(f"{part}_time", 0.0) for part in ("checkpoint", "eval"))
+    pace: float = line["step_time"] - others
+    return max(0.0, pace)
 
 
 def _stretches(
@@ -368,7 +379,7 @@ def _stretches(
         count = max(1, step - counted)
         clock += line["step_time"] * count
         when = max(at, min(line["time"], clock))
-        if step <= counted or step < reached:  # it went back by itself, after the step `reached`
+        if step <= counted:  # it went back by itself, after the step `reached`
             back = max((step - 1) // every * every, min(first, step - 1))
             undone = reached - done
             if undone > 0:

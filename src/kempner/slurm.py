@@ -72,8 +72,8 @@ def short_window(save: float) -> str | None:
     enough = 30 * math.ceil((2 * save + 30) / 30)
     return (
         f"WARNING: a checkpoint takes {save:.1f} s, and the signal comes only {lead:.0f} s before "
-        f"the end of the job: submit with --signal=B:SIGTERM@{enough}, or change that line in the "
-        "header of the script"
+        f"the end of the job: export SBATCH_SIGNAL=B:SIGTERM@{enough} before sbatch, or change the "
+        "line #SBATCH --signal of the script"
     )
 
 

@@ -86,3 +86,24 @@ def test_unplugged_network(broken_run: Submit, again: bool) -> None:
     finally:
         run.cluster.testbed("join", "node2")
     run.assert_complete(attempts=2, recomputed=LOST)
+
+
+@pytest.mark.parametrize("exclude", ["", pytest.param("0", marks=pytest.mark.soak)])
+def test_a_host_that_fails_twice_is_left_out(broken_run: Submit, exclude: str) -> None:
+    """Of two hosts, the job needs one: after two crashes on one it goes on on the other."""
+    run = broken_run(options=["--nodes=1"], KEMPNER_EXCLUDE=exclude, script="singlenode.sh")
+    first = ""
+    for step in (13, 23):
+        run.wait_for(rf"(?s)attempt {step // 23}, .*step +{step}/")
+        host = run.cluster.field(run.job, "NodeList")
+        first = first or host
+        assert host == first  # Slurm takes the first node that is free
+        strike(run, 0)
+        until(lambda n=step: len(run.decisions()) == (n + 7) // 20, 30)  # type: ignore[misc]
+    assert run.wait() == 0
+    run.assert_complete(attempts=3, recomputed=2 * LOST)
+    assert [event["blamed"] for event in run.events("decision")[:2]] == [first, first]
+    left_out = run.cluster.field(run.job, "ExcNodeList")
+    assert left_out == ("(null)" if exclude else first)
+    assert (run.cluster.field(run.job, "NodeList") == first) == bool(exclude)
+    assert (f"{first}: failed twice in a row, excluded" in run.log) != bool(exclude)

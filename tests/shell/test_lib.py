@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -158,11 +159,14 @@ def srun(**env: str) -> str:
     script = """
         kp_start() { [[ $1 == srun ]]; printf '%s\\n' "${@:2}"; }
         KP_STEP_NAME=kempner-7.0.1 KP_NODES=2 KP_TASKS=4 KP_CPUS=16 SLURM_JOB_ID=7
+        KEMPNER_ATTEMPT_ID=7.0.1
+        mkdir "$KP_RUN_DIR/logs"
         kp_srun task.sh train.py 'a b' '$HOME' '*'
         echo "${!SLURM_GPU@} ${SLURM_NTASKS:-} $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" >&2
     """
     given = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1", "SLURM_NTASKS": "3"}
-    done = bash(script, **given, **env)
+    with tempfile.TemporaryDirectory() as run_dir:
+        done = bash(script, **given, **env, KP_RUN_DIR=run_dir)
     assert done.returncode == 0
     assert done.stderr.split() == ["16", env.get("OMP_NUM_THREADS", "16")]
     return done.stdout
@@ -221,6 +225,7 @@ def test_a_requeue_does_not_spoil_its_own_record(tmp_path: Path) -> None:
     scontrol.chmod(0o755)
     script = f"""
         GROUP=$$ KP_BESIDE='' KP_STEP_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
+        KP_PYTHON=false KP_SRUN_LOG=none
         export GROUP
         trap 'true' TERM
         for attempt in 1 2 3; do kp_decide "the step ended" >/dev/null; done

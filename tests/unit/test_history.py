@@ -15,7 +15,8 @@ from kempner import history
 from kempner.history import PARTS, History
 
 BEGAN = 1_700_000_000.0
-PACE, SAVE, VALIDATE = 2.0, 0.5, 3.0  # seconds of a step, of the standing still of a save, ...
+PACE, FIRST = 2.0, 12.0  # seconds of a step, and of the first one
+SAVE, VALIDATE = 0.5, 3.0  # that the steps are held up
 EVERY = 10  # steps between lines
 ENDS = {  # of an attempt: its state, and whether it is told what it has done after its last line
     "done": ("done", True),
@@ -63,6 +64,7 @@ class MadeUp:
         startup: float = 7.0,
         shutdown: float = 5.0,
         save_every: int = 20,
+        pace: float = PACE,
         decision: str = "requeue",
         **fault: Any,
     ) -> None:
@@ -78,7 +80,7 @@ class MadeUp:
         )  # fmt: skip
         state, is_told = ENDS[end]
         known = last if is_told else max(last // EVERY * EVERY, last // save_every * save_every)
-        self._steps(first, last, known, save_every)
+        self._steps(first, last, known, save_every, pace)
         self.spend("shutdown", shutdown)
         if state in ("done", "interrupted", "stopped"):
             self.saved = last
@@ -88,7 +90,7 @@ class MadeUp:
                        reason=f"why {end}", **fault)  # fmt: skip
         self.decide(decision)
 
-    def _steps(self, first: int, last: int, known: int, save_every: int) -> None:
+    def _steps(self, first: int, last: int, known: int, save_every: int, pace: float) -> None:
         """A line has the means since the one before, and is written when the next step is done."""
         lap = dict.fromkeys(("step_time", "checkpoint_time", "eval_time"), 0.0)
         before, due = first, None
@@ -101,16 +103,16 @@ class MadeUp:
 
         for step in range(first + 1, last + 1):
             if step == first + 1:
-                spend("start-up", PACE, told=True)
+                spend("start-up", FIRST, told=True)
                 self.event("first_step", step)
                 self.done.append((self.number, step, 0.0))
             else:
-                self.now += PACE
-                lap["step_time"] += PACE
+                self.now += pace
+                lap["step_time"] += pace
                 if step <= known:
-                    self.done.append((self.number, step, PACE))
+                    self.done.append((self.number, step, pace))
                 else:
-                    self.parts["shutdown"] += PACE
+                    self.parts["shutdown"] += pace
             if due:
                 self.write("metrics", **due, time=self.now)
                 due = None
@@ -163,7 +165,7 @@ def test_six_attempts(made: MadeUp) -> None:
     made.attempt(0, 47, "interrupted")
     made.attempt(47, 95, "crash", queue=30)
     made.attempt(80, 118, "hang", queue=90, shutdown=125)
-    made.attempt(100, 133, "stopped", queue=60, decision="end")
+    made.attempt(100, 133, "stopped", queue=60, decision="end", pace=3.0)
     made.attempt(133, 177, "kill", queue=4000)
     made.attempt(160, 200, "done", queue=11, startup=31, decision="end")
     run = made.check()
@@ -174,7 +176,7 @@ def test_six_attempts(made: MadeUp) -> None:
     assert [a.decision for a in run.attempts] == [
         "requeue", "requeue", "requeue", "end", "requeue", "end",
     ]  # fmt: skip
-    assert run.life.startups == [9.0, 9.0, 9.0, 9.0, 9.0, 33.0]
+    assert run.life.startups == [19.0, 19.0, 19.0, 19.0, 19.0, 43.0]
     assert run.life.parts["queue"] == 30 + 90 + 60 + 4000 + 11
     assert run.life.parts["shutdown"] > 125
 
@@ -218,7 +220,7 @@ records = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(events=st.lists(records, max_size=14), lines=st.lists(records, max_size=20))
 def test_whatever_the_records_are_the_parts_are_the_wall_time(
     tmp_path_factory: pytest.TempPathFactory, events: list[Any], lines: list[Any]
@@ -233,7 +235,16 @@ def test_whatever_the_records_are_the_parts_are_the_wall_time(
     assert sum(life.parts.values()) == pytest.approx(life.wall, abs=1e-6)
     assert len(life.lost) == len(life.startups) == len(run.attempts)
     assert min(life.lost, default=0) >= 0
+    times = [time for a in run.attempts for time in (a.opened, a.ended)]
+    assert not life.phases or life.phases[-1].ended <= max(times)
     assert all(a.ended == b.began for a, b in zip(life.phases, life.phases[1:], strict=False))
+
+
+def test_an_attempt_without_a_line_has_the_pace_of_the_others(made: MadeUp) -> None:
+    """But not of their first lines, in which there is the first step."""
+    made.attempt(0, 20, "interrupted")
+    made.attempt(20, 25, "crash", shutdown=100, decision="end")
+    assert made.check().life.parts["lost"] == 4 * PACE  # without the first one, as everywhere
 
 
 def test_a_decision_belongs_to_its_attempt_not_to_the_first(made: MadeUp) -> None:

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "kempner"
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
     {"config_values", "config", "command_line", "launch", "slurm"},
-    {"mesh", "model", "data", "loss", "metrics", "history", "straggler"},
+    {"mesh", "model", "data", "loss", "metrics", "history", "straggler", "blame"},
     {"parallel", "optim", "checkpoint", "hf", "resilience", "step", "lock"},
     {"run", "rundir", "recorder", "watchdog"},
 )

@@ -25,7 +25,7 @@ def test_the_window_should_hold_two_saves(
     if enough is None:
         assert warning is None
     else:
-        assert warning is not None and f"--signal=B:SIGTERM@{enough}," in warning
+        assert warning is not None and f"SBATCH_SIGNAL=B:SIGTERM@{enough} " in warning
         assert f"takes {save:.1f} s" in warning and f"only {lead} s" in warning
 
 
