@@ -1,8 +1,9 @@
 # make train   a language model learns on this machine; again: it goes on, or says that it is complete
 # make test    everything, also on a real Slurm of several hosts, whose packages it installs where it may
+# make soak    the faults of tests/fault that take longer, too
 # make check   ruff, mypy, shellcheck, shfmt
 # make cluster / make cluster-down   a real Slurm of virtual hosts on this machine (root)
-.PHONY: train test check cluster cluster-down
+.PHONY: train test soak check cluster cluster-down
 .ONESHELL:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -28,6 +29,10 @@ data/stdlib/dataset.json: | .venv/train
 test: .venv/dev data/stdlib/dataset.json
 	@bash scripts/slurm/testbed.sh install
 	$(PY) -m pytest $(ARGS)
+
+soak: .venv/dev
+	@bash scripts/slurm/testbed.sh install
+	$(PY) -m pytest tests/fault -m "soak or not soak" $(ARGS)
 
 check: .venv/dev
 	@.venv/bin/ruff check

@@ -1,7 +1,7 @@
 """What a save costs the training: ours, torch's, and the least that it can cost.
 
-    python benchmarks/async_save.py                  60 M parameters, 718 MB, one process, some
-    minutes python benchmarks/async_save.py --rounds 2 --layers 2
+    python benchmarks/async_save.py        60 M parameters, 718 MB, one process, some minutes
+    python benchmarks/async_save.py --rounds 2 --layers 2
 
 In each round every kind of save is made once, after quiet steps that say what a step costs then.
 Kinds:

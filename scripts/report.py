@@ -4,7 +4,9 @@
     python scripts/report.py runs/a runs/b --out compared.png
 
 The picture shows loss, throughput and learning rate over the steps; dotted lines are the starts of
-attempts. It works on a run that still trains. Exit code 0, or 2 when a run has nothing to show.
+attempts. Of a run with several attempts there is a second one, timeline.png: what the run did when,
+and how each attempt ended. It works on a run that still trains. Exit code 0, or 2 when a run has
+nothing to show.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import argparse
 import math
 import statistics
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kempner import history
-from kempner.history import Attempt, History, Record
+from kempner.history import Attempt, History, Life, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,11 +32,32 @@ if TYPE_CHECKING:
 
     Average = Callable[[list[float]], float]
 
-PARTS = ("data", "compute", "checkpoint", "eval")
+STEP_PARTS = ("data", "compute", "checkpoint", "eval")
 FORMATS = (".png", ".pdf", ".svg")
 SMOOTH_FROM = 150  # points; fewer are shown as they are
 MARK_UNTIL = 25  # points; fewer get a dot each, for a line through one point is nothing
 LOG_FROM = 3.0  # largest loss over smallest
+STOP_ROWS = 5  # of numbers above the timeline
+REASON_WIDTH = 100  # characters; the whole is in the logs
+REASONS_UNTIL = 12  # attempts; of more, the reasons are in the table alone
+PART_COLORS = {
+    "training": "tab:blue",
+    "validation": "tab:cyan",
+    "saving": "tab:orange",
+    "lost": "tab:red",
+    "start-up": "0.45",
+    "shutdown": "burlywood",
+    "queue": "0.88",
+}
+STATE_COLORS = {
+    "done": "tab:green",
+    "interrupted": "0.35",
+    "stopped": "tab:olive",
+    "failed": "tab:brown",
+    "crashed": "tab:red",
+    "hung": "tab:purple",
+    "killed": "black",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -42,10 +68,16 @@ def main(argv: list[str]) -> int:
     print(table(runs))
     for run in runs:
         print(f"\nattempts of {run.path}\n{attempt_table(run)}")
-    alone = runs[0].path / "report.png" if len(runs) == 1 else Path("report.png")
-    out = options.out or alone
+    alone = len(runs) == 1
+    out = options.out or (runs[0].path / "report.png" if alone else Path("report.png"))
+    timeline = None
+    if alone and len(runs[0].attempts) > 1 and runs[0].life.wall:
+        name = f"{out.stem}-timeline{out.suffix}" if options.out else "timeline.png"
+        timeline = out.with_name(name)
     try:
         draw(runs, out)
+        if timeline is not None:
+            draw_timeline(runs[0], timeline)
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
@@ -54,6 +86,8 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         return fail(f"{out}: {error.strerror}; name another file by --out")
     print(f"\npicture: {out}")
+    if timeline is not None:
+        print(f"timeline: {timeline}")
     return 0
 
 
@@ -94,8 +128,11 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
         if run.losses:
             runs.append(run)
         elif run.status or run.attempts:
+            ends = [a for a in run.attempts if a.state != "running"]
+            last = f"; the last attempt: {ending(ends[-1])}" if ends else ""
             problems.append(
-                f"{path}: no step is recorded yet; there is a line every metrics.log_interval steps"
+                f"{path}: no step is recorded yet; there is a line every metrics.log_interval "
+                f"steps{last}"
             )
         else:
             problems.append(f"{path}: not a run; name the run.dir of a training")
@@ -107,7 +144,8 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
 
 def table(runs: list[History]) -> str:
     """One row per figure, one column per run."""
-    columns = [{"run": str(run.path), **facts(run)} for run in runs]
+    several = any(len(run.attempts) > 1 for run in runs)
+    columns = [{"run": str(run.path), **facts(run), **wall_time(run, several)} for run in runs]
     return aligned([[name, *(column[name] for column in columns)] for name in columns[0]])
 
 
@@ -129,7 +167,6 @@ def facts(run: History) -> dict[str, str]:
         **shares(run.losses),
         "MFU, median": mfu(run.losses),
         "memory, most": f"{max(line.get('memory_gib', 0.0) for line in run.losses):.2f} GiB",
-        **wall_time(run.attempts),
     }
 
 
@@ -155,7 +192,7 @@ def median(lines: list[Record], key: str) -> float:
 def shares(lines: list[Record]) -> dict[str, str]:
     """Where the time of the steps went. A median would hide a part that comes every 100th line."""
     total = sum(line["step_time"] for line in lines)
-    times = {part: sum(line.get(f"{part}_time", 0.0) for line in lines) for part in PARTS}
+    times = {part: sum(line.get(f"{part}_time", 0.0) for line in lines) for part in STEP_PARTS}
     return {f"  {part}": f"{seconds / total:.1%}" for part, seconds in times.items()}
 
 
@@ -173,40 +210,67 @@ def mfu(lines: list[Record]) -> str:
     return f"{median(known, 'mfu'):.1%}" if known else "-"
 
 
-def wall_time(attempts: list[Attempt]) -> dict[str, str]:
-    """From the first start to the last sign of life, and what of it lay between attempts: queue,
-    start-up, and starts that came to nothing."""
-    spans = [(a.began, a.ended) for a in attempts if a.began is not None and a.ended is not None]
-    whole = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
-    between = whole - sum(end - begin for begin, end in spans)
+def wall_time(run: History, several: bool) -> dict[str, str]:
+    """From the first start to the last sign of life. `several`: and what each part of it went
+    to."""
+    life = run.life
+    parts = {
+        f"  {part}": f"{duration(seconds)}, {seconds / max(life.wall, 1e-9):.1%}"
+        for part, seconds in life.parts.items()
+    }
+    recomputed = f"{sum(life.lost):,}" + more(*run.attempts)
     return {
-        "wall time": duration(whole),
-        "  between attempts": duration(between),
-        "attempts": f"{len(attempts):,}",
+        "wall time": duration(life.wall),
+        **(parts if several else {}),
+        "effective training time ratio": f"{life.effective:.1%}",
+        **({"steps recomputed": recomputed} if several else {}),
+        "attempts": f"{len(run.attempts):,}",
     }
 
 
+def more(*attempts: Attempt) -> str:
+    """One that was killed has done steps after its last line, fewer than metrics.log_interval."""
+    return " or more" if any(a.state == "killed" and a.began for a in attempts) else ""
+
+
 def attempt_table(run: History) -> str:
-    rows = [["", "job", "ranks", "hosts", "steps", "time", "end"]]
-    for attempt in run.attempts:
-        began, ended = attempt.began, attempt.ended
-        hosts = attempt.hosts
+    """What a run needs that was never broken is less than what one with many attempts does."""
+    rows = [["", "job", "ranks", "hosts", "steps", "recomputed", "start-up", "time", "end"]]
+    life = run.life
+    for attempt, startup, lost in zip(run.attempts, life.startups, life.lost, strict=True):
+        began, hosts = attempt.began, attempt.hosts
+        job = attempt.job and f"{attempt.job}.{attempt.restart}"
         rows.append([
-            str(attempt.number),
-            attempt.job or "-",
+            name(attempt),
+            job or "-",
             str(attempt.world_size or "-"),
             f"{hosts[0]} and {len(hosts) - 1} more" if len(hosts) > 2 else ",".join(hosts) or "-",
             f"{attempt.first_step:,} to {attempt.last_step:,}" if began else "-",
-            duration(ended - began) if began and ended else "-",
+            f"{lost:,}{more(attempt)}",
+            "-" if startup is None else duration(startup),
+            duration(attempt.ended - attempt.opened),
             ending(attempt),
         ])  # fmt: skip
-    return aligned(rows)
+    alone = len(run.attempts) == 1
+    return aligned([row[:5] + row[7:] if alone else row for row in rows])
+
+
+def name(attempt: Attempt) -> str:
+    return "-" if attempt.number < 0 else str(attempt.number)
 
 
 def ending(attempt: Attempt) -> str:
-    if attempt.state == "lost":
-        return "lost: it was killed without a word"
-    return f"{attempt.state}: {attempt.reason}" if attempt.reason else attempt.state
+    """How it ended, and what the batch script has made of it."""
+    text = attempt.state
+    if text == "killed":
+        text = "killed without a word" if attempt.began else "died before it began"
+    elif attempt.reason:
+        text += ": " + textwrap.shorten(attempt.reason, REASON_WIDTH, placeholder=" ...")
+    if attempt.decision == "requeue":
+        text += f"; requeued without {attempt.excluded}" if attempt.excluded else "; requeued"
+    elif attempt.decision and attempt.state not in ("done", "stopped", "failed"):
+        text += f"; not requeued: {attempt.why}"
+    return text
 
 
 def duration(seconds: float) -> str:
@@ -337,6 +401,118 @@ def legend(axes: Axes, runs: list[History]) -> None:
             handles.append(Line2D([], [], color="0.45", linestyle=style, linewidth=1.2))
             labels.append(label)
     axes.legend(handles, labels, loc="upper right", framealpha=0.9, fontsize=9)
+
+
+def draw_timeline(run: History, out: Path) -> None:
+    """The steps over the time, with every stop, and below what the time was spent on. Raises as
+    draw does."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    life = run.life
+    zero = life.phases[0].began
+    unit, size = next(
+        (unit, size)
+        for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+        if life.wall >= 3 * size or size == 1
+    )
+    reasons = [f"{name(a)} {ending(a)}" for a in run.attempts if a.state != "running"]
+    if len(reasons) > REASONS_UNTIL:
+        reasons = ["how each attempt ended: see the table of report.py"]
+    figure = Figure(figsize=(11, 6 + 0.16 * len(reasons)), dpi=130, layout="constrained")
+    steps, bar = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    draw_steps(steps, life, lambda at: (at - zero) / size)
+    draw_phases(bar, life, size)
+    mark_stops(steps, run, [(a.ended - zero) / size for a in run.attempts])
+    steps.set(ylabel="step", ylim=(0, None), xlim=(0, life.wall / size))
+    steps.yaxis.set_major_locator(MaxNLocator(integer=True))
+    steps.yaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    steps.grid(color="0.92", linewidth=0.7)
+    steps.spines[["top", "right"]].set_visible(False)
+    lines = (textwrap.shorten(text, 140, placeholder=" ...") for text in reasons)
+    bar.set_xlabel("\n".join((f"{unit} since the first start", "", *lines)), loc="left")
+    ratio = f"effective training time ratio {life.effective:.1%}"
+    figure.suptitle(f"{run.path}: {run.state}, step {run.step:,}; {ratio}", fontsize=11)
+    handles, labels = (
+        a + b
+        for a, b in zip(*(panel.get_legend_handles_labels() for panel in (bar, steps)), strict=True)
+    )
+    figure.legend(handles, labels, loc="outside right upper", fontsize=9)
+    figure.savefig(out)
+
+
+def draw_steps(axes: Axes, life: Life, x: Callable[[float], float]) -> None:
+    """The line falls back where a resume has undone steps."""
+    kept: list[tuple[float, float]] = []
+    lost: list[tuple[float, float]] = []
+    gone: list[tuple[float, float]] = []  # between attempts, and back
+    gap = (math.nan, math.nan)
+    before = None
+    for s in life.stretches:
+        stands = s.last - s.lost
+        middle = s.began + (s.ended - s.began) * (stands - s.first) / (s.last - s.first)
+        kept += [(x(s.began), s.first), (x(middle), stands), gap]
+        lost += [(x(middle), stands), (x(s.ended), s.last), gap] if s.lost else []
+        if before is not None and (before.ended, before.last) != (s.began, s.first):
+            corner = (x(s.began), before.last)
+            gone += [(x(before.ended), before.last), corner, (x(s.began), s.first), gap]
+        before = s
+    axes.plot(*zip(*(gone or [gap]), strict=True), color="0.6", linewidth=0.8, linestyle=":")
+    axes.plot(*zip(*(kept or [gap]), strict=True), color=PART_COLORS["training"], linewidth=2)
+    axes.plot(*zip(*(lost or [gap]), strict=True), color=PART_COLORS["lost"], linewidth=2)
+
+
+def draw_phases(axes: Axes, life: Life, size: float) -> None:
+    """The share of each part in every 600th of the time: what is longer shows as itself, what is
+    shorter as much as it takes."""
+    zero = life.phases[0].began
+    edges = np.linspace(0, life.wall, 601)
+    base = np.zeros(600)
+    for part, seconds in life.parts.items():
+        times, spent = [0.0], [0.0]
+        for phase in life.phases:
+            if phase.part == part:
+                times += [phase.began - zero, phase.ended - zero]
+                spent += [spent[-1], spent[-1] + phase.ended - phase.began]
+        top = base + np.diff(np.interp(edges, times, spent)) / np.diff(edges)
+        label = f"{part} {seconds / life.wall:.1%}"
+        axes.stairs(
+            top, edges / size, baseline=base, fill=True, color=PART_COLORS[part], label=label
+        )
+        base = top
+    axes.set(ylim=(0, 1), yticks=(), ylabel="time spent")
+
+
+def mark_stops(axes: Axes, run: History, ends: list[float]) -> None:
+    """A line at each stop and, above, the number of the attempt in the color of its end. Numbers
+    that would lie on each other go into rows."""
+    width = max(ends) / 38  # of a number
+    rows: list[float] = []  # where the last number of each row stands
+    for attempt, end in zip(run.attempts, ends, strict=True):
+        if attempt.state == "running":
+            continue
+        row = next((i for i, last in enumerate(rows) if end - last > width), len(rows))
+        if row == STOP_ROWS:  # all are full here: to the right
+            row = rows.index(min(rows))
+        place = max([end, *(last + width for last in rows[row : row + 1])])
+        rows[row : row + 1] = [place]
+        color = STATE_COLORS.get(attempt.state, "0.35")
+        axes.axvline(end, color=color, linewidth=0.8, alpha=0.5, zorder=1)
+        axes.annotate(
+            name(attempt),
+            (end, 1),
+            xytext=(place, 1.03 + 0.055 * row),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="center",
+            color="white",
+            fontsize=7.5,
+            bbox={"boxstyle": "circle,pad=0.25", "facecolor": color, "edgecolor": "none"},
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8, "alpha": 0.5},
+        )
+    for state, color in STATE_COLORS.items():
+        if count := sum(attempt.state == state for attempt in run.attempts):
+            axes.plot([], [], "o", color=color, label=f"{state}: {count}")
 
 
 def short_names(runs: list[History]) -> list[str]:

@@ -367,8 +367,8 @@ kp_record() { # <requeue or end> <why>: the one line that says what was decided,
     kp_log "$1: $2"
     printf '{"event": "decision", "decision": "%s", "why": "%s", "job": "%s", "restart": %d, "attempt_id": "%s", ' \
         "$1" "$2" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$KEMPNER_ATTEMPT_ID" >>"$KP_RUN_DIR/attempts.jsonl"
-    printf '"step": %d, "stalled": %d, "blamed": "%s", "excluded": "%s", "time": %(%s)T}\n' \
-        "$KP_STEP" "$KP_STALLED" "$KP_BLAMED" "$KP_EXCLUDED" -1 >>"$KP_RUN_DIR/attempts.jsonl"
+    printf '"step": %d, "stalled": %d, "blamed": "%s", "excluded": "%s", "batch_began": %d, "time": %(%s)T}\n' \
+        "$KP_STEP" "$KP_STALLED" "$KP_BLAMED" "$KP_EXCLUDED" "${KEMPNER_BATCH_BEGAN:-0}" -1 >>"$KP_RUN_DIR/attempts.jsonl"
 }
 
 kp_blame() { # after a crash or a hang: sets KP_BLAMED, its host, and KP_EXCLUDED, the same when it is to be left out

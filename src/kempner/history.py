@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
+EVENTS = ("start", "first_step", "fault", "end", "decision")
 # Where the wall time of a run goes, from the best to the worst.
 PARTS = ("training", "validation", "saving", "lost", "start-up", "shutdown", "queue")
 
@@ -144,7 +145,11 @@ def load(path: Path) -> History:
     with contextlib.suppress(OSError, ValueError):
         status = json.loads((path / "status.json").read_text())
     lines = [line for line in read_lines(path / "metrics.jsonl") if _is_known(line, "step", "time")]
-    events = [event for event in read_lines(path / "attempts.jsonl") if _is_known(event, "time")]
+    events = [
+        event
+        for event in _kind(read_lines(path / "attempts.jsonl"), *EVENTS)
+        if _is_known(event, "time")
+    ]
     return History(path, status, lines, _attempts(events, lines, status))
 
 
@@ -199,10 +204,7 @@ def standing(lines: list[Record], attempts: list[Attempt]) -> list[Record]:
 def _attempts(events: list[Record], lines: list[Record], status: Record) -> list[Attempt]:
     """The attempts in their order, each from its events and lines: one that was killed without a
     word has no more than these."""
-    groups = _by_attempt(events)
-    of: dict[int, list[Record]] = {}
-    for line in lines:
-        of.setdefault(line.get("attempt", -1), []).append(line)
+    groups, of = _by_attempt(events), _by_number(lines)
     found = []
     for group, after in zip(groups, [*groups[1:], []], strict=False):
         number = next((event["attempt"] for event in group if _is_known(event, "attempt")), -1)
@@ -230,6 +232,13 @@ def _by_attempt(events: list[Record]) -> list[list[Record]]:
             groups.append(known[key])
         known[key].append(event)
     return groups
+
+
+def _by_number(lines: list[Record]) -> dict[int, list[Record]]:
+    of: dict[int, list[Record]] = {}
+    for line in lines:
+        of.setdefault(line.get("attempt", -1), []).append(line)
+    return of
 
 
 def _kind(events: list[Record], *kinds: str) -> list[Record]:
@@ -332,9 +341,7 @@ def _life(attempts: list[Attempt], lines: list[Record], newest: int | None) -> L
 
 def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[Stretch]]:
     """The steps of each attempt, in the order in which they were done."""
-    of: dict[int, list[Record]] = {attempt.number: [] for attempt in attempts}
-    for line in lines:
-        of.get(line.get("attempt", -1), []).append(line)
+    of = _by_number(lines)
     timed = {n: [line for line in of[n] if _is_known(line, "step_time")] for n in of}
     gaps = [b["step"] - a["step"] for n in of for a, b in itertools.pairwise(timed[n])]
     every = statistics.mode([gap for gap in gaps if gap > 0] or [1])  # metrics.log_interval
@@ -344,8 +351,8 @@ def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[St
     everybody = everybody or [*itertools.chain(*paces.values())] or [math.inf]
     found = []
     for i, attempt in enumerate(attempts):
-        pace = statistics.median(paces[attempt.number][1:] or everybody)
-        found.append(_stretches(i, attempt, of[attempt.number], every, pace))
+        pace = statistics.median(paces.get(attempt.number, [])[1:] or everybody)
+        found.append(_stretches(i, attempt, of.get(attempt.number, []), every, pace))
     return found
 
 

@@ -349,6 +349,8 @@ def test_an_attempt_that_still_runs(made: MadeUp) -> None:
     made.attempt(40, 80, "kill")
     text = (made.path / "attempts.jsonl").read_text().splitlines(keepends=True)
     (made.path / "attempts.jsonl").write_text("".join(text[:-1]))  # no decision yet
+    made.event("of another version", 80)
+    made.write("attempts", event="note", time=made.now)
     status = {"state": "running", "attempt": 1, "step": 40}
     (made.path / "status.json").write_text(json.dumps(status))
     run = history.load(made.path)
