@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster
+from tests.cluster import FAKE_TRAINER, ROOT, SCRIPTS, Cluster
+from tests.conftest import losses
 
 HOSTILE = [
     "--a=[0.9, 0.95]",
@@ -27,6 +28,7 @@ HOSTILE = [
     "\\",
     "é\ttab",
 ]
+TWENTY = ("--train.max_steps=20", "--train.deterministic")
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 
 
@@ -35,43 +37,67 @@ def seen(run_dir: Path) -> dict[str, dict[str, str]]:
     return json.loads((run_dir / "seen.jsonl").read_text().splitlines()[-1])
 
 
-def test_two_hosts_train_over_the_fast_network(cluster: Cluster, tmp_path: Path) -> None:
-    """2 x 2 tasks of the real trainer; a run directory that a shell would take apart."""
+@pytest.fixture(scope="session")
+def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of TWENTY in one process."""
+    return train_here(cluster, tmp_path_factory.mktemp("one") / "run", [])
+
+
+def train_here(cluster: Cluster, run_dir: Path, launcher: list[str]) -> list[float]:
+    """TWENTY on this machine, without Slurm."""
+    words = [*launcher, ROOT / "scripts/train.py", *cluster.debug_run(run_dir, *TWENTY)]
+    cluster.ask(cluster.env["KEMPNER_PYTHON"], *words)
+    return list(losses(run_dir).values())
+
+
+@contextlib.contextmanager
+def over_the_fast_network(cluster: Cluster) -> Iterator[None]:
+    """Over 95 % of the bytes between the hosts go over ib0, and the training's are among them."""
+    ends = [(node, nic) for node in ("node1", "node2") for nic in ("ib0", "em4")]
+    before = {end: cluster.bytes(*end) for end in ends}
+    yield
+    moved = {end: cluster.bytes(*end) - count for end, count in before.items()}
+    fast = sum(count for (_, nic), count in moved.items() if nic == "ib0")
+    assert fast > 0.95 * sum(moved.values()), moved
+    assert fast > 20e6, moved
+
+
+def test_two_hosts_train_over_the_fast_network(
+    cluster: Cluster, tmp_path: Path, one_process: list[float]
+) -> None:
+    """2 x 2 tasks of the real trainer; a run directory that a shell would take apart. The losses
+    are those of one process, and of four by torchrun."""
     run_dir = tmp_path / 'a "run" of $HOME [*]'
-    before = {(n, i): cluster.bytes(n, i) for n in ("node1", "node2") for i in ("ib0", "em4")}
-    job = cluster.sbatch(
-        "multinode.sh",
-        *cluster.debug_run(run_dir, "--train.max_steps=20", "--optimizer.betas=[0.9, 0.95]"),
-        options=["--gpus-per-node=2", "--ntasks-per-node=2"],
-        cwd=tmp_path,
-    )
-    assert cluster.wait(job) == 0
+    arguments = cluster.debug_run(run_dir, *TWENTY, "--optimizer.betas=[0.9, 0.95]")
+    with over_the_fast_network(cluster):
+        options = ["--gpus-per-node=2", "--ntasks-per-node=2"]
+        job = cluster.sbatch("multinode.sh", *arguments, options=options, cwd=tmp_path)
+        assert cluster.wait(job) == 0
     log = (tmp_path / f"kempner-{job}.out").read_text()
     assert "world size 4 on node1, node2" in log, log  # the trainer's own words
     assert "nodes node1 node2: 2 x 2 = world size 4, one GPU each" in log
-    for node in ("node1", "node2"):
-        assert (
-            log.count(f"network of {node}: ib0 (10.78.{cluster.number}.{node[-1]}): InfiniBand")
-            == 1
-        )
+    for k, node in enumerate(("node1", "node2"), 1):
+        said = f"network of {node}: ib0 (10.78.{cluster.number}.{k}): InfiniBand"
+        assert log.count(said) == 1
     assert (run_dir / f"logs/batch-{job}.log").read_text() == log
     assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
     assert tomli.loads((run_dir / "config.toml").read_text())["optimizer"]["betas"] == [0.9, 0.95]
     assert cluster.steps(job) == 2  # what other tests look for in vain
-    moved = {key: cluster.bytes(*key) - count for key, count in before.items()}
-    fast = sum(count for (_, interface), count in moved.items() if interface == "ib0")
-    assert fast > 0.95 * sum(moved.values()), moved
-    assert fast > 20e6, moved  # and it is the training that went there
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    assert train_here(cluster, tmp_path / "torchrun", torchrun) == pytest.approx(one_process, 1e-5)
+    assert list(losses(run_dir).values()) == pytest.approx(one_process, 1e-5)
 
 
-def test_whole_nodes_without_any_option(cluster: Cluster, tmp_path: Path) -> None:
+def test_whole_nodes_without_any_option(
+    cluster: Cluster, tmp_path: Path, one_process: list[float]
+) -> None:
     """The header alone gives two nodes with all that they have: 2 x 4 tasks."""
-    run_dir = tmp_path / "run"
-    job = cluster.sbatch(
-        "multinode.sh", *cluster.debug_run(run_dir, "--train.max_steps=2"), cwd=tmp_path
-    )
-    assert cluster.wait(job) == 0
+    arguments = cluster.debug_run(tmp_path / "run", *TWENTY)
+    with over_the_fast_network(cluster):
+        job = cluster.sbatch("multinode.sh", *arguments, cwd=tmp_path)
+        assert cluster.wait(job, timeout=200) == 0
     assert "world size 8 on node1, node2" in (tmp_path / f"kempner-{job}.out").read_text()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(one_process, 1e-5)
 
 
 def test_the_real_trainer_goes_on_after_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
