@@ -272,7 +272,10 @@ kp_srun() { # <command>...: starts it, one task per GPU, on all nodes of the job
     KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
     # What srun says of a task that dies is looked at afterwards. The signals that end a job must not end tee: srun
     # would die of the broken pipe.
-    kp_start srun "${flags[@]}" "$@" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
+    # See task.sh. A program in place of train.py unblocks them when it is ready.
+    local blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
+    "${blocked[@]}" true 2>/dev/null || blocked=()
+    kp_start srun "${flags[@]}" "${blocked[@]}" "$@" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
 }
 
 kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this shell alone
@@ -324,13 +327,12 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
     fi
     for ((tries = 0; tries < 10; tries++)); do
         step=$(kp_shielded squeue -h -s -j "$(kp_job_id)" -o '%i %j' 2>/dev/null | sed -n "s/ $KP_STEP_NAME\$//p")
-        [[ -z $step ]] || break
+        # A step that is only being started on some node refuses it.
+        [[ -z $step ]] || ! kp_shielded scancel --signal="$1" "$step" 2>/dev/null || return 0
         kill -0 "$KP_CHILD" 2>/dev/null || return 0
         kp_shielded sleep 0.5
     done
-    if [[ -n $step ]]; then
-        kp_shielded scancel --signal="$1" "$step" || true
-    else
+    if [[ -z $step ]]; then
         kp_log "the step has not started: nothing to save"
         kill -TERM "$KP_CHILD" 2>/dev/null || true
     fi

@@ -6,8 +6,9 @@
 # A value that the user has set stays. Otherwise, in this order: an InfiniBand interface that is up and has an
 # address; RoCE; EFA; Slingshot; the interface that leads to the other nodes (KEMPNER_PEERS: their addresses).
 set -euo pipefail
-# The trainer answers these as soon as Python runs; until then they must not end the task.
-trap '' TERM INT USR1 USR2
+# The trainer answers these as soon as Python runs; until then they must not end the task. srun has started us with
+# them blocked, so that they wait; where env cannot do that (coreutils before 8.31), they are lost.
+[[ -n ${KEMPNER_SIGNALS_WAIT:-} ]] || trap '' TERM INT USR1 USR2
 
 readonly SYS=${KEMPNER_SYS:-/sys} # a test puts a tree of its own here
 

@@ -95,6 +95,7 @@ class StopRequests:
         threading.Thread(target=self._listen, daemon=True, name="signals").start()
         for number in OF_SIGNAL:
             signal.signal(number, _leave_it_to_the_thread)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_SIGNAL)  # task.sh lets them wait until here
 
     def watch_job_end(self, rank: int, reserve: Callable[[], float]) -> None:
         """From now on the nearing end of the SLURM job is a request too: `reserve()` seconds before

@@ -147,6 +147,9 @@ SRUN = """--job-name=kempner-7.0.1
 --mpi=none
 --export=ALL
 --gpus-per-node=4
+env
+--block-signal=TERM,INT,USR1,USR2
+KEMPNER_SIGNALS_WAIT=1
 task.sh
 train.py
 a b
@@ -177,7 +180,7 @@ def test_srun_command() -> None:
     assert srun(KP_GPUS="4", KP_BESIDE="") == SRUN
     cpu = SRUN.replace("--gpus-per-node=4\n", "")
     assert srun(KP_GPUS="0", KP_BESIDE="", OMP_NUM_THREADS="3") == cpu
-    beside = SRUN.replace("node=4\ntask.sh", "node=4\n--jobid=7\n--overlap\ntask.sh")
+    beside = SRUN.replace("node=4\nenv", "node=4\n--jobid=7\n--overlap\nenv")
     assert srun(KP_GPUS="4", KP_BESIDE="1") == beside
 
 

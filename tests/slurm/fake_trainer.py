@@ -19,6 +19,7 @@ from pathlib import Path
 signals: list[int] = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda n, _: signals.append(n))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
 
 def option(name: str, default: str) -> str:
