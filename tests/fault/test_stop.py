@@ -212,21 +212,20 @@ def test_scancel_never_comes_back(broken_run: Submit, when: str) -> None:
 @pytest.mark.soak
 def test_the_last_task_of_an_array(broken_run: Submit, tmp_path: Path) -> None:
     """It has the number of the whole array; it requeues itself alone."""
-    run = broken_run()
-    run.wait()
     script = tmp_path / "each.sh"
     script.write_text(
         "#!/bin/bash\n"
         f'exec bash {SCRIPTS}/singlenode.sh "$@" "--run.dir={tmp_path}/run$SLURM_ARRAY_TASK_ID"\n'
     )
-    run.dir = tmp_path / "run2"
-    job = run.submit(script=str(script), options=["--array=1-2", "--requeue", "--nodes=1"])
-    path = tmp_path / f"job-{job}.out"
-    until(lambda: len(re.findall(r"step +7/", path.read_text() if path.exists() else "")) == 2, 90)
-    run.cluster.ask("scancel", "--batch", "--signal=TERM", f"{job}_2")
-    assert [run.cluster.wait(f"{job}_{task}", 200) for task in (1, 2)] == [0, 0]
-    assert [run.cluster.field(f"{job}_{task}", "Restarts") for task in (1, 2)] == ["0", "1"]
-    run.job = ""
+    options = ["--array=1-2", "--requeue", "--nodes=1", f"--output={tmp_path}/job-%a.out"]
+    run = broken_run(script=str(script), options=[*options, "--open-mode=append"])
+    logs = [tmp_path / f"job-{task}.out" for task in (1, 2)]
+    until(lambda: all(path.exists() and "step  7/" in path.read_text() for path in logs), 90)
+    run.cluster.ask("scancel", "--batch", "--signal=TERM", f"{run.job}_2")
+    assert [run.cluster.wait(f"{run.job}_{task}", 200) for task in (1, 2)] == [0, 0]
+    assert [run.cluster.field(f"{run.job}_{task}", "Restarts") for task in (1, 2)] == ["0", "1"]
+    for run.dir in (tmp_path / "run1", tmp_path / "run2"):
+        run.assert_complete(attempts=int(run.dir.name[-1]))
 
 
 @pytest.mark.soak
