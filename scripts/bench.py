@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner import history
+from kempner.attempts import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "scripts/train.py")
@@ -153,7 +154,7 @@ class Ranks:
                 raise subprocess.CalledProcessError(code, process.args, None, tail)
 
     def lines(self) -> list[dict[str, Any]]:
-        return history.read_lines(self.records)
+        return read_lines(self.records)
 
     def slice(self, seconds: float) -> float:
         """Let it go on for so long, or until two lines lie wholly in it: tokens/s of these

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kempner import history
-from kempner.history import Attempt, History, Life, Record
+from kempner.attempts import Attempt, Record
+from kempner.history import History
+from kempner.life import Life
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kempner.history import Record, read_lines
+from kempner.attempts import Record, read_lines
 
 # "srun: error: node2: tasks 2-3: Killed". Terminated is what srun itself does to the ranks that are
 # left, and an exit code says less than the rank's own record.

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kempner import history
-from kempner.history import PARTS, History
+from kempner.history import History
+from kempner.life import PARTS
 
 BEGAN = 1_700_000_000.0
 PACE, FIRST = 2.0, 12.0  # seconds of a step, and of the first one
