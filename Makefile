@@ -10,6 +10,8 @@ SHELL := bash
 
 PYTHON ?= python3
 PY := .venv/bin/python
+# Elsewhere the tests on Slurm are skipped, and say why.
+INSTALL_SLURM := if [[ $$EUID == 0 ]] && command -v apt-get >/dev/null; then bash scripts/slurm/testbed.sh install; fi
 SHELL_FILES := $(wildcard scripts/slurm/*.sh) .ci/run
 
 train: .venv/train data/stdlib/dataset.json
@@ -27,11 +29,11 @@ data/stdlib/dataset.json: | .venv/train
 	@$(PY) scripts/prepare_data.py --source stdlib --out data/stdlib
 
 test: .venv/dev data/stdlib/dataset.json
-	@bash scripts/slurm/testbed.sh install
+	@$(INSTALL_SLURM)
 	$(PY) -m pytest $(ARGS)
 
 soak: .venv/dev
-	@bash scripts/slurm/testbed.sh install
+	@$(INSTALL_SLURM)
 	$(PY) -m pytest tests/fault -m "soak or not soak" $(ARGS)
 
 check: .venv/dev

@@ -60,7 +60,7 @@ def train(
     run.begin(at["step"])
     recorder.begin(at["step"], at["tokens"])
     watchdog = Watchdog(cfg.resilience.hang_timeout, cfg.distributed.start_timeout, run)
-    stop.watch_job_end(run.place.rank, lambda: 2 * (checkpointer.seconds or 10.0) + 10.0)
+    stop.begin(run.place.rank, run.say, lambda: 2 * (checkpointer.seconds or 10.0) + 10.0)
     verdict, pending = resilience.GO_ON, None
 
     while at["step"] < cfg.train.max_steps and not verdict.state:

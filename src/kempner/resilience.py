@@ -81,8 +81,8 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.flags = [0.0] * len(REQUESTS)
-        self.seen: list[str] = []  # what came, for the log
-        self.came = 0.0  # unix time of the first request
+        self._unsaid: list[str] = []  # what came before there was a log
+        self._say: Callable[[str], None] = self._unsaid.append
         self.skipped_in_a_row = 0
         self.bad_since = 0  # samples consumed after the first of them
         self._sockets = (
@@ -97,9 +97,13 @@ class StopRequests:
             signal.signal(number, _leave_it_to_the_thread)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_SIGNAL)  # task.sh lets them wait until here
 
-    def watch_job_end(self, rank: int, reserve: Callable[[], float]) -> None:
-        """From now on the nearing end of the SLURM job is a request too: `reserve()` seconds before
-        it. Rank 0 does this; its thread asks SLURM again now and then, for the end can move."""
+    def begin(self, rank: int, say: Callable[[str], None], reserve: Callable[[], float]) -> None:
+        """From now on requests are logged, and the nearing end of the SLURM job is one too:
+        `reserve()` seconds before it. Rank 0 sees to that; its thread asks SLURM again now and
+        then, for the end can move."""
+        self._say = say
+        for text in self._unsaid:
+            say(text)
         job = job_name()
         if rank == 0 and job is not None:
             threading.Thread(
@@ -113,9 +117,7 @@ class StopRequests:
                 self._job_end = slurm.end_of(slurm.job_fields(job))
                 ask_again = time.monotonic() + END_POLL_S
             if self._job_end is not None and time.time() + reserve() > self._job_end:
-                self.request(
-                    INTERRUPT, f"the end of the job in {self._job_end - time.time():.0f} s"
-                )
+                self.request(INTERRUPT, f"the job ends in {self._job_end - time.time():.0f} s")
             time.sleep(1.0)
 
     def _listen(self) -> None:
@@ -125,9 +127,8 @@ class StopRequests:
                     self.request(OF_SIGNAL[signal.Signals(number)], signal.Signals(number).name)
 
     def request(self, kind: int, name: str) -> None:
-        self.came = self.came or time.time()
         self.flags[kind] = 1.0
-        self.seen.append(name)
+        self._say(f"{name}: {REQUESTS[kind].reason}")
 
     def take_flags(self, run_dir: Path | None) -> list[float]:
         """The flags for this step's all-reduce. One to save is handed over once, one to leave

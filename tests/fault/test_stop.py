@@ -52,6 +52,18 @@ def test_time_limit(broken_run: Submit, form: str) -> None:
     run.cluster.ask("scancel", run.job)
 
 
+@pytest.mark.soak
+def test_the_clock_alone(broken_run: Submit) -> None:
+    """No warning comes that means anything: the trainer knows itself when the job ends."""
+    options = ["--time=1", "--signal=B:WINCH@1"]
+    run = broken_run("--train.max_steps=900", options=options, faults="slow ms=300 rank=1")
+    run.wait_for("interrupted after step", timeout=120)
+    log = (run.dir / "logs/attempt-0/rank-0.log").read_text()
+    assert re.search(r"the job ends in \d+ s: ", log)
+    until(lambda: run.decisions() == ["requeue"], 30)
+    assert "SIGTERM" not in run.log
+
+
 def test_preemption(broken_run: Submit) -> None:
     run = broken_run()
     run.wait_for_step(12)

@@ -145,6 +145,7 @@ SRUN = """--job-name=kempner-7.0.1
 --kill-on-bad-exit=1
 --wait=300
 --mpi=none
+--immediate=300
 --export=ALL
 --gpus-per-node=4
 env
