@@ -263,7 +263,7 @@ kp_srun() { # <command>...: starts it, one task per GPU, on all nodes of the job
         --job-name="$KP_STEP_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS)) --ntasks-per-node="$KP_TASKS"
         --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300 --mpi=none
         --immediate=300 # seconds: a host that dies and comes back at once can leave a step waiting until the time limit
-        --export=ALL # sbatch --export=NONE would reach the tasks too
+        --export=ALL    # sbatch --export=NONE would reach the tasks too
     )
     # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and another job's GPUs on a shared node be taken.
     ((KP_GPUS == 0)) || flags+=(--gpus-per-node="$KP_GPUS")
