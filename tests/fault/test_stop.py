@@ -55,7 +55,7 @@ def test_time_limit(broken_run: Submit, form: str) -> None:
 @pytest.mark.soak
 def test_the_clock_alone(broken_run: Submit) -> None:
     """No warning comes that means anything: the trainer knows itself when the job ends."""
-    options = ["--time=1", "--signal=B:WINCH@1"]
+    options = ["--time=1", "--signal=B:URG@1"]
     run = broken_run("--train.max_steps=900", options=options, faults="slow ms=300 rank=1")
     run.wait_for("interrupted after step", timeout=120)
     log = (run.dir / "logs/attempt-0/rank-0.log").read_text()
