@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -193,6 +194,7 @@ def test_tasks_that_are_not_gpus_are_refused(
         ("multinode.sh", "not.toml", "not.toml: not a TOML file"),
         ("multinode.sh", "--distributed.dp_shard=3", "does not make the world of 4 ranks"),
         ("multinode.sh", "--data.dataset_path=nodata", "nodata: no such directory"),
+        ("multinode.sh", "--data.dataset_path=wrong", "the sidecar says uint32"),
         ("multinode.sh", "--model.vocab_size=100", "the model has 100 rows"),
         ("multinode.sh", "--run.dir=not.toml/run", "is not a directory; give another --run.dir"),
     ],
@@ -202,6 +204,8 @@ def test_bad_input_ends_before_srun(
 ) -> None:
     """One message, exit code 2, no step, nothing made, and the job does not come back."""
     (tmp_path / "not.toml").write_text("x = = 1\n")
+    sidecar = shutil.copytree(cluster.data, tmp_path / "wrong") / "dataset.json"
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"dtype": "uint32"}))
     arguments = cluster.debug_run(tmp_path / "run", override)
     job = cluster.sbatch(script, *arguments, options=["--gpus-per-node=2"], cwd=tmp_path)
     assert cluster.wait(job) == 2
