@@ -1,0 +1,31 @@
+"""scripts/slurm/status.sh beside a job."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.cluster import SCRIPTS, Cluster
+
+
+def test_status_of_a_run_through_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "a run"
+
+    def told() -> list[str]:
+        return cluster.ask("bash", SCRIPTS / "status.sh", run_dir).splitlines()[1].split()
+
+    arguments = cluster.debug_run(run_dir, "--train.max_steps=300")
+    options = ["--gpus-per-node=1", "--time=10"]
+    job = cluster.sbatch("singlenode.sh", *arguments, options=options, cwd=tmp_path)
+    cluster.wait_for('"step": 3,', run_dir / "metrics.jsonl")
+    state, step, *_, left = told()[2:]
+    assert state == "running" and step.endswith("/300") and left.startswith("9:")
+    cluster.ask("scancel", "--batch", "--signal=TERM", job)
+    cluster.wait_for('"decision": "requeue"', run_dir / "attempts.jsonl")
+    end = time.monotonic() + 30
+    while cluster.state(job) != "PENDING" and time.monotonic() < end:
+        time.sleep(0.05)
+    assert told()[2] == "waiting" and f"job {job}: " in " ".join(told())
+    cluster.ask("scancel", job)
+    cluster.wait(job)
+    assert told()[2] == "interrupted" and "! not requeued" in " ".join(told())
