@@ -492,6 +492,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="Markdown of the figures")
     parser.add_argument("--keep", type=Path, help="keep the run directories here")
     args = parser.parse_args()
+    if args.faults < 1:
+        parser.error(f"--faults {args.faults}: at least 1")
+    if args.keep and args.keep.exists():
+        parser.error(f"--keep {args.keep}: it is there already; name another")
     plan = draw(args.faults, args.seed)
     say("\n".join(map(str, plan)))
     folder = args.keep or Path(tempfile.mkdtemp(prefix="soak-"))
@@ -524,4 +528,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Broken as error:
+        sys.exit(f"error: {error}")

@@ -270,7 +270,7 @@ def ending(attempt: Attempt) -> str:
         text += ": " + textwrap.shorten(attempt.reason, REASON_WIDTH, placeholder=" ...")
     if attempt.decision == "requeue":
         text += f"; requeued without {attempt.excluded}" if attempt.excluded else "; requeued"
-    elif attempt.decision and attempt.state not in ("done", "stopped", "failed"):
+    elif attempt.decision == "end" and attempt.state not in ("done", "stopped", "failed"):
         text += f"; not requeued: {attempt.why}"
     return text
 

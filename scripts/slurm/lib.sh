@@ -365,7 +365,7 @@ kp_stalled() { # <committed step>: the attempts of this job in a row, with this 
     echo "$stalled"
 }
 
-kp_record() { # <requeue or end> <why>: the one line that says what was decided, in the log and in attempts.jsonl
+kp_record() { # <requeue, end or leave (to Slurm)> <why>: the one line that says what was decided, in the log and in attempts.jsonl
     KP_DECIDED=$1
     kp_log "$1: $2"
     printf '{"event": "decision", "decision": "%s", "why": "%s", "job": "%s", "restart": %d, "attempt_id": "%s", ' \
@@ -433,7 +433,7 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
     elif [[ ${KP_CODE:-} == 2 ]]; then
         kp_record end "bad input"
     elif [[ $state != RUNNING && $(kp_field Reason) != TimeLimit ]]; then
-        kp_record end "Slurm is ending the job (${state:-no answer}); whether it starts again is not up to this script"
+        kp_record leave "Slurm is ending the job (${state:-no answer}); whether it starts again is not up to this script"
     elif ! kp_is_batch; then
         kp_record end "$what; only a batch job is requeued"
     elif [[ $(kp_field Requeue) == 0 ]]; then

@@ -29,7 +29,7 @@ class Attempt:
     last_step: int  # as far as the records tell
     state: str  # how it ended: running, done, interrupted, stopped, failed, crashed, hung, killed
     reason: str
-    decision: str  # of the batch script: requeue, end, or "" where there is none
+    decision: str  # of the batch script: requeue, end, leave, "" where there is none
     why: str
     excluded: str  # the host that it left out of the next attempt
     committed: int | None  # step of the newest checkpoint after it

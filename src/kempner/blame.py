@@ -31,8 +31,11 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
         if fault.get("kind") == "hang":
             hosts = fault.get("hosts", [])
             return str(hosts[0]) if len(hosts) == 1 else ""
-    if killed := DEATH.search(srun_log):
-        return killed[1]
+    killed = DEATH.findall(srun_log)
+    if not faults and len(set(killed)) > 1:  # all at once: what killed them is not of one host
+        return ""
+    if killed:
+        return str(killed[0])
     own = (fault for fault in faults if fault.get("kind") == "crash" and not fault.get("lost_peer"))
     return str(next((fault["hosts"][0] for fault in own if fault.get("hosts")), ""))
 

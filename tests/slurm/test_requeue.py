@@ -139,4 +139,4 @@ def test_a_job_that_slurm_requeues_goes_on(cluster: Cluster, tmp_path: Path) -> 
     cluster.ask("scontrol", "requeue", job)
     assert cluster.wait(job) == 0
     assert cluster.field(job, "Restarts") == "1"
-    assert [d["decision"] for d in decisions(tmp_path)] == ["end", "end"]
+    assert [d["decision"] for d in decisions(tmp_path)] == ["leave", "end"]

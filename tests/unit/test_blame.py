@@ -34,6 +34,8 @@ def fault(kind: str, *hosts: str, lost_peer: bool = False) -> dict[str, Any]:
         ([], "srun: error: n-1: tasks 0-3,7: Segmentation fault (core dumped)\n", "n-1"),
         ([], "srun: error: node1: task 0: Terminated\n", ""),
         ([fault("crash")], "", ""),
+        ([], 2 * "srun: error: n1: task 0: Killed\n", "n1"),
+        ([], "srun: error: n1: task 0: Killed\nsrun: error: n2: task 1: Killed\n", ""),
     ],
 )
 def test_host_of(faults: list[dict[str, Any]], log: str, host: str) -> None:
