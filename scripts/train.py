@@ -56,8 +56,8 @@ def train(
     batch = cfg.train.sequences
     budget = batch * cfg.train.seq_len  # tokens of a step, if every one counts
     loader, val_batches = open_loaders(cfg, run.place, device.type == "cuda", at)
-    clock, recorder = BlockClock(model.blocks, device), Recorder(run, device)
     run.begin(at["step"])
+    clock, recorder = BlockClock(model.blocks, device), Recorder(run, device)
     recorder.begin(at["step"], at["tokens"])
     watchdog = Watchdog(cfg.resilience.hang_timeout, cfg.distributed.start_timeout, run)
     stop.begin(run.place.rank, run.say, lambda: 2 * (checkpointer.seconds or 10.0) + 10.0)
@@ -89,8 +89,8 @@ def train(
         pending = Later(at, lr, result, recorder.clock)
         if verdict.go_back:
             bad = [stop.bad_since - batch, loader.position]
-            at, verdict = go_back(at, bad, verdict, checkpointer, loader)
-            pending = None
+            (at, verdict), pending = go_back(at, bad, verdict, checkpointer, loader), None
+            recorder.begin(at["step"], at["tokens"])
             continue
         last = step == cfg.train.max_steps
         due = cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0

@@ -36,17 +36,17 @@ class Recorder:
         peak = peak_flops(cfg, name)
         self._peak = peak and peak * world_size
         self._flops = run.cfg.model.flops_per_token(run.cfg.train.seq_len)
-        self._about = f"{name}; MFU = tokens/s x {self._flops:.3g} flops/token / " + (
+        about = f"{name}; MFU = tokens/s x {self._flops:.3g} flops/token / " + (
             f"({world_size} x {peak:.3g} flops/s)" if peak else "peak, which is not known for it"
         )
+        run.say(about)
         self._file = None
         if run.place.rank == 0:
             end_torn_line(run.dir / "metrics.jsonl")
             self._file = open(run.dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def begin(self, step: int, tokens: int) -> None:
-        """The clock and the rates start here."""
-        self.run.say(self._about)
+        """The rates start here: at a start, and when the run has gone back."""
         self._last = (step, tokens, self.clock.spent())
 
     def step(self, numbers: Numbers, loader: TrainLoader) -> None:
