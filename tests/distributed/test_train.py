@@ -231,7 +231,7 @@ def test_weights_that_are_spoilt(train: Train, tmp_path: Path) -> None:
     failed = train(run_dir, *words, *keep, code=1)
     assert status(run_dir)["state"] == "failed"
     back = "3 steps in a row were not finite (resilience.max_skipped): back to step 2, without the "
-    assert failed.stdout.count(back + "samples 8 to 39") == 1
+    assert failed.stdout.count(back + "samples 8 to 39") == 1, failed.stdout
     assert "again after going back once" in failed.stdout
     records = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["skipped"] >= 6 and records[-1]["loss"] is None

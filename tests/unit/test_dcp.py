@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,30 @@ def test_async_equals_sync_although_the_steps_go_on(tmp_path: Path) -> None:
         job.checkpointer.close()
         sums.append(commit.read_manifest(tmp_path / name / "latest")["files"]["__0_0.distcp"])
     assert sums[0] == sums[1]
+
+
+def test_the_position_is_that_of_the_save_although_the_steps_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer counts on in the very dict that it has given."""
+    job, may_write = Job(tmp_path), threading.Event()
+    job.train()
+    real = commit.commit
+
+    def late(*args: Any) -> Path:
+        assert may_write.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(commit, "commit", late)
+    at: dict[str, Any] = {"step": 1, "samples": 8, "tokens": 80, "skip": [[1, 2]]}
+    job.checkpointer.save(1, at)
+    at |= {"step": 2, "samples": 16, "tokens": 160}
+    at["skip"].append([3, 4])
+    may_write.set()
+    job.checkpointer.wait()
+    manifest = commit.read_manifest(tmp_path / "step_00000001")
+    expected = {"step": 1, "samples": 8, "tokens": 80, "skip": [[1, 2]]}
+    assert {key: manifest[key] for key in expected} == expected
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def commit(root: Path, step: int, files: dict[str, dict[str, int]], about: dict[
     rank 0 alone, when all ranks have written.
     """
     partial, final = partial_of(root, step), root / name_of(step)
-    manifest = {"format": FORMAT, "step": step, **about, "files": files}
+    manifest = {**about, "format": FORMAT, "step": step, "files": files}
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
     if final.exists():  # `latest` was moved back behind it, and the run has come here again
         remove(final)

@@ -9,6 +9,7 @@ carry their own sharding; any other mesh reads what it needs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import time
 from collections.abc import Callable
@@ -131,6 +132,7 @@ class Checkpointer:
         self.wait()
         began = time.monotonic()
         problem = self._stage()
+        position = copy.deepcopy(position)  # the caller goes on counting in his own
         future = self._background.submit(self._write, step, position, problem)
         if not self.cfg.async_save:
             futures.wait([future])
