@@ -1,6 +1,6 @@
 # make train   a language model learns on this machine; again: it goes on, or says that it is complete
 # make test    everything, also on a real Slurm of several hosts, whose packages it installs where it may
-# make soak    the faults of tests/fault that take longer, too
+# make soak    the faults of tests/fault that take longer, too, and 30 random ones in one run
 # make check   ruff, mypy, shellcheck, shfmt
 # make cluster / make cluster-down   a real Slurm of virtual hosts on this machine (root)
 .PHONY: train test soak check cluster cluster-down
@@ -12,7 +12,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 # Elsewhere the tests on Slurm are skipped, and say why.
 INSTALL_SLURM := if [[ $$EUID == 0 ]] && command -v apt-get >/dev/null; then bash scripts/slurm/testbed.sh install; fi
-SHELL_FILES := $(wildcard scripts/slurm/*.sh) .ci/run
+SHELL_FILES := $(wildcard scripts/slurm/*.sh benchmarks/*.sh) .ci/run
 
 train: .venv/train data/stdlib/dataset.json
 	@$(PY) scripts/train.py configs/train/quickstart.toml $(ARGS)
@@ -35,6 +35,7 @@ test: .venv/dev data/stdlib/dataset.json
 soak: .venv/dev
 	@$(INSTALL_SLURM)
 	$(PY) -m pytest tests/fault -m "soak or not soak" $(ARGS)
+	$(PY) -m benchmarks.soak --faults 30 --seed 1
 
 check: .venv/dev
 	@.venv/bin/ruff check

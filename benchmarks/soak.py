@@ -20,8 +20,9 @@ costs naive.sh with a large one is not in these figures.
 
 Columns per fault: the step it struck at; steps done again because of it; seconds from it until the
 save that followed was durable; seconds from the start of rank 0's next process to its first step;
-seconds from it until the run was past the step that it had reached. Time is `kempner.history`'s:
-the effective training time ratio is the share of the wall time that trained steps which count.
+seconds from it until the run was past the step that it had reached. Parts of the wall time are
+`kempner.history`'s; the effective training time ratio is the share that the steps would have taken
+at their median time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -390,10 +392,11 @@ def summary(soaks: dict[str, Soak], absence: float) -> str:
     """The patterns side by side."""
     columns = []
     for soak in soaks.values():
-        life = history.load(soak.dir).life
-        training = life.parts["training"]
+        run = history.load(soak.dir)
+        life, faults = run.life, max(1, len(soak.struck))
+        pace = statistics.median(line["step_time"] for line in run.losses)
+        training = pace * len(run.losses)  # a step that a fault held up has not trained for longer
         away = life.wall + soak.hands * absence
-        faults = max(1, len(soak.struck))
         columns.append({
             "faults": f"{len(soak.struck)}",
             "submitted by hand": f"{soak.submissions}",
@@ -401,6 +404,7 @@ def summary(soaks: dict[str, Soak], absence: float) -> str:
             "starts that came to a step": f"{sum(s is not None for s in life.startups)}",
             "wall time": f"{life.wall:.0f} s",
             **{f"  {part}": f"{seconds:.0f} s" for part, seconds in life.parts.items()},
+            "useful training time, steps x median": f"{training:.0f} s",
             "effective training time ratio": f"{training / life.wall:.1%}",
             f"wall time with {absence:.0f} s of absence a hand": f"{away:.0f} s",
             "effective training time ratio then": f"{training / away:.1%}",
@@ -461,7 +465,10 @@ def run_unbroken(cluster: Cluster, folder: Path, plan: list[Fault]) -> dict[int,
     done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True)
     if done.returncode:
         raise Broken(done.stderr)
-    return losses(folder / "unbroken")
+    found = losses(folder / "unbroken")
+    if list(found) != list(range(1, max(found) + 1)):
+        raise Broken(f"the unbroken run has not made every step: {done.stdout[-2000:]}")
+    return found
 
 
 def say(text: str) -> None:
