@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,9 @@ import pytest
 from tests.cluster import cluster
 
 __all__ = ["cluster"]  # a fixture
+
+# A shell that starts us in the background ignores SIGINT, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 TINY = [
