@@ -57,6 +57,8 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["bare"]:
         bare(argv[1:])
     options = parse(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what is started here never ends by itself
+        signal.signal(number, lambda *_: sys.exit(1))
     print(f"$ python scripts/bench.py {shlex.join(argv)}\n{machine()}\n", flush=True)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-") as work:
