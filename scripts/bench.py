@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -30,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from kempner import history
-from kempner.attempts import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "scripts/train.py")
-EVERY = 5  # steps of a line
+EVERY = 5  # steps of a turn, and of a line
+WARM_UP = 3  # turns that do not count
 ONLY_STEPS = (
     "--checkpoint.interval=0",
     "--eval.interval=0",
@@ -54,8 +53,8 @@ LARGE = (
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["bare"]:
-        bare(argv[1:])
+    if argv[:1] == ["by-turns"]:
+        by_turns(int(argv[1]), argv[2:])
     options = parse(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):  # what is started here never ends by itself
         signal.signal(number, lambda *_: sys.exit(1))
@@ -74,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     as_it_is = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("bench.py", None, about, more, formatter_class=as_it_is)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for measure, repeats in ((overhead, 8), (startup, 5), (data, 5), (checkpoint, 3)):
+    for measure, repeats in ((overhead, 20), (startup, 5), (data, 5), (checkpoint, 3)):
         command = commands.add_parser(measure.__name__, help=(measure.__doc__ or "").split(".")[0])
         command.set_defaults(measure=measure)
         command.add_argument("--quick", action="store_true", help="once, with the debug model")
@@ -84,7 +83,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
             command.add_argument("overrides", nargs="*", help="after --: overrides for the trainer")
         if measure is overhead:
             command.add_argument("--ranks", type=int, default=1, help="processes (default: 1)")
-            command.add_argument("--seconds", type=float, default=8.0, help="of a slice: 8")
             command.add_argument("--dtype", nargs="+", default=["fp32", "bf16"])
             command.add_argument("--compile", nargs="+", default=["false", "true"])
     options = parser.parse_args(argv)
@@ -117,148 +115,89 @@ def run(words: list[str]) -> str:
 # --- overhead ---------------------------------------------------------------------------------
 
 
-class Ranks:
-    """A training of `count` processes that can be stopped in its tracks and let go on."""
-
-    def __init__(self, program: list[str], run_dir: Path, count: int) -> None:
-        self.records, self.log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
-        env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), **os.environ}
-        self.processes = []
-        for rank in map(str, range(count)):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count)}
-            with self.log.open("a") as log:
-                process = subprocess.Popen(
-                    [sys.executable, *program, f"--run.dir={run_dir}"],
-                    env=env | place,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            self.processes.append(process)
-
-    def send(self, number: signal.Signals) -> None:
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-
-    def warm_up(self) -> None:
-        """Until its third line (the first has start-up and compilation in it), then it halts."""
-        while len(self.lines()) < 3:
-            self.check()
-            time.sleep(0.2)
-        self.send(signal.SIGSTOP)
-
-    def check(self) -> None:
-        """Raises CalledProcessError when a process has ended."""
-        for process in self.processes:
-            if (code := process.poll()) is not None:
-                tail = self.log.read_text()[-2000:]
-                raise subprocess.CalledProcessError(code, process.args, None, tail)
-
-    def lines(self) -> list[dict[str, Any]]:
-        return read_lines(self.records)
-
-    def slice(self, seconds: float) -> float:
-        """Let it go on for so long, or until two lines lie wholly in it: tokens/s of these
-        lines."""
-        began, deadline = time.time(), time.monotonic() + seconds
-        rates: list[float] = []
-        self.send(signal.SIGCONT)
-        while time.monotonic() < deadline or len(rates) < 2:
-            self.check()
-            time.sleep(0.2)
-            whole = (at for at in self.lines() if at["time"] - EVERY * at["step_time"] > began)
-            rates = [line["tokens_per_s"] for line in whole]
-        self.send(signal.SIGSTOP)
-        return statistics.harmonic_mean(rates)
-
-    def end(self) -> None:
-        self.send(signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
-
-
 def overhead(options: argparse.Namespace, work: Path) -> None:
     """Tokens/s of the trainer over those of a bare loop. That does forward, backward and a fused
-    AdamW step, nothing else, with the same model on the same batch in as many processes.
+    AdamW step, nothing else, with another model of the same kind on one batch.
 
-    Both live at once, but only one is let run at a time, in slices by turns: what slows the machine
+    Both live in the same processes and go on by turns, a few steps each: what slows the machine
     for a while slows both.
     """
-    print("trainer / bare loop, target 0.980   ratio of the slices      trainer  bare, tokens/s")
+    print("trainer / bare loop, target 0.980   ratio of the turns        trainer  bare, tokens/s")
     for dtype, compiled in itertools.product(options.dtype, options.compile):
-        pairs = alternate(options, work, f"--train.dtype={dtype}", f"--train.compile={compiled}")
-        ratios, (ours, theirs) = [a / b for a, b in pairs], zip(*pairs, strict=True)
+        words = [f"--train.dtype={dtype}", f"--train.compile={compiled}", *options.overrides]
+        with tempfile.TemporaryDirectory(dir=work) as run_dir:
+            words = [options.config, *ONLY_STEPS, *words, f"--run.dir={run_dir}"]
+            launcher = ["-m", "torch.distributed.run", "--standalone"]
+            launcher += [f"--nproc-per-node={options.ranks}"]
+            program = [__file__, "by-turns", str(options.repeats), *words]
+            out = run([*(launcher if options.ranks > 1 else []), *program])
+        found = json.loads(out.splitlines()[-1])
+        tokens, ratios = found["tokens"], [bare / ours for ours, bare in found["seconds"]]
+        ours, theirs = (tokens / statistics.median(x) for x in zip(*found["seconds"], strict=True))
         name = f"{dtype} {'compiled' if compiled == 'true' else 'eager'}, ranks: {options.ranks}"
-        speeds = f"{statistics.median(ours):>9,.0f}  {statistics.median(theirs):>9,.0f}"
-        print(f"{name:<25} {len(pairs):>2} pairs  {spread(ratios)}  {speeds}", flush=True)
+        speeds = f"{ours:>9,.0f}  {theirs:>9,.0f}"
+        print(f"{name:<25} {len(ratios):>2} pairs  {spread(ratios)}  {speeds}", flush=True)
 
 
-def alternate(options: argparse.Namespace, work: Path, *words: str) -> list[tuple[float, float]]:
-    """(trainer, bare) in tokens/s, of slices that follow each other."""
-    words = (options.config, *ONLY_STEPS, *words, *options.overrides)
-    both: list[Ranks] = []
-    with tempfile.TemporaryDirectory(dir=work) as run_dirs:
-        try:
-            for name, program in (("trainer", [TRAIN]), ("bare", [__file__, "bare"])):
-                both.append(Ranks([*program, *words], Path(run_dirs) / name, options.ranks))
-                both[-1].warm_up()
-            pairs = []
-            for i in range(options.repeats):
-                order = (0, 1) if i % 2 else (1, 0)
-                rates = {which: both[which].slice(options.seconds) for which in order}
-                pairs.append((rates[0], rates[1]))
-        finally:
-            for ranks in both:
-                ranks.end()
-    return pairs
-
-
-def bare(argv: list[str]) -> None:
-    """The loop that the trainer is measured against. It never ends; it leaves lines like it."""
+def by_turns(repeats: int, argv: list[str]) -> None:
+    """scripts/train.py, interrupted every few steps by as many of the bare loop. Ends by printing
+    the seconds of both, and the tokens of a turn, as JSON."""
     import torch
+    import torch.distributed as dist
+    import train  # beside this file
 
-    from kempner import launch, mesh
-    from kempner.data.dataset import TokenDataset
-    from kempner.data.loader import TrainLoader
+    from kempner import mesh, resilience
+    from kempner.data.loader import MicroBatch, TrainLoader
     from kempner.optim.build import build_optimizer
     from kempner.parallel.build import build_model
-    from kempner.run import configure, micro_batch, seed_everything
+    from kempner.run import configure
 
-    cfg = configure(argv)
-    place = launch.discover()
-    device = launch.pick_device(cfg.distributed.device, place.local_rank)
-    launch.start(place, device, cfg.run.dir, 60.0)
-    seed_everything(cfg.train)
-    axes = mesh.build(cfg.distributed, place.world_size, device.type)
-    model = build_model(cfg.model, axes, cfg.train)
-    optimizer = build_optimizer(model, cfg.optimizer)
-    micro, batch = micro_batch(cfg.train, place.world_size), cfg.train.sequences
-    tokens = TokenDataset.open(
-        cfg.data.dataset_path, "train", cfg.train.seq_len, cfg.model.vocab_size
-    )
-    loader = TrainLoader(
-        tokens, seed=0, batch=batch, rank=place.rank, world=place.world_size, micro=micro
-    )
-    batches = [(x.to(device), y.to(device)) for x, y in next(loader)]
-    loader.close()
-    budget = batch * cfg.train.seq_len
-    Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
-    with open(Path(cfg.run.dir) / "metrics.jsonl", "a", buffering=1) as file:
-        while True:
-            began = time.perf_counter()
-            for _ in range(EVERY):
-                for inputs, targets in batches:
-                    loss = model(inputs, targets)
-                    (loss / budget).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            step_time = (time.perf_counter() - began) / EVERY
-            line = {"time": time.time(), "step_time": step_time, "tokens_per_s": budget / step_time}
-            if place.rank == 0:
-                file.write(json.dumps(line) + "\n")
+    stop, cfg = resilience.StopRequests(), configure(argv)
+    budget = cfg.train.sequences * cfg.train.seq_len
+    real = TrainLoader.__next__
+    seconds: list[tuple[float, float]] = []
+    bare: list[Any] = []
+    calls, mark = itertools.count(), 0.0
+
+    def now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def bare_loop(device: torch.device, batches: list[MicroBatch]) -> None:
+        if not bare:
+            axes = mesh.build(cfg.distributed, dist.get_world_size(), device.type)
+            bare.append(build_model(cfg.model, axes, cfg.train))
+            bare.append(build_optimizer(bare[0], cfg.optimizer))
+            bare.append([(x.to(device), y.to(device)) for x, y in batches])
+        model, optimizer, batches = bare
+        for _ in range(EVERY):
+            for inputs, targets in batches:
+                (model(inputs, targets) / budget).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def following(loader: TrainLoader) -> list[MicroBatch]:
+        nonlocal mark
+        batches = real(loader)
+        if next(calls) % EVERY:
+            return batches
+        began = now()
+        bare_loop(torch.device("cuda" if torch.cuda.is_available() else "cpu"), batches)
+        ended = now()
+        seconds.append((began - mark, ended - began))
+        if len(seconds) == WARM_UP + repeats:
+            if dist.get_rank() == 0:
+                print(
+                    json.dumps({"tokens": EVERY * budget, "seconds": seconds[WARM_UP:]}), flush=True
+                )
+            dist.barrier()
+            resilience.end_process(0)
+        mark = now()
+        return batches
+
+    TrainLoader.__next__ = following  # type: ignore[method-assign]
+    resilience.end_process(train.main(cfg, stop) or 1)  # it ends in following()
 
 
 # --- startup ----------------------------------------------------------------------------------
@@ -373,12 +312,15 @@ def checkpoint(options: argparse.Namespace, work: Path) -> None:
 def save_costs(
     steps: dict[int, dict[str, Any]], durable: dict[str, str], interval: int, quiet: float
 ) -> list[tuple[float, float, float]]:
-    """Of each save but the last, which no step follows: seconds in the call; seconds by which its
-    step and those up to the next save were longer than `quiet` ones; seconds until durable."""
+    """Of each save but the last, which no step follows: seconds in the call, which the line of its
+    step tells or, on a CPU, of the next one; seconds by which the steps from there to the next
+    save were longer than `quiet` ones; seconds until durable."""
     found = []
     for saved in range(interval, max(steps), interval):
-        longer = sum(steps[n]["step_time"] - quiet for n in range(saved, saved + interval))
-        found.append((steps[saved]["checkpoint_time"], longer, float(durable[str(saved)])))
+        still = steps[saved]["checkpoint_time"] + steps[saved + 1]["checkpoint_time"]
+        first = saved if steps[saved]["checkpoint_time"] else saved + 1
+        longer = sum(steps[n]["step_time"] - quiet for n in range(first, saved + interval))
+        found.append((still, longer, float(durable[str(saved)])))
     return found
 
 

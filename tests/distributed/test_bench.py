@@ -1,0 +1,29 @@
+"""scripts/bench.py shows that it works; its figures are no test's business."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, clean_env
+
+LAST = {
+    "overhead": "fp32 eager, ranks: 1",
+    "startup": "step 1",
+    "data": "seq_len 128",
+    "checkpoint": "async / synchronous",
+}
+
+
+@pytest.mark.parametrize("command", LAST)
+def test_quick(command: str, data_dir: Path) -> None:
+    words = [] if command == "data" else ["--", f"--data.dataset_path={data_dir}"]
+    done = subprocess.run(
+        [sys.executable, "scripts/bench.py", command, "--quick", *words],
+        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith(LAST[command]), done.stdout
