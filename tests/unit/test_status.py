@@ -31,30 +31,31 @@ def lines(ago: float, every: float = 10.0) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("status", "events", "record", "job", "asked", "expected"),
+    ("status", "events", "silence", "job", "asked", "expected"),
     [
-        ("running", [START], lines(5), RUNNING, True, ("running", "")),
-        ("running", [START], lines(600), RUNNING, True, ("silent", "! no line for 10 min")),
-        ("running", [START], lines(600, every=300), RUNNING, True, ("running", "")),
-        ("running", [START], [], RUNNING, True, ("running", "")),
-        ("running", [START], lines(5), None, True,
+        ("running", [START], 5, RUNNING, True, ("running", "")),
+        ("running", [START], 600, RUNNING, True, ("silent", "! no line for 10 min")),
+        ("running", [START], (600, 300), RUNNING, True, ("running", "")),
+        ("running", [START], None, RUNNING, True, ("running", "")),
+        ("running", [START], 5, None, True,
          ("crashed", "! job 7 has left the queue: without a word")),
-        ("running", [START, REFUSED], lines(5), None, True,
+        ("running", [START, REFUSED], 5, None, True,
          ("crashed", f"! job 7 has left the queue: {REFUSED['why']}")),
-        ("running", [START], lines(5), None, False, ("running", "")),
-        ("interrupted", [START], lines(5), PENDING, True,
+        ("running", [START], 5, None, False, ("running", "")),
+        ("interrupted", [START], 5, PENDING, True,
          ("waiting", "job 7: BeginTime, expected 2026-01-02T03:04:05")),
-        ("interrupted", [START, REFUSED], lines(5), None, True,
+        ("interrupted", [START, REFUSED], 5, None, True,
          ("interrupted", f"! not requeued: {REFUSED['why']}")),
-        ("failed", [START], lines(5), None, True, ("failed", "! it is so")),
-        ("done", [START], lines(5), None, True, ("done", "")),
-        ("stopped", [START], lines(5000), None, True, ("stopped", "")),
+        ("failed", [START], 5, None, True, ("failed", "! it is so")),
+        ("done", [START], 5, None, True, ("done", "")),
+        ("stopped", [START], 5000, None, True, ("stopped", "")),
     ],
 )  # fmt: skip
 def test_judge(
-    status: str, events: list[Any], record: list[Any], job: Any, asked: bool, expected: Any
+    status: str, events: list[Any], silence: Any, job: Any, asked: bool, expected: Any
 ) -> None:
     told = {"state": status, "reason": "it is so"}
+    record = lines(*(silence if isinstance(silence, tuple) else (silence,))) if silence else []
     assert program.judge(told, events, record, "7", job, asked) == expected
 
 
