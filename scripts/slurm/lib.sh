@@ -26,7 +26,7 @@ kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads si
     KP_TRAIN=${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}
     KP_PYTHON=${KEMPNER_PYTHON:-$KP_ROOT/.venv/bin/python}
     [[ -n ${KEMPNER_PYTHON:-} || -x $KP_PYTHON ]] || KP_PYTHON=python3
-    command -v "$KP_PYTHON" >/dev/null || kp_die "no Python at '$KP_PYTHON': run make install, or set KEMPNER_PYTHON"
+    command -v "$KP_PYTHON" >/dev/null || kp_die "no Python at '$KP_PYTHON': run make .venv/train, or set KEMPNER_PYTHON"
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
     ! kp_in_job || kp_show_job || kp_die "scontrol knows no job $(kp_job_id)"
 }

@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from kempner import launch
 from kempner.checkpoint import commit
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.dcp import Checkpointer, TensorReader
@@ -29,12 +27,7 @@ from kempner.config import ConfigError
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    place = launch.Place(0, 0, 1, "single")
-    launch.start(place, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Job:

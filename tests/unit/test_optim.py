@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from kempner import launch
 from kempner.metrics import Clock
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -80,12 +77,7 @@ def test_matrices_decay_norms_and_embeddings_do_not() -> None:
 # --- The guarded update -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    place = launch.Place(0, 0, 1, "single")
-    launch.start(place, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def replicas(count: int) -> Any:

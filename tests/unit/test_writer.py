@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kempner import launch
 from kempner.checkpoint import commit, writer
 from kempner.checkpoint import dcp as checkpoints
 from kempner.checkpoint.config import CheckpointConfig
@@ -36,13 +35,7 @@ from kempner.checkpoint.crc import FAR, NEAR, crc32
 from kempner.checkpoint.dcp import Checkpointer
 from kempner.checkpoint.writer import PAGE, frame, write_file
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    place = launch.Place(0, 0, 1, "single")
-    launch.start(place, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Holder(nn.Module):

@@ -1,0 +1,21 @@
+"""What several of the unit tests need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch
+    import torch.distributed as dist
+
+    from kempner import launch
+
+    place = launch.Place(0, 0, 1, "single")
+    launch.start(place, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
+    yield
+    dist.destroy_process_group()
