@@ -280,11 +280,12 @@ def checkpoint(options: argparse.Namespace, work: Path) -> None:
     """What a save costs the steps, async and synchronous by turns. They stand still for it, and are
     slower while it is written; "in all" is both.
     """
-    interval = 4 if options.quick else 12
+    interval = 4 if options.quick else 8
     words = [options.config, *(() if options.quick else LARGE), f"--checkpoint.interval={interval}"]
-    words += [f"--train.max_steps={3 * interval}", "--checkpoint.keep_last_n=1"]
+    words += [f"--train.max_steps={5 * interval}", "--checkpoint.keep_last_n=1"]
     words += ["--metrics.log_interval=1", "--eval.interval=0", *options.overrides]
     costs: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+    firsts: dict[bool, list[float]] = {True: [], False: []}  # they also plan and find the memory
     for i in range(options.repeats):
         for kind, found in costs.items():
             with tempfile.TemporaryDirectory(dir=work) as run_dir:
@@ -295,13 +296,16 @@ def checkpoint(options: argparse.Namespace, work: Path) -> None:
                 size = sum(file.stat().st_size for file in files) / 1e6
             durable = re.findall(r"step (\d+) is durable after ([\d.]+) s", out)
             quiet = [s["step_time"] for n, s in steps.items() if n % interval > interval // 2]
-            found += save_costs(steps, dict(durable), interval, statistics.median(quiet))
+            first, *later = save_costs(steps, dict(durable), interval, statistics.median(quiet))
+            firsts[kind].append(first[0])
+            found += later
         if i == 0:
             print(f"{size:,.0f} MB, steps of {statistics.median(quiet):.3f} s, in seconds:")
     for kind, found in costs.items():
         still, whole, until = (spread(column) for column in zip(*found, strict=True))
         name = f"{'async' if kind else 'synchronous':<12} {len(found)} saves"
         print(f"{name}   stands still {still}   in all {whole}   durable after {until}")
+        print(f"{'':<12} the first save of a process stands still {spread(firsts[kind])}")
     medians = {
         kind: map(statistics.median, zip(*found, strict=True)) for kind, found in costs.items()
     }

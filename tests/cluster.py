@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -132,6 +133,13 @@ class Cluster:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two hosts of four GPUs. Skips where it cannot boot, but fails in CI."""
+    with boot(2, 4, tmp_path_factory) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def boot(nodes: int, gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster for as long as the body runs. Skips where it cannot boot, but fails in CI."""
     reason = ""
     if os.geteuid() != 0:
         reason = "the Slurm test bed needs root"
@@ -145,7 +153,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for attempt in range(5):  # a number may be taken by another cluster
         env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
         up = subprocess.run(
-            ["bash", TESTBED, "up", "2", "4"], env=env, capture_output=True, text=True
+            ["bash", TESTBED, "up", str(nodes), str(gpus)], env=env, capture_output=True, text=True
         )
         if up.returncode == 0:
             break

@@ -2,6 +2,13 @@
 # What the launch scripts share: the job as Slurm sees it, srun, signals, requeue. To be sourced.
 # The facts about Slurm behind it are in docs/slurm.md; the network of a node is task.sh's.
 
+KP_BESIDE=${KP_BESIDE:-}                # not empty: the job is another one's, interactive.sh runs beside it
+KP_DRY=''                               # not empty: --dry-run
+KP_INSIDE=() KP_CONTAINER_FLAGS=()      # what puts Python into a container
+KP_CHILD='' KP_PENDING='' KP_SIGNAL=''  # the running srun; a signal that came before it; the last signal
+KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' # the decision; "failed", and the nodes that it has found faulty
+KP_SRUN_LOG='' KP_SECRET_NAMES=''
+
 kp_log() { # <message>
     printf '[%(%T)T] kempner: %s\n' -1 "$*"
 }
@@ -13,22 +20,38 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
 
 # --- the place ---------------------------------------------------------------------------------------------
 
+kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.py; --dry-run: see dry_run.sh
+    local word
+    KP_ARGUMENTS=("$@")
+    for word; do
+        [[ $word != --dry-run ]] || KP_DRY=1
+    done
+    [[ -n $KP_DRY ]] || return 0
+    # shellcheck source-path=SCRIPTDIR source=dry_run.sh
+    source "$(dirname "${BASH_SOURCE[0]}")/dry_run.sh"
+    kp_dry_take "$@"
+}
+
 kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
     KP_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
-    export KEMPNER_BATCH_BEGAN
-    KP_CHILD='' KP_PENDING='' KP_SIGNAL='' KP_DECIDED='' KP_SRUN_LOG='' KP_BESIDE=${KP_BESIDE:-}
+    KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
+    export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
+    KP_STEP_NAME=kempner-$KEMPNER_ATTEMPT_ID
     # "|| true": a command that fails in there must not end this shell, as errexit would have it
     trap 'kp_on_signal TERM || true' TERM USR1 HUP
     trap 'kp_on_signal INT || true' INT
     trap 'kp_on_signal USR2 || true' USR2
     kp_read_site
+    kp_read_secrets
     KP_TRAIN=${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}
-    KP_PYTHON=${KEMPNER_PYTHON:-$KP_ROOT/.venv/bin/python}
-    [[ -n ${KEMPNER_PYTHON:-} || -x $KP_PYTHON ]] || KP_PYTHON=python3
-    command -v "$KP_PYTHON" >/dev/null || kp_die "no Python at '$KP_PYTHON': run make .venv/train, or set KEMPNER_PYTHON"
+    kp_choose_python
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
-    ! kp_in_job || kp_show_job || kp_die "scontrol knows no job $(kp_job_id)"
+    if kp_in_job; then
+        kp_show_job || kp_die "scontrol knows no job $(kp_job_id)"
+    elif [[ -n $KP_DRY ]]; then
+        kp_dry_job
+    fi
 }
 
 kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is exported
@@ -37,10 +60,70 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
         [[ -z ${KEMPNER_SITE:-} ]] || kp_die "KEMPNER_SITE=$file cannot be read: correct or unset it"
         return 0
     fi
+    kp_source "$file"
+}
+
+kp_source() {  # <file>: sources it; what it sets is exported
     set +eu -a # modules and the like are not written for errexit and nounset
     # shellcheck source=/dev/null
-    source "$file"
+    source "$1"
     set -eu +a
+}
+
+kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read
+    local file=${KEMPNER_SECRETS:-} mode
+    [[ -n $file ]] || return 0
+    mode=$(stat -L -c %a -- "$file" 2>/dev/null) || kp_die "KEMPNER_SECRETS=$file cannot be read: correct or unset it"
+    [[ $mode =~ ^[0-7]00$ ]] || kp_die "KEMPNER_SECRETS=$file may be read by others (mode $mode): chmod 600 '$file'"
+    kp_source "$file"
+    KP_SECRET_NAMES=$(sed -nE 's/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p' "$file" | paste -sd' ')
+}
+
+# --- Python, perhaps in a container -----------------------------------------------------------------------------
+
+kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where it is in a container
+    if [[ ${KEMPNER_CONTAINER:-none} == none ]]; then
+        KP_PYTHON=${KEMPNER_PYTHON:-$KP_ROOT/.venv/bin/python}
+        [[ -n ${KEMPNER_PYTHON:-} || -x $KP_PYTHON ]] || KP_PYTHON=python3
+        command -v "$KP_PYTHON" >/dev/null || kp_die "no Python at '$KP_PYTHON': run make .venv/train, or set KEMPNER_PYTHON"
+        return
+    fi
+    KP_PYTHON=${KEMPNER_PYTHON:-python3} # the image's own
+    local mounts=$KP_ROOT:$KP_ROOT,$PWD:$PWD${KEMPNER_MOUNTS:+,$KEMPNER_MOUNTS} runtime
+    runtime=$(kp_container_runtime)
+    case $runtime in
+        apptainer | singularity)
+            command -v "$runtime" >/dev/null || kp_die "KEMPNER_CONTAINER=$KEMPNER_CONTAINER: no $runtime here; load its module in site.env"
+            KP_INSIDE=("$runtime" exec --bind "$mounts" --pwd "$PWD")
+            [[ ! -e /dev/nvidiactl ]] || KP_INSIDE+=(--nv)
+            KP_INSIDE+=("$KEMPNER_CONTAINER")
+            ;;
+        pyxis)
+            KP_CONTAINER_FLAGS=(--container-image="$KEMPNER_CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD" --no-container-mount-home)
+            KP_INSIDE=(srun --nodes=1 --ntasks=1 --overlap "${KP_CONTAINER_FLAGS[@]}")
+            ;;
+        *) kp_die "KEMPNER_CONTAINER_RUNTIME=$runtime: apptainer, singularity or pyxis" ;;
+    esac
+}
+
+kp_container_runtime() { # what runs KEMPNER_CONTAINER: KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has it, else apptainer
+    if [[ -n ${KEMPNER_CONTAINER_RUNTIME:-} ]]; then
+        echo "$KEMPNER_CONTAINER_RUNTIME"
+    elif [[ $KEMPNER_CONTAINER != *.sif && $(srun --help 2>/dev/null) == *--container-image* ]]; then
+        echo pyxis
+    elif command -v apptainer >/dev/null || ! command -v singularity >/dev/null; then
+        echo apptainer
+    else
+        echo singularity
+    fi
+}
+
+kp_python() { # <arguments>...: one Python process on this host, in the container if there is one
+    "${KP_INSIDE[@]}" "$KP_PYTHON" "$@"
+}
+
+kp_shielded_python() { # <arguments>...: the same, and the signals that end a job do not end it first
+    kp_shielded "${KP_INSIDE[@]}" "$KP_PYTHON" "$@"
 }
 
 # --- the job as Slurm sees it ------------------------------------------------------------------------------
@@ -174,22 +257,26 @@ kp_need_one_node() { # stops when the job has several
 
 # --- before the start --------------------------------------------------------------------------------------
 
-kp_check() { # <train.py arguments>...: checks them in one process before any GPU works; sets KP_RUN_DIR, KP_CHECKPOINTS
-    local toml code=0 paths
-    toml=$("$KP_PYTHON" "$KP_TRAIN" "$@" --check --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS") || code=$?
+kp_check() { # <train.py arguments>...: checks them in one process before any GPU works; sets KP_RUN_DIR, KP_CHECKPOINTS, KP_DEVICE
+    local toml code=0 values
+    toml=$(kp_python "$KP_TRAIN" "$@" --check --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS") || code=$?
     if ((code != 0)); then
         kp_log "not started: the check of the configuration ended with exit code $code"
         exit "$code"
     fi
-    mapfile -d '' -t paths < <(
-        "$KP_PYTHON" -c 'import sys, tomli
+    mapfile -d '' -t values < <(
+        kp_python -c 'import sys, tomli
 cfg = tomli.load(sys.stdin.buffer)
-sys.stdout.write("\0".join((cfg["run"]["dir"], cfg.get("checkpoint", {}).get("dir", ""), "")))' <<<"$toml"
+found = (cfg["run"]["dir"], cfg.get("checkpoint", {}).get("dir", ""), cfg.get("distributed", {}).get("device", "auto"), "")
+sys.stdout.write("\0".join(found))' <<<"$toml"
     )
-    [[ -n ${paths[0]:-} ]] || kp_die "the checked configuration has no run.dir: leave --help and --check out"
-    KP_RUN_DIR=$(realpath -m -- "${paths[0]}")
-    KP_CHECKPOINTS=$(realpath -m -- "${paths[1]:-$KP_RUN_DIR/checkpoints}")
+    [[ -n ${values[0]:-} ]] || kp_die "the checked configuration has no run.dir: leave --help and --check out"
+    KP_RUN_DIR=$(realpath -m -- "${values[0]}")
+    KP_CHECKPOINTS=$(realpath -m -- "${values[1]:-$KP_RUN_DIR/checkpoints}")
+    KP_DEVICE=${values[2]:-auto}
+    [[ -z $KP_DRY ]] || kp_dry_tell # ends here
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
+    KP_STEP_BEFORE=$(kp_committed_step)
 }
 
 kp_peers() { # the addresses of the first two nodes of the job: from any node, one of them is another host
@@ -240,43 +327,75 @@ kp_keep_log() { # makes the batch log appear in the run directory too, as logs/b
     [[ $file -ef $target ]] || ln -f -- "$file" "$target" 2>/dev/null || ln -sf -- "$file" "$target"
 }
 
+kp_preflight() { # with KEMPNER_PREFLIGHT=1: proves the nodes; when some are faulty, requeues without them, or ends
+    [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
+    kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" --device "$KP_DEVICE"
+    ((KP_CODE != 0)) || return 0
+    if ((KP_CODE != 1)); then
+        kp_log "preflight itself has failed (exit code $KP_CODE): the run starts all the same"
+        return 0
+    fi
+    KP_PREFLIGHT=failed
+    kp_decide "preflight: ${KP_BAD:-the network} is not well"
+    kp_finish
+}
+
+kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all are well, and KP_BAD, the faulty ones
+    local json=$1 name=$KP_STEP_NAME text='' pattern='"bad": "([^"]*)"' bad_input=2
+    KP_STEP_NAME=preflight-$KEMPNER_ATTEMPT_ID
+    kp_srun_command -m kempner.preflight.task
+    KP_STEP_NAME=$name KP_CODE=0
+    kp_python -m kempner.preflight --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" \
+        --tasks "$KP_TASKS" --gpus "$KP_GPUS" --json "$json" ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} \
+        "${@:2}" -- "${KP_SRUN[@]}" || KP_CODE=$?
+    ((KP_CODE != bad_input)) || exit "$bad_input"
+    { read -r -d '' text <"$json"; } 2>/dev/null || true
+    [[ ! $text =~ $pattern ]] || KP_BAD=${BASH_REMATCH[1]}
+}
+
 # --- the run -----------------------------------------------------------------------------------------------
 
 kp_run() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, the exit code of srun or torchrun
-    local command=("$KP_PYTHON")
-    KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
-    KP_STEP_NAME=kempner-$KEMPNER_ATTEMPT_ID
-    export KEMPNER_ATTEMPT_ID
-    KP_STEP_BEFORE=$(kp_committed_step)
     if kp_in_job; then
-        kp_srun bash "$KP_ROOT/scripts/slurm/task.sh" "$KP_PYTHON" "$KP_TRAIN" "$@"
+        kp_srun "$KP_TRAIN" "$@"
+    elif ((KP_TASKS == 1)); then
+        kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_TRAIN" "$@"
     else
-        ((KP_TASKS == 1)) || command+=(-m torch.distributed.run --standalone --nproc-per-node="$KP_TASKS")
-        kp_start "${command[@]}" "$KP_TRAIN" "$@"
+        kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$KP_TASKS" "$KP_TRAIN" "$@"
     fi
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
     kp_wait
 }
 
-kp_srun() { # <command>...: starts it, one task per GPU, on all nodes of the job
-    local flags=(
-        --job-name="$KP_STEP_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS)) --ntasks-per-node="$KP_TASKS"
+kp_srun_command() { # <Python arguments>...: sets KP_SRUN, the step: one task per GPU on all nodes of the job; exports its variables
+    KP_SRUN=(
+        srun --job-name="$KP_STEP_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS)) --ntasks-per-node="$KP_TASKS"
         --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300 --mpi=none
         --immediate=300 # seconds: a host that dies and comes back at once can leave a step waiting until the time limit
         --export=ALL    # sbatch --export=NONE would reach the tasks too
     )
     # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and another job's GPUs on a shared node be taken.
-    ((KP_GPUS == 0)) || flags+=(--gpus-per-node="$KP_GPUS")
-    [[ -z $KP_BESIDE ]] || flags+=(--jobid="$SLURM_JOB_ID" --overlap)
+    ((KP_GPUS == 0)) || KP_SRUN+=(--gpus-per-node="$KP_GPUS")
+    [[ -z $KP_BESIDE ]] || KP_SRUN+=(--jobid="$SLURM_JOB_ID" --overlap)
+    local more
+    read -ra more <<<"${KEMPNER_SRUN:-}"
+    KP_SRUN+=("${more[@]}" "${KP_CONTAINER_FLAGS[@]}")
     export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
     unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" # the request in other words; the flags above say it all
+    # See task.sh. A program in place of train.py unblocks them when it is ready.
+    local blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
+    ! "${blocked[@]}" true 2>/dev/null || KP_SRUN+=("${blocked[@]}")
+    KP_SRUN+=(bash "$KP_ROOT/scripts/slurm/task.sh")
+    ((${#KP_CONTAINER_FLAGS[@]} > 0)) || KP_SRUN+=("${KP_INSIDE[@]}") # pyxis: the whole task is inside
+    KP_SRUN+=("$KP_PYTHON" "$@")
+}
+
+kp_srun() { # <Python arguments>...: starts the step
+    kp_srun_command "$@"
     KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
     # What srun says of a task that dies is looked at afterwards. The signals that end a job must not end tee: srun
     # would die of the broken pipe.
-    # See task.sh. A program in place of train.py unblocks them when it is ready.
-    local blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
-    "${blocked[@]}" true 2>/dev/null || blocked=()
-    kp_start srun "${flags[@]}" "${blocked[@]}" "$@" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
+    kp_start "${KP_SRUN[@]}" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
 }
 
 kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this shell alone
@@ -372,26 +491,36 @@ kp_record() { # <requeue, end or leave (to Slurm)> <why>: the one line that says
         "$1" "$2" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$KEMPNER_ATTEMPT_ID" >>"$KP_RUN_DIR/attempts.jsonl"
     printf '"step": %d, "stalled": %d, "blamed": "%s", "excluded": "%s", "batch_began": %d, "time": %(%s)T}\n' \
         "$KP_STEP" "$KP_STALLED" "$KP_BLAMED" "$KP_EXCLUDED" "${KEMPNER_BATCH_BEGAN:-0}" -1 >>"$KP_RUN_DIR/attempts.jsonl"
+    [[ -z ${KEMPNER_MAIL:-} || $1 != end ]] || kp_mail "$2"
+}
+
+kp_mail() { # <what happened>: one mail to KEMPNER_MAIL, once the run has ended for good
+    printf '%s\nrun directory %s\n' "$1" "$KP_RUN_DIR" |
+        kp_shielded mail -s "job $(kp_job_id) ($(kp_field JobName)): $1" -- "$KEMPNER_MAIL" ||
+        kp_log "no mail to $KEMPNER_MAIL: 'mail' has failed on $(uname -n)"
 }
 
 kp_blame() { # after a crash or a hang: sets KP_BLAMED, its host, and KP_EXCLUDED, the same when it is to be left out
-    local host again='' most=${KEMPNER_EXCLUDE:-2} excluded node left=0
+    local host=$KP_BAD again=$KP_BAD most=${KEMPNER_EXCLUDE:-2} excluded node left=0 out
     [[ $KP_STATE != interrupted ]] || return 0
-    { read -r host && read -r again; } < <(kp_shielded "$KP_PYTHON" -m kempner.blame \
-        "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG") || true
+    if [[ -z $KP_PREFLIGHT ]]; then
+        { read -r host && read -r again; } < <(kp_shielded_python -m kempner.blame \
+            "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG") || true
+    fi
     KP_BLAMED=${host:-}
     [[ -n $again && $most != 0 ]] || return 0
     excluded=$(grep -c "\"job\": \"$(kp_job_id)\".*\"excluded\": \"[^\"]" "$KP_RUN_DIR/attempts.jsonl") || true
     if ((excluded >= most)); then
-        kp_log "$host: failed twice in a row, not excluded: $excluded nodes are already (KEMPNER_EXCLUDE=$most)"
+        kp_log "$host: $KP_FAULT, not excluded: $excluded nodes are already (KEMPNER_EXCLUDE=$most)"
         return 0
     fi
     # Fewer nodes than the job needs, and it would wait for ever.
+    out=" ${host//,/ } $(kp_excluded | xargs -r scontrol show hostnames | paste -sd' ') "
     while read -r node; do
-        [[ " $host $(kp_excluded | xargs -r scontrol show hostnames | paste -sd' ') " == *" $node "* ]] || left=$((left + 1))
+        [[ $out == *" $node "* ]] || left=$((left + 1))
     done < <(sinfo -h -N -p "$(kp_field Partition)" -o '%N %t' | awk '$2 !~ /down|drain|drng|fail|maint|unk/ { print $1 }' | sort -u)
     if ((left < KP_NODES)); then
-        kp_log "$host: failed twice in a row, not excluded: the other nodes of the partition, $left, are too few"
+        kp_log "$host: $KP_FAULT, not excluded: the other nodes of the partition, $left, are too few"
         return 0
     fi
     KP_EXCLUDED=$host
@@ -408,18 +537,19 @@ kp_exclude() { # keeps the requeued job off KP_EXCLUDED: Slurm takes this only o
     list=$(kp_excluded)
     for ((tries = 0; tries < 30; tries++)); do
         if scontrol update JobId="$(kp_job_id)" ExcNodeList="${list:+$list,}$KP_EXCLUDED" 2>/dev/null; then
-            kp_log "$KP_EXCLUDED: failed twice in a row, excluded from the next starts of this job (KEMPNER_EXCLUDE=0: never)"
+            kp_log "$KP_EXCLUDED: $KP_FAULT, excluded from the next starts of this job (KEMPNER_EXCLUDE=0: never)"
             return 0
         fi
         sleep 0.1
     done
-    kp_log "$KP_EXCLUDED: failed twice in a row, but scontrol did not take it out of the job"
+    kp_log "$KP_EXCLUDED: $KP_FAULT, but scontrol did not take it out of the job"
     KP_EXCLUDED=''
 }
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
     local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state
-    KP_BLAMED='' KP_EXCLUDED=''
+    KP_BLAMED='' KP_EXCLUDED='' KP_FAULT="failed twice in a row"
+    [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
     trap '' TERM INT HUP USR1 USR2 # a requeue signals this shell, and its subshells would die of it
     kp_verdict
     KP_STEP=$(kp_committed_step)
@@ -440,7 +570,9 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         kp_record end "$what; the job was submitted with --no-requeue"
     elif ((KP_STALLED >= most)); then
         kp_record end "$what; $KP_STALLED attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
-    elif kp_blame && kp_shielded scontrol requeue "$(kp_job_id)"; then
+    elif kp_blame && [[ -n $KP_PREFLIGHT && -z $KP_EXCLUDED ]]; then
+        kp_record end "$what; there are no other nodes to take"
+    elif kp_shielded scontrol requeue "$(kp_job_id)"; then
         [[ -z $KP_EXCLUDED ]] || kp_exclude
         kp_record requeue "$what"
     else

@@ -4,6 +4,7 @@
 #   sbatch scripts/slurm/singlenode.sh configs/train/1b.toml --train.max_steps=50000
 #   sbatch --oversubscribe --gpus-per-node=2 --cpus-per-gpu=8 --mem=64G scripts/slurm/singlenode.sh CONFIG [OVERRIDES]
 #   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
+#   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    says what sbatch would do, does nothing
 #
 # What sbatch is told on its command line, or by SBATCH_* variables, comes before what stands here: docs/slurm.md.
 #SBATCH --job-name=kempner
@@ -27,10 +28,12 @@ fi
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$lib"
 
-kp_setup         # the repository, its Python, site.env
-kp_tasks         # nodes, GPUs, one task per GPU
-kp_need_one_node # several: multinode.sh
-kp_check "$@"    # the configuration, once, before any GPU works
-kp_banner        # what runs where
-kp_run "$@"      # srun; passes signals on
-kp_finish        # requeue or not; the exit code
+kp_take "$@"                  # train.py's arguments; --dry-run
+kp_setup                      # the repository, its Python, site.env
+kp_tasks                      # nodes, GPUs, one task per GPU
+kp_need_one_node              # several: multinode.sh
+kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
+kp_banner                     # what runs where
+kp_preflight                  # with KEMPNER_PREFLIGHT=1: proves the nodes first
+kp_run "${KP_ARGUMENTS[@]}"   # srun; passes signals on
+kp_finish                     # requeue or not; the exit code

@@ -10,7 +10,7 @@ set -euo pipefail
 # them blocked, so that they wait; where env cannot do that (coreutils before 8.31), they are lost.
 [[ -n ${KEMPNER_SIGNALS_WAIT:-} ]] || trap '' TERM INT USR1 USR2
 
-readonly SYS=${KEMPNER_SYS:-/sys} # a test puts a tree of its own here
+readonly SYS=${KEMPNER_SYS:-/sys} PROC=${KEMPNER_PROC:-/proc} # a test puts trees of its own here
 
 read_line() { # <file>: its first line, or nothing
     local line=''
@@ -18,18 +18,27 @@ read_line() { # <file>: its first line, or nothing
     echo "$line"
 }
 
+# --- what the node has -----------------------------------------------------------------------------------------------
+
+list_addresses() { # a line "interface address" for each global address; "?" where there is no iproute2, as in containers
+    if command -v ip >/dev/null; then
+        ip -o addr show up scope global 2>/dev/null | awk '$3 ~ /^inet/ { sub(/@.*/, "", $2); sub(/\/.*/, "", $4); print $2, $4 }'
+    else # an interface with a route of its own has an address
+        { awk 'NR > 1 { print $1, "?" }' "$PROC/net/route" && awk '$4 == "00" { print $6, "?" }' "$PROC/net/if_inet6"; } 2>/dev/null
+    fi
+}
+
 find_interfaces() { # sets ALL, this node's interfaces; UP, those that have a link and an address; ADDRESS[name]
-    local name family address path
+    local name address path
     declare -gA ADDRESS=()
     ALL=() UP=()
     for path in "$SYS"/class/net/*; do ALL+=("${path##*/}"); done
-    while read -r _ name family address _; do
-        name=${name%%@*} # a virtual one shows as ib0@if8
-        [[ $family == inet* && -z ${ADDRESS[$name]:-} ]] || continue
+    while read -r name address; do
+        [[ -z ${ADDRESS[$name]:-} && $name != lo ]] || continue
         [[ $(read_line "$SYS/class/net/$name/operstate") != *down ]] || continue
-        ADDRESS[$name]=${address%%/*}
+        ADDRESS[$name]=$address
         UP+=("$name")
-    done < <(ip -o addr show up scope global 2>/dev/null)
+    done < <(list_addresses)
 }
 
 find_ports() { # <link layer>: the active RDMA ports of that kind as device:port, the fastest first
@@ -45,7 +54,38 @@ interface_of() { # <device:port>: the network interface on top of an Ethernet RD
     local device=$SYS/class/infiniband/${1%:*} name path
     name=$(read_line "$device/ports/${1#*:}/gid_attrs/ndevs/0")
     for path in "$device"/device/net/*; do name=${name:-${path##*/}}; done
+    path=$(readlink "$SYS/class/net/$name/master") || true # of a bond the address is the master's
+    [[ -z $path ]] || name=${path##*/}
     echo "$name"
+}
+
+subnet_of() { # <device:port>: the subnet prefix of an InfiniBand port: ports of different prefixes do not meet
+    local gid
+    gid=$(read_line "$SYS/class/infiniband/${1%:*}/ports/${1#*:}/gids/0")
+    echo "${gid%:*:*:*:*}"
+}
+
+find_fabric() { # sets FABRIC, the InfiniBand ports that can reach each other, and FABRICS, how many such groups there are
+    local port subnet ports
+    declare -A group=()
+    FABRIC=()
+    while read -r port; do
+        subnet="subnet $(subnet_of "$port")"
+        group[$subnet]+="$port "
+    done < <(find_ports InfiniBand)
+    FABRICS=${#group[@]}
+    for subnet in "${!group[@]}"; do # the one with the most ports is for the training; storage has fewer
+        read -ra ports <<<"${group[$subnet]}"
+        ((${#ports[@]} <= ${#FABRIC[@]})) || FABRIC=("${ports[@]}")
+    done
+}
+
+on_fabric() { # <interface>: true unless it is known to sit on another InfiniBand fabric than FABRIC
+    local path known=''
+    for path in "$SYS/class/net/$1/device/infiniband"/*; do
+        [[ ! -e $path ]] || known=${path##*/}
+    done
+    [[ -z $known || " ${FABRIC[*]}" == *" $known:"* || $FABRICS -lt 2 ]]
 }
 
 has_efa() { # true when there is an Elastic Fabric Adapter, whatever udev has called it
@@ -56,40 +96,61 @@ has_efa() { # true when there is an Elastic Fabric Adapter, whatever udev has ca
     return 1
 }
 
+route_to() { # <address>: the interface that leads there, or nothing
+    local pattern=' dev ([^ ]+)' parts address name destination mask longest=-1 found=''
+    if command -v ip >/dev/null; then
+        [[ ! $(ip -o route get "$1" 2>/dev/null) =~ $pattern ]] || echo "${BASH_REMATCH[1]}"
+    elif [[ $1 == *.* ]]; then # IPv4 in /proc: little-endian hexadecimal
+        IFS=. read -ra parts <<<"$1"
+        address=$((parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24))
+        while read -r name destination _ _ _ _ _ mask _; do
+            [[ $mask =~ ^[0-9A-F]{8}$ ]] || continue # the line of titles
+            (((address & 16#$mask) == 16#$destination)) || continue
+            mask=$(printf '%d' "0x${mask:6:2}${mask:4:2}${mask:2:2}${mask:0:2}")
+            ((mask > longest)) || continue
+            longest=$mask found=$name
+        done <"$PROC/net/route"
+        [[ -z $found ]] || echo "$found"
+    fi
+}
+
 route_to_peer() { # the interface that leads to the first peer that is another host, or nothing
-    local peer pattern=' dev ([^ ]+)'
+    local peer name
     for peer in ${KEMPNER_PEERS:-}; do
-        [[ $(ip -o route get "$peer" 2>/dev/null) =~ $pattern && ${BASH_REMATCH[1]} != lo ]] || continue
-        echo "${BASH_REMATCH[1]}"
+        name=$(route_to "$peer")
+        [[ -n $name && $name != lo ]] || continue
+        echo "$name"
         return
     done
 }
 
-choose() { # sets INTERFACE (empty: none will do) and WHY
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+choose() { # sets INTERFACE (empty: none will do), NETWORK (its kind) and WHY
     local name port
     for name in "${UP[@]}"; do
-        if [[ $name == ib* || $(read_line "$SYS/class/net/$name/type") == 32 ]]; then
-            INTERFACE=$name WHY="InfiniBand, up"
+        if [[ $name == ib* || $(read_line "$SYS/class/net/$name/type") == 32 ]] && on_fabric "$name"; then
+            INTERFACE=$name NETWORK=InfiniBand WHY="InfiniBand, up"
             return
         fi
     done
     while read -r port; do
         name=$(interface_of "$port")
         if [[ -n ${ADDRESS[${name:-none}]:-} ]]; then
-            INTERFACE=$name WHY="RoCE, $port is active"
+            INTERFACE=$name NETWORK=RoCE WHY="RoCE, $port is active"
             return
         fi
     done < <(find_ports Ethernet)
-    INTERFACE=$(route_to_peer)
+    INTERFACE=$(route_to_peer) NETWORK=Ethernet
     WHY="no fast network is up; this one leads to the other nodes"
     [[ -n $INTERFACE ]] || WHY="no fast network is up, and no route to another node is known (KEMPNER_PEERS)"
     if has_efa; then
-        WHY="EFA is here; sockets take the route to the other nodes"
+        NETWORK=EFA WHY="EFA is here; sockets take the route to the other nodes"
         return
     fi
     for name in "${UP[@]}"; do
         if [[ $name == hsn* ]]; then
-            INTERFACE=$name WHY="Slingshot, up"
+            INTERFACE=$name NETWORK=Slingshot WHY="Slingshot, up"
             return
         fi
     done
@@ -119,33 +180,97 @@ is_prefix() { # <interface>: true when another one's name begins with it
     return 1
 }
 
+for_nccl() { # <interface>: what NCCL has to be told, which takes a name as a prefix: ib1 would be ib10 too
+    if [[ $NETWORK == Slingshot ]]; then
+        echo hsn # all of them, hsn0 to hsn3
+    elif is_prefix "$1"; then
+        echo "=$1"
+    else
+        echo "$1"
+    fi
+}
+
+set_unset() { # <variable> <value>: exports it unless the user has
+    [[ -n ${!1:-} ]] || export "$1=$2"
+}
+
+set_fabric() { # what the fabric needs beside an interface
+    case $NETWORK in
+        InfiniBand | RoCE)
+            # NCCL takes every active port that it sees: also Ethernet ones beside InfiniBand, and those of another
+            # fabric. "=" takes the names as they are: mlx5_1 is not mlx5_10.
+            local hca
+            hca="=$(IFS=, && echo "${FABRIC[*]}")"
+            if ((${#FABRIC[@]} > 0)) && [[ -z ${NCCL_IB_HCA:-} ]] && { ((FABRICS > 1)) || [[ -n $(find_ports Ethernet) ]]; }; then
+                export NCCL_IB_HCA=$hca
+                WHY+=", NCCL_IB_HCA=$hca keeps NCCL off the other RDMA ports"
+            fi
+            ;;
+        EFA)
+            # AWS, "EFA cheatsheet" (github.com/aws-samples/awsome-distributed-training, 1.architectures): the provider;
+            # no huge pages, with which a fork (torch.compile's workers) can fail with "Cannot allocate memory".
+            set_unset FI_PROVIDER efa
+            set_unset FI_EFA_USE_HUGE_PAGE 0
+            ;;
+        Slingshot)
+            # HPE's settings for NCCL over libfabric as the sites with it publish them: docs.cscs.ch
+            # (software/communication/nccl) and docs.isambard.ac.uk (guides/nccl). Without host registration off, CUDA's
+            # allocations can deadlock with it; the default completion queue is too short for large jobs.
+            set_unset FI_CXI_DISABLE_HOST_REGISTER 1
+            set_unset FI_CXI_DEFAULT_CQ_SIZE 131072
+            set_unset FI_MR_CACHE_MONITOR userfaultfd
+            set_unset NCCL_CROSS_NIC 1
+            ;;
+    esac
+}
+
+passed_over() { # the other interfaces, and why not: down, without an address, or only not chosen
+    local name shown=0 text=''
+    for name in "${ALL[@]}"; do
+        [[ $name != lo && $name != "$INTERFACE" ]] || continue
+        shown=$((shown + 1))
+        ((shown <= 8)) || continue
+        text+=", $name"
+        if [[ $(read_line "$SYS/class/net/$name/operstate") == *down ]]; then
+            text+=" (down)"
+        elif [[ -z ${ADDRESS[$name]:-} ]]; then
+            text+=" (no address)"
+        fi
+    done
+    ((shown <= 8)) || text+=" and $((shown - 8)) more"
+    echo "${text:+; passed over:${text#,}}"
+}
+
 set_network() { # exports the choice of this node for NCCL, gloo and TensorPipe
-    local variable ports
-    INTERFACE='' WHY=''
+    local variable
+    INTERFACE='' WHY='' NETWORK=''
     find_interfaces
+    find_fabric
     for variable in NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME; do
         [[ -n ${!variable:-} ]] || continue
         take_given "$variable"
         WHY+="${WHY:+, }$variable=${!variable} is given"
     done
-    [[ -n $WHY ]] || choose
+    local given=$INTERFACE told=$WHY
+    if [[ -n $WHY ]]; then
+        choose # the fabric's variables do not depend on the interface
+        INTERFACE=$given WHY=$told
+    else
+        choose
+    fi
     if [[ -n $INTERFACE ]]; then
-        # NCCL takes a name as a prefix: ib1 would be ib10 too.
-        if is_prefix "$INTERFACE"; then variable="=$INTERFACE"; else variable=$INTERFACE; fi
-        export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$variable}
-        export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE} TP_SOCKET_IFNAME=${TP_SOCKET_IFNAME:-$INTERFACE}
+        set_unset NCCL_SOCKET_IFNAME "$(for_nccl "$INTERFACE")"
+        set_unset GLOO_SOCKET_IFNAME "$INTERFACE"
+        set_unset TP_SOCKET_IFNAME "$INTERFACE"
     fi
-    # Where both kinds are active, NCCL would also send over the Ethernet ports.
-    ports=$(find_ports InfiniBand | paste -sd,)
-    if [[ -n $ports && -n $(find_ports Ethernet) && -z ${NCCL_IB_HCA:-} ]]; then
-        export NCCL_IB_HCA="=$ports"
-        WHY+=", NCCL_IB_HCA=$NCCL_IB_HCA keeps NCCL off the Ethernet ports"
-    fi
+    set_fabric
+    [[ -z $told ]] || NETWORK=given
+    export KEMPNER_NETWORK=$NETWORK # preflight compares the nodes
 }
 
 set_network
 if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # one line per node
     printf '[%(%T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
-        "${INTERFACE:-left to NCCL and gloo}${ADDRESS[${INTERFACE:-none}]:+ (${ADDRESS[${INTERFACE:-none}]})}: ${WHY}"
+        "${INTERFACE:-left to NCCL and gloo}${ADDRESS[${INTERFACE:-none}]:+ (${ADDRESS[${INTERFACE:-none}]})}: ${WHY}$(passed_over)"
 fi
 (($# == 0)) || exec "$@"

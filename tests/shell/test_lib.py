@@ -151,7 +151,9 @@ SRUN = """--job-name=kempner-7.0.1
 env
 --block-signal=TERM,INT,USR1,USR2
 KEMPNER_SIGNALS_WAIT=1
-task.sh
+bash
+ROOT/scripts/slurm/task.sh
+python
 train.py
 a b
 $HOME
@@ -163,9 +165,9 @@ def srun(**env: str) -> str:
     script = """
         kp_start() { [[ $1 == srun ]]; printf '%s\\n' "${@:2}"; }
         KP_STEP_NAME=kempner-7.0.1 KP_NODES=2 KP_TASKS=4 KP_CPUS=16 SLURM_JOB_ID=7
-        KEMPNER_ATTEMPT_ID=7.0.1
+        KEMPNER_ATTEMPT_ID=7.0.1 KP_ROOT=ROOT KP_PYTHON=python
         mkdir "$KP_RUN_DIR/logs"
-        kp_srun task.sh train.py 'a b' '$HOME' '*'
+        kp_srun train.py 'a b' '$HOME' '*'
         echo "${!SLURM_GPU@} ${SLURM_NTASKS:-} $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" >&2
     """
     given = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1", "SLURM_NTASKS": "3"}
@@ -183,6 +185,9 @@ def test_srun_command() -> None:
     assert srun(KP_GPUS="0", KP_BESIDE="", OMP_NUM_THREADS="3") == cpu
     beside = SRUN.replace("node=4\nenv", "node=4\n--jobid=7\n--overlap\nenv")
     assert srun(KP_GPUS="4", KP_BESIDE="1") == beside
+    site = SRUN.replace("node=4\nenv", "node=4\n--cpu-bind=cores\n--gpu-bind=closest\nenv")
+    flags = "--cpu-bind=cores --gpu-bind=closest"
+    assert srun(KP_GPUS="4", KP_BESIDE="", KEMPNER_SRUN=flags) == site
 
 
 def test_the_task_of_an_array_is_named() -> None:
@@ -256,3 +261,38 @@ def test_site_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "interactive.sh"])
 def test_launch_scripts_are_short(name: str) -> None:
     assert len((ROOT / "scripts/slurm" / name).read_text().splitlines()) < 60
+
+
+def test_secrets_file(tmp_path: Path) -> None:
+    """Nobody else may read it; what it sets is exported and known to be secret."""
+    file = tmp_path / "my secrets"
+    file.write_text("# mine\nexport HF_TOKEN=hf_1\nPLAIN='two words'\n")
+    script = 'kp_read_secrets; env | grep -E "^(HF_TOKEN|PLAIN)="; echo "$KP_SECRET_NAMES"'
+    file.chmod(0o640)
+    done = bash(script, KEMPNER_SECRETS=str(file))
+    assert done.returncode == 2 and "chmod 600" in done.stderr and "640" in done.stderr
+    file.chmod(0o600)
+    done = bash(script, KEMPNER_SECRETS=str(file))
+    assert sorted(done.stdout.splitlines()) == [
+        "HF_TOKEN PLAIN",
+        "HF_TOKEN=hf_1",
+        "PLAIN=two words",
+    ]
+    done = bash(script, KEMPNER_SECRETS=str(tmp_path / "no"))
+    assert done.returncode == 2 and "cannot be read" in done.stderr
+
+
+def test_container_runtime_is_found(tmp_path: Path) -> None:
+    """pyxis where srun has it, else apptainer; a variable decides over both."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\necho '--container-image=IMAGE'\n")
+    srun.chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    ask = "kp_container_runtime"
+    assert bash(ask, KEMPNER_CONTAINER="a/b:1", PATH=path).stdout == "pyxis\n"
+    assert bash(ask, KEMPNER_CONTAINER="/x/a.sif", PATH=path).stdout == "apptainer\n"
+    assert bash(ask, KEMPNER_CONTAINER="a/b:1").stdout == "apptainer\n"
+    given = {"KEMPNER_CONTAINER": "a/b:1", "KEMPNER_CONTAINER_RUNTIME": "singularity"}
+    assert bash(ask, PATH=path, **given).stdout == "singularity\n"
+    bad = bash("KP_ROOT=/r; kp_choose_python", **{**given, "KEMPNER_CONTAINER_RUNTIME": "docker"})
+    assert bad.returncode == 2 and "apptainer, singularity or pyxis" in bad.stderr

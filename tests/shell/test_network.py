@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 TASK = Path(__file__).parents[2] / "scripts/slurm/task.sh"
-NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_IB_HCA")
+SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+PREFIXES = ("NCCL_", "GLOO_", "TP_", "FI_")  # of what task.sh may set
 
 
 class Node:
@@ -43,8 +44,10 @@ class Node:
         rate: int = 400,
         net: str = "",
         driver: str = "mlx5_core",
+        subnet: str = "fe80:0000:0000:0000",
     ) -> None:
-        """An RDMA device with one port, as the kernel shows it."""
+        """An RDMA device with one port, as the kernel shows it; `net` is the interface on top of
+        it."""
         folder = self.sys / "class/infiniband" / device
         port = folder / "ports/1"
         (port / "gid_attrs/ndevs").mkdir(parents=True)
@@ -53,8 +56,12 @@ class Node:
         (port / "rate").write_text(f"{rate} Gb/sec (4X NDR)\n")
         (folder / "device").mkdir()
         (folder / "device/driver").symlink_to(f"../../../bus/pci/drivers/{driver}")
-        if net:
+        (port / "gids").mkdir()
+        (port / "gids/0").write_text(f"{subnet}:e41d:2d03:0000:0001\n")
+        if net and layer == "Ethernet":
             (port / "gid_attrs/ndevs/0").write_text(f"{net}\n")
+        elif net:
+            (self.sys / "class/net" / net / "device/infiniband" / device).mkdir(parents=True)
 
     def run(self, **env: str) -> subprocess.CompletedProcess[str]:
         ip = self.bin / "ip"
@@ -78,9 +85,8 @@ class Node:
         done = self.run(**env)
         assert done.returncode == 0, done.stderr
         found = dict(line.split("=", 1) for line in done.stdout.splitlines()[1:] if "=" in line)
-        return {name: found[name] for name in NAMES if name in found} | {
-            "said": done.stdout.splitlines()[0]
-        }
+        chosen = {name: value for name, value in found.items() if name.startswith(PREFIXES)}
+        return chosen | {"said": done.stdout.splitlines()[0]}
 
 
 @pytest.fixture
@@ -92,7 +98,7 @@ def node(tmp_path: Path) -> Node:
 
 def one(name: str) -> dict[str, str]:
     """All three libraries on one interface, no fabric setting."""
-    return dict.fromkeys(NAMES[:3], name)
+    return dict.fromkeys(SOCKETS, name)
 
 
 def assert_choice(node: Node, expected: dict[str, str], because: str, **env: str) -> None:
@@ -159,16 +165,95 @@ def test_infiniband_beside_ethernet_ports(node: Node) -> None:
     assert_choice(node, one("ib0") | {"NCCL_IB_HCA": "mine"}, "InfiniBand", NCCL_IB_HCA="mine")
 
 
+def test_four_adapters_of_which_one_has_an_address(node: Node) -> None:
+    """NCCL takes all four by itself; sockets take the one."""
+    for k in range(4):
+        node.interface(f"ib{k}", kind=32, address="10.5.0.1/24" if k == 2 else "")
+        node.port(f"mlx5_{k}", "InfiniBand", net=f"ib{k}")
+    assert_choice(node, one("ib2"), "ib2 (10.5.0.1): InfiniBand, up; passed over: em4, ib0 (no")
+
+
+def test_adapters_on_two_fabrics(node: Node) -> None:
+    """Ports with different subnet prefixes do not reach each other: the larger group is taken."""
+    node.interface("ib0", "10.5.0.1/24", kind=32)
+    node.interface("ib1", "10.6.0.1/24", kind=32)
+    node.port("mlx5_0", "InfiniBand", net="ib0", subnet="fe80:0000:0000:0001")
+    node.port("mlx5_1", "InfiniBand", net="ib1")
+    node.port("mlx5_2", "InfiniBand")
+    hca = {"NCCL_IB_HCA": "=mlx5_1:1,mlx5_2:1"}
+    assert_choice(node, one("ib1") | hca, "ib1 (10.6.0.1): InfiniBand")
+
+
+def test_roce_on_a_bond(node: Node) -> None:
+    """The port belongs to a part of the bond, the address to the bond."""
+    node.interface("eth1", address="")
+    node.interface("bond0", "10.7.0.1/24")
+    (node.sys / "class/net/eth1/master").symlink_to("../bond0")
+    node.port("mlx5_bond_0", "Ethernet", net="eth1")
+    assert_choice(node, one("bond0"), "bond0 (10.7.0.1): RoCE, mlx5_bond_0:1 is active")
+
+
+def test_virtual_bridges_are_never_taken(node: Node) -> None:
+    node.interface("docker0", "172.17.0.1/16")
+    node.interface("virbr0", "192.168.122.1/24")
+    assert_choice(
+        node, one("em4"), "this one leads to the other nodes; passed over: docker0, virbr0"
+    )
+
+
+def test_ipv6_only(node: Node) -> None:
+    node.lines.clear()
+    node.interface("ib0", kind=32, address="")
+    node.lines.append("4: ib0    inet6 fd00:5::1/64 scope global \\       valid_lft forever")
+    assert_choice(node, one("ib0"), "ib0 (fd00:5::1): InfiniBand")
+
+
 @pytest.mark.parametrize("device", ["efa_0", "rdmap16s27"])
 def test_efa_takes_the_route(node: Node, device: str) -> None:
     node.interface("hsn0")
     node.port(device, "Unspecified", driver="efa")
-    assert_choice(node, one("em4"), "EFA is here")
+    libfabric = {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"}
+    assert_choice(node, one("em4") | libfabric, "EFA is here")
+    assert_choice(
+        node, one("em4") | libfabric | {"FI_PROVIDER": "mine"}, "EFA is here", FI_PROVIDER="mine"
+    )
 
 
 def test_slingshot(node: Node) -> None:
-    node.interface("hsn0")
-    assert_choice(node, one("hsn0"), "Slingshot")
+    for k in range(4):
+        node.interface(f"hsn{k}", f"10.8.{k}.1/24")
+    libfabric = {
+        "FI_CXI_DISABLE_HOST_REGISTER": "1",
+        "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+        "FI_MR_CACHE_MONITOR": "userfaultfd",
+        "NCCL_CROSS_NIC": "1",
+    }
+    sockets = one("hsn0") | {"NCCL_SOCKET_IFNAME": "hsn"}  # a prefix: all four
+    assert_choice(node, sockets | libfabric, "hsn0 (10.8.0.1): Slingshot")
+
+
+def test_without_iproute2(node: Node, tmp_path: Path) -> None:
+    """In a container: who has a route of its own has an address, and /proc knows the way."""
+    node.interface("eth7", address="")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "env", "awk", "sed", "sort", "uname", "readlink", "paste"):
+        (tools / name).symlink_to(f"/usr/bin/{name}")
+    net = tmp_path / "proc/net"
+    net.mkdir(parents=True)
+    row = "{}\t{}\t00000000\t0001\t0\t0\t0\t{}\t0\t0\t0\n"
+    (net / "route").write_text(
+        "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n"
+        + row.format("em4", "00000000", "00000000")
+        + row.format("eth7", "0000010A", "0000FFFF")  # 10.1.0.0/16
+        + row.format("em4", "0000000A", "000000FF")  # 10.0.0.0/8
+    )
+    (net / "if_inet6").write_text("fe80 02 40 20 80 em4\n")
+    env = {"PATH": str(tools), "KEMPNER_PROC": str(net.parent)}
+    assert_choice(node, one("eth7"), "this one leads to the other nodes", **env)
+    node.interface("ib0", kind=32, address="")
+    (net / "if_inet6").write_text("fd000005000000000000000000000001 04 40 00 80 ib0\n")
+    assert_choice(node, one("ib0"), "InfiniBand, up", **env)
 
 
 def test_nothing_leads_anywhere(node: Node) -> None:

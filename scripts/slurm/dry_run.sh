@@ -1,0 +1,137 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # lib.sh reads what is set here
+# --dry-run: what sbatch would be told, the variables that the tasks would see, the srun command. Starts nothing, writes
+# nothing. Sourced by lib.sh.
+
+kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS and KP_REQUEST, the options that are sbatch's
+    local word
+    KP_ARGUMENTS=() KP_REQUEST=()
+    declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
+    for word; do
+        case ${word%%=*} in
+            --dry-run) ;;
+            --*.* | [^-]* | '') KP_ARGUMENTS+=("$word") ;; # a name of train.py's has a dot: --train.max_steps=20
+            *) KP_REQUEST+=("$word") ;;
+        esac
+    done
+    while IFS= read -r -d '' word; do KP_BEFORE[${word%%=*}]=${word#*=}; done < <(env -0)
+}
+
+kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later one of the same name counts
+    local name=${2%%=*} value=''
+    [[ $2 != *=* ]] || value=${2#*=}
+    case $name in # the short ones, with their value in the same word
+        -[NnpAqtcGJowx]?*) value=${2:2} name=${2:0:2} ;;
+    esac
+    name=${name#-} name=${name#-}
+    case $name in
+        N) name=nodes ;; n) name=ntasks ;; p) name=partition ;; A) name=account ;; q) name=qos ;; t) name='time' ;;
+        c) name='cpus-per-task' ;; G) name=gpus ;; J) name=job-name ;; o) name=output ;; w) name=nodelist ;; x) name=exclude ;;
+    esac
+    [[ -n $value || ! $name =~ ^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-node|cpus-per-task)$ ]] ||
+        kp_die "--dry-run: write --$name=VALUE as one word"
+    name=${name//-/_}
+    KP_ASKED[$name]=$value KP_FROM[$name]=$1
+}
+
+kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variables and the command line, the last one first
+    local line name
+    while read -r line; do
+        [[ $line != '#SBATCH '* ]] || kp_dry_ask "the header" "${line#'#SBATCH '}"
+    done <"$0"
+    for name in "${!SBATCH_@}"; do
+        line=${name#SBATCH_} line=${line,,} line=${line//_/-}
+        case $line in timelimit) line='time' ;; array-inx) line=array ;; esac
+        kp_dry_ask "$name" "--$line=${!name}"
+    done
+    for line in "${KP_REQUEST[@]}"; do kp_dry_ask "the command line" "$line"; done
+}
+
+kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can be known before
+    local nodes asked gres='' cpus=1 partition line
+    kp_dry_request
+    nodes=${KP_ASKED[nodes]:-1} nodes=${nodes%%-*}
+    partition=${KP_ASKED[partition]:-$(sinfo -h -o '%P' 2>/dev/null | sed -n 's/\*$//p' | head -n 1)}
+    if [[ -n $partition ]] && line=$(sinfo -h -p "$partition" -o '%c %G' 2>/dev/null | head -n 1) && [[ -n $line ]]; then
+        cpus=${line%% *} gres=${line#* } cpus=${cpus%+}
+        KP_DRY_NODE="a node of partition $partition: $cpus CPUs, $gres"
+    else
+        KP_DRY_NODE="sinfo does not tell what the nodes have${partition:+ (partition $partition)}: ask for --gpus-per-node=N --cpus-per-task=N"
+        cpus=4096
+    fi
+    asked=${KP_ASKED[gpus_per_node]:-}
+    [[ -z $asked ]] || asked=gres:gpu:${asked##*:}
+    [[ -n $asked ]] || asked=${KP_ASKED[gres]:-}
+    KP_JOB="JobId=DRY JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes NumCPUs=$((cpus * nodes)) Requeue=1 BatchFlag=0"
+    KP_JOB+="${asked:+ TresPerNode=$asked}${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
+    KP_JOB+="${KP_ASKED[gpus_per_task]:+ TresPerTask=gres:gpu:${KP_ASKED[gpus_per_task]##*:}}"
+    KP_JOB+="${KP_ASKED[ntasks_per_node]:+ NtasksPerN:B:S:C=${KP_ASKED[ntasks_per_node]}:0:*:*}"
+    # Without a request the GPUs come with the whole node.
+    if [[ -z $asked && -z ${KP_ASKED[gpus]:-} && -n ${KP_ASKED[gpus_per_task]:-} ]]; then
+        gres=gpu:$((${KP_ASKED[gpus_per_task]##*:} * ${KP_ASKED[ntasks_per_node]:-1}))
+    elif [[ -z $asked && -n ${KP_ASKED[gpus]:-} ]]; then
+        gres=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
+    fi
+    [[ $gres != *gpu* ]] || KP_JOB+=$'\n'"  Nodes=node GRES=$gres"
+    SLURM_JOB_ID=JOBID SLURM_NTASKS=${KP_ASKED[ntasks]:-$((nodes * ${KP_ASKED[ntasks_per_node]:-1}))}
+    [[ -n ${KP_ASKED[ntasks]:-}${KP_ASKED[ntasks_per_node]:-} ]] || SLURM_NTASKS=0
+    [[ -z ${KP_ASKED[cpus_per_task]:-} ]] || SLURM_CPUS_PER_TASK=${KP_ASKED[cpus_per_task]}
+    KEMPNER_ATTEMPT_ID=JOBID.0.0 KP_STEP_NAME=kempner-JOBID.0.0
+}
+
+kp_is_secret() { # <variable>: true when its value must not be shown
+    [[ $1 =~ (TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) || " $KP_SECRET_NAMES " == *" $1 "* ]]
+}
+
+kp_dry_variables() { # the variables that differ from those before the script
+    local line name
+    while IFS= read -r -d '' line; do
+        name=${line%%=*}
+        [[ $name != _ && ${KP_BEFORE[$name]-$'\1'} != "${line#*=}" ]] || continue
+        if kp_is_secret "$name"; then printf '  %s=***\n' "$name"; else printf '  %s=%q\n' "$name" "${line#*=}"; fi
+    done < <(env -0 | sort -z)
+}
+
+kp_dry_tell() { # says it all, and ends the script
+    local name line code=0
+    kp_srun_command "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
+    echo "dry run: nothing is started, nothing is written"
+    echo
+    if ((${#KP_ASKED[@]} > 0)); then
+        echo "what sbatch would be told, and by what:"
+        while read -r name; do
+            printf '  %-40s %s\n' "--${name//_/-}${KP_ASKED[$name]:+=${KP_ASKED[$name]}}" "${KP_FROM[$name]}"
+        done < <(printf '%s\n' "${!KP_ASKED[@]}" | sort)
+        echo "$KP_DRY_NODE"
+    else
+        echo "inside job $(kp_job_id), as Slurm has it: nodes $(kp_field NodeList), time limit $(kp_field TimeLimit)"
+    fi
+    echo
+    echo "the configuration fits: $KP_NODES nodes x $KP_TASKS tasks = world size $((KP_NODES * KP_TASKS))," \
+        "$KP_GPUS GPU(s) a node, $KP_CPUS CPU(s) a task; device $KP_DEVICE"
+    echo "run directory $KP_RUN_DIR (newest checkpoint: step $(kp_committed_step))"
+    echo
+    echo "variables that the script would set (secrets as ***):"
+    kp_dry_variables
+    echo "each node chooses its network by itself; this host would take:"
+    if line=$(KEMPNER_SAID='' bash "$KP_ROOT/scripts/slurm/task.sh" env); then
+        printf '%s\n' "$line" | sed -n '1s/^/  /p'
+        printf '%s\n' "$line" | sed -nE '2,$s/^((NCCL|GLOO|TP|FI)_[A-Z_]*=)/  \1/p'
+    fi
+    echo
+    echo "the command:"
+    printf ' '
+    printf ' %q' "${KP_SRUN[@]}"
+    echo
+    ((${#KP_ASKED[@]} > 0)) || exit 0
+    echo
+    if command -v sbatch >/dev/null; then
+        echo "sbatch --test-only says:"
+        line=$(sbatch --test-only "${KP_REQUEST[@]}" "$0" "${KP_ARGUMENTS[@]}" 2>&1) || code=2
+        printf '%s\n' "$line" | sed 's/^/  /'
+        ((code == 0)) || kp_die "sbatch would refuse this request: correct the option that it names"
+    else
+        echo "no sbatch here: not asked whether Slurm would take it"
+    fi
+    exit 0
+}

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Prove nodes before they train: GPUs, memory, clock, shared directory, versions, network. A table, and a JSON file.
+#
+#   sbatch --nodes=4 scripts/slurm/preflight.sh                 the directory to be shared is runs/
+#   sbatch --nodes=4 scripts/slurm/preflight.sh --dir /scratch/me --device cpu
+#   bash scripts/slurm/preflight.sh                             in a shell of salloc
+#
+# Exit code 0: all is well; 1: not, and the last lines name the nodes. KEMPNER_PREFLIGHT=1 does the same at the
+# start of each training job: docs/preflight.md.
+#SBATCH --job-name=preflight
+#SBATCH --nodes=2
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=10
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file out of its spool directory; the job knows where the file came from.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    command=${job#*Command=}
+    lib=${command%%/scripts/slurm/*}/scripts/slurm/lib.sh
+    [[ -e $lib ]] || lib=$SLURM_SUBMIT_DIR/scripts/slurm/lib.sh
+fi
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$lib"
+
+kp_setup
+kp_in_job || kp_die "preflight.sh looks at the nodes of a job: sbatch --nodes=N scripts/slurm/preflight.sh"
+kp_tasks
+KEMPNER_PEERS=$(kp_peers | paste -sd' ')
+export KEMPNER_PEERS
+kp_log "preflight of $(kp_field NodeList): $KP_NODES x $KP_TASKS tasks"
+kp_prove_nodes "runs/preflight-$(kp_job_id).json" --dir "$PWD/runs" "$@"
+exit "$KP_CODE"

@@ -1,0 +1,1 @@
+"""Proves the nodes of a job before they train: scripts/slurm/preflight.sh."""

@@ -1,0 +1,196 @@
+"""Prove the nodes of a job: scripts/slurm/preflight.sh starts this on the batch host.
+
+    python -m kempner.preflight --nodes node1,node2 --tasks 4 --gpus 4 --device auto \\
+        --dir RUN --json FILE -- srun ... task.sh python -m kempner.preflight.task
+
+Starts the srun command, asks its tasks (kempner.preflight.channel), prints a table and writes the
+same as JSON. Exit code 0: every node is well; 1: some are not, named in "bad" of the JSON; 2: bad
+input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kempner.preflight.channel import Answer, Driver
+from kempner.preflight.verdict import Node, Report, compare, slow_nodes
+
+CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
+STRAGGLERS_S = 20.0  # and then for the other half
+MEASURE_S = 10.0  # one group's all-reduces, with the time to connect
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("preflight", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nodes", required=True, help="as Slurm names them, in its order")
+    parser.add_argument("--tasks", type=int, required=True, help="of a node")
+    parser.add_argument("--gpus", type=int, required=True, help="of a node")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--dir", type=Path, required=True, help="has to be shared and writable")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--least", type=float, default=12.5, metavar="MB/S",
+        help="bus bandwidth that every node must reach (default: 12.5, that of 100 Mbit/s)",
+    )  # fmt: skip
+    parser.add_argument("command", nargs="+", help="after --: srun and all")
+    options = parser.parse_args(argv)
+    began = time.monotonic()
+    driver = Driver()
+    names = options.nodes.split(",")
+    env = {**os.environ, "KEMPNER_PREFLIGHT_PORT": str(driver.port)}
+    step = subprocess.Popen(options.command, stdin=subprocess.DEVNULL, env=env)
+    try:
+        nodes = check_in(driver, step, names, options.tasks)
+        if any(node.here for node in nodes):
+            check_clocks(driver, nodes)
+            check_directory(driver, nodes, options.dir)
+            kind = "cuda" if options.device != "cpu" and options.gpus else "cpu"
+            report = measure_all(driver, nodes, kind, options.least * 1e6)
+        else:
+            report = Report(nodes)
+        driver.ask((rank for node in nodes for rank in node.ranks), {"what": "end"})
+        report.gpus = options.gpus if options.device != "cpu" else 0
+        compare(report)
+        report.seconds = time.monotonic() - began
+        print(report.table(), flush=True)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report.record(), indent=1) + "\n")
+    finally:
+        stop(step)
+    return 1 if report.faulty else 0
+
+
+def check_in(
+    driver: Driver, step: subprocess.Popen[bytes], names: list[str], tasks: int
+) -> list[Node]:
+    """Wait until the tasks are there. Those that do not come make their node faulty."""
+    everyone = range(len(names) * tasks)
+    keys = driver.ask(everyone, {"what": "node"})
+    deadline = time.monotonic() + CHECK_IN_S
+    answers: dict[int, Answer] = {}
+    half_here = False
+    while len(answers) < len(keys) and time.monotonic() < deadline and step.poll() is None:
+        missing = {rank: key for rank, key in keys.items() if rank not in answers}
+        answers |= driver.answers(missing, time.monotonic() + 0.2)
+        if not half_here and 2 * len(answers) >= len(keys):
+            half_here, deadline = True, min(deadline, time.monotonic() + STRAGGLERS_S)
+    nodes = []
+    for k, name in enumerate(names):
+        ranks = range(k * tasks, (k + 1) * tasks)  # srun fills one node after the other
+        node = Node(name, [rank for rank in ranks if rank in answers])
+        if len(node.ranks) < tasks:
+            missing_tasks = tasks - len(node.ranks)
+            node.faults.append(
+                f"{missing_tasks} of {tasks} task(s) did not answer"
+                + (f" (srun ended with exit code {step.returncode})" if step.poll() else "")
+            )
+        for rank in node.ranks:
+            node.facts = answers[rank] if answers[rank]["local_rank"] == 0 else node.facts
+        nodes.append(node)
+    return nodes
+
+
+def check_clocks(driver: Driver, nodes: list[Node]) -> None:
+    """Clock of each node less this host's, as NTP tells it: the answer is of the middle of the
+    round trip."""
+    for node in filter(lambda node: node.here, nodes):
+        asked = time.time()
+        keys = driver.ask([node.first], {"what": "time"})
+        answer = driver.answers(keys, time.monotonic() + 2.0).get(node.first)
+        if answer:
+            node.clock_s = answer["time"] - (asked + time.time()) / 2
+
+
+def check_directory(driver: Driver, nodes: list[Node], folder: Path) -> None:
+    """The first node writes a token, all the others have to see it."""
+    token = {"path": str(folder / ".preflight"), "text": secrets.token_hex(8)}
+    here = [node for node in nodes if node.here]
+    for what, group in (("write", here[:1]), ("read", here)):
+        keys = driver.ask([node.first for node in group], {"what": what, **token})
+        answers = driver.answers(keys, time.monotonic() + 15.0)
+        for node in group:
+            error = answers.get(node.first, {"error": f"{folder}: no answer within 15 s"})
+            if "error" in error and not node.faults:
+                node.faults.append(f"run directory: {error['error']}")
+    Path(token["path"]).unlink(missing_ok=True)
+
+
+def measure_all(driver: Driver, nodes: list[Node], kind: str, least: float) -> Report:
+    """All-reduces inside each node, between neighbours, and of all together."""
+    report = Report(nodes, kind=kind, least=least)
+    here = [node for node in nodes if node.here]
+    if any(len(node.ranks) > 1 for node in here):
+        groups = [node.ranks for node in here]
+        for node, figure in zip(here, measure(driver, "inside", groups, kind), strict=True):
+            node.inside = figure
+            if "error" in figure:
+                node.faults.append(f"all-reduce inside the node: {figure['error']}")
+    for number, pairs in enumerate(rounds(len(here))):
+        groups = [here[a].ranks + here[b].ranks for a, b in pairs]
+        figures = measure(driver, f"round{number}", groups, kind)
+        for (a, b), figure in zip(pairs, figures, strict=True):
+            report.add_pair(here[a], here[b], figure)
+    # What was slow beside other pairs is asked again, alone, with the best of the others.
+    suspects = slow_nodes(report)
+    well = [node for node in here if node not in suspects]
+    if len(well) * 2 > len(here):
+        best = max(well, key=lambda node: node.best)
+        for node in suspects:
+            figure = measure(driver, f"again-{node.name}", [best.ranks + node.ranks], kind)[0]
+            report.add_pair(best, node, figure)
+    if len(here) > 1:
+        everyone = [rank for node in here for rank in node.ranks]
+        report.whole = measure(driver, "whole", [everyone], kind)[0]
+    return report
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Pairs of neighbours on a ring of `count` nodes (3 or more), in rounds in which each node is
+    at most in one pair. In the end each node has met two others, so that one bad partner does not
+    make it look bad."""
+    if count < 3:
+        return []
+    edges = [(k, (k + 1) % count) for k in range(count)]
+    last = [edges.pop()] if count % 2 else []
+    return [part for part in (edges[::2], edges[1::2], last) if part]
+
+
+def measure(driver: Driver, name: str, groups: list[list[int]], kind: str) -> list[dict[str, Any]]:
+    """All groups at once; of each the figures of its first rank, or the first error."""
+    keys: dict[int, str] = {}
+    for number, ranks in enumerate(groups):
+        question = {"what": "measure", "name": f"{name}-{number}", "ranks": ranks, "kind": kind}
+        keys |= driver.ask(ranks, {**question, "limit": MEASURE_S})
+    answers = driver.answers(keys, time.monotonic() + MEASURE_S + 3.0)
+    figures = []
+    for ranks in groups:
+        silent = {"error": f"no answer after {MEASURE_S:.0f} s"}
+        told = [answers.get(rank, silent) for rank in ranks]
+        errors = [figure for figure in told if "error" in figure]
+        figures.append(errors[0] if errors else told[0])
+    return figures
+
+
+def stop(step: subprocess.Popen[bytes]) -> None:
+    """Wait for srun; a task that does not come back must not keep the job."""
+    try:
+        step.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        step.terminate()  # srun then kills its tasks
+        try:
+            step.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            step.kill()
+            step.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

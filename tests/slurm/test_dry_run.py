@@ -1,0 +1,104 @@
+"""--dry-run: what sbatch would be told, the variables, the command; nothing starts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import SCRIPTS, Cluster
+
+HOSTILE = ["--data.dataset_path=two 'words' $HOME `id` *"]
+
+
+def dry(
+    cluster: Cluster, cwd: Path, script: str, *words: object, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return cluster.run("bash", SCRIPTS / script, *words, cwd=cwd, env=env)
+
+
+def command(text: str) -> list[str]:
+    """The srun command that it has printed, as a shell would read it."""
+    return shlex.split(text.split("the command:\n", 1)[1].split("\n\n", 1)[0])
+
+
+def test_it_says_what_a_job_then_does(cluster: Cluster, tmp_path: Path) -> None:
+    """The command is, word for word, the one that a real job of this request runs."""
+    arguments = cluster.debug_run(tmp_path / "a run", "--train.max_steps=2")
+    request = ["--nodes=2", "--gpus-per-node=2"]
+    done = dry(cluster, tmp_path, "multinode.sh", *arguments, "--dry-run", *request)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout
+    assert re.search(r"--nodes=2 +the command line", told)
+    assert re.search(r"--signal=B:SIGTERM@120 +the header", told)
+    assert "2 nodes x 2 tasks = world size 4, 2 GPU(s) a node" in told
+    assert re.search(r"\n  SRUN_CPUS_PER_TASK=2\n", told)
+    assert "sbatch --test-only says:\n  sbatch: Job " in told
+    assert not (tmp_path / "a run").exists()
+    assert list(tmp_path.iterdir()) == []
+    job = cluster.sbatch("multinode.sh", *arguments, "--dry-run", options=request, cwd=tmp_path)
+    assert cluster.wait(job) == 0
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert f"inside job {job}" in log and cluster.steps(job) == 0
+    plain = [re.sub(r"kempner-[\w.]+", "kempner-X", word) for word in command(told)]
+    real = [re.sub(r"kempner-[\w.]+", "kempner-X", word) for word in command(log)]
+    assert plain == real
+    assert plain[-len(arguments) :] == [str(a) for a in arguments]
+
+
+def test_whole_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """Without a word about GPUs, those of the partition's nodes count."""
+    arguments = cluster.debug_run(tmp_path / "run")
+    env = {"SBATCH_PARTITION": "urgent", "SBATCH_TIMELIMIT": "60"}
+    done = dry(cluster, tmp_path, "singlenode.sh", *arguments, "--dry-run", env=env)
+    assert done.returncode == 0, done.stderr
+    assert "1 nodes x 4 tasks = world size 4, 4 GPU(s) a node, 1 CPU(s) a task" in done.stdout
+    assert re.search(r"--partition=urgent +SBATCH_PARTITION", done.stdout)
+    assert re.search(r"--time=60 +SBATCH_TIMELIMIT", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--nodes=4"], "sbatch would refuse this request"),  # there are two
+        (["--ntasks-per-node=3", "--gpus-per-node=2"], "give --ntasks-per-node=2"),
+        (["--partition=nosuch", "--gpus-per-node=1"], "sbatch would refuse this request"),
+        (["--train.max_step=2"], "train.max_step"),
+        (["--nodes"], "write --nodes=VALUE as one word"),
+        (["--distributed.dp_shard=3", "--gpus-per-node=2"], "does not make the world of 4 ranks"),
+    ],
+)
+def test_what_would_fail(cluster: Cluster, tmp_path: Path, words: list[str], problem: str) -> None:
+    arguments = cluster.debug_run(tmp_path / "run")
+    done = dry(cluster, tmp_path, "multinode.sh", *arguments, "--dry-run", *words)
+    assert done.returncode == 2
+    assert problem in done.stderr + done.stdout
+
+
+def test_interactive(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.ask(
+        "sbatch", "--parsable", "--nodes=2", "--gpus-per-node=1", "--output=/dev/null",
+        "--wrap=sleep 60",
+    )  # fmt: skip
+    try:
+        while cluster.state(job) != "RUNNING":
+            pass
+        arguments = cluster.debug_run(tmp_path / "run")
+        done = dry(cluster, tmp_path, "interactive.sh", job, *arguments, "--dry-run")
+        assert done.returncode == 0, done.stderr
+        assert f"inside job {job}" in done.stdout
+        assert {f"--jobid={job}", "--overlap", "--ntasks=2"} <= set(command(done.stdout))
+        assert cluster.steps(job) == 0
+    finally:
+        cluster.ask("scancel", job)
+
+
+def test_hostile_words(cluster: Cluster, tmp_path: Path) -> None:
+    """What the check refuses is named as it was given."""
+    arguments = cluster.debug_run(tmp_path / "run")
+    done = dry(cluster, tmp_path, "multinode.sh", *arguments, *HOSTILE, "--dry-run")
+    assert done.returncode == 2
+    assert "$HOME `id` *" in done.stderr

@@ -1,0 +1,202 @@
+"""scripts/slurm/preflight.sh, alone and before a training, on three real hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import SCRIPTS, Cluster, boot
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with boot(3, 2, tmp_path_factory) as cluster:
+        yield cluster
+
+
+def preflight(
+    hosts: Cluster, cwd: Path, *arguments: object, nodes: int = 3, env: dict[str, str] | None = None
+) -> tuple[int, str, dict[str, Any]]:
+    """Run it as a job of its own; returns the exit code, the log and the JSON file."""
+    options = [f"--nodes={nodes}", "--ntasks-per-node=1"]
+    job = hosts.sbatch(
+        "preflight.sh", "--device", "cpu", *arguments, options=options, cwd=cwd, env=env
+    )
+    code = hosts.wait(job)
+    log = (cwd / f"preflight-{job}.out").read_text()
+    file = cwd / f"runs/preflight-{job}.json"
+    return code, log, json.loads(file.read_text()) if file.exists() else {}
+
+
+@contextlib.contextmanager
+def shaped(hosts: Cluster, node: str, rate: str) -> Iterator[None]:
+    """The host's fast network sends no faster than that."""
+    port = ["dev", "ib0", "root"]
+    shape = ["tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
+    hosts.testbed("exec", node, "tc", "qdisc", "add", *port, *shape)
+    try:
+        yield
+    finally:
+        hosts.testbed("exec", node, "tc", "qdisc", "del", *port)
+
+
+def test_all_is_well(hosts: Cluster, tmp_path: Path) -> None:
+    code, log, told = preflight(hosts, tmp_path)
+    assert code == 0, log
+    assert told["bad"] == "" and told["seconds"] < 60
+    for name in ("node1", "node2", "node3"):
+        node = told["nodes"][name]
+        assert node["host"] == name and node["interface"] == "ib0"
+        assert abs(node["clock_s"]) < 0.5 and node["memory_free"] > 1e8
+        assert node["packages"]["torch"]
+        assert len(node["pairs"]) == 2  # it has met both others
+        assert all(pair["bus_bytes_per_s"] > 0 for pair in node["pairs"].values())
+    assert told["whole"]["bus_bytes_per_s"] > 0 and told["whole"]["latency_s"] > 0
+    assert "all-reduce of all 3 tasks (cpu):" in log
+    assert not list((tmp_path / "runs").glob(".preflight*"))
+
+
+def test_a_slow_network_is_named(hosts: Cluster, tmp_path: Path) -> None:
+    with shaped(hosts, "node2", "1mbit"):
+        code, log, told = preflight(hosts, tmp_path)
+    assert code == 1 and told["bad"] == "node2", log
+    assert "node2: all-reduce between nodes: with node1" in log
+    assert "not to be used: node2 (sbatch --exclude=node2)" in log
+    assert told["seconds"] < 60
+
+
+def test_a_slow_network_of_two_nodes(hosts: Cluster, tmp_path: Path) -> None:
+    """Nobody can say which one it is."""
+    with shaped(hosts, "node1", "1mbit"):
+        code, log, told = preflight(hosts, tmp_path, nodes=2)
+    assert code == 1 and told["bad"] == "", log
+    assert "under 12.5 MB/s; with three nodes or more the slow one is found" in log
+
+
+def test_an_unplugged_network_is_named(hosts: Cluster, tmp_path: Path) -> None:
+    """It has no link: the node would train over the slow one."""
+    hosts.testbed("cut", "node3")
+    try:
+        code, log, told = preflight(hosts, tmp_path)
+    finally:
+        hosts.testbed("join", "node3")
+    assert code == 1 and told["bad"] == "node3", log
+    assert "node3: network: Ethernet; the other nodes have InfiniBand" in log
+
+
+def test_another_version_is_named(hosts: Cluster, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    other = tmp_path / "other/numpy-9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 9.9\n")
+    python.write_text(
+        f'#!/bin/sh\n[ "$(uname -n)" != node2 ] || export PYTHONPATH={other.parent}:$PYTHONPATH\n'
+        f'exec {hosts.env["KEMPNER_PYTHON"]} "$@"\n'
+    )
+    python.chmod(0o755)
+    code, log, told = preflight(hosts, tmp_path, env={"KEMPNER_PYTHON": str(python)})
+    assert code == 1 and told["bad"] == "node2", log
+    assert "node2: numpy: 9.9; the other nodes have " in log
+
+
+def test_a_directory_that_is_not_shared_is_named(hosts: Cluster, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    hosts.testbed("exec", "node3", "mount", "-t", "tmpfs", "none", shared)
+    try:
+        code, log, told = preflight(hosts, tmp_path, "--dir", shared)
+    finally:
+        hosts.testbed("exec", "node3", "umount", shared)
+    assert code == 1 and told["bad"] == "node3", log
+    assert f"what the first node has written to {shared} is not here" in log
+
+
+def test_missing_gpus_are_named(hosts: Cluster, tmp_path: Path) -> None:
+    """A shim stands for nvidia-smi: node2 has lost a GPU, and one of node3 has a fault."""
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(
+        "#!/bin/sh\n"
+        "case $1 in\n"
+        "*=index) echo 0; [ $(uname -n) = node2 ] || echo 1 ;;\n"
+        "*=ecc*) echo 0; [ $(uname -n) = node3 ] && echo 3 || echo 0 ;;\n"
+        "*=remapped*) echo No; echo No ;;\n"
+        "*=retired*) echo '[N/A]'; echo '[N/A]' ;;\n"
+        "*) echo 'Not Active'; echo 'Not Active' ;;\n"
+        "esac\n"
+    )
+    smi.chmod(0o755)
+    env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    options = ["--nodes=3", "--gpus-per-node=2"]
+    job = hosts.sbatch("preflight.sh", options=options, cwd=tmp_path, env=env)
+    code = hosts.wait(job)
+    log = (tmp_path / f"preflight-{job}.out").read_text()
+    assert code == 1
+    assert "node2: 1 GPU(s) seen, 2 expected" in log
+    assert "node3: GPU 1: ecc.errors.uncorrected.volatile.total = 3" in log
+
+
+def test_outside_a_job(tmp_path: Path, hosts: Cluster) -> None:
+    done = hosts.run("bash", SCRIPTS / "preflight.sh", cwd=tmp_path)
+    assert done.returncode == 2 and "sbatch --nodes=N" in done.stderr
+
+
+def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> None:
+    """KEMPNER_PREFLIGHT=1: requeued without the node, and trains to its end on the others."""
+    run_dir = tmp_path / "run"
+    arguments = hosts.debug_run(run_dir, "--train.max_steps=5")
+    options = ["--nodes=2", "--ntasks-per-node=1"]
+    # Two nodes cannot tell who is slow; a node without its fast network can be told.
+    hosts.testbed("cut", "node2")
+    try:
+        job = hosts.sbatch(
+            "multinode.sh",
+            *arguments,
+            options=options,
+            cwd=tmp_path,
+            env={"KEMPNER_PREFLIGHT": "1"},
+        )
+        code = hosts.wait(job)
+    finally:
+        hosts.testbed("join", "node2")
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert code == 0, log
+    events = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
+    decisions = [event for event in events if event["event"] == "decision"]
+    assert [(e["decision"], e["excluded"]) for e in decisions] == [
+        ("requeue", "node2"),
+        ("end", ""),
+    ]
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
+    assert "node2: failed the preflight, excluded" in log
+
+
+def test_no_other_nodes(hosts: Cluster, tmp_path: Path) -> None:
+    """All three are needed: the job ends, and says why."""
+    arguments = hosts.debug_run(tmp_path / "run", "--train.max_steps=5", "--train.global_batch=12")
+    options = ["--nodes=3", "--ntasks-per-node=1"]
+    hosts.testbed("cut", "node2")
+    try:
+        job = hosts.sbatch(
+            "multinode.sh",
+            *arguments,
+            options=options,
+            cwd=tmp_path,
+            env={"KEMPNER_PREFLIGHT": "1"},
+        )
+        assert hosts.wait(job) == 1
+    finally:
+        hosts.testbed("join", "node2")
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert "there are no other nodes to take" in log and "too few" in log
+
+
+def test_driver_refuses_bad_options(hosts: Cluster, tmp_path: Path) -> None:
+    code, log, _ = preflight(hosts, tmp_path, "--device", "tpu")
+    assert code == 2 and "invalid choice: 'tpu'" in log

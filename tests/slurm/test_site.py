@@ -1,0 +1,185 @@
+"""What a site brings: containers, secrets, mail, a port with another name, other jobs beside."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster
+
+HOSTILE = ["--a=[0.9, 0.95]", "two words", "$HOME `id`", "*", "", "{a,b}", "\\"]
+FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
+SECRET = "hf_neverseenanywhere"
+
+
+def program(folder: Path, name: str, text: str) -> dict[str, str]:
+    """An executable in front of PATH; returns the environment that has it."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def seen(run_dir: Path) -> dict[str, list[str]]:
+    return json.loads((run_dir / "seen.jsonl").read_text().splitlines()[-1])
+
+
+def test_apptainer(cluster: Cluster, tmp_path: Path) -> None:
+    """A shim takes apptainer's words away and runs the rest: Python starts in the container, on the
+    batch host and in the tasks, and the arguments arrive."""
+    shim = f"""#!/bin/bash
+printf '%q ' "$@" >>{tmp_path}/calls; echo >>{tmp_path}/calls
+while [[ $1 != /images/a.sif ]]; do shift; done
+shift
+exec "$@"
+"""
+    env = {
+        **FAKE,
+        **program(tmp_path / "bin", "apptainer", shim),
+        "KEMPNER_CONTAINER": "/images/a.sif",
+        "KEMPNER_MOUNTS": "/scratch:/scratch",
+    }
+    run_dir = tmp_path / "a run"
+    arguments = [f"--run.dir={run_dir}", *HOSTILE]
+    job = cluster.sbatch("singlenode.sh", *arguments, cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 0, (tmp_path / f"kempner-{job}.out").read_text()
+    assert seen(run_dir)["argv"] == arguments
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert all(line.startswith("exec --bind ") and "/scratch:/scratch" in line for line in calls)
+    assert sum("--check" in line for line in calls) == 1
+    assert sum(f"{FAKE_TRAINER} " in line and "--check" not in line for line in calls) == 4
+
+
+def test_pyxis(cluster: Cluster, tmp_path: Path) -> None:
+    """A shim in front of the real srun takes pyxis's options away."""
+    shim = f"""#!/bin/bash
+[[ $1 != --help ]] || {{ echo --container-image=; exit; }}
+words=()
+for word; do
+    case $word in
+        --container-* | --no-container-*) printf '%s\\n' "$word" >>{tmp_path}/calls ;;
+        *) words+=("$word") ;;
+    esac
+done
+exec /usr/bin/srun "${{words[@]}}"
+"""
+    env = {
+        **FAKE,
+        **program(tmp_path / "bin", "srun", shim),
+        "KEMPNER_CONTAINER": "registry/image:1",
+    }
+    run_dir = tmp_path / "run"
+    arguments = [f"--run.dir={run_dir}", *HOSTILE]
+    job = cluster.sbatch("singlenode.sh", *arguments, cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 0, (tmp_path / f"kempner-{job}.out").read_text()
+    assert seen(run_dir)["argv"] == arguments
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls.count("--container-image=registry/image:1") == 3  # the check, its values, the step
+    assert f"--container-workdir={tmp_path}" in calls
+
+
+def test_a_container_runtime_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
+    env = {**FAKE, "KEMPNER_CONTAINER": "/images/a.sif"}
+    job = cluster.sbatch("singlenode.sh", f"--run.dir={tmp_path}", cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 2
+    assert "no apptainer here; load its module" in (tmp_path / f"kempner-{job}.out").read_text()
+
+
+def test_a_secret_is_in_no_file(cluster: Cluster, tmp_path: Path) -> None:
+    """The real trainer, with a crash and its traceback too: the token is in its environment, and
+    nowhere else."""
+    secrets = tmp_path / "secrets"
+    secrets.write_text(f"HF_TOKEN={SECRET}\nWANDB_API_KEY={SECRET}\n")
+    secrets.chmod(0o600)
+    env = {"KEMPNER_SECRETS": str(secrets), "MY_PASSWORD": SECRET}
+    work = tmp_path / "work"
+    work.mkdir()
+    arguments = cluster.debug_run(work / "run", "--train.max_steps=3")
+    options = ["--nodes=1", "--gpus-per-node=1", "--no-requeue"]
+    job = cluster.sbatch("multinode.sh", *arguments, options=options, cwd=work, env=env)
+    assert cluster.wait(job) == 0
+    crash = cluster.debug_run(work / "crash", "--train.max_steps=3", "--eval.interval=1")
+    bad = {**env, "KEMPNER_TRAIN": str(Path(__file__).parents[1] / "fault/faulty_train.py")}
+    bad["FAULTS"] = "fail at=kempner.step:validate:before"
+    job = cluster.sbatch("multinode.sh", *crash, options=options, cwd=work, env=bad)
+    assert cluster.wait(job) == 1
+    dry = cluster.run("bash", SCRIPTS / "multinode.sh", *arguments, "--dry-run", cwd=work, env=env)
+    assert dry.returncode == 0, dry.stderr
+    assert "HF_TOKEN=***" in dry.stdout and "WANDB_API_KEY=***" in dry.stdout
+    (work / "dry.out").write_text(dry.stdout + dry.stderr)
+    env_seen = cluster.sbatch(
+        "singlenode.sh", f"--run.dir={tmp_path / 'fake'}", cwd=tmp_path, env={**FAKE, **env}
+    )
+    assert cluster.wait(env_seen) == 0
+    assert seen(tmp_path / "fake")["env"]["HF_TOKEN"] == SECRET  # type: ignore[call-overload]
+    files = list(everything(work))
+    assert len(files) > 20
+    assert [f for f in files if SECRET.encode() in f.read_bytes()] == []
+
+
+def everything(folder: Path) -> Iterator[Path]:
+    return (f for f in folder.rglob("*") if stat.S_ISREG(f.lstat().st_mode))
+
+
+def test_mail_when_the_run_has_ended(cluster: Cluster, tmp_path: Path) -> None:
+    """One mail, at the end and not at each requeue."""
+    shim = f'#!/bin/sh\nprintf "%s\\n" "$*" >>{tmp_path}/sent; cat >>{tmp_path}/sent\n'
+    env = {**FAKE, **program(tmp_path / "bin", "mail", shim), "KEMPNER_MAIL": "me@site"}
+    run_dir = tmp_path / "run"
+    arguments = [f"--run.dir={run_dir}", "--plan=save,done"]
+    job = cluster.sbatch("singlenode.sh", *arguments, cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 0
+    sent = (tmp_path / "sent").read_text()
+    assert sent.splitlines() == [
+        f"-s job {job} (kempner): the run is done -- me@site",
+        "the run is done",
+        f"run directory {run_dir}",
+    ]
+
+
+def test_a_node_that_names_its_port_differently(cluster: Cluster, tmp_path: Path) -> None:
+    """Two real trainers find each other although one calls it ib0 and the other ibp12s0."""
+
+    def rename(old: str, new: str) -> None:
+        for words in (["down"], ["name", new]):
+            cluster.testbed("exec", "node2", "ip", "link", "set", old, *words)
+        cluster.testbed("exec", "node2", "ip", "link", "set", new, "up")
+
+    rename("ib0", "ibp12s0")
+    try:
+        arguments = cluster.debug_run(tmp_path / "run", "--train.max_steps=3")
+        options = ["--gpus-per-node=1"]
+        job = cluster.sbatch("multinode.sh", *arguments, options=options, cwd=tmp_path)
+        assert cluster.wait(job) == 0
+    finally:
+        rename("ibp12s0", "ib0")
+    log = (tmp_path / f"kempner-{job}.out").read_text()
+    assert "network of node1: ib0 " in log and "network of node2: ibp12s0 " in log
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.soak)])
+def test_three_jobs_on_the_same_hosts(cluster: Cluster, tmp_path: Path, times: int) -> None:
+    """They start at once, and every rank meets the ranks of its own job."""
+    env = {"KEMPNER_TRAIN": str(Path(__file__).parent / "meet.py")}
+    options = ["--oversubscribe", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1G"]
+    for k in range(times):
+        jobs = [
+            cluster.sbatch(
+                "multinode.sh",
+                f"--run.dir={tmp_path}/{k}-{n}",
+                options=options,
+                cwd=tmp_path,
+                env=env,
+            )
+            for n in range(3)
+        ]
+        for job in jobs:
+            code = cluster.wait(job)
+            log = (tmp_path / f"kempner-{job}.out").read_text()
+            assert code == 0 and f"met {job} {job}\n" in log, log
+            assert cluster.field(job, "Restarts") == "0"
