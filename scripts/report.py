@@ -47,6 +47,7 @@ PART_COLORS = {
     "validation": "tab:cyan",
     "saving": "tab:orange",
     "lost": "tab:red",
+    "stalled": "tab:purple",
     "start-up": "0.45",
     "shutdown": "burlywood",
     "queue": "0.88",

@@ -12,7 +12,10 @@ from typing import NamedTuple
 from kempner.attempts import Attempt, Record, by_number, is_known
 
 # From the best to the worst.
-PARTS = ("training", "validation", "saving", "lost", "start-up", "shutdown", "queue")
+PARTS = ("training", "validation", "saving", "lost", "stalled", "start-up", "shutdown", "queue")
+# From one line to the next, steps that take so many times the median, and seconds more, stood still:
+# a network that was away for a while, a file system that did not answer.
+STALL, STALL_S = 1.5, 5.0
 
 
 class Phase(NamedTuple):
@@ -85,6 +88,11 @@ def life_of(attempts: list[Attempt], lines: list[Record], newest: int | None) ->
     startups = []
     at = attempts[0].opened if attempts else 0.0
 
+    paces = [
+        _seconds(s) / (s.last - s.first) for s in itertools.chain(*stretches) if s.ended > s.began
+    ]
+    pace = statistics.median(paces) if paces else 0.0
+
     def until(time: float, part: str) -> None:
         nonlocal at
         if time > at:  # the clocks of two hosts may differ
@@ -99,8 +107,12 @@ def life_of(attempts: list[Attempt], lines: list[Record], newest: int | None) ->
         for stretch in found:
             seconds = max(0.0, stretch.ended - at)
             stepping = max(0.0, seconds - stretch.saving - stretch.validation)
+            usual = pace * (stretch.last - stretch.first)
+            stalled = stepping - usual if stepping > max(STALL * usual, usual + STALL_S) else 0.0
+            stepping -= stalled
             lost = stepping * stretch.lost / (stretch.last - stretch.first)
             end = at + seconds
+            until(at + stalled, "stalled")
             until(at + stepping - lost, "training")
             until(min(end, at + lost), "lost")
             until(min(end, at + stretch.saving), "saving")
@@ -108,6 +120,11 @@ def life_of(attempts: list[Attempt], lines: list[Record], newest: int | None) ->
         until(attempt.ended, "shutdown")
     undone = [sum(stretch.lost for stretch in found) for found in stretches]
     return Life(phases, list(itertools.chain(*stretches)), startups, undone)
+
+
+def _seconds(stretch: Stretch) -> float:
+    """Those of its steps alone."""
+    return max(0.0, stretch.ended - stretch.began - stretch.saving - stretch.validation)
 
 
 def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[Stretch]]:

@@ -67,9 +67,11 @@ class MadeUp:
         save_every: int = 20,
         pace: float = PACE,
         decision: str = "requeue",
+        stall: tuple[int, float] = (0, 0.0),
         **fault: Any,
     ) -> None:
-        """Steps `first` + 1 to `last`; one that ends in order saves its last step."""
+        """Steps `first` + 1 to `last`; one that ends in order saves its last step. `stall`: a step,
+        and the seconds that it took more."""
         self.number += 1
         self.spend("queue", queue if self.number else 0.0)  # its life begins after that
         batch_began = self.now
@@ -81,7 +83,7 @@ class MadeUp:
         )  # fmt: skip
         state, is_told = ENDS[end]
         known = last if is_told else max(last // EVERY * EVERY, last // save_every * save_every)
-        self._steps(first, last, known, save_every, pace)
+        self._steps(first, last, known, save_every, pace, stall)
         self.spend("shutdown", shutdown)
         if state in ("done", "interrupted", "stopped"):
             self.saved = last
@@ -91,7 +93,15 @@ class MadeUp:
                        reason=f"why {end}", **fault)  # fmt: skip
         self.decide(decision)
 
-    def _steps(self, first: int, last: int, known: int, save_every: int, pace: float) -> None:
+    def _steps(
+        self,
+        first: int,
+        last: int,
+        known: int,
+        save_every: int,
+        pace: float,
+        stall: tuple[int, float],
+    ) -> None:
         """A line has the means since the one before, and is written when the next step is done."""
         lap = dict.fromkeys(("step_time", "checkpoint_time", "eval_time"), 0.0)
         before, due = first, None
@@ -108,6 +118,9 @@ class MadeUp:
                 self.event("first_step", step)
                 self.done.append((self.number, step, 0.0))
             else:
+                if step == stall[0]:
+                    self.spend("stalled", stall[1])
+                    lap["step_time"] += stall[1]
                 self.now += pace
                 lap["step_time"] += pace
                 if step <= known:
@@ -306,6 +319,12 @@ def test_steps_after_the_last_checkpoint_of_a_run_that_does_not_go_on_are_lost(
     checkpoints.mkdir()
     (checkpoints / "latest").symlink_to("step_00000050")  # the truth of now
     assert history.load(made.path).life.lost == [8]
+
+
+def test_a_step_that_stood_still_is_no_training(made: MadeUp) -> None:
+    """The network was away for a minute; the run went on by itself."""
+    made.attempt(0, 60, "done", stall=(37, 60.0), decision="end")
+    assert made.check().life.parts["stalled"] == pytest.approx(60.0, abs=0.5)
 
 
 def test_the_next_start_tells_of_steps_that_no_line_does(made: MadeUp) -> None:
