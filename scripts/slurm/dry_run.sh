@@ -62,7 +62,8 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
     asked=${KP_ASKED[gpus_per_node]:-}
     [[ -z $asked ]] || asked=gres:gpu:${asked##*:}
     [[ -n $asked ]] || asked=${KP_ASKED[gres]:-}
-    KP_JOB="JobId=DRY JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes NumCPUs=$((cpus * nodes)) Requeue=1 BatchFlag=0"
+    KP_JOB="JobId=JOBID NodeList=$(sinfo -h -N -p "$partition" -o %N 2>/dev/null | sort -u | head -n "$nodes" | paste -sd,)"
+    KP_JOB+=" JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes NumCPUs=$((cpus * nodes)) Requeue=1 BatchFlag=0"
     KP_JOB+="${asked:+ TresPerNode=$asked}${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
     KP_JOB+="${KP_ASKED[gpus_per_task]:+ TresPerTask=gres:gpu:${KP_ASKED[gpus_per_task]##*:}}"
     KP_JOB+="${KP_ASKED[ntasks_per_node]:+ NtasksPerN:B:S:C=${KP_ASKED[ntasks_per_node]}:0:*:*}"
@@ -87,13 +88,16 @@ kp_dry_variables() { # the variables that differ from those before the script
     local line name
     while IFS= read -r -d '' line; do
         name=${line%%=*}
-        [[ $name != _ && ${KP_BEFORE[$name]-$'\1'} != "${line#*=}" ]] || continue
+        [[ ! $name =~ ^(_|SHLVL)$ && ${KP_BEFORE[$name]-$'\1'} != "${line#*=}" ]] || continue
         if kp_is_secret "$name"; then printf '  %s=***\n' "$name"; else printf '  %s=%q\n' "$name" "${line#*=}"; fi
     done < <(env -0 | sort -z)
 }
 
 kp_dry_tell() { # says it all, and ends the script
     local name line code=0
+    KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ')
+    KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
+    export KEMPNER_PEERS KEMPNER_SIGNAL_LEAD
     kp_srun_command "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
     echo "dry run: nothing is started, nothing is written"
     echo
@@ -109,9 +113,11 @@ kp_dry_tell() { # says it all, and ends the script
     echo
     echo "the configuration fits: $KP_NODES nodes x $KP_TASKS tasks = world size $((KP_NODES * KP_TASKS))," \
         "$KP_GPUS GPU(s) a node, $KP_CPUS CPU(s) a task; device $KP_DEVICE"
-    echo "run directory $KP_RUN_DIR (newest checkpoint: step $(kp_committed_step))"
+    line=$(kp_committed_step)
+    if ((line < 0)); then line="no checkpoint yet"; else line="newest checkpoint: step $line"; fi
+    echo "run directory $KP_RUN_DIR ($line)"
     echo
-    echo "variables that the script would set (secrets as ***):"
+    echo "variables that the script would set, beside your own, which go to every task (secrets as ***):"
     kp_dry_variables
     echo "each node chooses its network by itself; this host would take:"
     if line=$(KEMPNER_SAID='' bash "$KP_ROOT/scripts/slurm/task.sh" env); then

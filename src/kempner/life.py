@@ -13,8 +13,8 @@ from kempner.attempts import Attempt, Record, by_number, is_known
 
 # From the best to the worst.
 PARTS = ("training", "validation", "saving", "lost", "stalled", "start-up", "shutdown", "queue")
-# From one line to the next, steps that take so many times the median, and seconds more, stood still:
-# a network that was away for a while, a file system that did not answer.
+# From one line to the next, steps that take so many times the median, and seconds more, stood
+# still: a network that was away for a while, a file system that did not answer.
 STALL, STALL_S = 1.5, 5.0
 
 

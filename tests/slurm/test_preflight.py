@@ -21,10 +21,15 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def preflight(
-    hosts: Cluster, cwd: Path, *arguments: object, nodes: int = 3, env: dict[str, str] | None = None
+    hosts: Cluster,
+    cwd: Path,
+    *arguments: object,
+    nodes: int = 3,
+    tasks: int = 1,
+    env: dict[str, str] | None = None,
 ) -> tuple[int, str, dict[str, Any]]:
     """Run it as a job of its own; returns the exit code, the log and the JSON file."""
-    options = [f"--nodes={nodes}", "--ntasks-per-node=1"]
+    options = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
     job = hosts.sbatch(
         "preflight.sh", "--device", "cpu", *arguments, options=options, cwd=cwd, env=env
     )
@@ -47,18 +52,18 @@ def shaped(hosts: Cluster, node: str, rate: str) -> Iterator[None]:
 
 
 def test_all_is_well(hosts: Cluster, tmp_path: Path) -> None:
-    code, log, told = preflight(hosts, tmp_path)
+    code, log, told = preflight(hosts, tmp_path, tasks=2)
     assert code == 0, log
     assert told["bad"] == "" and told["seconds"] < 60
     for name in ("node1", "node2", "node3"):
         node = told["nodes"][name]
         assert node["host"] == name and node["interface"] == "ib0"
         assert abs(node["clock_s"]) < 0.5 and node["memory_free"] > 1e8
-        assert node["packages"]["torch"]
+        assert node["packages"]["torch"] and node["inside"]["bus_bytes_per_s"] > 0
         assert len(node["pairs"]) == 2  # it has met both others
         assert all(pair["bus_bytes_per_s"] > 0 for pair in node["pairs"].values())
     assert told["whole"]["bus_bytes_per_s"] > 0 and told["whole"]["latency_s"] > 0
-    assert "all-reduce of all 3 tasks (cpu):" in log
+    assert "all-reduce of all 6 tasks (cpu):" in log
     assert not list((tmp_path / "runs").glob(".preflight*"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,41 @@ exec /usr/bin/srun "${{words[@]}}"
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls.count("--container-image=registry/image:1") == 3  # the check, its values, the step
     assert f"--container-workdir={tmp_path}" in calls
+
+
+def test_a_hostile_name_through_every_script(cluster: Cluster, tmp_path: Path) -> None:
+    """The configuration's own path and the run directory, of the real trainer."""
+    folder = tmp_path / 'it\'s "$HOME" `id` [a-z]* é'
+    folder.mkdir()
+    config = folder / "my 'cfg' $(id) [1].toml"
+    arguments = cluster.debug_run(folder / "the \\ run", "--train.max_steps=2")
+    config.write_text(Path(str(arguments[0])).read_text())
+    arguments[0] = config
+    options = ["--nodes=1", "--gpus-per-node=1"]
+    for script in ("multinode.sh", "singlenode.sh"):
+        job = cluster.sbatch(
+            script, *arguments, options=options, cwd=folder, env={"KEMPNER_PREFLIGHT": "1"}
+        )
+        assert cluster.wait(job) == 0, (folder / f"kempner-{job}.out").read_text()
+        dry = cluster.run("bash", SCRIPTS / script, *arguments, "--dry-run", *options, cwd=folder)
+        assert dry.returncode == 0, dry.stderr
+    job = cluster.ask("sbatch", "--parsable", *options, "--output=/dev/null", "--wrap=sleep 60")
+    try:
+        while cluster.state(job) != "RUNNING":
+            time.sleep(0.1)
+        more = [*arguments, "--train.max_steps=4"]
+        interactive = ["bash", SCRIPTS / "interactive.sh", job, *more]
+        done = cluster.run(*interactive, cwd=folder, env={"KEMPNER_PREFLIGHT": "1"})
+        assert done.returncode == 0 and "preflight took" in done.stdout, done.stdout + done.stderr
+    finally:
+        cluster.ask("scancel", job)
+    assert json.loads((folder / "the \\ run/status.json").read_text())["step"] == 4
+    assert cluster.ask("bash", SCRIPTS / "status.sh", folder / "the \\ run").count("done") == 1
+    job = cluster.sbatch(
+        "preflight.sh", "--device", "cpu", "--dir", folder / "$(x) y", options=options, cwd=folder
+    )
+    assert cluster.wait(job) == 0, (folder / f"preflight-{job}.out").read_text()
+    assert (folder / "$(x) y").is_dir()
 
 
 def test_a_container_runtime_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:

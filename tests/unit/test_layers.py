@@ -18,7 +18,18 @@ SOURCE = ROOT / "src" / "kempner"
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
     {"config_values", "config", "command_line", "launch", "slurm", "attempts"},
-    {"mesh", "model", "data", "loss", "metrics", "history", "life", "straggler", "blame"},
+    {
+        "mesh",
+        "model",
+        "data",
+        "loss",
+        "metrics",
+        "history",
+        "life",
+        "straggler",
+        "blame",
+        "preflight",
+    },
     {"parallel", "optim", "checkpoint", "hf", "resilience", "step", "lock"},
     {"run", "rundir", "recorder", "watchdog"},
 )

@@ -86,6 +86,18 @@ def test_the_table(
     assert [line.split()[1] for line in rest] == ["running", "done"]
 
 
+def test_a_line_that_is_too_long_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "ask_squeue", lambda: None)
+    monkeypatch.chdir(make(tmp_path / "a", "failed", 1).parent)
+    for columns, end in (("40", "..."), ("200", "! so")):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert program.main(["a"]) == 0
+        line = capsys.readouterr().out.splitlines()[1]
+        assert line.endswith(end) and len(line) <= int(columns)
+
+
 def test_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main([str(tmp_path)]) == 2
     assert "no run in" in capsys.readouterr().err

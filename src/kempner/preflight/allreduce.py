@@ -34,7 +34,7 @@ def measure_apart(measure: Callable[[], dict[str, Any]], limit: float) -> dict[s
         try:
             answer = measure()
         except Exception as error:  # whatever it is, the table names it
-            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         os.write(write, json.dumps(answer).encode())
         os._exit(0)  # no clean-up: a broken communicator may hang in it
     os.close(write)
@@ -54,7 +54,7 @@ def measure_apart(measure: Callable[[], dict[str, Any]], limit: float) -> dict[s
         return answer
     if time.monotonic() < deadline:
         return {"error": "the process that measures died"}
-    return {"error": f"not over after {limit:.0f} s"}
+    return {"error": f"not over after {limit:g} s"}
 
 
 def measure(

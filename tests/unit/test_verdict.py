@@ -1,0 +1,149 @@
+"""The preflight's judgement, on made-up answers; tests/slurm/test_preflight.py has real ones."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import Any
+
+import pytest
+
+from kempner.preflight.__main__ import rounds
+from kempner.preflight.allreduce import measure_apart
+from kempner.preflight.verdict import Node, Report, compare, slow_nodes
+
+
+def node(name: str, **facts: Any) -> Node:
+    usual: dict[str, Any] = {
+        "gpus": 4,
+        "gpu_faults": [],
+        "memory_free": 100 << 30,
+        "network": "InfiniBand",
+        "interface": "ib0",
+        "ports": ["mlx5_0:1 400 Gb/sec"],
+        "python": "3.11.7",
+        "packages": {"torch": "2.13.0", "numpy": "2.3"},
+    }
+    return Node(name, [0], usual | facts, clock_s=0.0)
+
+
+def figure(rate: float) -> dict[str, Any]:
+    return {"bus_bytes_per_s": rate, "latency_s": 1e-4, "bytes": 1 << 24}
+
+
+def judge(*nodes: Node, **more: Any) -> Report:
+    report = Report(list(nodes), gpus=4, **more)
+    compare(report)
+    return report
+
+
+@pytest.mark.parametrize("count", range(10))
+def test_every_node_meets_two_others(count: int) -> None:
+    met: dict[int, set[int]] = {k: set() for k in range(count)}
+    for pairs in rounds(count):
+        once = list(itertools.chain(*pairs))
+        assert len(set(once)) == len(once)  # nobody is in two pairs at a time
+        for a, b in pairs:
+            met[a].add(b)
+            met[b].add(a)
+    assert all(len(others) == (2 if count > 2 else 0) for others in met.values())
+    assert len(rounds(count)) <= 3
+
+
+def test_equal_nodes_are_well() -> None:
+    report = judge(node("a"), node("b"), node("c"), whole=figure(1e9))
+    assert not report.faulty and report.record()["bad"] == ""
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"gpus": 3}, "3 GPU(s) seen, 4 expected"),
+        ({"gpus": None}, "0 GPU(s) seen, 4 expected"),
+        ({"gpu_faults": ["GPU 1: remapped_rows.failure = Yes"]}, "remapped_rows.failure"),
+        ({"network": "Ethernet"}, "network: Ethernet; the other nodes have InfiniBand"),
+        ({"ports": []}, "active RDMA ports: none; the other nodes have 400 Gb/sec"),
+        ({"ports": ["mlx5_0:1 100 Gb/sec"]}, "100 Gb/sec; the other nodes have 400 Gb/sec"),
+        ({"python": "3.10.1"}, "Python: 3.10.1; the other nodes have 3.11.7"),
+        ({"packages": {"torch": "2.13.0"}}, "numpy: none; the other nodes have 2.3"),
+    ],
+)
+def test_the_one_that_differs_is_named(facts: dict[str, Any], said: str) -> None:
+    for place in range(3):
+        nodes = [node(name) for name in "abc"]
+        nodes[place] = node("abc"[place], **facts)
+        report = judge(*nodes)
+        assert report.record()["bad"] == "abc"[place]
+        assert any(said in fault for fault in nodes[place].faults), nodes[place].faults
+
+
+def test_of_two_nobody_can_say_who_is_right() -> None:
+    report = judge(node("a"), node("b", python="3.10.1"))
+    assert report.record()["bad"] == "" and report.faulty
+    assert report.faults == ["Python: a has 3.11.7, b has 3.10.1"]
+
+
+def test_of_two_networks_the_slower_kind_is_at_fault() -> None:
+    assert judge(node("a", network="Ethernet"), node("b")).record()["bad"] == "a"
+    assert judge(node("a"), node("b", network="Ethernet")).record()["bad"] == "b"
+
+
+def test_clock_and_memory() -> None:
+    late, poor = node("b"), node("c", memory_free=10 << 30)
+    late.clock_s = -7.0
+    report = judge(node("a"), late, poor)
+    assert report.record()["bad"] == "b" and "-7.0 s" in late.faults[0]
+    assert poor.notes == ["10.0 GiB of memory free"] and not poor.faults
+
+
+def ring(*rates: float, least: float = 0.0) -> Report:
+    """A ring of nodes of which each sends at its own rate: a pair has that of the slower one."""
+    nodes = [node(f"n{k}") for k in range(len(rates))]
+    report = Report(nodes, least=least)
+    for a, b in itertools.chain(*rounds(len(rates))):
+        report.add_pair(nodes[a], nodes[b], figure(min(rates[a], rates[b])))
+    return report
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8])
+def test_the_slow_one_is_found_and_its_neighbours_are_not_blamed(count: int) -> None:
+    for slow in range(count):
+        rates = [1e9] * count
+        rates[slow] = 1e6
+        assert [n.name for n in slow_nodes(ring(*rates))] == [f"n{slow}"]
+    assert slow_nodes(ring(*[1e9] * count)) == []
+
+
+def test_the_least_counts_for_all() -> None:
+    assert len(slow_nodes(ring(1e6, 1e6, 1e6, least=12.5e6))) == 3
+
+
+def test_a_group_that_fails_as_a_whole() -> None:
+    report = judge(node("a"), node("b"), whole={"error": "timeout"})
+    assert report.faults == ["all-reduce of all tasks: timeout"]
+    report = judge(node("a"), node("b"), whole=figure(1e6), least=12.5e6)
+    assert "under 12.5 MB/s; with three nodes or more the slow one is found" in report.faults[0]
+
+
+def test_table_of_a_node_that_does_not_answer() -> None:
+    gone = Node("b", [], faults=["1 of 1 task(s) did not answer"])
+    report = judge(node("a"), gone)
+    text = report.table()
+    assert "b: 1 of 1 task(s) did not answer" in text and "sbatch --exclude=b" in text
+    assert text.splitlines()[1].startswith("a") and text.splitlines()[1].endswith("well")
+    assert text.splitlines()[2].endswith("FAULTY")
+
+
+def test_a_measurement_that_hangs_dies_or_fails() -> None:
+    """It costs its time and no more, and says what happened."""
+    began = time.monotonic()
+    assert measure_apart(lambda: time.sleep(60) or {}, 0.5) == {"error": "not over after 0.5 s"}
+    assert time.monotonic() - began < 5
+    assert measure_apart(lambda: {"a": 1}, 5.0) == {"a": 1}
+    assert measure_apart(lambda: 1 / 0, 5.0) == {  # type: ignore[arg-type,return-value]
+        "error": "ZeroDivisionError: division by zero"
+    }
+    assert measure_apart(lambda: os._exit(3), 5.0) == {  # type: ignore[arg-type,return-value]
+        "error": "the process that measures died"
+    }
