@@ -341,14 +341,38 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: proves the nodes; when some are fau
 }
 
 kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all are well, and KP_BAD, the faulty ones
-    local json=$1 name=$KP_STEP_NAME text='' pattern='"bad": "([^"]*)"' bad_input=2
+    local json=$1 meet=${1%.json}.meet name=$KP_STEP_NAME driver step='' tries text='' pattern='"bad": "([^"]*)"'
     KP_STEP_NAME=preflight-$KEMPNER_ATTEMPT_ID
     kp_srun_command -m kempner.preflight.task
+    KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # the others have to say what they see
     KP_STEP_NAME=$name KP_CODE=0
-    kp_python -m kempner.preflight --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" \
-        --tasks "$KP_TASKS" --gpus "$KP_GPUS" --json "$json" ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} \
-        "${@:2}" -- "${KP_SRUN[@]}" || KP_CODE=$?
-    ((KP_CODE != bad_input)) || exit "$bad_input"
+    mkdir -p -- "$meet" || kp_die "$meet cannot be made: submit from a directory that can be written"
+    kp_python -m kempner.preflight --meet "$meet" --json "$json" \
+        --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
+        ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
+    driver=$!
+    # The driver may be in a container, where there is no srun: it says its port, and is told when srun has ended.
+    while kill -0 "$driver" 2>/dev/null; do
+        if [[ -z $step && -s $meet/port ]]; then
+            KEMPNER_PREFLIGHT_PORT=$(<"$meet/port") "${KP_SRUN[@]}" </dev/null &
+            step=$!
+        elif [[ -n $step ]] && ! kill -0 "$step" 2>/dev/null; then
+            : >"$meet/ended"
+        fi
+        kp_shielded sleep 0.1
+    done
+    wait "$driver" || KP_CODE=$?
+    if [[ -n $step ]]; then # a task that does not come back must not keep the job
+        for ((tries = 0; tries < 100; tries++)); do
+            kill -0 "$step" 2>/dev/null || break
+            ((tries != 50)) || kill -TERM "$step" || true # srun then kills its tasks
+            kp_shielded sleep 0.1
+        done
+        kill -KILL "$step" 2>/dev/null || true
+        wait "$step" || true
+    fi
+    rm -rf -- "$meet"
+    ((KP_CODE != 2)) || exit 2
     { read -r -d '' text <"$json"; } 2>/dev/null || true
     [[ ! $text =~ $pattern ]] || KP_BAD=${BASH_REMATCH[1]}
 }

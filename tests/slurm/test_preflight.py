@@ -110,6 +110,19 @@ def test_another_version_is_named(hosts: Cluster, tmp_path: Path) -> None:
     assert "node2: numpy: 9.9; the other nodes have " in log
 
 
+def test_a_node_whose_python_does_not_start_is_named(hosts: Cluster, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\n[ "$(uname -n)" != node2 ] || exit 3\n'
+        f'exec {hosts.env["KEMPNER_PYTHON"]} "$@"\n'
+    )
+    python.chmod(0o755)
+    code, log, told = preflight(hosts, tmp_path, env={"KEMPNER_PYTHON": str(python)})
+    assert code == 1 and told["bad"] == "node2", log
+    assert "node2: 1 of 1 task(s) did not answer" in log
+    assert told["whole"]["bus_bytes_per_s"] > 0  # the other two have been measured
+
+
 def test_a_directory_that_is_not_shared_is_named(hosts: Cluster, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -54,6 +54,13 @@ exec "$@"
     assert all(line.startswith("exec --bind ") and "/scratch:/scratch" in line for line in calls)
     assert sum("--check" in line for line in calls) == 1
     assert sum(f"{FAKE_TRAINER} " in line and "--check" not in line for line in calls) == 4
+    options = ["--nodes=2", "--ntasks-per-node=1"]
+    job = cluster.sbatch("preflight.sh", "--device", "cpu", options=options, cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 0, (tmp_path / f"preflight-{job}.out").read_text()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert sum("kempner.preflight.task" in line for line in calls) == 2
+    assert sum("kempner.preflight " in line for line in calls) == 1  # no srun inside
+    assert not any("srun" in line for line in calls)
 
 
 def test_pyxis(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Prove the nodes of a job: scripts/slurm/preflight.sh starts this on the batch host.
+"""Prove the nodes of a job: kp_prove_nodes of scripts/slurm/lib.sh starts this on the batch host.
 
     python -m kempner.preflight --nodes node1,node2 --tasks 4 --gpus 4 --device auto \\
-        --dir RUN --json FILE -- srun ... task.sh python -m kempner.preflight.task
+        --dir RUN --json FILE --meet DIR
 
-Starts the srun command, asks its tasks (kempner.preflight.channel), prints a table and writes the
+Writes its port to DIR/port, for the tasks (kempner.preflight.task) that srun then starts; DIR/ended
+says that srun is gone. Asks the tasks (kempner.preflight.channel), prints a table and writes the
 same as JSON. Exit code 0: every node is well; 1: some are not, named in "bad" of the JSON; 2: bad
 input.
 """
@@ -12,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -40,44 +39,38 @@ def main(argv: list[str]) -> int:
         "--least", type=float, default=12.5, metavar="MB/S",
         help="bus bandwidth that every node must reach (default: 12.5, that of 100 Mbit/s)",
     )  # fmt: skip
-    parser.add_argument("command", nargs="+", help="after --: srun and all")
+    parser.add_argument("--meet", type=Path, required=True, help="where the port is written")
     options = parser.parse_args(argv)
     began = time.monotonic()
     driver = Driver()
-    names = options.nodes.split(",")
-    env = {**os.environ, "KEMPNER_PREFLIGHT_PORT": str(driver.port)}
-    step = subprocess.Popen(options.command, stdin=subprocess.DEVNULL, env=env)
-    try:
-        nodes = check_in(driver, step, names, options.tasks)
-        if any(node.here for node in nodes):
-            check_clocks(driver, nodes)
-            check_directory(driver, nodes, options.dir)
-            kind = "cuda" if options.device != "cpu" and options.gpus else "cpu"
-            report = measure_all(driver, nodes, kind, options.least * 1e6)
-        else:
-            report = Report(nodes)
-        driver.ask((rank for node in nodes for rank in node.ranks), {"what": "end"})
-        report.gpus = options.gpus if options.device != "cpu" else 0
-        compare(report)
-        report.seconds = time.monotonic() - began
-        print(report.table(), flush=True)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report.record(), indent=1) + "\n")
-    finally:
-        stop(step)
+    fresh = options.meet / "port.new"
+    fresh.write_text(f"{driver.port}\n")
+    fresh.replace(options.meet / "port")
+    nodes = check_in(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
+    report = Report(nodes)
+    if any(node.here for node in nodes):
+        check_clocks(driver, nodes)
+        check_directory(driver, nodes, options.dir)
+        kind = "cuda" if options.device != "cpu" and options.gpus else "cpu"
+        report = measure_all(driver, nodes, kind, options.least * 1e6)
+    driver.ask((rank for node in nodes for rank in node.ranks), {"what": "end"})
+    report.gpus = options.gpus if options.device != "cpu" else 0
+    compare(report)
+    report.seconds = time.monotonic() - began
+    print(report.table(), flush=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report.record(), indent=1) + "\n")
     return 1 if report.faulty else 0
 
 
-def check_in(
-    driver: Driver, step: subprocess.Popen[bytes], names: list[str], tasks: int
-) -> list[Node]:
+def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[Node]:
     """Wait until the tasks are there. Those that do not come make their node faulty."""
     everyone = range(len(names) * tasks)
     keys = driver.ask(everyone, {"what": "node"})
     deadline = time.monotonic() + CHECK_IN_S
     answers: dict[int, Answer] = {}
     half_here = False
-    while len(answers) < len(keys) and time.monotonic() < deadline and step.poll() is None:
+    while len(answers) < len(keys) and time.monotonic() < deadline and not ended.exists():
         missing = {rank: key for rank, key in keys.items() if rank not in answers}
         answers |= driver.answers(missing, time.monotonic() + 0.2)
         if not half_here and 2 * len(answers) >= len(keys):
@@ -88,10 +81,8 @@ def check_in(
         node = Node(name, [rank for rank in ranks if rank in answers])
         if len(node.ranks) < tasks:
             missing_tasks = tasks - len(node.ranks)
-            node.faults.append(
-                f"{missing_tasks} of {tasks} task(s) did not answer"
-                + (f" (srun ended with exit code {step.returncode})" if step.poll() else "")
-            )
+            why = " before srun ended" if ended.exists() else ""
+            node.faults.append(f"{missing_tasks} of {tasks} task(s) did not answer{why}")
         for rank in node.ranks:
             node.facts = answers[rank] if answers[rank]["local_rank"] == 0 else node.facts
         nodes.append(node)
@@ -177,19 +168,6 @@ def measure(driver: Driver, name: str, groups: list[list[int]], kind: str) -> li
         errors = [figure for figure in told if "error" in figure]
         figures.append(errors[0] if errors else told[0])
     return figures
-
-
-def stop(step: subprocess.Popen[bytes]) -> None:
-    """Wait for srun; a task that does not come back must not keep the job."""
-    try:
-        step.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        step.terminate()  # srun then kills its tasks
-        try:
-            step.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            step.kill()
-            step.wait()
 
 
 if __name__ == "__main__":
