@@ -173,13 +173,15 @@ def test_four_adapters_of_which_one_has_an_address(node: Node) -> None:
     assert_choice(node, one("ib2"), "ib2 (10.5.0.1): InfiniBand, up; passed over: em4, ib0 (no")
 
 
-def test_adapters_on_two_fabrics(node: Node) -> None:
+@pytest.mark.parametrize("small", ["fe80:0000:0000:0001", "fe80:0000:0000:0000"])
+def test_adapters_on_two_fabrics(node: Node, small: str) -> None:
     """Ports with different subnet prefixes do not reach each other: the larger group is taken."""
+    large = {"fe80:0000:0000:0000", "fe80:0000:0000:0001"}.difference({small}).pop()
     node.interface("ib0", "10.5.0.1/24", kind=32)
     node.interface("ib1", "10.6.0.1/24", kind=32)
-    node.port("mlx5_0", "InfiniBand", net="ib0", subnet="fe80:0000:0000:0001")
-    node.port("mlx5_1", "InfiniBand", net="ib1")
-    node.port("mlx5_2", "InfiniBand")
+    node.port("mlx5_0", "InfiniBand", net="ib0", subnet=small)
+    node.port("mlx5_1", "InfiniBand", net="ib1", subnet=large)
+    node.port("mlx5_2", "InfiniBand", subnet=large)
     hca = {"NCCL_IB_HCA": "=mlx5_1:1,mlx5_2:1"}
     assert_choice(node, one("ib1") | hca, "ib1 (10.6.0.1): InfiniBand")
 
