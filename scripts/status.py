@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> int:
             cell.rjust(w) if 2 <= i <= 6 else cell.ljust(w)
             for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
         )
-        print(text.rstrip()[:width])
+        text = text.rstrip()
+        print(text if len(text) <= width else f"{text[: width - 3]}...")
     return 0
 
 
@@ -95,7 +97,8 @@ def row(run: Path, jobs: dict[str, Job] | None) -> tuple[str, ...]:
     last: Record = lines[-1] if lines else {}
     name = status.get("job") or next((e["job"] for e in reversed(events) if e.get("job")), None)
     job = (jobs or {}).get(str(name))
-    state, attention = judge(status, events, lines, name, job, jobs is not None)
+    asked = jobs is not None and run.stat().st_uid == os.getuid()  # squeue told of my jobs alone
+    state, attention = judge(status, events, lines, name, job, asked)
     step = max(status.get("step", 0), last.get("step", 0))
     return (
         str(run),

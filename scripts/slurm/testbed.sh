@@ -270,12 +270,17 @@ status() {
 }
 
 install() {
-    [[ -n $(missing_commands) ]] || return 0
-    [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
-    command -v apt-get >/dev/null || die "no apt-get here: install slurmctld, slurmd, the Slurm clients, munge and iproute2 by hand"
+    local packages=(tmux) # a cluster does without it: scripts/slurm/tmux.sh and its tests want it
+    if [[ -n $(missing_commands) ]]; then
+        [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
+        command -v apt-get >/dev/null || die "no apt-get here: install slurmctld, slurmd, the Slurm clients, munge and iproute2 by hand"
+        packages+=(slurmctld slurmd slurm-client munge iproute2 util-linux)
+    elif command -v tmux >/dev/null || [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
+        return 0
+    fi
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -q
-    apt-get install -q -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2 util-linux
+    apt-get install -q -y --no-install-recommends "${packages[@]}"
 }
 
 [[ $ID =~ ^[1-9][0-9]{0,2}$ && $ID -le 250 ]] || die "KEMPNER_TESTBED=$ID: a number from 1 to 250"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,19 @@ def test_the_table(
         "failed", "1,005/2,000", "2.5000", "12,346", "2", "-", "!", "so"
     ]  # fmt: skip
     assert [line.split()[1] for line in rest] == ["running", "done"]
+
+
+def test_the_run_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """squeue tells of my own jobs, so that nothing is known of theirs."""
+    run = make(tmp_path / "run", "running", 5)
+    (run / "attempts.jsonl").write_text(json.dumps(START) + "\n")
+    monkeypatch.setattr(program, "ask_squeue", dict)
+    for owner, state in ((os.getuid(), "crashed"), (os.getuid() + 1, "running")):
+        monkeypatch.setattr(program.os, "getuid", lambda owner=owner: owner)
+        program.main([str(tmp_path)])
+        assert capsys.readouterr().out.splitlines()[1].split()[1] == state
 
 
 def test_a_line_that_is_too_long_says_so(

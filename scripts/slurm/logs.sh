@@ -1,0 +1,192 @@
+#!/usr/bin/env bash
+# Follow the logs of a run: the batch log and every rank's, each line behind the name of its source.
+#
+#   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, and what comes; Ctrl-C ends it
+#   bash scripts/slurm/logs.sh JOBID              the same, of the run of this job
+#   bash scripts/slurm/logs.sh RUN --rank 3       this rank alone
+#   bash scripts/slurm/logs.sh RUN --warnings     of all, the lines about errors, stragglers, faults, requeues and the like
+#   bash scripts/slurm/logs.sh RUN --no-follow    what is there, and no more
+#
+# When the run starts again, the logs of the new attempt are followed by themselves.
+set -euo pipefail
+
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source-path=SCRIPTDIR source=runs.sh
+source "$(dirname "${BASH_SOURCE[0]}")/runs.sh"
+
+readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R] [--warnings] [--no-follow]"
+WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|killed|cancelled|failed|timed out'
+WARNINGS+='|out of memory|corrupt|no step for|kempner: (requeue|end|leave):|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
+readonly WARNINGS
+KP_RANK='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
+KP_FRESH=() KP_ATTEMPT=''
+declare -A KP_SEEN=() KP_TAILS=() KP_GRACE=() # files followed; pid -> its attempt, or "keep"; pid -> rounds that are left
+
+kp_options() { # <arguments>...: sets KP_RANK, KP_WARN, KP_FOLLOW, KP_LINES, and by the one that is left the run
+    local run=''
+    while (($# > 0)); do
+        case $1 in
+            --rank=*) KP_RANK=${1#*=} KP_RANK=${KP_RANK:-none} ;;
+            --rank) KP_RANK=${2:-none} && shift $(($# > 1)) ;;
+            --warnings) KP_WARN=1 KP_LINES=1000 ;; # lines that are looked at
+            --no-follow) KP_FOLLOW='' ;;
+            -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "${BASH_SOURCE[0]}" && exit ;;
+            -* | '') kp_die "no option '$1'; $USAGE" ;;
+            *)
+                [[ -z $run ]] || kp_die "one run, not '$run' and '$1'; $USAGE"
+                run=$1
+                ;;
+        esac
+        shift
+    done
+    [[ -z $KP_RANK || $KP_RANK =~ ^[0-9]+$ ]] || kp_die "--rank $KP_RANK: a number from 0 on"
+    [[ -n $run ]] || kp_die "$USAGE"
+    kp_find_run "$run"
+    kp_check_rank
+}
+
+kp_check_rank() { # stops when the run is known to have no rank KP_RANK
+    local ranks
+    [[ -n $KP_RANK && -n $KP_RUN_DIR && -e $KP_RUN_DIR/attempts.jsonl ]] || return 0
+    ranks=$(sed -n 's/.*"world_size": \([0-9]*\).*/\1/p' -- "$KP_RUN_DIR/attempts.jsonl" | tail -n 1)
+    ((10#$KP_RANK < ${ranks:-10#$KP_RANK + 1})) || kp_die "--rank $KP_RANK: the run has $ranks rank(s), 0 to $((ranks - 1))"
+    KP_RANK=$((10#$KP_RANK))
+}
+
+# --- which files ---------------------------------------------------------------------------------------------
+
+kp_newest() { # <file>...: the newest of those that there are, or nothing
+    local file newest=''
+    for file; do
+        [[ ! -r $file || (-n $newest && ! $file -nt $newest) ]] || newest=$file
+    done
+    echo "$newest"
+}
+
+kp_look() { # sets KP_FRESH, the files that are there and not followed yet, and KP_ATTEMPT, the directory of the latest
+    local file files=()
+    KP_FRESH=()
+    [[ -n $KP_RUN_DIR ]] || KP_RUN_DIR=$(kp_named_run)
+    [[ -n $KP_RANK ]] || files+=("$(kp_batch_log)")
+    if [[ -n $KP_RUN_DIR && -e $KP_RUN_DIR/logs/latest ]]; then
+        KP_ATTEMPT=$KP_RUN_DIR/logs/$(readlink -- "$KP_RUN_DIR/logs/latest")
+        if [[ -n $KP_RANK ]]; then
+            files+=("$KP_ATTEMPT/rank-$KP_RANK.log")
+        else
+            files+=("$KP_ATTEMPT"/rank-?.log "$KP_ATTEMPT"/rank-??.log "$KP_ATTEMPT"/rank-???*.log)
+        fi
+    fi
+    for file in "${files[@]}"; do
+        [[ -r $file && -z ${KP_SEEN[$file]:-} ]] || continue
+        KP_SEEN[$file]=1
+        KP_FRESH+=("$file")
+    done
+}
+
+kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's own is taken only where there is none
+    local file
+    if [[ -n $KP_RUN_DIR ]]; then
+        file=$(kp_newest "$KP_RUN_DIR"/logs/batch-*.log)
+        [[ -n $file ]] || file=$(kp_newest "$KP_RUN_DIR"/logs/srun-*.log)
+    fi
+    # The run directory holds a link to the batch log.
+    [[ -z ${file:-} || $file -ef $KP_BATCH_LOG ]] || { echo "$file" && return; }
+    echo "$KP_BATCH_LOG"
+}
+
+# --- what is shown -------------------------------------------------------------------------------------------
+
+kp_name_lines() { # stdin: what tail says of several files; puts the name of the file before each line, drops empty ones
+    local only=${KP_WARN:+"/$WARNINGS/I!d"}
+    LC_ALL=C sed -uE '/^$/d
+        /^==> .* <==$/{
+            s#^==> .*/(rank-[0-9]+)\.log <==$#\1#; t name
+            s#^==> .*/srun-[^/]* <==$#srun#; t name
+            s/.*/batch/
+            :name
+            h; d
+        }
+        '"$only"'
+        G; s/(.*)\n(.*)/\2 \1/'
+}
+
+kp_once() { # stdin: named lines; with --warnings, leaves out what another source has said within 10 s: ranks speak at once
+    local line words source before
+    local -A said=() by=()
+    [[ -n $KP_WARN ]] || exec cat
+    while IFS= read -r line; do
+        source=${line%% *} words=${line#* }
+        [[ ! $words =~ ^[0-9]{4}-[0-9-]{5}' '[0-9:]{8}' '(.+) ]] || words=${BASH_REMATCH[1]}
+        before=${said[$words]:--10}
+        if ((SECONDS - before >= 10)) || [[ ${by[$words]} == "$source" ]]; then
+            said[$words]=$SECONDS by[$words]=$source
+            printf '%s\n' "$line"
+        fi
+    done
+}
+
+kp_start_tail() { # <lines>: follows KP_FRESH from there on; its lines go to KP_OUT
+    local label=$KP_ATTEMPT file
+    for file in "${KP_FRESH[@]}"; do
+        [[ -n $KP_ATTEMPT && $file == "$KP_ATTEMPT"/* ]] || label=keep
+    done
+    # --pid: it ends with this shell even when that is killed
+    tail -v -n "$1" -F --pid=$$ -- "${KP_FRESH[@]}" 2>/dev/null > >(kp_name_lines >&"$KP_OUT") &
+    KP_TAILS[$!]=$label
+}
+
+kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: their last lines have come by then
+    local pid
+    for pid in "${!KP_TAILS[@]}"; do
+        [[ ${KP_TAILS[$pid]} != keep && ${KP_TAILS[$pid]} != "$KP_ATTEMPT" ]] || continue
+        KP_GRACE[$pid]=$((${KP_GRACE[$pid]:-5} - 1))
+        if ((KP_GRACE[$pid] == 0)); then
+            kill "$pid" 2>/dev/null || true
+            unset "KP_TAILS[$pid]" "KP_GRACE[$pid]"
+        fi
+    done
+}
+
+kp_leave() { # leaves no process behind
+    local tries
+    trap '' INT TERM HUP
+    kill "${!KP_TAILS[@]}" 2>/dev/null || true
+    exec {KP_OUT}>&-
+    for ((tries = 0; tries < 50; tries++)); do
+        kill -0 "$KP_LAST" 2>/dev/null || return 0
+        sleep 0.02
+    done
+}
+
+kp_follow() { # shows what is there, then what comes, until Ctrl-C
+    local lines=$KP_LINES
+    exec {KP_OUT}> >(kp_once)
+    KP_LAST=$!
+    trap kp_leave EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM HUP
+    trap - USR1 USR2
+    while kill -0 "$KP_LAST" 2>/dev/null; do # nobody reads it any more: | head
+        kp_look
+        ((${#KP_FRESH[@]} == 0)) || kp_start_tail "$lines"
+        [[ $lines == +1 || ${#KP_SEEN[@]} -gt 0 ]] || echo "logs: no log yet, waiting for the first" >&2
+        lines=+1 # a file that comes later is new
+        kp_end_tails
+        sleep 1
+    done
+}
+
+kp_setup
+kp_options "$@"
+ulimit -S -n hard 2>/dev/null || true # one open file per rank
+if [[ -n $KP_FOLLOW ]]; then
+    kp_follow
+    exit
+fi
+kp_look
+if ((${#KP_FRESH[@]} == 0)); then
+    echo "logs: no log yet" >&2
+else
+    tail -v -n "$KP_LINES" -- "${KP_FRESH[@]}" | kp_name_lines | kp_once
+fi

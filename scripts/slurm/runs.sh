@@ -1,0 +1,37 @@
+# shellcheck shell=bash
+# Which run is meant: by its directory, or by a job's number. Sourced by logs.sh and tmux.sh, after lib.sh.
+
+kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR; of a job that has none yet KP_BATCH_LOG, where it will be named
+    KP_RUN_DIR='' KP_BATCH_LOG=''
+    if [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]]; then
+        kp_find_job "$1"
+        return
+    fi
+    [[ -d $1 ]] || kp_die "no run directory '$1': give one (ls runs), or the number of a job (squeue --me)"
+    [[ -e $1/status.json || -e $1/attempts.jsonl || -d $1/logs ]] ||
+        kp_die "'$1' is not a run directory, it has no logs/: give one (ls runs), or the number of a job"
+    KP_RUN_DIR=$1
+}
+
+kp_find_job() { # <JOBID>: the same for a job
+    local file told
+    for file in runs/*/status.json runs/*/attempts.jsonl; do
+        if grep -qsF "\"job\": \"$1\"" -- "$file" && [[ -z $KP_RUN_DIR || $file -nt $KP_RUN_DIR/attempts.jsonl ]]; then
+            KP_RUN_DIR=${file%/*}
+        fi
+    done
+    for file in runs/*/logs/"batch-$1.log"; do # it did not get as far as the first step
+        [[ -n $KP_RUN_DIR || ! -e $file ]] || KP_RUN_DIR=${file%/logs/*}
+    done
+    [[ -z $KP_RUN_DIR ]] || return 0
+    told=$(scontrol show job "$1" 2>/dev/null) ||
+        kp_die "no run of job $1 in $PWD/runs, and Slurm does not know the job: give the run directory"
+    KP_BATCH_LOG=$(sed -n '/^ *StdOut=/{s///;p;q}' <<<"$told")
+    [[ -n $KP_BATCH_LOG ]] ||
+        kp_die "no run of job $1 in $PWD/runs, and the job has no batch log: give the run directory"
+    KP_RUN_DIR=$(kp_named_run)
+}
+
+kp_named_run() { # the run directory that the batch log names, or nothing
+    [[ ! -f $KP_BATCH_LOG ]] || sed -n 's/^\[[0-9:]*\] kempner: run directory //p' -- "$KP_BATCH_LOG" | tail -n 1
+}

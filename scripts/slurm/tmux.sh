@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# A tmux session for a run: live figures, rank 0's log, the warnings of all ranks, and a shell.
+#
+#   bash scripts/slurm/tmux.sh RUN                opens it, or goes back to it
+#   bash scripts/slurm/tmux.sh JOBID              the same, of the run of this job
+#   bash scripts/slurm/tmux.sh RUN --detached     only makes it (also without a terminal), and says how to attach
+#   bash scripts/slurm/tmux.sh RUN --figures      the live figures alone, in this terminal, without tmux
+set -euo pipefail
+
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source-path=SCRIPTDIR source=runs.sh
+source "$(dirname "${BASH_SOURCE[0]}")/runs.sh"
+
+readonly USAGE="usage: bash scripts/slurm/tmux.sh RUN|JOBID [--detached | --figures]"
+readonly FIGURES_S=5
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+readonly HERE
+KP_ASKED_RUN='' KP_MODE='' KP_SESSION=''
+
+kp_options() { # <arguments>...: sets KP_ASKED_RUN, as the user names it, and KP_MODE
+    local word
+    for word; do
+        case $word in
+            --detached | --figures) KP_MODE=${word#--} ;;
+            -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "${BASH_SOURCE[0]}" && exit ;;
+            -* | '') kp_die "no option '$word'; $USAGE" ;;
+            *)
+                [[ -z $KP_ASKED_RUN ]] || kp_die "one run, not '$KP_ASKED_RUN' and '$word'; $USAGE"
+                KP_ASKED_RUN=$word
+                ;;
+        esac
+    done
+    [[ -n $KP_ASKED_RUN ]] || kp_die "$USAGE"
+}
+
+kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
+    local text size
+    kp_setup
+    trap - INT TERM HUP USR1 USR2
+    while true; do
+        [[ -n ${KP_RUN_DIR:-} ]] || kp_find_run "$KP_ASKED_RUN"
+        size=$(stty size 2>/dev/null) || size='0 160'
+        text="job $KP_ASKED_RUN has no run directory yet"
+        [[ -z $KP_RUN_DIR ]] || text=$(COLUMNS=${size#* } bash "$HERE/status.sh" "$KP_RUN_DIR" 2>&1) || true
+        printf '\033[H\033[2J%s' "$text"
+        sleep "$FIGURES_S"
+    done
+}
+
+kp_identity() { # one line, the same for each way to name the run: the directory's full path, or the job without one yet
+    kp_setup
+    kp_find_run "$KP_ASKED_RUN"
+    if [[ -n $KP_RUN_DIR ]]; then realpath -- "$KP_RUN_DIR"; else echo "job-$KP_ASKED_RUN"; fi
+}
+
+kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's session; true when it is there already
+    local name=${1##*/} number=1 owner
+    KP_SESSION=kempner-job-$KP_ASKED_RUN # made when the job had no run directory yet
+    ! tmux has-session -t "=$KP_SESSION" 2>/dev/null || return 0
+    name=kempner-${name//[^A-Za-z0-9_-]/_}
+    KP_SESSION=$name
+    while tmux has-session -t "=$KP_SESSION" 2>/dev/null; do
+        owner=$(tmux show-options -qv -t "=$KP_SESSION:" @kempner_run)
+        [[ $owner != "$1" ]] || return 0
+        number=$((number + 1)) # another run of that name
+        KP_SESSION=$name-$number
+    done
+    return 1
+}
+
+kp_words() { # <command>...: sets KP_WORDS, the command for tmux: it takes words, without a shell; with this shell's settings
+    local name number
+    KP_WORDS=(env "PATH=$PATH") # a server that is running already has its own
+    for name in "${!KEMPNER_@}" SLURM_CONF; do
+        [[ -z ${!name+set} ]] || KP_WORDS+=("$name=${!name}")
+    done
+    KP_WORDS+=("$@")
+    for ((number = 0; number < ${#KP_WORDS[@]}; number++)); do
+        KP_WORDS[number]=$(kp_word "${KP_WORDS[number]}")
+    done
+}
+
+kp_word() { # <word>: as tmux wants it: a bare ; at the end of a word would end tmux's command
+    printf '%s' "${1/%;/\\;}"
+}
+
+kp_add() { # <title> <lines> <pane> <command>...: a pane above that one
+    local pane
+    kp_words "${@:4}"
+    pane=$(tmux split-window -d -v -b -l "$2" -t "$3" -P -F '#{pane_id}' "${KP_WORDS[@]}")
+    tmux select-pane -t "$pane" -T "$1"
+}
+
+kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, warnings, shell
+    local rows columns shell
+    read -r rows columns < <(stty size 2>/dev/null || echo 45 160)
+    # less tmux's own line
+    rows=$((rows < 24 ? 23 : rows - 1)) columns=$((columns < 80 ? 80 : columns))
+    kp_words "${SHELL:-bash}"
+    shell=$(tmux new-session -d -x "$columns" -y "$rows" -s "$KP_SESSION" -P -F '#{pane_id}' "${KP_WORDS[@]}")
+    tmux set-option -t "=$KP_SESSION:" @kempner_run "$(kp_word "$1")"
+    tmux set-option -q -t "=$KP_SESSION:" status-left-length 40
+    tmux set-option -q -w -t "$shell" pane-border-status top
+    tmux set-option -q -w -t "$shell" pane-border-format ' #{pane_title} '
+    tmux select-pane -t "$shell" -T shell
+    kp_add figures 4 "$shell" bash "$HERE/tmux.sh" --figures "$KP_ASKED_RUN"
+    kp_add "rank 0" $((rows * 2 / 5)) "$shell" bash "$HERE/logs.sh" --rank 0 "$KP_ASKED_RUN"
+    kp_add "warnings of all ranks" $((rows / 4)) "$shell" bash "$HERE/logs.sh" --warnings "$KP_ASKED_RUN"
+}
+
+kp_options "$@"
+[[ $KP_MODE != figures ]] || kp_figures
+command -v tmux >/dev/null ||
+    kp_die "no tmux here: install it or load its module; without it: bash scripts/slurm/logs.sh $KP_ASKED_RUN"
+# In a shell of its own: the tmux server keeps the environment that it is started in.
+identity=$(kp_identity)
+if kp_choose_session "$identity"; then
+    said="session $KP_SESSION was there already"
+else
+    kp_make_session "$identity"
+    said="session $KP_SESSION is made"
+fi
+if [[ $KP_MODE == detached || ! -t 0 || ! -t 1 ]]; then
+    echo "$said; attach to it: tmux attach -t $KP_SESSION"
+elif [[ -n ${TMUX:-} ]]; then
+    tmux switch-client -t "=$KP_SESSION"
+else
+    exec tmux attach-session -t "=$KP_SESSION"
+fi
