@@ -9,6 +9,7 @@ FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the 
     nan from=64 to=96                       the loss of these samples is NaN
     ignore from=64 to=96                    every label of these samples is ignored
     slow ms=30                              every step waits so long for its data
+    slow_validation ms=30                   and every batch of a validation
 """
 
 from __future__ import annotations
@@ -120,6 +121,31 @@ def slow(fault: dict[str, str]) -> None:
     loader.TrainLoader.__next__ = following  # type: ignore[method-assign]
 
 
+def slow_validation(fault: dict[str, str]) -> None:
+    from kempner import step
+
+    real = step.validate
+
+    def wait(batch: Any) -> Any:
+        time.sleep(float(fault["ms"]) / 1000)
+        return batch
+
+    def slowly(model: Any, batches: Any, *rest: Any) -> Any:
+        return real(model, map(wait, batches) if strikes(fault) else batches, *rest)
+
+    step.validate = slowly
+
+
+KINDS = {
+    "kill": kill,
+    "hold": hold,
+    "fail": fail,
+    "nan": nan,
+    "slow": slow,
+    "slow_validation": slow_validation,
+}
+
+
 def main() -> None:
     if "--check" not in sys.argv:
         for line in filter(None, map(str.strip, os.environ.get("FAULTS", "").splitlines())):
@@ -128,7 +154,7 @@ def main() -> None:
             if kind == "ignore":
                 change_labels(fault, -100)
             else:
-                {"kill": kill, "hold": hold, "fail": fail, "nan": nan, "slow": slow}[kind](fault)
+                KINDS[kind](fault)
     sys.argv[0] = str(TRAIN)
     runpy.run_path(str(TRAIN), run_name="__main__")
 

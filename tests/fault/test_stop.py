@@ -122,9 +122,14 @@ def test_during_an_async_save(broken_run: Submit, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_during_validation(broken_run: Submit) -> None:
-    run = broken_run("--eval.interval=10", "--eval.samples=0", "--train.micro_batch=1")
-    run.wait_for_step(9)
+def test_during_validation(broken_run: Submit, tmp_path: Path) -> None:
+    run = broken_run(
+        "--eval.interval=10",
+        "--eval.samples=0",
+        "--train.micro_batch=1",
+        faults=f"slow_validation ms=400 once={tmp_path}/once",
+    )
+    until((tmp_path / "once").exists, 60)
     time.sleep(1.0)
     assert "step 10  validation" not in run.log
     began = time.monotonic()
