@@ -61,7 +61,7 @@ def train(
     recorder.begin(at["step"], at["tokens"])
     watchdog = Watchdog(cfg.resilience.hang_timeout, cfg.distributed.start_timeout, run)
     stop.begin(run.place.rank, run.say, lambda: 2 * (checkpointer.seconds or 10.0) + 10.0)
-    verdict, pending = resilience.GO_ON, None
+    verdict, waiting = resilience.GO_ON, []
 
     while at["step"] < cfg.train.max_steps and not verdict.state:
         with recorder.clock.part("data"):
@@ -80,20 +80,21 @@ def train(
         watchdog.beat(step)
         checkpointer.poll()
 
-        if pending is None:
+        if not waiting:
             launch.shorten_timeout(axes, cfg.distributed.timeout)  # the slow first step is done
-        else:  # the numbers of the step before have arrived by now
-            numbers = pending.read()
-            recorder.step(numbers, loader)
-            verdict = stop.decide(numbers, cfg.resilience.max_skipped, may_go_back=not at["skip"])
-        pending = Later(at, lr, result, recorder.clock)
-        if verdict.go_back:
-            bad = [stop.bad_since - batch, loader.position]
-            (at, verdict), pending = go_back(at, bad, verdict, checkpointer, loader), None
-            recorder.begin(at["step"], at["tokens"])
-            continue
         last = step == cfg.train.max_steps
         due = cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0
+        waiting, verdict = [*waiting, Later(at, lr, result, recorder.clock)], resilience.GO_ON
+        # Read a step late, when they have arrived, but before a save: its step has a line, then.
+        while verdict == resilience.GO_ON and len(waiting) > (0 if due and not last else 1):
+            numbers = waiting.pop(0).read()
+            recorder.step(numbers, loader)
+            verdict = stop.decide(numbers, cfg.resilience.max_skipped, may_go_back=not at["skip"])
+        if verdict.go_back:
+            bad = [stop.bad_since - batch, loader.position]
+            (at, verdict), waiting = go_back(at, bad, verdict, checkpointer, loader), []
+            recorder.begin(at["step"], at["tokens"])
+            continue
         due = due and not stop.skipped_in_a_row  # spoilt weights, perhaps: keep what is there
         if (due or last or verdict.save) and verdict.state != "failed":
             with recorder.clock.part("checkpoint"), watchdog.patient():
@@ -103,8 +104,8 @@ def train(
             with recorder.clock.part("eval"), watchdog.patient():
                 recorder.validation(step, *validate(model, val_batches(), device, stop))
 
-    if pending is not None:
-        recorder.step(pending.read(), loader)
+    for later in waiting:
+        recorder.step(later.read(), loader)
     loader.close()
     with watchdog.patient():
         checkpointer.wait(stop.seconds_left(run.place.rank))

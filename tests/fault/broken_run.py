@@ -132,14 +132,9 @@ class BrokenRun:
         steps = [line["step"] for line in lines if "loss" in line]
         return len(steps) - len(set(steps))
 
-    def assert_complete(
-        self, attempts: int | None = None, recomputed: int = 0, unrecorded: int = 0
-    ) -> None:
-        """It has reached its last step, with the losses of the unbroken run. The line of step
-        `unrecorded` may be missing: it is written when the step after has been started."""
-        found = losses(self.dir)
-        found.setdefault(unrecorded, self.unbroken.get(unrecorded, 0.0))
-        found = {step: found[step] for step in sorted(found) if step}
+    def assert_complete(self, attempts: int | None = None, recomputed: int = 0) -> None:
+        """It has reached its last step, with the losses of the unbroken run, each on record."""
+        found = dict(sorted(losses(self.dir).items()))
         text = f"{self.log}\n{self.events('decision')}"
         assert status(self.dir)["state"] == "done", text
         assert list(found) == list(self.unbroken), text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,16 @@ def test_kill_of_one_rank(broken_run: Submit, rank: int) -> None:
     assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=LOST)
     assert run.decisions() == ["requeue", "end"]
+
+
+def test_kill_in_the_step_after_a_save(broken_run: Submit, tmp_path: Path) -> None:
+    """The numbers of a step are read a step late, those of a saved one before the save."""
+    run = broken_run(
+        "--checkpoint.interval=10",
+        faults=f"kill at=kempner.step:guard_update:before nth=11 once={tmp_path}/once",
+    )
+    assert run.wait() == 0
+    run.assert_complete(attempts=2, recomputed=0)
 
 
 @pytest.mark.soak
