@@ -307,9 +307,10 @@ def checkpoint(options: argparse.Namespace, work: Path) -> None:
         print(f"{name}   stands still {still}   in all {whole}   durable after {until}")
         print(f"{'':<12} the first save of a process stands still {spread(firsts[kind])}")
     medians = {
-        kind: map(statistics.median, zip(*found, strict=True)) for kind, found in costs.items()
+        kind: [statistics.median(column) for column in zip(*found, strict=True)]
+        for kind, found in costs.items()
     }
-    still, whole, _ = (a / b for a, b in zip(medians[True], medians[False], strict=True))
+    still, whole = (medians[True][i] / medians[False][i] for i in (0, 1))
     print(f"async / synchronous    stands still {still:.3f}   in all {whole:.3f}")
 
 
