@@ -34,7 +34,7 @@ test: .venv/dev data/stdlib/dataset.json
 
 soak: .venv/dev
 	@$(INSTALL_SLURM)
-	$(PY) -m pytest tests/fault -m "soak or not soak" $(ARGS)
+	$(PY) -m pytest tests/fault tests/ray -m "soak or not soak" $(ARGS)
 	$(PY) -m benchmarks.soak --faults 30 --seed 1
 
 check: .venv/dev
@@ -58,5 +58,5 @@ cluster-down:
 	touch $@
 
 .venv/dev: .venv/train
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,data,dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,data,ray,dev]'
 	touch $@

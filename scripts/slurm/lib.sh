@@ -36,16 +36,24 @@ kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.p
 }
 
 kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
+    # "|| true": a command that fails in there must not end this shell, as errexit would have it
+    trap 'kp_on_signal TERM || true' TERM USR1 HUP
+    trap 'kp_on_signal INT || true' INT
+    trap 'kp_on_signal USR2 || true' USR2
+    kp_begin
+    kp_enter
+}
+
+kp_begin() { # sets KP_ROOT and the names of this start; reads site.env
     KP_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
     KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
     KP_STEP_NAME=kempner-$KEMPNER_ATTEMPT_ID
-    # "|| true": a command that fails in there must not end this shell, as errexit would have it
-    trap 'kp_on_signal TERM || true' TERM USR1 HUP
-    trap 'kp_on_signal INT || true' INT
-    trap 'kp_on_signal USR2 || true' USR2
     kp_read_site
+}
+
+kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     kp_read_secrets
     KP_TRAIN=${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}
     kp_choose_python

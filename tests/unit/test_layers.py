@@ -29,6 +29,7 @@ LAYERS = (
         "straggler",
         "blame",
         "preflight",
+        "ray",
     },
     {"parallel", "optim", "checkpoint", "hf", "resilience", "step", "lock"},
     {"run", "rundir", "recorder", "watchdog"},
@@ -102,6 +103,7 @@ def test_modules_without_torch_stay_without_it() -> None:
     light = [
         "kempner.run", "kempner.command_line", "kempner.launch", "kempner.resilience",
         "kempner.metrics", "kempner.history", "kempner.lock", "kempner.slurm",
+        "kempner.ray.node", "kempner.ray.ready",
         "kempner.checkpoint.commit", "kempner.data.prepare", "kempner.data.dataset",
         *(name for name in MODULES if name.endswith(".config")),
     ]  # fmt: skip

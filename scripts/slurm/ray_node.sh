@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# One node of ray.sh's cluster: runs the setup command, finds the Python that has Ray, then becomes kempner.ray.node.
+#
+#   srun ... ray_node.sh LOG_DIR SETUP_COMMAND OPTIONS_OF_KEMPNER.RAY.NODE...
+#
+# The environment that is left here is that of Ray, of its workers, of the driver and of the attach shells.
+set -euo pipefail
+
+logs=$1 setup=$2
+shift 2
+name=${SLURMD_NODENAME:-$(uname -n)} index=$SLURM_NODEID
+log=$logs/ray-worker-$index.log
+((index > 0)) || log=$logs/ray-head.log
+exec 3>&1 >>"$log" 2>&1 # srun's output is for what ray.sh has to know: see kempner.ray.node
+
+fault() { # <what is wrong; what to do>: tells ray.sh that this node cannot come up, and ends
+    trap - EXIT
+    echo "FAULT 75 $name: $*" >&3
+    echo "fault: $*"
+    exit 75
+}
+
+has_ray() { # <Python>: true when Ray is installed for it; a directory that is called ray, in front of it, is not Ray
+    "$1" -c 'import importlib.util as u, sys; s = u.find_spec("ray"); sys.exit(not (s and s.origin))' 2>/dev/null
+}
+
+find_python() { # prints the Python to take: KEMPNER_PYTHON, else that of PATH, else that of the kit
+    local python
+    for python in ${KEMPNER_PYTHON:+"$KEMPNER_PYTHON"} python python3 "${BASH_SOURCE[0]%/scripts/*}/.venv/bin/python"; do
+        if has_ray "$python"; then
+            command -v "$python"
+            return 0
+        fi
+        [[ $python != "${KEMPNER_PYTHON:-}" ]] || return 1
+    done
+    return 1
+}
+
+strip_variables() { # removes what would make an srun-native or an MPI program in an actor believe that it is a rank of ours
+    unset "${!SLURM@}" "${!SRUN_@}" "${!SBATCH_@}" "${!PMI@}" "${!OMPI_@}" KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN KEMPNER_SIGNALS_WAIT
+}
+
+[[ -z ${UV_CACHE_DIR:-} ]] || mkdir -p -- "$UV_CACHE_DIR" || fault "UV_CACHE_DIR_OVERRIDE=$UV_CACHE_DIR cannot be made"
+if [[ -n $setup ]]; then
+    trap 'fault "SETUP_COMMAND has ended this node with exit code $?: $log"' EXIT
+    code=0
+    set +eu
+    eval "$setup" 3>&-
+    code=$?
+    set -eu
+    trap - EXIT
+    ((code == 0)) || fault "SETUP_COMMAND has failed with exit code $code: $log"
+fi
+python=$(find_python) || fault "no Python with Ray: pip install 'ray[default]', or set KEMPNER_PYTHON to the Python that has it"
+[[ $(command -v python) == "$python" ]] || PATH=${python%/*}:$PATH # python, in the command too, is the one with Ray
+strip_variables
+exec "$python" -m kempner.ray.node --index="$index" "$@"

@@ -1,0 +1,381 @@
+"""One node of a Ray cluster in a Slurm job: starts Ray, watches it, and leaves nothing behind.
+
+scripts/slurm/ray_node.sh starts it, once a node. What happens goes to ray.sh as lines on file
+descriptor 3, which srun carries to the batch script:
+
+    UP <index> <pid>            this process is there
+    READY <text>                the head: every node is alive with all that it has
+    FAULT <exit code> <text>    Ray cannot start here, or has died
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+EVENTS = 3
+NOT_UP, DIED = 75, 70  # exit codes
+TICK_S = 0.2
+REFUSALS = 2  # connections in a row that a port which was open refuses, until its owner is dead
+RAY_STOPS_S = 2.0  # from SIGTERM to SIGKILL: Slurm's own patience (KillWait) has to last longer
+COPY_S = 10.0
+SOCKET_PATH = 107  # bytes that the kernel allows
+# What Ray puts behind the temporary directory: the session, "sockets" and the longest name there.
+SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.sock")
+OBJECT_STORE_LEAST = 78643200  # Ray refuses less
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this node is to start. Ports are this node's own."""
+
+    job: str
+    index: int
+    names: list[str]
+    addresses: list[str]
+    logs: Path
+    cpus: int
+    gpus: int
+    object_store: int  # bytes; 0: a share of `memory`
+    memory: int  # MiB that the job has on this node; 0: unknown, Ray decides
+    began: float
+    deadline: float
+    log_sync: float
+    dedicated_head: bool
+    stride: int  # between the ports of two nodes
+    port: int
+    head_ports: dict[str, int]  # by ray start's option
+    node_ports: dict[str, int]
+    worker_ports: range
+
+    @property
+    def name(self) -> str:
+        return self.names[self.index]
+
+    @property
+    def address(self) -> str:
+        return self.addresses[self.index]
+
+    @property
+    def is_head(self) -> bool:
+        return self.index == 0
+
+
+HEAD_PORTS = ("ray-client-server-port", "dashboard-port")
+NODE_PORTS = (
+    "node-manager-port",
+    "object-manager-port",
+    "runtime-env-agent-port",
+    "dashboard-agent-grpc-port",
+    "metrics-export-port",
+    "dashboard-agent-listen-port",
+)
+
+
+def parse(arguments: list[str]) -> Plan:
+    parser = argparse.ArgumentParser(prog="kempner.ray.node")
+    for name in ("job", "nodes", "addresses"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--logs", type=Path, required=True)
+    for name in ("index", "cpus", "gpus", "object-store", "memory", "dedicated-ray-head"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    ports = ("port", "port-stride", "min-worker-port", "max-worker-port")
+    for name in (*ports, *HEAD_PORTS, *NODE_PORTS):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("began", "deadline", "log-sync"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    given = vars(parser.parse_args(arguments))
+    names, stride, index = given["nodes"].split(","), given["port_stride"], given["index"]
+    share = given["max_worker_port"] - given["min_worker_port"] + 1
+    share //= len(names) if stride else 1
+    first = given["min_worker_port"] + (share * index if stride else 0)
+
+    def moved(options: tuple[str, ...], offset: int) -> dict[str, int]:
+        return {option: given[option.replace("-", "_")] + offset for option in options}
+
+    return Plan(
+        **{k: given[k] for k in ("job", "index", "logs", "cpus", "gpus", "object_store", "memory")},
+        **{k: given[k] for k in ("began", "deadline", "log_sync", "port")},
+        names=names,
+        stride=stride,
+        addresses=given["addresses"].split(","),
+        dedicated_head=bool(given["dedicated_ray_head"]),
+        head_ports=moved(HEAD_PORTS, 0),
+        node_ports=moved(NODE_PORTS, stride * index),
+        worker_ports=range(first, first + share),
+    )
+
+
+# --- before the start ---------------------------------------------------------------------------
+
+
+def is_busy(port: int) -> bool:
+    """Whether somebody on this host has the port, on whichever of its addresses."""
+    with socket.socket() as probe:
+        # As Ray does: a port that only waits for the last packets of an old connection is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return True
+            raise
+    return False
+
+
+def busy_ports(plan: Plan) -> list[str]:
+    """The ports of this node that are taken, as the user's variables name them."""
+    wanted = dict(plan.node_ports)
+    if plan.is_head:
+        wanted |= {"port": plan.port, **{k: v for k, v in plan.head_ports.items() if v}}
+    found = [f"{k.upper().replace('-', '_')}={v}" for k, v in wanted.items() if is_busy(v)]
+    if all(map(is_busy, plan.worker_ports)):
+        found.append(f"all of {plan.worker_ports[0]} to {plan.worker_ports[-1]} (MIN_WORKER_PORT)")
+    return found
+
+
+def is_open(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
+        return True
+    return False
+
+
+def make_temp(plan: Plan) -> Path:
+    """This node's own directory for Ray, on a path that leaves room for the names of its
+    sockets."""
+    name = f"ray-{plan.job}.{plan.index}-"
+    base = tempfile.gettempdir()
+    if len(os.fsencode(f"{base}/{name}")) + 8 + SOCKET_TAIL > SOCKET_PATH:
+        base = "/tmp"
+    return Path(tempfile.mkdtemp(prefix=name, dir=base))
+
+
+def object_store(plan: Plan) -> list[str]:
+    """30 % of the job's memory on this node, not of the host's as Ray has it, if it fits into
+    /dev/shm."""
+    size = plan.object_store
+    if not size and plan.memory:
+        size = min(plan.memory * 2**20 * 3 // 10, shutil.disk_usage("/dev/shm").free * 9 // 10)
+        size = max(size, OBJECT_STORE_LEAST)
+    return [f"--object-store-memory={size}"] if size else []
+
+
+def ray_start(plan: Plan, temp: Path) -> list[str]:
+    """The command of this node."""
+    words = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
+        "--log-style=record", "--log-color=false",
+        f"--node-ip-address={plan.address}", f"--node-name={plan.name}", f"--temp-dir={temp}",
+        f"--min-worker-port={plan.worker_ports[0]}", f"--max-worker-port={plan.worker_ports[-1]}",
+        *(f"--{option}={port}" for option, port in plan.node_ports.items()),
+        *object_store(plan),
+    ]  # fmt: skip
+    works = not (plan.is_head and plan.dedicated_head)
+    words += [f"--num-cpus={plan.cpus * works}", f"--num-gpus={plan.gpus * works}"]
+    if not plan.is_head:
+        return [*words, f"--address={plan.addresses[0]}:{plan.port}"]
+    dashboard = bool(plan.head_ports["dashboard-port"])
+    ports = [f"--{option}={port}" for option, port in plan.head_ports.items() if port]
+    words += ["--head", f"--port={plan.port}", *ports]
+    return [*words, f"--include-dashboard={dashboard}", "--dashboard-host=127.0.0.1"]
+
+
+def ready_command(plan: Plan) -> list[str]:
+    first = plan.node_ports["node-manager-port"] - plan.stride * plan.index
+    places = zip(plan.names, plan.addresses, strict=True)
+    nodes = [f"{n}={a}:{first + plan.stride * k}" for k, (n, a) in enumerate(places)]
+    words = [sys.executable, "-m", "kempner.ray.ready", *nodes]
+    words += [f"--cpus={plan.cpus}", f"--gpus={plan.gpus}"]
+    words += [f"--began={plan.began}", f"--deadline={plan.deadline}"]
+    return [*words, "--dedicated-head"] if plan.dedicated_head else words
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+class Processes:
+    """All that runs below this process. What loses its parent becomes our child, so that nothing
+    can hide."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.codes: dict[int, int] = {}
+
+    def start(self, command: list[str], fds: tuple[int, ...] = ()) -> int:
+        # A session of its own: a signal for a process group does not come back to us.
+        return subprocess.Popen(command, pass_fds=fds, start_new_session=True).pid
+
+    def code(self, pid: int) -> int | None:
+        """The exit code of a process that has ended."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self.codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        return self.codes.get(pid)
+
+    def below(self, pid: int) -> Iterator[int]:
+        text = ""
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                text += Path(f"/proc/{pid}/task/{task}/children").read_text()
+        for child in map(int, text.split()):
+            yield child
+            yield from self.below(child)
+
+    def end(self, main: int) -> None:
+        """SIGTERM to one, time for it to end the others, SIGKILL to all that are left."""
+        if main and self.code(main) is None:
+            os.kill(main, signal.SIGTERM)
+            end = time.monotonic() + RAY_STOPS_S
+            while self.code(main) is None and time.monotonic() < end:
+                time.sleep(0.05)
+        end = time.monotonic() + RAY_STOPS_S
+        while (left := list(self.below(os.getpid()))) and time.monotonic() < end:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.code(0)
+            time.sleep(0.02)
+
+
+# --- this node ----------------------------------------------------------------------------------
+
+
+class Fault(Exception):
+    """Ray cannot start here, or has died."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def tell(*words: object) -> None:
+    with contextlib.suppress(OSError):  # srun may be gone
+        os.write(EVENTS, (" ".join(map(str, words)) + "\n").encode())
+
+
+def log(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] kempner: {text}", flush=True)
+
+
+class Node:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.processes = plan, Processes()
+        self.signal = 0
+        self.ray = self.ready = 0  # pids
+        self.ports = [plan.node_ports["node-manager-port"]] + [plan.port] * plan.is_head
+        self.refused: dict[int, int] = {}
+        self.temp = make_temp(plan)
+        self.synced = time.monotonic()
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
+
+    def told_to_end(self) -> bool:
+        # The listing, not a look for the file: NFS remembers for long that it was not there.
+        return bool(self.signal) or "ENDED" in os.listdir(self.plan.logs)
+
+    def run(self) -> None:
+        """Until somebody asks for the end. Raises Fault."""
+        plan = self.plan
+        if busy := busy_ports(plan):
+            text = f"{', '.join(busy)}: in use on this host: another job's? give other ports"
+            raise Fault(NOT_UP, f"{text}, or --exclusive nodes")
+        if plan.is_head:
+            self.ready = self.processes.start(ready_command(plan), (EVENTS,))
+        while not plan.is_head and not is_open(plan.addresses[0], plan.port):
+            if self.told_to_end():
+                return
+            time.sleep(TICK_S)
+        self.ray = self.processes.start(ray_start(plan, self.temp))
+        while not self.told_to_end():
+            try:
+                self.look()
+            except Fault:
+                time.sleep(TICK_S)  # Slurm ends the job, and has told Ray before us
+                if self.told_to_end():
+                    return
+                raise
+            time.sleep(TICK_S)
+
+    def look(self) -> None:
+        """One look at Ray. `ray start --block` does not end with its raylet, hence the ports."""
+        code = DIED if self.refused else NOT_UP
+        if (ended := self.processes.code(self.ray)) is not None:
+            raise Fault(code, f"ray start has ended with exit code {ended}")
+        for port in self.ports:
+            if is_open(self.plan.address, port):
+                self.refused[port] = 0
+            elif port in self.refused:
+                self.refused[port] += 1
+                if self.refused[port] >= REFUSALS:
+                    what = "GCS" if port == self.plan.port else "raylet"
+                    raise Fault(code, f"Ray's {what} is gone: port {port} refuses connections")
+        if self.ready and (ended := self.processes.code(self.ready)) is not None:
+            self.ready = 0
+            if ended == NOT_UP:
+                raise Fault(NOT_UP, "")  # it has told why itself
+            if ended:
+                raise Fault(NOT_UP, f"kempner.ray.ready has failed with exit code {ended}")
+        if self.plan.log_sync and time.monotonic() - self.synced > self.plan.log_sync:
+            self.copy_logs()
+            self.synced = time.monotonic()
+
+    def copy_logs(self) -> None:
+        """Ray's own logs, into <logs>/ray/<node>/; for some seconds at most: Slurm may be about to
+        kill us."""
+        end = time.monotonic() + COPY_S
+        for source in self.temp.glob("session_2*/logs"):
+            for file in source.rglob("*"):
+                target = self.plan.logs / "ray" / self.plan.name / file.relative_to(source)
+                with contextlib.suppress(OSError):
+                    if file.is_file() and time.monotonic() < end:
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copy(file, target)
+            if self.plan.is_head:
+                with contextlib.suppress(OSError):
+                    shutil.copy(source / "dashboard.log", self.plan.logs)
+
+    def leave(self) -> None:
+        self.processes.end(self.ray)
+        self.copy_logs()
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def main() -> int:
+    node = Node(parse(sys.argv[1:]))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, node.on_signal)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)  # not ours; Ray's workers do with it what they want
+    tell("UP", node.plan.index, os.getpid())
+    try:
+        node.run()
+    except Fault as fault:
+        log(f"fault: {fault}")
+        if str(fault):
+            tell("FAULT", fault.code, f"{node.plan.name}: {fault}")
+        return fault.code
+    finally:
+        node.leave()
+        log("Ray has ended")
+    return 128 + node.signal if node.signal else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Waits until every node of a Ray cluster is alive with all of its CPUs and GPUs; 75 when time is
+up.
+
+    python -m kempner.ray.ready NAME=ADDRESS:PORT ... --cpus 8 --gpus 4 --began T --deadline T
+
+The nodes, in order, the head first, each with the port of its node manager; the CPUs and GPUs of
+each. It tells ray.sh the result through file descriptor 3 (see kempner.ray.node).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from kempner.ray.node import EVENTS, NOT_UP
+
+TICK_S = 0.2
+
+Census = dict[str, tuple[float, float]]  # CPUs and GPUs of each live node, by address:port
+
+
+def count(address: str) -> Census:
+    """Ask the cluster who is alive. `ray status` is text, late, and counts no CPUs of a node."""
+    from ray._raylet import GcsClient  # answers before any raylet is there; no driver is registered
+
+    client = GcsClient(address=address)
+    alive = [node for node in client.get_all_node_info(timeout=5).values() if node.state == 0]
+    return {
+        f"{node.node_manager_address}:{node.node_manager_port}": (
+            node.resources_total.get("CPU", 0.0),
+            node.resources_total.get("GPU", 0.0),
+        )
+        for node in alive
+    }
+
+
+def missing(nodes: dict[str, str], wanted: Census, found: Census) -> Iterator[str]:
+    """What a cluster lacks: nodes that are not there, and CPUs and GPUs that a node has too few
+    of."""
+    for name, place in nodes.items():
+        if place not in found:
+            yield name
+            continue
+        for kind, have, want in zip(("CPUs", "GPUs"), found[place], wanted[place], strict=True):
+            if have < want:
+                yield f"{kind} of {name} ({have:.0f} of {want:.0f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="kempner.ray.ready")
+    parser.add_argument("nodes", nargs="+")
+    for name in ("cpus", "gpus", "began", "deadline"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    parser.add_argument("--dedicated-head", action="store_true")
+    given = parser.parse_args()
+    nodes = dict(word.split("=", 1) for word in given.nodes)
+    wanted: Census = dict.fromkeys(nodes.values(), (given.cpus, given.gpus))
+    if given.dedicated_head:
+        wanted[next(iter(wanted))] = (0.0, 0.0)
+    error, lacks = "", list(nodes)
+    while time.time() < given.deadline:
+        try:
+            lacks = list(missing(nodes, wanted, count(os.environ["RAY_ADDRESS"])))
+            error = ""
+        except Exception as problem:  # Ray's are of many types, and most say: not yet
+            error = f"; Ray says {str(problem) or repr(problem)}"[:300].replace("\n", " ")
+        if not lacks:
+            cpus, gpus = (sum(column) for column in zip(*wanted.values(), strict=True))
+            took = time.time() - given.began
+            text = f"{len(nodes)} node(s), {cpus:.0f} CPUs, {gpus:.0f} GPUs, after {took:.1f} s"
+            os.write(EVENTS, f"READY {text}\n".encode())
+            return 0
+        time.sleep(TICK_S)
+    took = given.deadline - given.began
+    text = f"not complete after {took:.0f} s (START_TIMEOUT); missing: {', '.join(lacks)}{error}"
+    os.write(EVENTS, f"FAULT {NOT_UP} {text}\n".encode())
+    return NOT_UP
+
+
+if __name__ == "__main__":
+    sys.exit(main())

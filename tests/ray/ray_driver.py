@@ -1,0 +1,98 @@
+"""A Ray program for the tests: what it finds on each node goes to a JSON file.
+
+python ray_driver.py REPORT [--exit CODE] [--stay]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+SIZE = 5 << 20
+
+
+@ray.remote(num_cpus=1)
+def look() -> dict[str, object]:
+    names = [n for n in os.environ if n.startswith(("SLURM", "PMI", "SRUN_", "SBATCH_"))]
+    return {
+        "host": socket.gethostname(),
+        "foreign": names,
+        "token": os.environ.get("HF_TOKEN"),
+        "wandb": os.environ.get("WANDB_API_KEY"),
+        "path": os.environ["PATH"],
+        "marker": os.environ.get("MARKER"),
+        "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
+
+
+@ray.remote(num_cpus=1)
+def make() -> tuple[str, bytes]:
+    return socket.gethostname(), os.urandom(16) * (SIZE // 16)
+
+
+@ray.remote(num_cpus=1)
+def measure(made: tuple[str, bytes]) -> tuple[str, str, int]:
+    """Where an object comes from, where it is read, its size."""
+    return made[0], socket.gethostname(), len(made[1])
+
+
+@ray.remote(num_cpus=1)
+class Stubborn:
+    """An actor that no SIGTERM ends, with a child that is as stubborn."""
+
+    def start(self) -> str:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(600)
+        return socket.gethostname()
+
+    def stay(self) -> None:
+        time.sleep(600)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--exit", type=int, default=0)
+    parser.add_argument("--stay", action="store_true")
+    given = parser.parse_args()
+    ray.init()
+    nodes = [node for node in ray.nodes() if node["Resources"].get("CPU")]
+    ids = [node["NodeID"] for node in nodes]
+    seen = ray.get([look.options(scheduling_strategy=On(k, soft=False)).remote() for k in ids])
+    made = [make.options(scheduling_strategy=On(k, soft=False)).remote() for k in ids]
+    moved = [
+        measure.options(scheduling_strategy=On(k, soft=False)).remote(made[n - 1])
+        for n, k in enumerate(ids)
+    ]
+    report: dict[str, object] = {
+        "seen": seen,
+        "moved": ray.get(moved),
+        "ports": [node["NodeManagerPort"] for node in ray.nodes()],
+        "resources": ray.cluster_resources(),
+        "foreign": [name for name in os.environ if name.startswith("PMI")],
+        "job": os.environ.get("SLURM_JOB_ID"),
+    }
+    if given.stay:
+        actors = [Stubborn.options(scheduling_strategy=On(k, soft=False)).remote() for k in ids]
+        report["stubborn"] = ray.get([actor.start.remote() for actor in actors])
+    fresh = given.report.with_suffix(".new")
+    fresh.write_text(json.dumps(report))
+    fresh.replace(given.report)
+    if given.stay:
+        ray.get([actor.stay.remote() for actor in actors])
+    return given.exit
+
+
+if __name__ == "__main__":
+    sys.exit(main())
