@@ -217,9 +217,11 @@ class Processes:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.codes: dict[int, int] = {}
 
-    def start(self, command: list[str], fds: tuple[int, ...] = ()) -> int:
+    def start(self, command: list[str], fds: tuple[int, ...] = (), **env: str) -> int:
         # A session of its own: a signal for a process group does not come back to us.
-        return subprocess.Popen(command, pass_fds=fds, start_new_session=True).pid
+        variables = {**os.environ, **env}
+        process = subprocess.Popen(command, pass_fds=fds, env=variables, start_new_session=True)
+        return process.pid
 
     def code(self, pid: int) -> int | None:
         """The exit code of a process that has ended."""
@@ -280,6 +282,7 @@ class Node:
         self.ray = self.ready = 0  # pids
         self.ports = [plan.node_ports["node-manager-port"]] + [plan.port] * plan.is_head
         self.refused: dict[int, int] = {}
+        self.had_head = True  # whether the head's raylet was there when ours was started
         self.temp = make_temp(plan)
         self.synced = time.monotonic()
 
@@ -302,7 +305,7 @@ class Node:
             if self.told_to_end():
                 return
             time.sleep(TICK_S)
-        self.ray = self.processes.start(ray_start(plan, self.temp))
+        self.start_ray()
         while not self.told_to_end():
             try:
                 self.look()
@@ -313,11 +316,21 @@ class Node:
                 raise
             time.sleep(TICK_S)
 
+    def start_ray(self) -> None:
+        port = self.plan.node_ports["node-manager-port"] - self.plan.stride * self.plan.index
+        self.had_head = self.plan.is_head or is_open(self.plan.addresses[0], port)
+        # The dashboard, and what workers start, make sockets and directories in TMPDIR, too.
+        self.ray = self.processes.start(ray_start(self.plan, self.temp), TMPDIR=str(self.temp))
+
     def look(self) -> None:
         """One look at Ray. `ray start --block` does not end with its raylet, hence the ports."""
         code = DIED if self.refused else NOT_UP
         if (ended := self.processes.code(self.ray)) is not None:
-            raise Fault(code, f"ray start has ended with exit code {ended}")
+            if self.had_head:
+                raise Fault(code, f"ray start has ended with exit code {ended}")
+            # The head's raylet comes after its GCS and its dashboard, and Ray waits 10 s for it.
+            log("ray start has not found the head's raylet: once more")
+            return self.start_ray()
         for port in self.ports:
             if is_open(self.plan.address, port):
                 self.refused[port] = 0
