@@ -54,7 +54,7 @@ def main() -> int:
         Rank.options(
             num_cpus=1,
             num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, True, k),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, k),
         ).remote()
         for k in range(workers)
     ]

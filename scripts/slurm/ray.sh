@@ -161,7 +161,8 @@ ray_place() { # makes the log directory and the token; sets RAY_NODES and RAY_AD
     # A token in ~/.ray would change the mode of the head alone, and RAY_AUTH_TOKEN would come before the file.
     export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token} RAY_AUTH_TOKEN_PATH=$RAY_TOKEN
     unset RAY_AUTH_TOKEN
-    rm -f -- "${RAY_LOGS%/*}/$SLURM_JOB_ID-logs"*/.ray-token # a batch host that died has left its own
+    # Of a batch host that died, and of a job of this number on another cluster.
+    rm -f -- "${RAY_LOGS%/*}/$SLURM_JOB_ID-logs"*/.ray-token "$RAY_LOGS/ENDED"
     (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_TOKEN")
 }
 
@@ -181,16 +182,14 @@ ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each, beside what
         RAY_SRUN+=(--container-name="ray-$SLURM_JOB_ID" --container-workdir="$PWD" --no-container-mount-home)
 }
 
-ray_launch() { # <name> <file for its output; empty: the events> <srun command>...: starts a step; its pid and its exit code come as events
+ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of srun and its exit code come as events
     # Not as a child of this shell: Slurm's SIGTERM reaches all processes below it, and srun would answer by killing its tasks at once.
     # shellcheck disable=SC2016 # that shell's own variables
-    (setsid bash -c 'name=$1 file=$2
-        shift 2
-        if [[ -n $file ]]; then "$@" >"$file" 2>&1 & else "$@" & fi
-        echo "PID $name $!"
+    (setsid bash -c '"${@:2}" &
+        echo "PID $1 $!"
         code=0
         wait "$!" || code=$?
-        echo "CODE $name $code"' - "$@" </dev/null >&"$RAY_EVENTS" &)
+        echo "CODE $1 $code"' - "$@" </dev/null >&"$RAY_EVENTS" &)
 }
 
 ray_listen() { # <seconds>: takes what the steps say, for so long at most; fails when they said nothing
@@ -228,7 +227,7 @@ ray_start() { # starts Ray on all nodes
     RAY_SRUN+=(--kill-on-bad-exit=1 --wait=60 "${KP_CONTAINER_FLAGS[@]}")
     RAY_SRUN+=(env KEMPNER_SIGNALS_WAIT=1 bash "$KP_ROOT/scripts/slurm/task.sh")
     ((${#KP_CONTAINER_FLAGS[@]} > 0)) || RAY_SRUN+=("${KP_INSIDE[@]}")
-    ray_launch ray '' "${RAY_SRUN[@]}" bash "$KP_ROOT/scripts/slurm/ray_node.sh" "$RAY_LOGS" "$SETUP_COMMAND" "${words[@]}"
+    ray_launch ray "${RAY_SRUN[@]}" bash "$KP_ROOT/scripts/slurm/ray_node.sh" "$RAY_LOGS" "$SETUP_COMMAND" "${words[@]}"
 }
 
 ray_ended() { # true when Ray, or somebody's wish, ends the job; sets RAY_FAULT when it is Ray
@@ -313,8 +312,10 @@ ray_drive() { # runs COMMAND on the head, as in an attach shell; ends the script
     local end
     KP_STEP_NAME=ray-driver-$KEMPNER_ATTEMPT_ID
     kp_log "driver: $RAY_LOGS/ray-driver.log"
-    ray_launch driver "$RAY_LOGS/ray-driver.log" "${RAY_SRUN[@]}" --job-name="$KP_STEP_NAME" --input=none --nodelist="${RAY_NODES[0]}" \
-        "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "$RAY_JOB" bash -c "$COMMAND"
+    # It writes its log itself: srun loses the last words of a task that is killed.
+    # shellcheck disable=SC2016 # that shell's own parameters
+    ray_launch driver "${RAY_SRUN[@]}" --job-name="$KP_STEP_NAME" --input=none --nodelist="${RAY_NODES[0]}" \
+        "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "$RAY_JOB" bash -c 'exec >>"$1" 2>&1; exec bash -c "$2"' - "$RAY_LOGS/ray-driver.log" "$COMMAND"
     until [[ -n ${RAY_CODE[driver]:-} ]]; do
         ray_listen 0.5 || true
         [[ -n ${RAY_CODE[driver]:-} ]] || ray_exit_if_ended
@@ -349,7 +350,7 @@ ray_wait_for() { # <step> <seconds>: waits so long at most for the end of a step
 }
 
 ray_finish() { # whatever ends this script: ends the driver and Ray, removes what must not stay, keeps the exit code
-    local code=$? state='' began end
+    local code=$? state='' patience=4 began end
     began=$(date +%s%N)
     trap '' TERM INT HUP USR1 USR2
     rm -f -- "$RAY_ATTACH" "$RAY_TOKEN"
@@ -364,7 +365,8 @@ ray_finish() { # whatever ends this script: ends the driver and Ray, removes wha
     fi
     if [[ -n ${RAY_PID[ray]:-} ]]; then
         : >"$RAY_LOGS/ENDED"
-        if ! ray_wait_for ray 10; then
+        ((${#RAY_PIDS[@]} < KP_NODES)) || patience=15 # a setup command does not look for ENDED, and has no Ray to end
+        if ! ray_wait_for ray "$patience"; then
             kp_log "Ray does not end: killing its step"
             kill -TERM "${RAY_PID[ray]}" 2>/dev/null || true
             ray_wait_for ray 10 || true

@@ -17,6 +17,7 @@ fault() { # <what is wrong; what to do>: tells ray.sh that this node cannot come
     trap - EXIT
     echo "FAULT 75 $name: $*" >&3
     echo "fault: $*"
+    sleep 1 # srun loses the last words of a task when the first that fails ends the step
     exit 75
 }
 

@@ -199,9 +199,9 @@ def test_a_busy_port(submit: Submit) -> None:
 
 def test_a_node_that_never_joins(submit: Submit) -> None:
     late = "[[ $(uname -n) != node2 ]] || sleep 600"
-    job = submit(2, "touch ran", SETUP_COMMAND=late, START_TIMEOUT="15")
+    job = submit(2, "touch ran", SETUP_COMMAND=late, START_TIMEOUT="12")
     assert job.end() == 75, job.all()
-    assert "not complete after 15 s (START_TIMEOUT); missing: node2" in job.text()
+    assert "not complete after 12 s (START_TIMEOUT); missing: node2" in job.text()
     assert not (job.folder / "ran").exists()
 
 

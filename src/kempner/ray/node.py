@@ -33,6 +33,7 @@ TICK_S = 0.2
 REFUSALS = 2  # connections in a row that a port which was open refuses, until its owner is dead
 RAY_STOPS_S = 2.0  # from SIGTERM to SIGKILL: Slurm's own patience (KillWait) has to last longer
 COPY_S = 10.0
+SRUN_TELLS_S = 0.5  # srun loses the last words of a task that fails and so ends the step
 SOCKET_PATH = 107  # bytes that the kernel allows
 # What Ray puts behind the temporary directory: the session, "sockets" and the longest name there.
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.sock")
@@ -383,6 +384,7 @@ def main() -> int:
         log(f"fault: {fault}")
         if str(fault):
             tell("FAULT", fault.code, f"{node.plan.name}: {fault}")
+            time.sleep(SRUN_TELLS_S)
         return fault.code
     finally:
         node.leave()
