@@ -46,7 +46,7 @@ if [[ -n $setup ]]; then
     trap 'fault "SETUP_COMMAND has ended this node with exit code $?: $log"' EXIT
     code=0
     set +eu
-    eval "$setup" 3>&-
+    eval "$setup"
     code=$?
     set -eu
     trap - EXIT

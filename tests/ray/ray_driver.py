@@ -30,6 +30,7 @@ def look() -> dict[str, object]:
         "wandb": os.environ.get("WANDB_API_KEY"),
         "path": os.environ["PATH"],
         "marker": os.environ.get("MARKER"),
+        "auth": [os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")],
         "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
     }
 

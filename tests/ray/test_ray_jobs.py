@@ -60,6 +60,7 @@ def test_a_batch_job_on_two_hosts(submit: Submit, tmp_path: Path) -> None:
     for seen in found["seen"]:
         assert (seen["token"], seen["wandb"], seen["marker"]) == (SECRET, SECRET, "a b c")
         assert seen["foreign"] == [] and seen["gloo"] == "ib0"
+        assert seen["auth"] == ["token", None]
     assert found["foreign"] == [] and found["job"] == job.job
     assert found["resources"]["CPU"] == 4 and found["resources"]["GPU"] == 4
     text = job.text()
@@ -112,8 +113,9 @@ def test_an_interactive_job(submit: Submit, tmp_path: Path) -> None:
     # Whoever has no token, or another one, is not let in.
     join = "import ray; ray.init(); print('inside')"
     for other in ("RAY_AUTH_MODE=disabled", "RAY_AUTH_TOKEN=" + "0" * 64):
-        stranger = job.run("--", "env", other, "timeout", "20", "python", "-c", join)
+        stranger = job.run("--", "env", other, "timeout", "5", "python", "-c", join)
         assert stranger.returncode != 0 and "inside" not in stranger.stdout, stranger.stdout
+        assert "InvalidAuthToken" in stranger.stderr, stranger.stderr
     shell = f"cd /; bash '{job.attach}' node2"
     typed = "echo [$MARKER] [$FROM_BASHRC] $(uname -n) $PWD; command -v python; exit 5\n"
     pty = subprocess.run(
