@@ -48,13 +48,15 @@ def measure(made: tuple[str, bytes]) -> tuple[str, str, int]:
 
 @ray.remote(num_cpus=1)
 class Stubborn:
-    """An actor that no SIGTERM ends, with a child that is as stubborn."""
+    """An actor that no SIGTERM ends, with a daemon that is as stubborn."""
 
     def start(self) -> str:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
             os.setsid()
-            time.sleep(600)
+            if os.fork() == 0:
+                time.sleep(600)
+            os._exit(0)
         return socket.gethostname()
 
     def stay(self) -> None:
