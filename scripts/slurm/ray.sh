@@ -183,7 +183,7 @@ ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each, beside what
 }
 
 ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of srun and its exit code come as events
-    # Not as a child of this shell: Slurm's SIGTERM reaches all processes below it, and srun would answer by killing its tasks at once.
+    # Not as a child of this shell: Slurm's SIGTERM reaches all processes below it, and srun would force the end of its step.
     # shellcheck disable=SC2016 # that shell's own variables
     (setsid bash -c '"${@:2}" &
         echo "PID $1 $!"

@@ -144,6 +144,7 @@ def test_the_end_comes_from_slurm(submit: Submit, tmp_path: Path, how: str) -> N
     state = {"scancel": "CANCELLED", "limit": "TIMEOUT"}[how]
     assert job.cluster.state(job.job) == state
     assert "SIGTERM: ending the cluster" in job.text()
+    assert "end: exit code 143" in job.text()  # not killed before
     assert (job.logs / "ray/node2/raylet.out").exists()
 
 
