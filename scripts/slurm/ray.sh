@@ -213,7 +213,7 @@ ray_start() { # starts Ray on all nodes
         option=${name,,}
         words+=("--${option//_/-}=${!name}")
     done
-    RAY_DEADLINE=$((KEMPNER_BATCH_BEGAN + START_TIMEOUT))
+    RAY_DEADLINE=$((${RAY_BEGAN%.*} + START_TIMEOUT))
     words+=(
         --job="$SLURM_JOB_ID" --nodes="$(IFS=, && echo "${RAY_NODES[*]}")" --addresses="$(IFS=, && echo "${RAY_ADDRESSES[*]}")"
         --logs="$RAY_LOGS" --cpus="$CPUS_PER_WORKER" --gpus="$GPUS_PER_NODE" --object-store="${OBJECT_STORE_MEMORY:-0}"
@@ -367,7 +367,7 @@ ray_finish() { # whatever ends this script: ends the driver and Ray, removes wha
         : >"$RAY_LOGS/ENDED"
         ((${#RAY_PIDS[@]} < KP_NODES)) || patience=15 # a setup command does not look for ENDED, and has no Ray to end
         if ! ray_wait_for ray "$patience"; then
-            kp_log "Ray does not end: killing its step"
+            kp_log "not all nodes come to their end: killing the step"
             kill -TERM "${RAY_PID[ray]}" 2>/dev/null || true
             ray_wait_for ray 10 || true
         fi

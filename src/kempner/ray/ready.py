@@ -74,7 +74,7 @@ def main() -> int:
             os.write(EVENTS, f"READY {text}\n".encode())
             return 0
         time.sleep(TICK_S)
-    took = given.deadline - given.began
+    took = given.deadline - int(given.began)
     text = f"not complete after {took:.0f} s (START_TIMEOUT); missing: {', '.join(lacks)}{error}"
     os.write(EVENTS, f"FAULT {NOT_UP} {text}\n".encode())
     return NOT_UP
