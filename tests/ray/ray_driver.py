@@ -6,6 +6,7 @@ python ray_driver.py REPORT [--exit CODE] [--stay]
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -63,6 +64,12 @@ class Stubborn:
         time.sleep(600)
 
 
+def is_open(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), 2):
+        return True
+    return False
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("report", type=Path)
@@ -84,6 +91,7 @@ def main() -> int:
         "ports": [node["NodeManagerPort"] for node in ray.nodes()],
         "resources": ray.cluster_resources(),
         "foreign": [name for name in os.environ if name.startswith("PMI")],
+        "dashboard": [is_open(a, 8265) for a in ("127.0.0.1", ray.util.get_node_ip_address())],
         "job": os.environ.get("SLURM_JOB_ID"),
     }
     if given.stay:

@@ -62,6 +62,7 @@ def test_a_batch_job_on_two_hosts(submit: Submit, tmp_path: Path) -> None:
         assert seen["foreign"] == [] and seen["gloo"] == "ib0"
         assert seen["auth"] == ["token", None]
     assert found["foreign"] == [] and found["job"] == job.job
+    assert found["dashboard"] == [True, False]  # on the head's loopback alone
     assert found["resources"]["CPU"] == 4 and found["resources"]["GPU"] == 4
     text = job.text()
     assert re.search(r"ready: 2 node\(s\), 4 CPUs, 4 GPUs, after \d+\.\d s", text), text
@@ -98,10 +99,14 @@ def test_an_interactive_job(submit: Submit, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
     (work / ".bashrc").write_text("export PATH=/nowhere:/usr/bin:/bin; export FROM_BASHRC=1\n")
-    job = submit(3, DEDICATED_RAY_HEAD="1", MARKER="the job's", GPUS_PER_NODE="1")
+    more = {"DEDICATED_RAY_HEAD": "1", "GPUS_PER_NODE": "1", "HF_TOKEN": SECRET}
+    job = submit(3, MARKER="the job's", **more)
     text = job.until("interactive: ")
     assert "3 node(s), 4 CPUs, 2 GPUs" in text
     assert stat.S_IMODE((job.logs / ".ray-token").stat().st_mode) == 0o600
+    token = (job.logs / ".ray-token").read_text()
+    assert len(token) == 64 and token not in job.attach.read_text()
+    assert SECRET not in job.attach.read_text()
     done = job.run("--", "bash", "-c", "uname -n; exit 9", env={"SLURM_JOB_ID": "1"})
     assert (done.returncode, done.stdout) == (9, "node1\n"), done.stderr
     assert job.run("node2", "--", "uname", "-n").stdout == "node2\n"
@@ -129,6 +134,9 @@ def test_an_interactive_job(submit: Submit, tmp_path: Path) -> None:
     (job.logs / "ENDED").touch()
     assert job.end() == 0, job.all()
     assert "somebody has asked for the end" in job.text()
+    files = [f for f in work.rglob("*") if stat.S_ISREG(f.lstat().st_mode)]
+    texts = [(f, f.read_bytes()) for f in files if f.name != "report.json"]
+    assert [f for f, text in texts if token.encode() in text or SECRET.encode() in text] == []
 
 
 @pytest.mark.parametrize("how", ["scancel", pytest.param("limit", marks=pytest.mark.soak)])
@@ -237,7 +245,6 @@ def test_bad_input(submit: Submit, tmp_path: Path, wrong: dict[str, str], messag
     assert job.cluster.steps(job.job) == 0 and not job.logs.exists()
 
 
-@pytest.mark.soak
 def test_two_jobs_on_the_same_hosts(submit: Submit, tmp_path: Path) -> None:
     """The end of one leaves the other alone; `ray stop` would not."""
     shared = "--oversubscribe --cpus-per-task=2 --mem=1G --nodelist=node1,node2"
