@@ -184,18 +184,28 @@ def test_requeue(submit: Submit) -> None:
     assert (second / "ray/node1/raylet.out").exists() and (job.logs / "ray-head.log").exists()
 
 
-@pytest.mark.parametrize("kill", ["TERM", pytest.param("KILL", marks=pytest.mark.soak)])
-def test_a_raylet_dies(submit: Submit, tmp_path: Path, kill: str) -> None:
+@pytest.mark.parametrize(
+    ("node", "kill", "what"),
+    [
+        ("node2", "TERM", "raylet"),
+        pytest.param("node2", "KILL", "raylet", marks=pytest.mark.soak),
+        pytest.param("node1", "KILL", "raylet", marks=pytest.mark.soak),
+        pytest.param("node1", "KILL", "gcs_server", marks=pytest.mark.soak),
+    ],
+)
+def test_ray_dies_under_the_driver(
+    submit: Submit, tmp_path: Path, node: str, kill: str, what: str
+) -> None:
     """`ray start --block` goes on blocking after SIGTERM to its raylet; the job ends all the
     same."""
     job = submit(2, driver(tmp_path / "work", "--stay"))
     job.cluster.wait_for("stubborn", tmp_path / "work/report.json", 90)
     began = time.monotonic()
-    job.run("node2", "--", "pkill", f"-{kill}", "-x", "raylet")  # a host has processes of its own
+    job.run(node, "--", "pkill", f"-{kill}", "-x", what)  # a host has processes of its own
     code = job.cluster.wait(job.job, 30)
     assert code == 70 and time.monotonic() - began < 15, job.all()
     job.nothing_is_left()
-    assert "node2: Ray's raylet is gone" in job.text() or "node2: ray start has" in job.text()
+    assert f"{node}: Ray's " in job.text() or f"{node}: ray start has ended" in job.text()
 
 
 def test_a_busy_port(submit: Submit) -> None:
