@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--testbed", default="199", help="the number of the test bed")
+    parser.add_argument("--testbed", default=str(os.getpid() % 250 + 1), help="its number")
     parser.add_argument("--dashboard", action="store_true", help="with it, as by default")
     given = parser.parse_args()
     env = {**os.environ, **JOB, "KEMPNER_TESTBED": given.testbed, "KEMPNER_PYTHON": sys.executable}
@@ -66,7 +66,7 @@ def main() -> None:
     env["SLURM_CONF"] = up.split("SLURM_CONF=")[1]
     dashboard = "with" if given.dashboard else "without"
     print(f"{datetime.now():%Y-%m-%d}, {given.times} times each, {dashboard} dashboard; median")
-    print("| hosts | script to ready | shutdown | whole job |")
+    print("| hosts | script to ready | shutdown | whole job |", flush=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
             for hosts in given.hosts:
