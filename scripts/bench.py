@@ -152,7 +152,8 @@ def by_turns(repeats: int, argv: list[str]) -> None:
     from kempner.parallel.build import build_model
     from kempner.run import configure
 
-    stop, cfg = resilience.StopRequests(), configure(argv)
+    stop = resilience.StopRequests()
+    cfg = configure(argv, stop)
     budget = cfg.train.sequences * cfg.train.seq_len
     real = TrainLoader.__next__
     seconds: list[tuple[float, float]] = []

@@ -22,7 +22,7 @@ from kempner.run import (
 
 if __name__ == "__main__":
     STOP = resilience.StopRequests()  # first of all: a signal during the imports must not kill us
-    CFG = configure(sys.argv[1:])  # --help, --check and bad input end here
+    CFG = configure(sys.argv[1:], STOP)  # --help, --check and bad input end here
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,7 @@ def main(cfg: RunConfig, stop: resilience.StopRequests) -> int:
         launch.start(place, device, cfg.run.dir, cfg.distributed.start_timeout)
         run = Run(cfg, place)
     except ConfigError as error:
-        reject(error)
+        reject(error, stop)
     try:
         verdict = train(cfg, stop, run, device)
         run.end(verdict)

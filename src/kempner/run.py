@@ -22,7 +22,7 @@ from kempner.mesh import DistributedConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
-from kempner.resilience import GO_ON, ResilienceConfig, Verdict
+from kempner.resilience import GO_ON, ResilienceConfig, StopRequests, Verdict
 
 if TYPE_CHECKING:
     from kempner.checkpoint.dcp import Checkpointer
@@ -137,7 +137,7 @@ def micro_batch(cfg: TrainConfig, world_size: int) -> int:
     return micro
 
 
-def configure(argv: Sequence[str]) -> RunConfig:
+def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
     """The configuration of a command line, checked against the files that it names.
 
     Exits here for --help and --check (0), and for bad input (2, every problem on a line of its
@@ -163,23 +163,25 @@ def configure(argv: Sequence[str]) -> RunConfig:
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
-        reject(error)
+        reject(error, stop)
     if command.flags["check"]:
         print(to_toml(cfg), end="")
         sys.exit(0)
     return cfg
 
 
-def reject(error: ConfigError) -> NoReturn:
+def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
     """Bad input: every problem on standard error, exit code 2.
 
-    Rank 0 speaks for all; the others leave later: srun ends them as soon as rank 0 has left, and
-    one that is still there has a problem of its own.
+    Rank 0 speaks for all; the others leave later: srun or torchrun ends them as soon as rank 0 has
+    left, and one that is not told to go has a problem of its own.
     """
     with contextlib.suppress(ConfigError):
         if discover().rank:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_SPEAKS_S)
+            if stop.wants_to_leave():  # told before that
+                sys.exit(2)
     count = len(error.problems)
     print(f"error: {count} problem{'s' * (count > 1)} with the input", file=sys.stderr)
     for problem in error.problems:

@@ -7,13 +7,14 @@ import os
 import queue
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kempner import launch
+from kempner import launch, run
 from kempner.config import ConfigError
 from kempner.launch import Place, discover, job_name, pick_device
 
@@ -172,3 +173,22 @@ def test_a_first_collective_that_hangs_ends_the_process(tmp_path: Path) -> None:
     process.join(timeout=25)
     assert process.exitcode == 1
     assert "the network swallows it" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("rank", "told", "speaks"), [(0, 1, True), (1, 0, True), (1, 1, False)])
+def test_one_rank_speaks_of_bad_input(
+    rank: int,
+    told: float,
+    speaks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The launcher's SIGTERM may come before this rank knows that its input is bad."""
+    for name, value in (TORCHRUN | {"RANK": str(rank)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "RANK_0_SPEAKS_S", 0.0)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    stop = types.SimpleNamespace(wants_to_leave=lambda: float(told))
+    with pytest.raises(SystemExit, match="2"):
+        run.reject(ConfigError(["it is bad"]), stop)  # type: ignore[arg-type]
+    assert ("it is bad" in capsys.readouterr().err) is speaks
