@@ -133,10 +133,6 @@ kp_python() { # <arguments>...: one Python process on this host, in the containe
     "${KP_INSIDE[@]}" "$KP_PYTHON" "$@"
 }
 
-kp_shielded_python() { # <arguments>...: the same, and the signals that end a job do not end it first
-    kp_shielded "${KP_INSIDE[@]}" "$KP_PYTHON" "$@"
-}
-
 # --- the job as Slurm sees it ------------------------------------------------------------------------------
 
 kp_use_job() { # <job>: makes this shell speak for a running job, whatever job it is in itself

@@ -165,26 +165,28 @@ def test_outside_a_job(tmp_path: Path, hosts: Cluster) -> None:
     assert done.returncode == 2 and "sbatch --nodes=N" in done.stderr
 
 
-def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> None:
-    """KEMPNER_PREFLIGHT=1: requeued without the node, and trains to its end on the others."""
-    run_dir = tmp_path / "run"
-    arguments = hosts.debug_run(run_dir, "--train.max_steps=5")
-    options = ["--nodes=2", "--ntasks-per-node=1"]
-    # Two nodes cannot tell who is slow; a node without its fast network can be told.
+def train_without_a_network(
+    hosts: Cluster, tmp_path: Path, nodes: int, *overrides: str
+) -> tuple[int, str]:
+    """A training with KEMPNER_PREFLIGHT=1 while node2 has its cable out; its exit code and log.
+    Two nodes cannot tell who is slow; a node without its fast network can be told."""
+    arguments = hosts.debug_run(tmp_path / "run", "--train.max_steps=5", *overrides)
+    options = [f"--nodes={nodes}", "--ntasks-per-node=1"]
+    env = {"KEMPNER_PREFLIGHT": "1"}
     hosts.testbed("cut", "node2")
     try:
-        job = hosts.sbatch(
-            "multinode.sh",
-            *arguments,
-            options=options,
-            cwd=tmp_path,
-            env={"KEMPNER_PREFLIGHT": "1"},
-        )
+        job = hosts.sbatch("multinode.sh", *arguments, options=options, cwd=tmp_path, env=env)
         code = hosts.wait(job)
     finally:
         hosts.testbed("join", "node2")
-    log = (tmp_path / f"kempner-{job}.out").read_text()
+    return code, (tmp_path / f"kempner-{job}.out").read_text()
+
+
+def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> None:
+    """Requeued without the node, it trains to its end on the others."""
+    code, log = train_without_a_network(hosts, tmp_path, 2)
     assert code == 0, log
+    run_dir = tmp_path / "run"
     events = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
     decisions = [event for event in events if event["event"] == "decision"]
     assert [(e["decision"], e["excluded"]) for e in decisions] == [
@@ -197,24 +199,13 @@ def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> N
 
 def test_no_other_nodes(hosts: Cluster, tmp_path: Path) -> None:
     """All three are needed: the job ends, and says why."""
-    arguments = hosts.debug_run(tmp_path / "run", "--train.max_steps=5", "--train.global_batch=12")
-    options = ["--nodes=3", "--ntasks-per-node=1"]
-    hosts.testbed("cut", "node2")
-    try:
-        job = hosts.sbatch(
-            "multinode.sh",
-            *arguments,
-            options=options,
-            cwd=tmp_path,
-            env={"KEMPNER_PREFLIGHT": "1"},
-        )
-        assert hosts.wait(job) == 1
-    finally:
-        hosts.testbed("join", "node2")
-    log = (tmp_path / f"kempner-{job}.out").read_text()
+    code, log = train_without_a_network(hosts, tmp_path, 3, "--train.global_batch=12")
+    assert code == 1, log
     assert "there are no other nodes to take" in log and "too few" in log
 
 
 def test_driver_refuses_bad_options(hosts: Cluster, tmp_path: Path) -> None:
     code, log, _ = preflight(hosts, tmp_path, "--device", "tpu")
     assert code == 2 and "invalid choice: 'tpu'" in log
+    code, log, _ = preflight(hosts, tmp_path, env={"KEMPNER_PREFLIGHT_LEAST": "fast"})
+    assert code == 2 and "argument --least: invalid float value: 'fast'" in log

@@ -30,6 +30,16 @@ def seen(run_dir: Path) -> dict[str, list[str]]:
     return json.loads((run_dir / "seen.jsonl").read_text().splitlines()[-1])
 
 
+def calls_of_a_job(cluster: Cluster, tmp_path: Path, env: dict[str, str]) -> list[str]:
+    """Run the fake trainer, whose arguments arrive; returns what the shim has written down."""
+    run_dir = tmp_path / "a run"
+    arguments = [f"--run.dir={run_dir}", *HOSTILE]
+    job = cluster.sbatch("singlenode.sh", *arguments, cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 0, (tmp_path / f"kempner-{job}.out").read_text()
+    assert seen(run_dir)["argv"] == arguments
+    return (tmp_path / "calls").read_text().splitlines()
+
+
 def test_apptainer(cluster: Cluster, tmp_path: Path) -> None:
     """A shim takes apptainer's words away and runs the rest: Python starts in the container, on the
     batch host and in the tasks, and the arguments arrive."""
@@ -45,12 +55,7 @@ exec "$@"
         "KEMPNER_CONTAINER": "/images/a.sif",
         "KEMPNER_MOUNTS": "/scratch:/scratch",
     }
-    run_dir = tmp_path / "a run"
-    arguments = [f"--run.dir={run_dir}", *HOSTILE]
-    job = cluster.sbatch("singlenode.sh", *arguments, cwd=tmp_path, env=env)
-    assert cluster.wait(job) == 0, (tmp_path / f"kempner-{job}.out").read_text()
-    assert seen(run_dir)["argv"] == arguments
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = calls_of_a_job(cluster, tmp_path, env)
     assert all(line.startswith("exec --bind ") and "/scratch:/scratch" in line for line in calls)
     assert sum("--check" in line for line in calls) == 1
     assert sum(f"{FAKE_TRAINER} " in line and "--check" not in line for line in calls) == 4
@@ -81,12 +86,7 @@ exec /usr/bin/srun "${{words[@]}}"
         **program(tmp_path / "bin", "srun", shim),
         "KEMPNER_CONTAINER": "registry/image:1",
     }
-    run_dir = tmp_path / "run"
-    arguments = [f"--run.dir={run_dir}", *HOSTILE]
-    job = cluster.sbatch("singlenode.sh", *arguments, cwd=tmp_path, env=env)
-    assert cluster.wait(job) == 0, (tmp_path / f"kempner-{job}.out").read_text()
-    assert seen(run_dir)["argv"] == arguments
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = calls_of_a_job(cluster, tmp_path, env)
     assert calls.count("--container-image=registry/image:1") == 3  # the check, its values, the step
     assert f"--container-workdir={tmp_path}" in calls
 
