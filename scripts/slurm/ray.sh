@@ -40,7 +40,7 @@ declare -A RAY_PID=() RAY_CODE=()         # of the steps "ray" and "driver": the
 
 ray_defaults() { # the variables that nobody has set; none of them is for Ray's workers
     : "${COMMAND:=}" "${SETUP_COMMAND:=}" "${CONTAINER:=}" "${MOUNTS:=}" "${CONTAINER_RUNTIME:=}" "${SECRETS_FILE:=}"
-    : "${GPUS_PER_NODE:=}" "${CPUS_PER_WORKER:=}" "${DEDICATED_RAY_HEAD:=0}" "${OBJECT_STORE_MEMORY:=}" "${PORT_STRIDE:=0}"
+    : "${GPUS_PER_NODE:=}" "${CPUS_PER_WORKER:=}" "${DEDICATED_RAY_HEAD:=0}" "${OBJECT_STORE_MEMORY:=}" "${PORT_STRIDE:=}"
     : "${RAY_LOG_SYNC_FREQUENCY:=0}" "${START_TIMEOUT:=600}" "${UV_CACHE_DIR_OVERRIDE:=}" "${BASE_LOG_DIR:=$SLURM_SUBMIT_DIR}"
     : "${PORT:=54514}" "${RAY_CLIENT_SERVER_PORT:=10001}" "${DASHBOARD_PORT:=8265}" "${DASHBOARD_AGENT_LISTEN_PORT:=52365}"
     : "${NODE_MANAGER_PORT:=53001}" "${OBJECT_MANAGER_PORT:=53003}" "${RUNTIME_ENV_AGENT_PORT:=53005}"
@@ -102,6 +102,34 @@ ray_resources() { # sets KP_NODES and what each node gives to Ray; stops when th
     done <<<"$KP_JOB"
 }
 
+ray_address() { # <node> <address or name>: the IPv4 address that the other nodes reach: Ray rewrites 127.0.0.1, and a host may call itself so
+    local found
+    found=$(getent ahostsv4 "$2" | awk '$1 !~ /^127\./ { print $1; exit }') || true
+    [[ -n $found || $1 != "${SLURMD_NODENAME:-}" ]] || found=$(hostname -I | awk '{ print $1 }')
+    [[ -n $found ]] || kp_die "$1: no IPv4 address for '$2' (NodeAddr): Ray needs one; see getent ahostsv4 $2"
+    echo "$found"
+}
+
+ray_find_nodes() { # sets RAY_NODES and RAY_ADDRESSES, in Slurm's order, and the default of PORT_STRIDE
+    local line node nodes
+    declare -A address=() owner=()
+    nodes=$(kp_field NodeList)
+    mapfile -t RAY_NODES < <(kp_shielded scontrol show hostnames "$nodes")
+    while read -r line; do
+        [[ ! $line =~ NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] || address[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
+    done < <(kp_shielded scontrol show node -o "$nodes")
+    for node in "${RAY_NODES[@]}"; do
+        line=$(ray_address "$node" "${address[$node]:-$node}") # ends with 2 when there is none
+        RAY_ADDRESSES+=("$line")
+        if [[ -n ${owner[$line]:-} ]]; then
+            PORT_STRIDE=${PORT_STRIDE:-20}
+            [[ $PORT_STRIDE != 0 ]] || kp_die "PORT_STRIDE=0: $node and ${owner[$line]} are the same host ($line): give 20"
+        fi
+        owner[$line]=$node
+    done
+    PORT_STRIDE=${PORT_STRIDE:-0}
+}
+
 ray_ports() { # stops when a port is none, or would be used twice on a host; warns of those that the kernel gives away too
     local name k port last low high width
     declare -A user=()
@@ -134,26 +162,7 @@ ray_ports() { # stops when a port is none, or would be used twice on a host; war
     done
 }
 
-ray_address() { # <address or name>: the IPv4 address that the other nodes reach: Ray rewrites 127.0.0.1, and a host may call itself so
-    local found
-    found=$(getent ahostsv4 "$1" | awk '$1 !~ /^127\./ { print $1; exit }') || true
-    [[ -n $found ]] || found=$(hostname -I | awk '{ print $1 }')
-    [[ -n $found ]] || kp_die "$1 has no IPv4 address: Ray needs one"
-    echo "$found"
-}
-
-ray_place() { # makes the log directory and the token; sets RAY_NODES and RAY_ADDRESSES, in Slurm's order
-    local line node nodes
-    declare -A address=()
-    nodes=$(kp_field NodeList)
-    mapfile -t RAY_NODES < <(kp_shielded scontrol show hostnames "$nodes")
-    while read -r line; do
-        [[ ! $line =~ NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] || address[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
-    done < <(kp_shielded scontrol show node -o "$nodes")
-    for node in "${RAY_NODES[@]}"; do
-        line=$(ray_address "${address[$node]:-$node}") # ends with 2 when there is none
-        RAY_ADDRESSES+=("$line")
-    done
+ray_place() { # makes the log directory and the token
     mkdir -p -- "$RAY_LOGS" || kp_die "$RAY_LOGS cannot be made: give another BASE_LOG_DIR"
     export KEMPNER_PEERS="${RAY_ADDRESSES[*]:0:2}" RAY_ADDRESS=${RAY_ADDRESSES[0]}:$PORT
     # Ray drains 30 s on SIGTERM, as long as KillWait: Slurm would kill it before it has ended.
@@ -189,12 +198,18 @@ ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of
         echo "PID $1 $!"
         code=0
         wait "$!" || code=$?
+        echo # srun may have died within a line
         echo "CODE $1 $code"' - "$@" </dev/null >&"$RAY_EVENTS" &)
 }
 
-ray_listen() { # <seconds>: takes what the steps say, for so long at most; fails when they said nothing
+ray_listen() { # takes a line of what the steps say, 0.2 s at most; fails when they said nothing
     local line rest
-    IFS= read -r -t "$1" line <&"$RAY_EVENTS" || return 1
+    if ! read -r -t 0 -u "$RAY_EVENTS"; then
+        # Time up in the midst of a line would lose a part of it: the patience is for another pipe.
+        read -r -t 0.2 -u "$RAY_CLOCK" || true
+        read -r -t 0 -u "$RAY_EVENTS" || return 1
+    fi
+    IFS= read -r -u "$RAY_EVENTS" line
     rest=${line#* }
     case $line in
         'UP '*) RAY_PIDS[${rest%% *}]=${rest#* } ;;
@@ -202,13 +217,13 @@ ray_listen() { # <seconds>: takes what the steps say, for so long at most; fails
         'CODE '*) RAY_CODE[${rest%% *}]=${rest#* } ;;
         'READY '*) RAY_READY=$rest ;;
         'FAULT '*) [[ -n $RAY_FAULT ]] || RAY_FAULT_CODE=${rest%% *} RAY_FAULT=${rest#* } ;;
-        *) printf '%s\n' "$line" ;;
+        ?*) printf '%s\n' "$line" ;;
     esac
 }
 
 ray_start() { # starts Ray on all nodes
     local name option words=()
-    exec {RAY_EVENTS}<> <(:) # a pipe that this shell reads and its steps write
+    exec {RAY_EVENTS}<> <(:) {RAY_CLOCK}<> <(:) # a pipe that this shell reads and its steps write; one that nobody writes
     for name in "${HEAD_PORTS[@]}" "${NODE_PORTS[@]}" MIN_WORKER_PORT MAX_WORKER_PORT PORT_STRIDE DEDICATED_RAY_HEAD; do
         option=${name,,}
         words+=("--${option//_/-}=${!name}")
@@ -257,7 +272,7 @@ ray_exit_if_ended() { # ends the script when the cluster has come to an end
 
 ray_until_ready() { # waits until every node is alive with all that it has
     while [[ -z $RAY_READY ]]; do
-        ray_listen 0.5 || true
+        ray_listen || true
         ray_exit_if_ended
     done
     kp_log "ready: $RAY_READY"
@@ -317,13 +332,13 @@ ray_drive() { # runs COMMAND on the head, as in an attach shell; ends the script
     ray_launch driver "${RAY_SRUN[@]}" --job-name="$KP_STEP_NAME" --input=none --nodelist="${RAY_NODES[0]}" \
         "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "$RAY_JOB" bash -c 'exec >>"$1" 2>&1; exec bash -c "$2"' - "$RAY_LOGS/ray-driver.log" "$COMMAND"
     until [[ -n ${RAY_CODE[driver]:-} ]]; do
-        ray_listen 0.5 || true
+        ray_listen || true
         [[ -n ${RAY_CODE[driver]:-} ]] || ray_exit_if_ended
     done
     # A driver whose Ray dies may be the first to know.
     end=$((SECONDS + 2))
     while ((RAY_CODE[driver] != 0 && SECONDS < end)); do
-        ray_listen 0.5 || true
+        ray_listen || true
         ray_exit_if_ended
     done
     [[ -z $RAY_SIGNAL ]] || ray_exit_if_ended
@@ -334,7 +349,7 @@ ray_drive() { # runs COMMAND on the head, as in an attach shell; ends the script
 ray_wait() { # until somebody ends the job
     kp_log "interactive: bash $RAY_ATTACH [N|HOSTNAME] [-- COMMAND...]; the end: touch $RAY_LOGS/ENDED"
     while true; do
-        ray_listen 0.5 || true
+        ray_listen || true
         ray_exit_if_ended
     done
 }
@@ -345,7 +360,7 @@ ray_wait_for() { # <step> <seconds>: waits so long at most for the end of a step
     local end=$((SECONDS + $2))
     while [[ -n ${RAY_PID[$1]:-} && -z ${RAY_CODE[$1]:-} ]]; do
         ((SECONDS < end)) || return 1
-        ray_listen 0.2 || true
+        ray_listen || true
     done
 }
 
@@ -358,18 +373,20 @@ ray_finish() { # whatever ends this script: ends the driver and Ray, removes wha
     if ! ray_wait_for driver 0; then
         ! kp_show_job || state=$(kp_field JobState)
         KP_CHILD=${RAY_PID[driver]}
-        [[ $state != RUNNING ]] || kp_signal TERM # else Slurm has told it, and there is no time
+        # Else Slurm has told it, and there is no time. scancel takes 10 s where a host is gone.
+        [[ $state != RUNNING ]] || kp_signal TERM &
         if [[ $state != RUNNING ]] || ! ray_wait_for driver 4; then
             kill -TERM "$KP_CHILD" 2>/dev/null || true # srun ends its task at once
         fi
     fi
     if [[ -n ${RAY_PID[ray]:-} ]]; then
         : >"$RAY_LOGS/ENDED"
-        ((${#RAY_PIDS[@]} < KP_NODES)) || patience=15 # a setup command does not look for ENDED, and has no Ray to end
+        # A setup command does not look for ENDED, and a host that is gone does nothing.
+        [[ -n $RAY_FAULT ]] || ((${#RAY_PIDS[@]} < KP_NODES)) || patience=15
         if ! ray_wait_for ray "$patience"; then
             kp_log "not all nodes come to their end: killing the step"
             kill -TERM "${RAY_PID[ray]}" 2>/dev/null || true
-            ray_wait_for ray 10 || true
+            ray_wait_for ray 6 || true
         fi
     fi
     end=$(date +%s%N)
@@ -385,13 +402,14 @@ done
 RAY_BEGAN=$(date +%s.%N)
 kp_begin # the repository, site.env
 kp_in_job || kp_die "ray.sh runs in a job: sbatch --nodes=N scripts/slurm/ray.sh"
-ray_defaults  # the variables of docs/ray.md
-ray_names     # what lib.sh calls otherwise
-kp_enter      # secrets, container, the job as Slurm sees it
-ray_resources # CPUs, GPUs, memory of a node
-ray_ports     # no two the same
+ray_defaults   # the variables of docs/ray.md
+ray_names      # what lib.sh calls otherwise
+kp_enter       # secrets, container, the job as Slurm sees it
+ray_resources  # CPUs, GPUs, memory of a node
+ray_find_nodes # names and addresses
+ray_ports      # no two the same
 trap ray_finish EXIT
-ray_place       # logs, token, addresses
+ray_place       # logs, token
 ray_start       # srun
 ray_until_ready # or 75
 ray_say_dashboard

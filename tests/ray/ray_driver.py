@@ -32,6 +32,7 @@ def look() -> dict[str, object]:
         "path": os.environ["PATH"],
         "marker": os.environ.get("MARKER"),
         "auth": [os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")],
+        "uv": os.environ.get("UV_CACHE_DIR"),
         "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
     }
 

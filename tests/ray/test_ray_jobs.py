@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -21,6 +22,13 @@ from tests.ray.ray_job import DRIVER, SECRET, Submit, report
 
 def driver(job_folder: Path, *words: str) -> str:
     return f"python '{DRIVER}' '{job_folder}/report.json' {' '.join(words)}"
+
+
+def shim(folder: Path, name: str, text: str) -> dict[str, str]:
+    folder.mkdir()
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def check_everywhere(found: dict, names: list[str]) -> None:  # type: ignore[type-arg]
@@ -71,6 +79,8 @@ def test_a_batch_job_on_two_hosts(submit: Submit, tmp_path: Path) -> None:
     logs = {str(f.relative_to(job.logs)) for f in job.logs.rglob("*") if f.is_file()}
     assert {"ray-driver.log", "ray-head.log", "ray-worker-1.log", "dashboard.log"} <= logs
     assert {"ray/node1/gcs_server.out", "ray/node1/raylet.out", "ray/node2/raylet.out"} <= logs
+    raylet = (job.logs / "ray/node2/raylet.out").read_text()
+    assert "received SIGTERM" in raylet and "draining before" not in raylet  # for up to 30 s
     assert "prepared on node2" in (job.logs / "ray-worker-1.log").read_text()
     files = [f for f in work.rglob("*") if stat.S_ISREG(f.lstat().st_mode)]
     files.remove(work / "report.json")
@@ -80,12 +90,14 @@ def test_a_batch_job_on_two_hosts(submit: Submit, tmp_path: Path) -> None:
 
 
 def test_a_batch_job_on_four_hosts(submit: Submit, tmp_path: Path) -> None:
-    """Each node of a host could have ports of its own; the logs are there while it runs."""
-    job = submit(4, driver(tmp_path / "work"), PORT_STRIDE="20", RAY_LOG_SYNC_FREQUENCY="1")
+    """Each node of a host could have ports of its own; uv has its cache where one wants it."""
+    uv = str(tmp_path / "cache/uv")
+    job = submit(4, driver(tmp_path / "work"), PORT_STRIDE="20", UV_CACHE_DIR_OVERRIDE=uv)
     assert job.end() == 0, job.all()
     found = report(tmp_path / "work/report.json")
     check_everywhere(found, ["node1", "node2", "node3", "node4"])
     assert sorted(found["ports"]) == [53001, 53021, 53041, 53061]
+    assert {seen["uv"] for seen in found["seen"]} == {uv} and Path(uv).is_dir()
 
 
 def test_kill_9(submit: Submit) -> None:
@@ -100,6 +112,7 @@ def test_an_interactive_job(submit: Submit, tmp_path: Path) -> None:
     work.mkdir()
     (work / ".bashrc").write_text("export PATH=/nowhere:/usr/bin:/bin; export FROM_BASHRC=1\n")
     more = {"DEDICATED_RAY_HEAD": "1", "GPUS_PER_NODE": "1", "HF_TOKEN": SECRET}
+    more["RAY_LOG_SYNC_FREQUENCY"] = "1"
     job = submit(3, MARKER="the job's", **more)
     text = job.until("interactive: ")
     assert "3 node(s), 4 CPUs, 2 GPUs" in text
@@ -113,6 +126,7 @@ def test_an_interactive_job(submit: Submit, tmp_path: Path) -> None:
     third = job.run("2", "--", "python", str(DRIVER), str(work / "report.json"))
     assert third.returncode == 0, third.stdout + third.stderr
     check_everywhere(report(work / "report.json"), ["node2", "node3"])  # the head only leads
+    assert (job.logs / "ray/node2/raylet.out").exists()  # while it runs
     wrong = job.run("7")
     assert wrong.returncode == 2 and "give 0 to 2, or one of node1 node2 node3" in wrong.stderr
     # Whoever has no token, or another one, is not let in.
@@ -208,6 +222,33 @@ def test_ray_dies_under_the_driver(
     assert f"{node}: Ray's " in job.text() or f"{node}: ray start has ended" in job.text()
 
 
+@pytest.mark.parametrize("how", ["crash", pytest.param("unplug", marks=pytest.mark.soak)])
+def test_a_host_is_gone(submit: Submit, tmp_path: Path, how: str) -> None:
+    """Nothing on it can say so: the head does, long before Slurm and Ray notice. A host that is
+    silent has 10 s."""
+    job = submit(2, driver(tmp_path / "work", "--stay"))
+    cluster = job.cluster
+    cluster.wait_for("stubborn", tmp_path / "work/report.json", 90)
+    began, plug = time.monotonic(), ("ip", "link", "set", f"m{cluster.number}-2")
+    cluster.testbed("crash", "node2") if how == "crash" else cluster.ask(*plug, "down")
+    try:
+        cluster.wait_for("end: exit code 70", job.log, 40)
+        took = time.monotonic() - began  # Slurm waits longer for the host's own word
+    finally:
+        cluster.testbed("revive", "node2") if how == "crash" else cluster.ask(*plug, "up")
+    said = {"crash": "node2: Ray's raylet is gone: port 53001", "unplug": "node2: no answer from"}
+    assert said[how] in job.text(), job.all()
+    assert took < {"crash": 15, "unplug": 25}[how], job.all()
+    assert cluster.wait(job.job) == 70
+    end = time.monotonic() + 60
+    while "idle" not in cluster.ask("sinfo", "-h", "-p", "gpu", "-n", "node2", "-o", "%t").split():
+        assert time.monotonic() < end, cluster.ask("sinfo", "-N")
+        time.sleep(0.5)
+    for folder in Path("/tmp").glob(f"ray-{job.job}.1-*") if how == "crash" else ():
+        shutil.rmtree(folder)  # the disk of a host outlives it
+    job.nothing_is_left()
+
+
 def test_a_busy_port(submit: Submit) -> None:
     """A stranger has the head's port: nobody talks to it, and the user reads which one it is."""
     busy = "import socket as s, time; k = s.create_server(('', 54514)); time.sleep(600)"
@@ -255,6 +296,23 @@ def test_bad_input(submit: Submit, tmp_path: Path, wrong: dict[str, str], messag
     assert job.cluster.steps(job.job) == 0 and not job.logs.exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"PORT_STRIDE": "0"}, "PORT_STRIDE=0: node2 and node1 are the same host (10.1.1.1)"),
+        ({"METRICS_EXPORT_PORT": "53021"}, "port 53021 of node 0 is NODE_MANAGER_PORT's"),
+    ],
+)
+def test_two_nodes_on_one_host(
+    submit: Submit, tmp_path: Path, given: dict[str, str], message: str
+) -> None:
+    """Their ports differ by 20, unless somebody says otherwise. A shim makes them one host."""
+    text = "#!/bin/bash\nscontrol=/usr/bin/scontrol\n"
+    text += """$scontrol "$@" | sed 's/NodeAddr=[^ ]*/NodeAddr=10.1.1.1/'\n"""
+    job = submit(2, "true", **shim(tmp_path / "bin", "scontrol", text), **given)
+    assert job.end() == 2 and message in job.text(), job.text()
+
+
 def test_two_jobs_on_the_same_hosts(submit: Submit, tmp_path: Path) -> None:
     """The end of one leaves the other alone; `ray stop` would not."""
     shared = "--oversubscribe --cpus-per-task=2 --mem=1G --nodelist=node1,node2"
@@ -290,13 +348,6 @@ def test_the_trainer_from_a_ray_program(
     one = tmp_path / "one"
     four_hosts.ask(sys.executable, ROOT / "scripts/train.py", *four_hosts.debug_run(one, *words))
     assert losses(run) == pytest.approx(losses(one), 1e-5)
-
-
-def shim(folder: Path, name: str, text: str) -> dict[str, str]:
-    folder.mkdir()
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 @pytest.mark.soak

@@ -50,6 +50,55 @@ def test_a_port_is_busy_on_whichever_address(address: str) -> None:
     assert not node.is_busy(port)
 
 
+def test_a_worker_looks_for_the_head_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's GCS is there some time before its raylet; Ray waits 10 s for it, and gives up."""
+    started: list[list[str]] = []
+
+    class AllFail:
+        def start(self, command: list[str], **_: str) -> int:
+            started.append(command)
+            return len(started)
+
+        def code(self, pid: int) -> int:
+            return 1
+
+    monkeypatch.setattr(node, "Processes", AllFail)
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        port = head.getsockname()[1]
+        addresses = "127.0.0.1,127.0.0.1,127.0.0.1"
+        worker = node.Node(plan(1, addresses=addresses, node_manager_port=port))
+        worker.temp.rmdir()
+        worker.start_ray()
+        worker.look()
+        assert len(started) == 2 and started[0] == started[1]
+        head.listen()
+        worker.look()  # it was started before the head's raylet was there
+        with pytest.raises(node.Fault, match="b: ray start has ended with exit code 1") as fault:
+            worker.look()
+    assert len(started) == 3 and fault.value.code == node.NOT_UP
+
+
+def test_a_door_that_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused twice, it is shut; without any answer it has 10 s; never opened, it may yet open."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        door = node.Door("b", "raylet", *server.getsockname())
+        never = node.Door("b", "raylet", "127.0.0.1", 1)
+        assert not door.fault()
+    assert not door.fault()
+    assert door.fault() == f"b: Ray's raylet is gone: port {door.port} refuses connections"
+    assert not any(never.fault() for _ in range(5))
+
+    def silent(address: tuple[str, int], patience: float) -> socket.socket:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    door.refusals = 0
+    assert not door.fault()
+    door.opened -= node.SILENCE_S
+    assert door.fault() == "b: no answer from 127.0.0.1 for 10 s: is it down?"
+
+
 def test_the_paths_of_sockets_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
     temp = node.make_temp(plan(1))

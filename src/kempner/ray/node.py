@@ -30,7 +30,10 @@ from types import FrameType
 EVENTS = 3
 NOT_UP, DIED = 75, 70  # exit codes
 TICK_S = 0.2
+CONNECT_S = 1.0  # the patience for one connection
+PEERS_S = 0.5  # between two looks of the head at the other nodes
 REFUSALS = 2  # connections in a row that a port which was open refuses, until its owner is dead
+SILENCE_S = 10.0  # without any answer from a host, until it is dead
 RAY_STOPS_S = 2.0  # from SIGTERM to SIGKILL: Slurm's own patience (KillWait) has to last longer
 COPY_S = 10.0
 SRUN_TELLS_S = 0.5  # srun loses the last words of a task that fails and so ends the step
@@ -152,9 +155,38 @@ def busy_ports(plan: Plan) -> list[str]:
 
 
 def is_open(address: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
+    with contextlib.suppress(OSError), socket.create_connection((address, port), CONNECT_S):
         return True
     return False
+
+
+@dataclass
+class Door:
+    """A port of a Ray that runs. `ray start --block` does not end with its raylet, and of a host
+    that is gone nothing comes at all: hence the ports."""
+
+    node: str
+    what: str
+    address: str
+    port: int
+    opened: float = 0.0  # when it was last open; 0: not yet
+    refusals: int = 0
+
+    def fault(self) -> str:
+        """What is wrong with it, in words; nothing while it opens, or has never opened."""
+        try:
+            socket.create_connection((self.address, self.port), CONNECT_S).close()
+        except OSError as error:
+            self.refusals += isinstance(error, ConnectionRefusedError)
+        else:
+            self.opened, self.refusals = time.monotonic(), 0
+        if not self.opened:
+            return ""
+        if self.refusals >= REFUSALS:
+            return f"{self.node}: Ray's {self.what} is gone: port {self.port} refuses connections"
+        if (silence := time.monotonic() - self.opened) > SILENCE_S:
+            return f"{self.node}: no answer from {self.address} for {silence:.0f} s: is it down?"
+        return ""
 
 
 def make_temp(plan: Plan) -> Path:
@@ -197,10 +229,15 @@ def ray_start(plan: Plan, temp: Path) -> list[str]:
     return [*words, f"--include-dashboard={dashboard}", "--dashboard-host=127.0.0.1"]
 
 
-def ready_command(plan: Plan) -> list[str]:
+def node_managers(plan: Plan) -> list[tuple[str, tuple[str, int]]]:
+    """The name of each node, with the address and the port of its node manager."""
     first = plan.node_ports["node-manager-port"] - plan.stride * plan.index
     places = zip(plan.names, plan.addresses, strict=True)
-    nodes = [f"{n}={a}:{first + plan.stride * k}" for k, (n, a) in enumerate(places)]
+    return [(n, (a, first + plan.stride * k)) for k, (n, a) in enumerate(places)]
+
+
+def ready_command(plan: Plan) -> list[str]:
+    nodes = [f"{name}={address}:{port}" for name, (address, port) in node_managers(plan)]
     words = [sys.executable, "-m", "kempner.ray.ready", *nodes]
     words += [f"--cpus={plan.cpus}", f"--gpus={plan.gpus}"]
     words += [f"--began={plan.began}", f"--deadline={plan.deadline}"]
@@ -281,8 +318,12 @@ class Node:
         self.plan, self.processes = plan, Processes()
         self.signal = 0
         self.ray = self.ready = 0  # pids
-        self.ports = [plan.node_ports["node-manager-port"]] + [plan.port] * plan.is_head
-        self.refused: dict[int, int] = {}
+        raylets = [Door(n, "raylet", *place) for n, place in node_managers(plan)]
+        self.doors = [raylets.pop(plan.index)]
+        self.peers = raylets if plan.is_head else []
+        self.peers_seen = time.monotonic()
+        if plan.is_head:
+            self.doors.append(Door(plan.name, "GCS", plan.address, plan.port))
         self.had_head = True  # whether the head's raylet was there when ours was started
         self.temp = make_temp(plan)
         self.synced = time.monotonic()
@@ -298,8 +339,8 @@ class Node:
         """Until somebody asks for the end. Raises Fault."""
         plan = self.plan
         if busy := busy_ports(plan):
-            text = f"{', '.join(busy)}: in use on this host: another job's? give other ports"
-            raise Fault(NOT_UP, f"{text}, or --exclusive nodes")
+            text = f"{plan.name}: {', '.join(busy)}: in use on this host: another job's?"
+            raise Fault(NOT_UP, f"{text} give other ports, or --exclusive nodes")
         if plan.is_head:
             self.ready = self.processes.start(ready_command(plan), (EVENTS,))
         while not plan.is_head and not is_open(plan.addresses[0], plan.port):
@@ -318,34 +359,36 @@ class Node:
             time.sleep(TICK_S)
 
     def start_ray(self) -> None:
-        port = self.plan.node_ports["node-manager-port"] - self.plan.stride * self.plan.index
-        self.had_head = self.plan.is_head or is_open(self.plan.addresses[0], port)
+        self.had_head = self.plan.is_head or is_open(*node_managers(self.plan)[0][1])
         # The dashboard, and what workers start, make sockets and directories in TMPDIR, too.
         self.ray = self.processes.start(ray_start(self.plan, self.temp), TMPDIR=str(self.temp))
 
     def look(self) -> None:
-        """One look at Ray. `ray start --block` does not end with its raylet, hence the ports."""
-        code = DIED if self.refused else NOT_UP
+        """One look at Ray; the head looks at the other nodes, too: one may be gone with its
+        host."""
+        code = DIED if self.doors[0].opened else NOT_UP
         if (ended := self.processes.code(self.ray)) is not None:
             if self.had_head:
-                raise Fault(code, f"ray start has ended with exit code {ended}")
+                raise Fault(code, f"{self.plan.name}: ray start has ended with exit code {ended}")
             # The head's raylet comes after its GCS and its dashboard, and Ray waits 10 s for it.
             log("ray start has not found the head's raylet: once more")
             return self.start_ray()
-        for port in self.ports:
-            if is_open(self.plan.address, port):
-                self.refused[port] = 0
-            elif port in self.refused:
-                self.refused[port] += 1
-                if self.refused[port] >= REFUSALS:
-                    what = "GCS" if port == self.plan.port else "raylet"
-                    raise Fault(code, f"Ray's {what} is gone: port {port} refuses connections")
+        began, doors = time.monotonic(), self.doors
+        if began - self.peers_seen > PEERS_S:
+            doors = doors + self.peers
+            self.peers_seen = began
+        for door in doors:
+            if fault := door.fault():
+                raise Fault(code, fault)
+            if time.monotonic() - began > CONNECT_S:
+                break  # a host that is silent takes so long each time, and there may be many
         if self.ready and (ended := self.processes.code(self.ready)) is not None:
             self.ready = 0
             if ended == NOT_UP:
                 raise Fault(NOT_UP, "")  # it has told why itself
             if ended:
-                raise Fault(NOT_UP, f"kempner.ray.ready has failed with exit code {ended}")
+                text = f"kempner.ray.ready has failed with exit code {ended}"
+                raise Fault(NOT_UP, f"{self.plan.name}: {text}")
         if self.plan.log_sync and time.monotonic() - self.synced > self.plan.log_sync:
             self.copy_logs()
             self.synced = time.monotonic()
@@ -383,7 +426,7 @@ def main() -> int:
     except Fault as fault:
         log(f"fault: {fault}")
         if str(fault):
-            tell("FAULT", fault.code, f"{node.plan.name}: {fault}")
+            tell("FAULT", fault.code, fault)
             time.sleep(SRUN_TELLS_S)
         return fault.code
     finally:
