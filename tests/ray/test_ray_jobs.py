@@ -31,6 +31,14 @@ def shim(folder: Path, name: str, text: str) -> dict[str, str]:
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+def all_nodes_at(address: str, folder: Path) -> dict[str, str]:
+    """A shim in front of the real scontrol: every node has this NodeAddr."""
+    text = f"""#!/bin/bash
+/usr/bin/scontrol "$@" | sed 's/NodeAddr=[^ ]*/NodeAddr={address}/'
+"""
+    return shim(folder, "scontrol", text)
+
+
 def check_everywhere(found: dict, names: list[str]) -> None:  # type: ignore[type-arg]
     """Every host has run a task, and has read an object that another host has made."""
     assert sorted(seen["host"] for seen in found["seen"]) == names
@@ -100,9 +108,11 @@ def test_a_batch_job_on_four_hosts(submit: Submit, tmp_path: Path) -> None:
     assert {seen["uv"] for seen in found["seen"]} == {uv} and Path(uv).is_dir()
 
 
-def test_kill_9(submit: Submit) -> None:
-    job = submit(1, "echo here; kill -9 $$")
+def test_kill_9(submit: Submit, tmp_path: Path) -> None:
+    """On a host that calls itself 127.0.0.1, which Ray would make into something else."""
+    job = submit(1, "echo here; kill -9 $$", **all_nodes_at("localhost", tmp_path / "bin"))
     assert job.end() == 137, job.all()
+    assert re.search(r"head node1 \(10\.7[78]\.", job.text())
     assert (job.logs / "ray-driver.log").read_text().startswith("here\n")
 
 
@@ -306,10 +316,8 @@ def test_bad_input(submit: Submit, tmp_path: Path, wrong: dict[str, str], messag
 def test_two_nodes_on_one_host(
     submit: Submit, tmp_path: Path, given: dict[str, str], message: str
 ) -> None:
-    """Their ports differ by 20, unless somebody says otherwise. A shim makes them one host."""
-    text = "#!/bin/bash\nscontrol=/usr/bin/scontrol\n"
-    text += """$scontrol "$@" | sed 's/NodeAddr=[^ ]*/NodeAddr=10.1.1.1/'\n"""
-    job = submit(2, "true", **shim(tmp_path / "bin", "scontrol", text), **given)
+    """Their ports differ by 20, unless somebody says otherwise."""
+    job = submit(2, "true", **all_nodes_at("10.1.1.1", tmp_path / "bin"), **given)
     assert job.end() == 2 and message in job.text(), job.text()
 
 
