@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -163,4 +164,5 @@ def standing_still(lines: list[Record]) -> tuple[str, str] | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other commands in front of head do
     sys.exit(main(sys.argv[1:]))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+REASON_WIDTH = 100  # characters; the whole is in the logs
 EVENTS = ("start", "first_step", "fault", "end", "decision")
 
 
@@ -33,6 +35,24 @@ class Attempt:
     why: str
     excluded: str  # the host that it left out of the next attempt
     committed: int | None  # step of the newest checkpoint after it
+
+    @property
+    def name(self) -> str:
+        return "-" if self.number < 0 else str(self.number)
+
+    @property
+    def ending(self) -> str:
+        """In words, how it ended, and what the batch script has made of it."""
+        text = self.state
+        if text == "killed":
+            text = "killed without a word" if self.began else "died before it began"
+        elif self.reason:
+            text += ": " + textwrap.shorten(self.reason, REASON_WIDTH, placeholder=" ...")
+        if self.decision == "requeue":
+            text += f"; requeued without {self.excluded}" if self.excluded else "; requeued"
+        elif self.decision == "end" and self.state not in ("done", "stopped", "failed"):
+            text += f"; not requeued: {self.why}"
+        return text
 
 
 def read_lines(path: Path) -> list[Record]:

@@ -213,6 +213,14 @@ def test_the_picture_of_one_run_lies_in_it(resumed: Path) -> None:
     assert (resumed / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("program", ["report.py", "status.py"])
+def test_whoever_reads_it_may_stop(resumed: Path, program: str) -> None:
+    """Like `report.py RUN | head -n 1`."""
+    command = f"'{sys.executable}' '{ROOT}/scripts/{program}' '{resumed}' | exec <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
+
+
 def test_the_timeline_lies_beside_it(resumed: Path, tmp_path: Path) -> None:
     done = report(resumed)
     assert f"timeline: {resumed / 'timeline.png'}" in done.stdout
