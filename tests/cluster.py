@@ -137,9 +137,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@contextlib.contextmanager
-def boot(nodes: int, gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster for as long as the body runs. Skips where it cannot boot, but fails in CI."""
+def need_slurm() -> None:
     reason = ""
     if os.geteuid() != 0:
         reason = "the Slurm test bed needs root"
@@ -147,6 +145,12 @@ def boot(nodes: int, gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Ite
         reason = f"not installed: {', '.join(missing)}; run {TESTBED} install"
     if reason:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+
+
+@contextlib.contextmanager
+def boot(nodes: int, gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster for as long as the body runs. Skips where it cannot boot, but fails in CI."""
+    need_slurm()
     env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid())}
     disk = tmp_path_factory.mktemp("small-disk")  # a host sees what was mounted before it booted
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], check=True)

@@ -236,12 +236,17 @@ all_idle() { # <nodes>: Slurm can use them all
 }
 
 down_with() { # <pid>: takes this cluster down when that process is gone
-    setsid bash "$SELF" guard "$1" </dev/null >/dev/null 2>&1 &
+    setsid bash "$SELF" guard "$1" "$(<"$STATE/pid/head")" </dev/null >/dev/null 2>&1 &
 }
 
-guard() { # <pid>: waits for the end of that process, or of the cluster
-    while kill -0 "$1" 2>/dev/null && [[ -e $STATE/pid/head ]]; do sleep 0.5; done
-    [[ ! -e $STATE/pid/head ]] || down
+guard() { # <pid> <pid of the head>: waits for the end of that process, or of this cluster: another may take its number
+    while [[ $(cat "$STATE/pid/head" 2>/dev/null) == "$2" ]]; do
+        kill -0 "$1" 2>/dev/null || {
+            down
+            return
+        }
+        sleep 0.5
+    done
 }
 
 down() {

@@ -1,0 +1,69 @@
+"""The test bed itself: whose it is, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import TESTBED, need_slurm
+
+Bed = Callable[..., "subprocess.CompletedProcess[str]"]
+NUMBER = str((os.getpid() + 125) % 250 + 1)  # far from those of tests.cluster
+STATE = Path(f"/run/kempner-testbed-{NUMBER}")
+
+
+@pytest.fixture
+def bed() -> Iterator[Bed]:
+    need_slurm()
+
+    def call(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(TESTBED), *map(str, words)]
+        variables = {**os.environ, "KEMPNER_TESTBED": NUMBER, **env}
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+
+    yield call
+    call("down")
+
+
+def test_a_cluster_goes_with_its_owner_and_with_no_other(bed: Bed) -> None:
+    owners = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    try:
+        for owner in owners:  # the number is used once more, before the first owner has gone
+            bed("down")
+            up = bed("up", 1, 0, KEMPNER_TESTBED_OWNER=str(owner.pid))
+            assert up.returncode == 0, up.stderr
+        owners[0].kill()
+        owners[0].wait()
+        time.sleep(1.5)  # a guard looks every 0.5 s
+        assert "node1 idle" in bed("status").stdout
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.wait()
+    end = time.monotonic() + 20
+    while STATE.exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert (
+        f"kp{NUMBER}-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    )
+
+
+def test_what_it_refuses(bed: Bed) -> None:
+    """One message, exit code 2, and the cluster that is up stays as it is."""
+    assert bed("up", 1, 0).returncode == 0
+    for words, message in (
+        (["up", 1, 0], f"cluster {NUMBER} is up"),
+        (["up", "many"], "up [NODES 1..99] [GPUS PER NODE 0..99], not: up many"),
+        (["crash", "node2"], "no host 'node2' in cluster"),
+        (["bytes", "node1", "eth0"], "em4 or ib0, not 'eth0'"),
+    ):
+        done = bed(*words)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1
+    assert "node1 idle" in bed("status").stdout
