@@ -21,6 +21,8 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
     exit 2
 }
 
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || kp_die "bash $BASH_VERSION is too old: 4.4 is needed"
+
 # --- the place ---------------------------------------------------------------------------------------------
 
 kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.py; --dry-run: see dry_run.sh

@@ -35,6 +35,7 @@ RAY_READY='' RAY_SIGNAL=''                # what it has now; the signal that cam
 RAY_FAULT='' RAY_FAULT_CODE=''            # what has gone wrong first, and the exit code for it
 RAY_LOGS='' RAY_ATTACH='' RAY_TOKEN=''    # paths
 declare -A RAY_PID=() RAY_CODE=()         # of the steps "ray" and "driver": their srun, and its exit code
+RAY_SIGNALED=()                           # the nodes that a signal has reached
 
 # --- what is asked ---------------------------------------------------------------------------------------------
 
@@ -62,6 +63,7 @@ ray_names() { # sets lib.sh's variables for what has another name here, and the 
     KEMPNER_SECRETS=${SECRETS_FILE:-${KEMPNER_SECRETS:-}}
     [[ -n $UV_CACHE_DIR_OVERRIDE ]] || return 0
     export UV_CACHE_DIR=$UV_CACHE_DIR_OVERRIDE
+    mkdir -p -- "$UV_CACHE_DIR" || kp_die "UV_CACHE_DIR_OVERRIDE=$UV_CACHE_DIR cannot be made"
     KEMPNER_MOUNTS+=,$UV_CACHE_DIR:$UV_CACHE_DIR
 }
 
@@ -172,6 +174,7 @@ ray_place() { # makes the log directory and the token
     unset RAY_AUTH_TOKEN
     # Of a batch host that died, and of a job of this number on another cluster.
     rm -f -- "${RAY_LOGS%/*}/$SLURM_JOB_ID-logs"*/.ray-token "$RAY_LOGS/ENDED"
+    : >"$RAY_ATTACH" || kp_die "$RAY_ATTACH cannot be written: submit from a directory of yours"
     (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_TOKEN")
 }
 
@@ -186,9 +189,6 @@ ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each, beside what
     )
     ((GPUS_PER_NODE == 0)) || RAY_SRUN+=(--gpus-per-node="$GPUS_PER_NODE")
     RAY_SRUN+=("${more[@]}")
-    # pyxis: the first step makes the container, the others enter it
-    ((${#KP_CONTAINER_FLAGS[@]} == 0)) ||
-        RAY_SRUN+=(--container-name="ray-$SLURM_JOB_ID" --container-workdir="$PWD" --no-container-mount-home)
 }
 
 ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of srun and its exit code come as events
@@ -216,6 +216,11 @@ ray_listen() { # takes a line of what the steps say, 0.2 s at most; fails when t
         'PID '*) RAY_PID[${rest%% *}]=${rest#* } ;;
         'CODE '*) RAY_CODE[${rest%% *}]=${rest#* } ;;
         'READY '*) RAY_READY=$rest ;;
+        'SIGNAL '*)
+            RAY_SIGNALED[${rest%% *}]=1
+            # A node that dies makes Slurm tell the others: all of them, that is Slurm's own wish, or somebody's.
+            ((${#RAY_SIGNALED[@]} < KP_NODES)) || RAY_SIGNAL=${RAY_SIGNAL:-${rest#* }}
+            ;;
         'FAULT '*) [[ -n $RAY_FAULT ]] || RAY_FAULT_CODE=${rest%% *} RAY_FAULT=${rest#* } ;;
         ?*) printf '%s\n' "$line" ;;
     esac
@@ -236,10 +241,11 @@ ray_start() { # starts Ray on all nodes
     )
     kp_log "job $SLURM_JOB_ID, restart count ${SLURM_RESTART_COUNT:-0}: Ray on ${RAY_NODES[*]}, $CPUS_PER_WORKER CPU(s) and $GPUS_PER_NODE GPU(s) each"
     kp_log "head ${RAY_NODES[0]} ($RAY_ADDRESS), logs $RAY_LOGS"
-    unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" # the request in other words; the flags say it all
+    # The request in other words: the flags say it all. What changes the output of srun: it is read here.
+    unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}" SLURM_LABELIO "${!SLURM_STD@}"
     ray_srun "$KP_NODES"
     # What lasts as long as the cluster ends when one of its tasks does: the others are told by Slurm.
-    RAY_SRUN+=(--kill-on-bad-exit=1 --wait=60 "${KP_CONTAINER_FLAGS[@]}")
+    RAY_SRUN+=(--job-name="ray-$KEMPNER_ATTEMPT_ID" --kill-on-bad-exit=1 --wait=60 "${KP_CONTAINER_FLAGS[@]}")
     RAY_SRUN+=(env KEMPNER_SIGNALS_WAIT=1 bash "$KP_ROOT/scripts/slurm/task.sh")
     ((${#KP_CONTAINER_FLAGS[@]} > 0)) || RAY_SRUN+=("${KP_INSIDE[@]}")
     ray_launch ray "${RAY_SRUN[@]}" bash "$KP_ROOT/scripts/slurm/ray_node.sh" "$RAY_LOGS" "$SETUP_COMMAND" "${words[@]}"
@@ -301,22 +307,26 @@ ray_attach() { # [N or hostname] [--] [command...]: a shell or a command on a no
     for node in "${!SLURM_@}" "${!SRUN_@}"; do [[ $node == SLURM_CONF ]] || unset "$node"; done # those of another job's shell
     words=("${RAY_SRUN[@]}" --nodelist="${RAY_NODES[k]}")
     (($# > 0)) || [[ ! -t 0 ]] || words+=(--pty)
-    exec "${words[@]}" "${RAY_ENTER[@]}" "${RAY_PIDS[k]}" "$RAY_JOB" "$@"
+    exec "${words[@]}" "${RAY_ENTER[@]}" "${RAY_PIDS[k]}" "${RAY_INSIDE[@]}" "$@"
 }
 
-ray_attachable() { # writes JOBID-attach.sh; sets RAY_SRUN and RAY_ENTER, the way into a node
+ray_attachable() { # writes JOBID-attach.sh; sets RAY_SRUN, RAY_ENTER and RAY_INSIDE, the way into a node
     ray_srun 1
-    RAY_SRUN+=(--chdir="$PWD")
     RAY_JOB=$SLURM_JOB_ID
     RAY_ENTER=(bash "$KP_ROOT/scripts/slurm/ray_enter.sh")
-    ((${#KP_CONTAINER_FLAGS[@]} > 0)) || RAY_ENTER=("${KP_INSIDE[@]}" "${RAY_ENTER[@]}")
+    RAY_INSIDE=("$RAY_JOB" "$PWD" --)
+    # Whoever attaches may not have loaded apptainer's module.
+    ((${#KP_INSIDE[@]} == 0)) || RAY_INSIDE=("$RAY_JOB" "$PWD" "$(command -v "${KP_INSIDE[0]}")" "${KP_INSIDE[@]:1}" --)
+    # pyxis: into the container that is there; a name for it would keep it on the node.
+    ((${#KP_CONTAINER_FLAGS[@]} == 0)) || RAY_INSIDE=("$RAY_JOB" "$PWD" enroot exec --)
     {
         echo "#!/usr/bin/env bash"
         echo "# Onto the Ray cluster of job $RAY_JOB: bash $RAY_JOB-attach.sh [N|HOSTNAME] [-- COMMAND...]"
         echo "# A shell or a command on node N (0: the head), in the job's environment. It goes with the job."
         echo "set -euo pipefail"
-        [[ -z ${SLURM_CONF:-} ]] || echo "export SLURM_CONF=${SLURM_CONF@Q}"
-        declare -p RAY_JOB RAY_NODES RAY_PIDS RAY_SRUN RAY_ENTER
+        # On a node without a configuration of its own this is slurmd's copy: elsewhere it does not exist.
+        [[ -z ${SLURM_CONF:-} ]] || echo "[[ -n \${SLURM_CONF:-} || ! -r ${SLURM_CONF@Q} ]] || export SLURM_CONF=${SLURM_CONF@Q}"
+        declare -p RAY_JOB RAY_NODES RAY_PIDS RAY_SRUN RAY_ENTER RAY_INSIDE
         declare -f kp_die ray_attach
         echo "ray_attach \"\$@\""
     } >"$RAY_ATTACH"
@@ -330,17 +340,14 @@ ray_drive() { # runs COMMAND on the head, as in an attach shell; ends the script
     # It writes its log itself: srun loses the last words of a task that is killed.
     # shellcheck disable=SC2016 # that shell's own parameters
     ray_launch driver "${RAY_SRUN[@]}" --job-name="$KP_STEP_NAME" --input=none --nodelist="${RAY_NODES[0]}" \
-        "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "$RAY_JOB" bash -c 'exec >>"$1" 2>&1; exec bash -c "$2"' - "$RAY_LOGS/ray-driver.log" "$COMMAND"
+        "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "${RAY_INSIDE[@]}" bash -c 'exec >>"$1" 2>&1; exec bash -c "$2"' - "$RAY_LOGS/ray-driver.log" "$COMMAND"
     until [[ -n ${RAY_CODE[driver]:-} ]]; do
         ray_listen || true
         [[ -n ${RAY_CODE[driver]:-} ]] || ray_exit_if_ended
     done
-    # A driver whose Ray dies may be the first to know.
-    end=$((SECONDS + 2))
-    while ((RAY_CODE[driver] != 0 && SECONDS < end)); do
-        ray_listen || true
-        ray_exit_if_ended
-    done
+    # A driver whose Ray dies, or that a signal reaches, too, may be the first to end.
+    end=$((SECONDS + (RAY_CODE[driver] == 0 ? 0 : 2)))
+    while ray_listen || ((SECONDS < end)); do ray_exit_if_ended; done
     [[ -z $RAY_SIGNAL ]] || ray_exit_if_ended
     kp_log "the command has ended with exit code ${RAY_CODE[driver]}"
     exit "${RAY_CODE[driver]}"
@@ -365,7 +372,8 @@ ray_wait_for() { # <step> <seconds>: waits so long at most for the end of a step
 }
 
 ray_finish() { # whatever ends this script: ends the driver and Ray, removes what must not stay, keeps the exit code
-    local code=$? state='' patience=4 began end
+    local code=$? state='' patience=8 began end
+    set +e # a full disk is no reason to leave anything running
     began=$(date +%s%N)
     trap '' TERM INT HUP USR1 USR2
     rm -f -- "$RAY_ATTACH" "$RAY_TOKEN"
@@ -380,13 +388,16 @@ ray_finish() { # whatever ends this script: ends the driver and Ray, removes wha
         fi
     fi
     if [[ -n ${RAY_PID[ray]:-} ]]; then
-        : >"$RAY_LOGS/ENDED"
         # A setup command does not look for ENDED, and a host that is gone does nothing.
         [[ -n $RAY_FAULT ]] || ((${#RAY_PIDS[@]} < KP_NODES)) || patience=15
+        if ! : >"$RAY_LOGS/ENDED"; then
+            KP_STEP_NAME=ray-$KEMPNER_ATTEMPT_ID KP_CHILD=${RAY_PID[ray]}
+            kp_signal TERM &
+        fi
         if ! ray_wait_for ray "$patience"; then
             kp_log "not all nodes come to their end: killing the step"
             kill -TERM "${RAY_PID[ray]}" 2>/dev/null || true
-            ray_wait_for ray 6 || true
+            ray_wait_for ray 4 || true
         fi
     fi
     end=$(date +%s%N)

@@ -6,16 +6,18 @@
 # The environment that is left here is that of Ray, of its workers, of the driver and of the attach shells.
 set -euo pipefail
 
-logs=$1 setup=$2
+kp_logs=$1 kp_setup=$2 kp_root=${BASH_SOURCE[0]%/scripts/*}
 shift 2
-name=${SLURMD_NODENAME:-$(uname -n)} index=$SLURM_NODEID
-log=$logs/ray-worker-$index.log
-((index > 0)) || log=$logs/ray-head.log
-exec 3>&1 >>"$log" 2>&1 # srun's output is for what ray.sh has to know: see kempner.ray.node
+kp_options=("--index=$SLURM_NODEID" "$@")
+set -- # `source activate` of conda takes the arguments for its own
+kp_name=${SLURMD_NODENAME:-$(uname -n)}
+kp_log=$kp_logs/ray-worker-$SLURM_NODEID.log
+((SLURM_NODEID > 0)) || kp_log=$kp_logs/ray-head.log
+exec 3>&1 >>"$kp_log" 2>&1 # srun's output is for what ray.sh has to know: see kempner.ray.node
 
 fault() { # <what is wrong; what to do>: tells ray.sh that this node cannot come up, and ends
     trap - EXIT
-    echo "FAULT 75 $name: $*" >&3
+    echo "FAULT 75 $kp_name: $*" >&3
     echo "fault: $*"
     sleep 1 # srun loses the last words of a task when the first that fails ends the step
     exit 75
@@ -27,7 +29,7 @@ has_ray() { # <Python>: true when Ray is installed for it; a directory that is c
 
 find_python() { # prints the Python to take: KEMPNER_PYTHON, else that of PATH, else that of the kit
     local python
-    for python in ${KEMPNER_PYTHON:+"$KEMPNER_PYTHON"} python python3 "${BASH_SOURCE[0]%/scripts/*}/.venv/bin/python"; do
+    for python in ${KEMPNER_PYTHON:+"$KEMPNER_PYTHON"} python python3 "$kp_root/.venv/bin/python"; do
         if has_ray "$python"; then
             command -v "$python"
             return 0
@@ -37,22 +39,24 @@ find_python() { # prints the Python to take: KEMPNER_PYTHON, else that of PATH, 
     return 1
 }
 
-strip_variables() { # removes what would make an srun-native or an MPI program in an actor believe that it is a rank of ours
+strip_variables() { # removes what would make a program in an actor believe that it is a rank of ours: srun's, MPI's, torchrun's
     unset "${!SLURM@}" "${!SRUN_@}" "${!SBATCH_@}" "${!PMI@}" "${!OMPI_@}" KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN KEMPNER_SIGNALS_WAIT
+    unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT # pyxis sets them for an image that has PyTorch
 }
 
 [[ -z ${UV_CACHE_DIR:-} ]] || mkdir -p -- "$UV_CACHE_DIR" || fault "UV_CACHE_DIR_OVERRIDE=$UV_CACHE_DIR cannot be made"
-if [[ -n $setup ]]; then
-    trap 'fault "SETUP_COMMAND has ended this node with exit code $?: $log"' EXIT
-    code=0
+if [[ -n $kp_setup ]]; then
+    trap 'fault "SETUP_COMMAND has ended this node with exit code $?: $kp_log"' EXIT
+    kp_code=0
     set +eu
-    eval "$setup"
-    code=$?
+    eval "$kp_setup"
+    kp_code=$?
     set -eu
     trap - EXIT
-    ((code == 0)) || fault "SETUP_COMMAND has failed with exit code $code: $log"
+    ((kp_code == 0)) || fault "SETUP_COMMAND has failed with exit code $kp_code: $kp_log"
 fi
-python=$(find_python) || fault "no Python with Ray: pip install 'ray[default]', or set KEMPNER_PYTHON to the Python that has it"
-[[ $(command -v python) == "$python" ]] || PATH=${python%/*}:$PATH # python, in the command too, is the one with Ray
+kp_python=$(find_python) || fault "no Python with Ray: pip install 'ray[default]', or set KEMPNER_PYTHON to the Python that has it"
+[[ $(command -v "${kp_python##*/}") == "$kp_python" ]] || PATH=${kp_python%/*}:$PATH # the command's, too, is the one with Ray
+[[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] || export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}
 strip_variables
-exec "$python" -m kempner.ray.node --index="$index" "$@"
+exec "$kp_python" -m kempner.ray.node "${kp_options[@]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,9 @@ def traces(cluster: Cluster) -> set[str]:
         outer = pid.read_text().strip()
         first = Path(f"/proc/{outer}/task/{outer}/children").read_text().strip()
         spaces.add(os.readlink(f"/proc/{first}/ns/pid"))
-    found = {str(f) for f in (*Path("/tmp").glob("ray*"), *Path("/dev/shm").iterdir())}
+    places = {Path("/tmp"), Path(tempfile.gettempdir())}
+    found = {str(f) for place in places for f in place.glob("ray*")}
+    found |= {str(f) for f in Path("/dev/shm").iterdir()}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.readlink(process / "ns/pid") in spaces:

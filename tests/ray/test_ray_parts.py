@@ -94,9 +94,25 @@ def test_a_door_that_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "create_connection", silent)
     door.refusals = 0
-    assert not door.fault()
-    door.opened -= node.SILENCE_S
+    door.opened -= node.SILENCE_S  # we have been asleep, perhaps: that says nothing of the host
+    assert not door.fault() and not door.fault()
     assert door.fault() == "b: no answer from 127.0.0.1 for 10 s: is it down?"
+
+
+def test_the_copies_of_logs(tmp_path: Path) -> None:
+    """What has not changed is not copied again; a pipe, or a full disk, stops nothing."""
+    log, copy = tmp_path / "log", tmp_path / "far/off/log"
+    log.write_text("one")
+    node.copy_if_newer(log, copy)
+    copied = copy.stat().st_ino, copy.stat().st_ctime_ns
+    node.copy_if_newer(log, copy)
+    assert copied == (copy.stat().st_ino, copy.stat().st_ctime_ns) and copy.read_text() == "one"
+    log.write_text("one and two")
+    node.copy_if_newer(log, copy)
+    assert copy.read_text() == "one and two"
+    os.mkfifo(tmp_path / "pipe")
+    node.copy_if_newer(tmp_path / "pipe", tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
 
 
 def test_the_paths_of_sockets_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ scripts/slurm/ray_node.sh starts it, once a node. What happens goes to ray.sh as
 descriptor 3, which srun carries to the batch script:
 
     UP <index> <pid>            this process is there
+    SIGNAL <index> <name>       a signal has told it to end
     READY <text>                the head: every node is alive with all that it has
     FAULT <exit code> <text>    Ray cannot start here, or has died
 """
@@ -18,9 +19,11 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,12 +33,13 @@ from types import FrameType
 EVENTS = 3
 NOT_UP, DIED = 75, 70  # exit codes
 TICK_S = 0.2
-CONNECT_S = 1.0  # the patience for one connection
+CONNECT_S = 1.5  # the patience for one connection: the kernel tries twice within it
 PEERS_S = 0.5  # between two looks of the head at the other nodes
 REFUSALS = 2  # connections in a row that a port which was open refuses, until its owner is dead
-SILENCE_S = 10.0  # without any answer from a host, until it is dead
+SILENCE_S = 10.0  # without any answer from a host, to several questions, until it is dead
+SILENT = 3
 RAY_STOPS_S = 2.0  # from SIGTERM to SIGKILL: Slurm's own patience (KillWait) has to last longer
-COPY_S = 10.0
+COPY_S = 5.0  # for Ray's logs, at the end; ray.sh and Slurm wait for it
 SRUN_TELLS_S = 0.5  # srun loses the last words of a task that fails and so ends the step
 SOCKET_PATH = 107  # bytes that the kernel allows
 # What Ray puts behind the temporary directory: the session, "sockets" and the longest name there.
@@ -171,22 +175,38 @@ class Door:
     port: int
     opened: float = 0.0  # when it was last open; 0: not yet
     refusals: int = 0
+    silent: int = 0  # times in a row that nothing came
 
     def fault(self) -> str:
         """What is wrong with it, in words; nothing while it opens, or has never opened."""
         try:
             socket.create_connection((self.address, self.port), CONNECT_S).close()
         except OSError as error:
-            self.refusals += isinstance(error, ConnectionRefusedError)
+            refused = isinstance(error, ConnectionRefusedError)
+            self.refusals, self.silent = self.refusals + refused, self.silent + (not refused)
         else:
-            self.opened, self.refusals = time.monotonic(), 0
+            self.opened, self.refusals, self.silent = time.monotonic(), 0, 0
         if not self.opened:
             return ""
         if self.refusals >= REFUSALS:
             return f"{self.node}: Ray's {self.what} is gone: port {self.port} refuses connections"
-        if (silence := time.monotonic() - self.opened) > SILENCE_S:
+        silence = time.monotonic() - self.opened
+        if self.silent >= SILENT and silence > SILENCE_S:
             return f"{self.node}: no answer from {self.address} for {silence:.0f} s: is it down?"
         return ""
+
+
+def copy_if_newer(source: Path, target: Path) -> None:
+    """Copy a file, unless the copy has its size and its time."""
+    was = source.stat()
+    if not stat.S_ISREG(was.st_mode):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        there = target.stat()
+        if (there.st_size, there.st_mtime) == (was.st_size, was.st_mtime):
+            return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(source, target)
 
 
 def make_temp(plan: Plan) -> Path:
@@ -326,14 +346,20 @@ class Node:
             self.doors.append(Door(plan.name, "GCS", plan.address, plan.port))
         self.had_head = True  # whether the head's raylet was there when ours was started
         self.temp = make_temp(plan)
+        self.copying: threading.Thread | None = None
+        self.left_out = 0  # files that could not be copied
         self.synced = time.monotonic()
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
+        if not self.signal:
+            tell("SIGNAL", self.plan.index, signal.Signals(number).name.removeprefix("SIG"))
         self.signal = number
 
     def told_to_end(self) -> bool:
         # The listing, not a look for the file: NFS remembers for long that it was not there.
-        return bool(self.signal) or "ENDED" in os.listdir(self.plan.logs)
+        with contextlib.suppress(OSError):  # ... and forgets the directory, for a while
+            return bool(self.signal) or "ENDED" in os.listdir(self.plan.logs)
+        return bool(self.signal)
 
     def run(self) -> None:
         """Until somebody asks for the end. Raises Fault."""
@@ -390,32 +416,51 @@ class Node:
                 text = f"kempner.ray.ready has failed with exit code {ended}"
                 raise Fault(NOT_UP, f"{self.plan.name}: {text}")
         if self.plan.log_sync and time.monotonic() - self.synced > self.plan.log_sync:
-            self.copy_logs()
+            self.start_copying()
             self.synced = time.monotonic()
 
+    def start_copying(self) -> None:
+        """Ray's own logs into <logs>/ray/<node>/, beside what else there is to do: a file system
+        may be slow, or stand still."""
+        if self.copying is None or not self.copying.is_alive():
+            self.copying = threading.Thread(target=self.copy_logs, daemon=True)
+            self.copying.start()
+
     def copy_logs(self) -> None:
-        """Ray's own logs, into <logs>/ray/<node>/; for some seconds at most: Slurm may be about to
-        kill us."""
-        end = time.monotonic() + COPY_S
+        self.left_out = 0
         for source in self.temp.glob("session_2*/logs"):
-            for file in source.rglob("*"):
+            for file in sorted(source.rglob("*"), key=lambda file: len(file.parts)):
                 target = self.plan.logs / "ray" / self.plan.name / file.relative_to(source)
-                with contextlib.suppress(OSError):
-                    if file.is_file() and time.monotonic() < end:
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copy(file, target)
-            if self.plan.is_head:
-                with contextlib.suppress(OSError):
-                    shutil.copy(source / "dashboard.log", self.plan.logs)
+                try:
+                    copy_if_newer(file, target)
+                    if self.plan.is_head and target.name == "dashboard.log":
+                        copy_if_newer(file, self.plan.logs / file.name)
+                except OSError:  # one that Ray has just moved, or a full disk
+                    self.left_out += file.exists()
 
     def leave(self) -> None:
         self.processes.end(self.ray)
-        self.copy_logs()
+        end = time.monotonic() + COPY_S
+        if self.copying is not None:  # that of a while ago
+            self.copying.join(COPY_S)
+        self.start_copying()
+        assert self.copying is not None
+        self.copying.join(max(0.0, end - time.monotonic()))
+        if self.copying.is_alive():
+            log(f"Ray's own logs: copying takes over {COPY_S:.0f} s: see RAY_LOG_SYNC_FREQUENCY")
+        elif self.left_out:
+            log(f"Ray's own logs: {self.left_out} file(s) could not be copied")
         shutil.rmtree(self.temp, ignore_errors=True)
 
 
 def main() -> int:
-    node = Node(parse(sys.argv[1:]))
+    plan = parse(sys.argv[1:])
+    try:
+        node = Node(plan)
+    except OSError as error:
+        tell("FAULT", NOT_UP, f"{plan.name}: {error}")
+        time.sleep(SRUN_TELLS_S)
+        return NOT_UP
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, node.on_signal)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -423,7 +468,8 @@ def main() -> int:
     tell("UP", node.plan.index, os.getpid())
     try:
         node.run()
-    except Fault as fault:
+    except (Fault, OSError) as problem:
+        fault = problem if isinstance(problem, Fault) else Fault(DIED, f"{plan.name}: {problem}")
         log(f"fault: {fault}")
         if str(fault):
             tell("FAULT", fault.code, fault)
