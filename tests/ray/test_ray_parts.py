@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,28 @@ def test_the_copies_of_logs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     node.copy_if_newer(tmp_path / "pipe", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_file_system_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node ends in time, whatever becomes of the logs."""
+
+    class NoProcesses:
+        def end(self, main: int) -> None:
+            pass
+
+    monkeypatch.setattr(node, "Processes", NoProcesses)
+    monkeypatch.setattr(node, "COPY_S", 0.2)
+    monkeypatch.setattr(node, "copy_if_newer", lambda *_: time.sleep(20))
+    stuck = node.Node(plan(0, logs=tmp_path))
+    (stuck.temp / "session_2026/logs").mkdir(parents=True)
+    (stuck.temp / "session_2026/logs/raylet.out").touch()
+    stuck.start_copying()  # as RAY_LOG_SYNC_FREQUENCY has it
+    began = time.monotonic()
+    stuck.leave()
+    assert time.monotonic() - began < 2 and not stuck.temp.exists()
+    assert "copying takes over" in capsys.readouterr().out
 
 
 def test_the_paths_of_sockets_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
