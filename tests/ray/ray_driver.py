@@ -30,7 +30,7 @@ def look() -> dict[str, object]:
         "foreign": names,
         "token": os.environ.get("HF_TOKEN"),
         "wandb": os.environ.get("WANDB_API_KEY"),
-        "path": os.environ["PATH"],
+        "pythonpath": os.environ.get("PYTHONPATH"),
         "marker": os.environ.get("MARKER"),
         "auth": [os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")],
         "uv": os.environ.get("UV_CACHE_DIR"),

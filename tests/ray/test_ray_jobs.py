@@ -83,6 +83,7 @@ def test_a_batch_job_on_two_hosts(submit: Submit, tmp_path: Path) -> None:
     for seen in found["seen"]:
         assert (seen["token"], seen["wandb"], seen["marker"]) == (SECRET, SECRET, "a b c")
         assert seen["foreign"] == [] and seen["gloo"] == "ib0"
+        assert seen["pythonpath"] == f"{ROOT}/src:/mine"
         assert seen["auth"] == ["token", None]
     assert found["foreign"] == [] and found["job"] == job.job
     assert found["dashboard"] == [True, False]  # on the head's loopback alone
@@ -210,9 +211,13 @@ def test_a_signal_to_the_steps_alone(submit: Submit) -> None:
 
 
 def test_a_log_directory_that_is_gone(submit: Submit) -> None:
-    """Nobody can be told there of the end, and it comes all the same."""
-    job = submit(1, 'rm -rf "$SLURM_JOB_ID"-logs; exit 7')
-    assert job.end() == 7, job.all()
+    """Nobody can be told there of the end, and it comes all the same; nor does it matter that
+    something cannot be removed."""
+    names = '"$SLURM_JOB_ID"-logs "$SLURM_JOB_ID"-attach.sh'
+    job = submit(1, f'rm -rf {names}; mkdir "$SLURM_JOB_ID"-attach.sh; exit 7')
+    assert job.cluster.wait(job.job) == 7, job.all()
+    job.attach.rmdir()
+    job.nothing_is_left()
 
 
 def test_requeue(submit: Submit) -> None:
