@@ -372,12 +372,13 @@ ray_wait_for() { # <step> <seconds>: waits so long at most for the end of a step
 }
 
 ray_finish() { # whatever ends this script: ends the driver and Ray, removes what must not stay, keeps the exit code
-    local code=$? state='' patience=8 began end
+    local code=$? state='' patience=8 began end start=$SECONDS
     set +e # a full disk is no reason to leave anything running
     began=$(date +%s%N)
     trap '' TERM INT HUP USR1 USR2
     rm -f -- "$RAY_ATTACH" "$RAY_TOKEN"
     [[ -z $RAY_SIGNAL ]] || kp_log "SIG$RAY_SIGNAL: ending the cluster"
+    [[ -z $RAY_FAULT ]] || : >"$RAY_LOGS/ENDED" # the driver has lost its Ray: the nodes need not wait for it
     if ! ray_wait_for driver 0; then
         ! kp_show_job || state=$(kp_field JobState)
         KP_CHILD=${RAY_PID[driver]}
@@ -394,7 +395,7 @@ ray_finish() { # whatever ends this script: ends the driver and Ray, removes wha
             KP_STEP_NAME=ray-$KEMPNER_ATTEMPT_ID KP_CHILD=${RAY_PID[ray]}
             kp_signal TERM &
         fi
-        if ! ray_wait_for ray "$patience"; then
+        if ! ray_wait_for ray $((start + patience - SECONDS)); then
             kp_log "not all nodes come to their end: killing the step"
             kill -TERM "${RAY_PID[ray]}" 2>/dev/null || true
             ray_wait_for ray 4 || true

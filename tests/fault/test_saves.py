@@ -50,14 +50,14 @@ def test_crash_in_a_save(broken_run: Submit, tmp_path: Path, point: str) -> None
 def test_a_save_that_is_slower_than_the_steps(broken_run: Submit, tmp_path: Path) -> None:
     """It ends steps later; what it holds is of the step at which it was begun."""
     hold = f"hold at={DCP}:write_file:before s=1 rank=1 once={tmp_path / 'held'}"
-    where = "kempner.step:reduce_step:before nth=29 rank=1"
-    run = broken_run("--checkpoint.interval=20", faults=f"{hold}\nkill at={where}")
+    where = "kempner.step:reduce_step:before nth=39 rank=1"
+    run = broken_run("--checkpoint.interval=20", faults=f"{hold}\nkill at={where}\nslow ms=10")
     assert run.wait() == 0
     log = run.log
     assert (
         log.index("step 24/") < log.index("checkpoint of step 20 is durable") < log.index("Killed")
     )
-    run.assert_complete(attempts=2, recomputed=9)
+    run.assert_complete(attempts=2, recomputed=19)
     assert [event["step"] for event in run.events("start")] == [0, 20]
 
 

@@ -26,6 +26,7 @@ LAYERS = (
         "metrics",
         "history",
         "life",
+        "picture",
         "straggler",
         "blame",
         "preflight",
