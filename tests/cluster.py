@@ -183,3 +183,41 @@ def make_data(folder: Path) -> Path:
     done = subprocess.run(program, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / "shards"
+
+
+def program(folder: Path, name: str, text: str) -> dict[str, str]:
+    """An executable in front of PATH; returns the environment that has it."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def apptainer(folder: Path, enter: str = "exec") -> dict[str, str]:
+    """A shim that takes apptainer's words away, writes them to ../calls, a line each call, and runs
+    the rest."""
+    text = f"""#!/bin/bash
+printf '%q ' "$@" >>{folder.parent}/calls; echo >>{folder.parent}/calls
+while [[ $1 != /images/a.sif ]]; do shift; done
+shift
+{enter} "$@"
+"""
+    return program(folder, "apptainer", text)
+
+
+def pyxis(folder: Path) -> dict[str, str]:
+    """A shim in front of the real srun that takes pyxis's options away: ../calls has a line "srun"
+    for each call, and one for each option."""
+    text = f"""#!/bin/bash
+[[ $1 != --help ]] || {{ echo --container-image=; exit; }}
+words=()
+echo srun >>{folder.parent}/calls
+for word; do
+    case $word in
+        --container-* | --no-container-*) printf '%s\\n' "$word" >>{folder.parent}/calls ;;
+        *) words+=("$word") ;;
+    esac
+done
+exec /usr/bin/srun "${{words[@]}}"
+"""
+    return program(folder, "srun", text)

@@ -385,7 +385,7 @@ ray_finish() { # whatever ends this script: ends the driver and Ray, removes wha
         # Else Slurm has told it, and there is no time. scancel takes 10 s where a host is gone.
         [[ $state != RUNNING ]] || kp_signal TERM &
         if [[ $state != RUNNING ]] || ! ray_wait_for driver 4; then
-            kill -TERM "$KP_CHILD" 2>/dev/null || true # srun ends its task at once
+            kill -TERM "$KP_CHILD" 2>/dev/null # srun ends its task at once
         fi
     fi
     if [[ -n ${RAY_PID[ray]:-} ]]; then
@@ -397,8 +397,8 @@ ray_finish() { # whatever ends this script: ends the driver and Ray, removes wha
         fi
         if ! ray_wait_for ray $((start + patience - SECONDS)); then
             kp_log "not all nodes come to their end: killing the step"
-            kill -TERM "${RAY_PID[ray]}" 2>/dev/null || true
-            ray_wait_for ray 4 || true
+            kill -TERM "${RAY_PID[ray]}" 2>/dev/null
+            ray_wait_for ray 4
         fi
     fi
     end=$(date +%s%N)

@@ -27,6 +27,15 @@ JOB = """JobId=7 JobName=kempner
 """
 
 
+def test_an_old_bash_is_told(tmp_path: Path) -> None:
+    """As old as a copy of lib.sh makes this one."""
+    for file in ("lib.sh", "requeue.sh"):
+        text = (LIB.parent / file).read_text().replace(">= 404", ">= 9904")
+        (tmp_path / file).write_text(text)
+    done = subprocess.run(["bash", tmp_path / "lib.sh"], capture_output=True, text=True)
+    assert done.returncode == 2 and "is too old: 4.4 is needed" in done.stderr
+
+
 def job(
     *gres: str, nodes: int = 2, tasks: int = 0, cpus: int = 128, asked: str = "", total: str = ""
 ) -> str:

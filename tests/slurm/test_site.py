@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import time
 from collections.abc import Iterator
@@ -11,19 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster
+from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster, apptainer, program, pyxis
 
 HOSTILE = ["--a=[0.9, 0.95]", "two words", "$HOME `id`", "*", "", "{a,b}", "\\"]
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 SECRET = "hf_neverseenanywhere"
-
-
-def program(folder: Path, name: str, text: str) -> dict[str, str]:
-    """An executable in front of PATH; returns the environment that has it."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def seen(run_dir: Path) -> dict[str, list[str]]:
@@ -41,17 +32,11 @@ def calls_of_a_job(cluster: Cluster, tmp_path: Path, env: dict[str, str]) -> lis
 
 
 def test_apptainer(cluster: Cluster, tmp_path: Path) -> None:
-    """A shim takes apptainer's words away and runs the rest: Python starts in the container, on the
-    batch host and in the tasks, and the arguments arrive."""
-    shim = f"""#!/bin/bash
-printf '%q ' "$@" >>{tmp_path}/calls; echo >>{tmp_path}/calls
-while [[ $1 != /images/a.sif ]]; do shift; done
-shift
-exec "$@"
-"""
+    """Python starts in the container, on the batch host and in the tasks, and the arguments
+    arrive."""
     env = {
         **FAKE,
-        **program(tmp_path / "bin", "apptainer", shim),
+        **apptainer(tmp_path / "bin"),
         "KEMPNER_CONTAINER": "/images/a.sif",
         "KEMPNER_MOUNTS": "/scratch:/scratch",
     }
@@ -69,21 +54,10 @@ exec "$@"
 
 
 def test_pyxis(cluster: Cluster, tmp_path: Path) -> None:
-    """A shim in front of the real srun takes pyxis's options away."""
-    shim = f"""#!/bin/bash
-[[ $1 != --help ]] || {{ echo --container-image=; exit; }}
-words=()
-for word; do
-    case $word in
-        --container-* | --no-container-*) printf '%s\\n' "$word" >>{tmp_path}/calls ;;
-        *) words+=("$word") ;;
-    esac
-done
-exec /usr/bin/srun "${{words[@]}}"
-"""
+    """Whatever starts Python has the options of the container."""
     env = {
         **FAKE,
-        **program(tmp_path / "bin", "srun", shim),
+        **pyxis(tmp_path / "bin"),
         "KEMPNER_CONTAINER": "registry/image:1",
     }
     calls = calls_of_a_job(cluster, tmp_path, env)

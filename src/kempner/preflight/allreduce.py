@@ -64,8 +64,9 @@ def measure(
     """All-reduce among `ranks`; every one of them calls it. `kind` is cpu (gloo) or cuda (NCCL).
 
     Returns latency_s (median of a 4-byte message), bytes and bus_bytes_per_s of the largest message
-    that took less than half a second: 2 (n - 1) / n x bytes / seconds, so that the figure does not
-    depend on the number n of ranks (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+    that took less than half a second, at its best: 2 (n - 1) / n x bytes / seconds, so that the
+    figure does not depend on the number n of ranks (github.com/NVIDIA/nccl-tests,
+    doc/PERFORMANCE.md).
     """
     device = torch.device("cpu")
     if kind == "cuda":
