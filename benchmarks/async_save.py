@@ -43,13 +43,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from kempner import mesh
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.dcp import Checkpointer
 from kempner.checkpoint.writer import local, pages
 from kempner.model.config import ModelConfig
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
+from kempner.parallel import mesh
 from kempner.parallel.build import build_model
 from kempner.run import TrainConfig
 

@@ -21,8 +21,8 @@ costs naive.sh with a large one is not in these figures.
 Columns per fault: the step it struck at; steps done again because of it; seconds from it until the
 save that followed was durable; seconds from the start of rank 0's next process to its first step;
 seconds from it until the run was past the step that it had reached. Parts of the wall time are
-`kempner.history`'s; the effective training time ratio is the share that the steps would have taken
-at their median time.
+`kempner.history.wall_time`'s; the effective training time ratio is the share that the steps would
+have taken at their median time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kempner import history
-from kempner.attempts import read_lines
+from kempner.history.attempts import read_lines
+from kempner.history.state import load_history
 from tests.cluster import ENDED, ROOT, TESTBED, Cluster, make_data
 from tests.conftest import clean_env, losses, status
 from tests.fault.broken_run import BrokenRun, words
@@ -259,7 +259,7 @@ class Soak(BrokenRun):
             pass
 
     def _born(self) -> float:
-        return history.load(self.dir).attempts[0].opened
+        return load_history(self.dir).attempts[0].opened
 
     def _strike(self, fault: Fault) -> None:
         do = {
@@ -344,7 +344,7 @@ class Cost(NamedTuple):
 
 def costs(soak: Soak) -> list[Cost]:
     """Fault by fault. What an attempt lost goes to the last fault that struck it."""
-    run = history.load(soak.dir)
+    run = load_history(soak.dir)
     attempts = [(a, lost) for a, lost in zip(run.attempts, run.life.lost, strict=True) if a.began]
     events = read_lines(soak.dir / "attempts.jsonl")
     started = {e["attempt"]: e["process_began"] for e in events if e["event"] == "start"}
@@ -392,7 +392,7 @@ def summary(soaks: dict[str, Soak], absence: float) -> str:
     """The patterns side by side."""
     columns = []
     for soak in soaks.values():
-        run = history.load(soak.dir)
+        run = load_history(soak.dir)
         life, faults = run.life, max(1, len(soak.struck))
         pace = statistics.median(line["step_time"] for line in run.losses)
         training = pace * len(run.losses)  # a step that a fault held up has not trained for longer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from kempner.checkpoint import commit
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import Tokenizer, load_tokenizer
 from kempner.model.config import ModelConfig

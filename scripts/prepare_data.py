@@ -23,8 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kempner.config import ConfigError
-from kempner.data import encode, prepare, sources
+from kempner.config.option import ConfigError
+from kempner.data import encode, sources
+from kempner.data.shards import Writer, earlier
 from kempner.data.sidecar import (
     PROGRESS,
     SIDECAR,
@@ -147,7 +148,7 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
     new = Sidecar({}, settings["dtype"], 0, 0, {split: [] for split in SPLITS}, prepared)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        sidecar = prepare.earlier(out, new, options.overwrite)
+        sidecar = earlier(out, new, options.overwrite)
         if (out / SIDECAR).is_file():
             (out / PROGRESS).unlink(missing_ok=True)  # killed between the last two operations
             print(f"{out}: complete, nothing to do")
@@ -245,7 +246,7 @@ def write_shards(
             eod=tokenizer.eod,
         )
         sidecar.save(out / PROGRESS)
-    writer = prepare.Writer(out, sidecar)
+    writer = Writer(out, sidecar)
     done, left = units[: writer.units_done], units[writer.units_done :]
     if done:
         shards = sum(map(len, sidecar.splits.values()))

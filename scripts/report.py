@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from kempner import history, picture
-from kempner.attempts import Attempt, Record
-from kempner.history import History
+from kempner.history import plots
+from kempner.history.attempts import Attempt, Record
+from kempner.history.state import History, load_history
 
 STEP_PARTS = ("data", "compute", "checkpoint", "eval")
 FORMATS = (".png", ".pdf", ".svg")
@@ -41,9 +41,9 @@ def main(argv: list[str]) -> int:
         name = f"{out.stem}-timeline{out.suffix}" if options.out else "timeline.png"
         timeline = out.with_name(name)
     try:
-        picture.draw(runs, out)
+        plots.draw(runs, out)
         if timeline is not None:
-            picture.draw_timeline(runs[0], timeline)
+            plots.draw_timeline(runs[0], timeline)
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
@@ -90,7 +90,7 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
         if not path.is_dir():
             problems.append(f"{path}: no such directory; name the run.dir of a training")
             continue
-        run = history.load(path)
+        run = load_history(path)
         if run.losses:
             runs.append(run)
         elif run.status or run.attempts:

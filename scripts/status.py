@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.attempts import Record, read_lines
+from kempner.history.attempts import Record, read_lines
 
 TAIL = 1 << 16  # bytes of metrics.jsonl that are looked at: the newest lines
 # A running job without a new line for so many times the usual interval stands still.

@@ -46,7 +46,7 @@ kp_blame() { # after a crash or a hang: sets KP_BLAMED, its host, and KP_EXCLUDE
     local host=$KP_BAD again=$KP_BAD most=${KEMPNER_EXCLUDE:-2} excluded node left=0 out
     [[ $KP_STATE != interrupted ]] || return 0
     if [[ -z $KP_PREFLIGHT ]]; then
-        { read -r host && read -r again; } < <(kp_shielded "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.blame \
+        { read -r host && read -r again; } < <(kp_shielded "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.history.faulty_host \
             "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG") || true
     fi
     KP_BLAMED=${host:-}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kempner.config import option
+from kempner.config.option import option
 
 # Dense bf16 operations per second, without sparsity, by the name that the driver gives (NVIDIA and
 # AMD data sheets). The first entry that the name contains, as whole words (an A4000 is no A40),

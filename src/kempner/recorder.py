@@ -13,9 +13,9 @@ import torch
 
 from kempner.data.loader import TrainLoader
 from kempner.metrics import Clock, end_torn_line, line, peak_flops
-from kempner.rundir import Run
+from kempner.resilience.straggler import Stragglers
+from kempner.run_directory import Run
 from kempner.step import Numbers
-from kempner.straggler import Stragglers
 
 
 class Recorder:
@@ -26,7 +26,7 @@ class Recorder:
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
-        cfg, world_size = run.cfg.metrics, run.place.world_size
+        cfg, world_size = run.cfg.metrics, run.world.size
         self.run, self.device, self.clock = run, device, Clock()
         self.skipped = 0
         # Of the line before: step, tokens, and the time spent until then.
@@ -41,7 +41,7 @@ class Recorder:
         )
         run.say(about)
         self._file = None
-        if run.place.rank == 0:
+        if run.world.rank == 0:
             end_torn_line(run.dir / "metrics.jsonl")
             self._file = open(run.dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
 

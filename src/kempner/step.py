@@ -3,7 +3,6 @@ later. And the validation's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from kempner.loss import IGNORE
 from kempner.metrics import Clock
 from kempner.optim.build import local_norm_sq
-from kempner.resilience import REQUESTS, StopRequests
+from kempner.resilience.requests import REQUESTS
 
 
 def reduce_step(
@@ -40,21 +38,21 @@ def reduce_step(
 
 
 def guard_update(
-    optimizer: torch.optim.Optimizer, totals: Tensor, budget: int, clip: float
+    optimizer: torch.optim.Optimizer, totals: Tensor, step_tokens: int, clip: float
 ) -> Tensor:
     """Hand the optimizer clipping and the verdict on this step, as tensors; returns [loss,
     grad_norm, bad, ...flags].
 
-    The gradients are those of (sum of losses) / budget. Dividing them by `grad_scale` makes them
-    those of the mean over the real tokens, clipped to the norm `clip`. A loss or norm that is not
-    finite, or no real token at all, sets `found_inf`: weights, moments and step count stay, on all
-    ranks alike.
+    The gradients are those of (sum of losses) / step_tokens. Dividing them by `grad_scale` makes
+    them those of the mean over the real tokens, clipped to norm `clip`. A loss or norm that is
+    not finite, or no real token at all, sets `found_inf`: weights, moments and step count stay,
+    on all ranks alike.
     """
     loss_sum, tokens, norm_sq = totals[:3]
-    grad_norm = norm_sq.sqrt() * budget / tokens
+    grad_norm = norm_sq.sqrt() * step_tokens / tokens
     bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
     shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
-    optimizer.grad_scale = (shrink * tokens / budget).float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = (shrink * tokens / step_tokens).float()  # type: ignore[attr-defined]
     optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
     return torch.cat((torch.stack((loss_sum / tokens, grad_norm, bad.double())), totals[3:]))
 
@@ -75,7 +73,7 @@ class Numbers(NamedTuple):
     spent: dict[str, float]  # seconds of this rank until the step was done: Clock.spent
 
 
-class Later:
+class PendingStep:
     """The result of a step on its way to the host; reading it waits only for the step that made
     it."""
 
@@ -97,25 +95,3 @@ class Later:
         loss, grad_norm, bad, *rest = self._host.tolist()
         flags, work = rest[: len(REQUESTS)], rest[len(REQUESTS) :]
         return Numbers(*self._known, loss, grad_norm, bool(bad), flags, work, self._spent)
-
-
-@torch.no_grad()
-def validate(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    device: torch.device,
-    stop: StopRequests,
-) -> tuple[float, int]:
-    """Mean loss over the held-out tokens of all ranks, and how many they are; when a request to
-    leave comes in between, of those until then."""
-    totals = torch.zeros(3, dtype=torch.float64)
-    for inputs, targets in batches:
-        targets = targets.to(device)
-        loss = model(inputs.to(device), targets)
-        leave = loss.new_tensor(stop.wants_to_leave())
-        sums = torch.stack((loss, (targets != IGNORE).sum(), leave)).double()
-        dist.all_reduce(sums)
-        totals += sums.cpu()
-        if totals[2] > 0:
-            break
-    return (totals[0] / totals[1]).item(), int(totals[1].item())

@@ -1,4 +1,4 @@
-"""scripts/bench.py shows that it works; its figures are no test's business."""
+"""benchmarks/trainer.py shows that it works; its figures are no test's business."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = {
 def test_quick(command: str, data_dir: Path) -> None:
     words = [] if command == "data" else ["--", f"--data.dataset_path={data_dir}"]
     done = subprocess.run(
-        [sys.executable, "scripts/bench.py", command, "--quick", *words],
+        [sys.executable, "-m", "benchmarks.trainer", command, "--quick", *words],
         cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

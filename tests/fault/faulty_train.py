@@ -122,9 +122,9 @@ def slow(fault: dict[str, str]) -> None:
 
 
 def slow_validation(fault: dict[str, str]) -> None:
-    from kempner import step
+    from kempner import evaluate
 
-    real = step.validate
+    real = evaluate.validate
 
     def wait(batch: Any) -> Any:
         time.sleep(float(fault["ms"]) / 1000)
@@ -133,7 +133,7 @@ def slow_validation(fault: dict[str, str]) -> None:
     def slowly(model: Any, batches: Any, *rest: Any) -> Any:
         return real(model, map(wait, batches) if strikes(fault) else batches, *rest)
 
-    step.validate = slowly
+    evaluate.validate = slowly
 
 
 KINDS = {

@@ -1,5 +1,5 @@
 """Stands in for scripts/train.py where a test is about ranks that find each other: they meet
-through kempner.launch, and each says whom it has met."""
+through kempner.process_group, and each says whom it has met."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ if "--check" in sys.argv:
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from kempner.launch import discover, start  # noqa: E402
+from kempner.process_group import discover, start  # noqa: E402
 
-place = discover()
-start(place, torch.device("cpu"), run_dir, 60.0)
-met: list[str | None] = [None] * place.world_size
+world = discover()
+start(world, torch.device("cpu"), run_dir, 60.0)
+met: list[str | None] = [None] * world.size
 dist.all_gather_object(met, os.environ["SLURM_JOB_ID"])
-if place.rank == 0:
+if world.rank == 0:
     print("met", *met, flush=True)
     (run_dir / "status.json").write_text(
         f'{{"state": "done", "attempt_id": "{os.environ["KEMPNER_ATTEMPT_ID"]}"}}'

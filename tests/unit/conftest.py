@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kempner import process_group
+
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -13,9 +15,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from kempner import launch
-
-    place = launch.Place(0, 0, 1, "single")
-    launch.start(place, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
+    world = process_group.World(0, 0, 1, "single")
+    process_group.start(world, torch.device("cpu"), tmp_path_factory.mktemp("start"), 60)
     yield
     dist.destroy_process_group()

@@ -16,18 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kempner.command_line import help_text, parse_command
-from kempner.config import (
-    REQUIRED,
-    ConfigError,
-    as_dict,
-    config_hash,
-    load,
-    option,
-    schema,
-    to_toml,
-)
-from kempner.run import RunConfig, with_run_dir
+from kempner.config.command_line import help_text, parse_command
+from kempner.config.loading import as_dict, config_hash, load, to_toml
+from kempner.config.option import REQUIRED, ConfigError, option, schema
+from kempner.configure import with_run_dir
+from kempner.run import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -558,7 +551,7 @@ def test_help_needs_no_torch() -> None:
     result = train("--help", python=("-X", "importtime"))
     assert result.returncode == 0 and "--train.max_steps int" in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "kempner.config" in imported and not imported & {"torch", "numpy"}
+    assert "kempner.config.loading" in imported and not imported & {"torch", "numpy"}
 
 
 def test_the_examples_of_the_page_are_true(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
 from kempner.data.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar

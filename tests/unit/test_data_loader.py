@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 from kempner.data.dataset import TokenDataset
 from kempner.data.loader import (
     TrainLoader,

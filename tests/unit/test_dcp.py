@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from kempner.checkpoint import commit
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.dcp import Checkpointer, TensorReader
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 

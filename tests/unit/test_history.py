@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner import history
-from kempner.history import History
-from kempner.life import PARTS
+from kempner.history.state import History, load_history
+from kempner.history.wall_time import PARTS
 
 BEGAN = 1_700_000_000.0
 PACE, FIRST = 2.0, 12.0  # seconds of a step, and of the first one
@@ -155,7 +154,7 @@ class MadeUp:
 
     def check(self) -> History:
         """Compare with what the records tell."""
-        run = history.load(self.path)
+        run = load_history(self.path)
         orderly = run.attempts[-1].state in ("done", "interrupted", "stopped")
         at_end = float("inf") if orderly else self.saved
         lost = [0] * len(self.resumes)
@@ -243,7 +242,7 @@ def test_whatever_the_records_are_the_parts_are_the_wall_time(
     for name, found in (("attempts", events), ("metrics", lines)):
         text = "".join(json.dumps(record) + "\n" for record in found)
         (path / f"{name}.jsonl").write_text(f'{{"event": "sta\n[]\n{text}{{"torn": ')
-    run = history.load(path)
+    run = load_history(path)
     life = run.life
     assert min(life.parts.values()) >= 0
     assert sum(life.parts.values()) == pytest.approx(life.wall, abs=1e-6)
@@ -264,7 +263,7 @@ def test_an_attempt_without_a_line_has_the_pace_of_the_others(made: MadeUp) -> N
 def test_a_decision_belongs_to_its_attempt_not_to_the_first(made: MadeUp) -> None:
     made.attempt(0, 40, "interrupted")
     made.attempt(40, 80, "crash", decision="end")
-    first, second = history.load(made.path).attempts
+    first, second = load_history(made.path).attempts
     assert (first.state, first.last_step, first.decision) == ("interrupted", 40, "requeue")
     assert (second.state, second.decision, second.why) == ("crashed", "end", "so it is")
 
@@ -289,7 +288,7 @@ def test_the_rank_that_only_lost_a_peer_is_no_cause(made: MadeUp) -> None:
     made.event("fault", 5, kind="crash", lost_peer=True, reason="connection closed")
     made.event("fault", 5, kind="hang", hosts=["n2"], reason="no step for 120 s")
     made.event("fault", 5, kind="crash", lost_peer=False, reason="too late")
-    (attempt,) = history.load(made.path).attempts
+    (attempt,) = load_history(made.path).attempts
     assert (attempt.state, attempt.reason) == ("hung", "no step for 120 s")
 
 
@@ -298,7 +297,7 @@ def test_a_rank_that_was_killed_is_missed_by_another(made: MadeUp) -> None:
     made.event("start", 0)
     reason = "rank 1 on n2: RuntimeError: [pair.cc:553] connection closed: [10.0.0.1]"
     made.event("fault", 5, kind="crash", lost_peer=True, reason=reason)
-    (attempt,) = history.load(made.path).attempts
+    (attempt,) = load_history(made.path).attempts
     assert attempt.state == "crashed"
     assert attempt.reason == "a rank died without a word, rank 1 on n2 lost it"
 
@@ -318,7 +317,7 @@ def test_steps_after_the_last_checkpoint_of_a_run_that_does_not_go_on_are_lost(
     checkpoints = made.path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "latest").symlink_to("step_00000050")  # the truth of now
-    assert history.load(made.path).life.lost == [8]
+    assert load_history(made.path).life.lost == [8]
 
 
 def test_a_step_that_stood_still_is_no_training(made: MadeUp) -> None:
@@ -334,7 +333,7 @@ def test_the_next_start_tells_of_steps_that_no_line_does(made: MadeUp) -> None:
     text = (made.path / "attempts.jsonl").read_text().splitlines(keepends=True)
     text = [line for line in text if '"decision"' not in line]
     (made.path / "attempts.jsonl").write_text("".join(text))
-    run = history.load(made.path)
+    run = load_history(made.path)
     assert run.attempts[0].last_step == 43 and run.life.lost == [0, 0]
 
 
@@ -358,7 +357,7 @@ def test_steps_that_an_attempt_itself_went_back_over(made: MadeUp) -> None:
     seconds_of = 30.0  # the whole lap: 5 steps, and 10 again
     line(30, 1, 98)
     made.event("end", 30, state="done")
-    life = history.load(made.path).life
+    life = load_history(made.path).life
     assert life.lost == [15]
     assert life.parts["lost"] == pytest.approx(30, abs=1e-6)
     assert life.parts["training"] == pytest.approx(98 - 10 - 30, abs=1e-6)
@@ -373,7 +372,7 @@ def test_an_attempt_that_still_runs(made: MadeUp) -> None:
     made.write("attempts", event="note", time=made.now)
     status = {"state": "running", "attempt": 1, "step": 40}
     (made.path / "status.json").write_text(json.dumps(status))
-    run = history.load(made.path)
+    run = load_history(made.path)
     assert [a.state for a in run.attempts] == ["interrupted", "running"]
     assert run.state == "running" and run.life.lost == [0, 0] and run.life.parts["lost"] == 0
 
@@ -382,4 +381,4 @@ def test_a_kill_that_the_batch_script_has_seen_is_no_running_attempt(made: MadeU
     made.attempt(0, 40, "kill")
     status = {"state": "running", "attempt": 0, "step": 0}
     (made.path / "status.json").write_text(json.dumps(status))
-    assert history.load(made.path).state == "killed"
+    assert load_history(made.path).state == "killed"

@@ -17,23 +17,11 @@ SOURCE = ROOT / "src" / "kempner"
 
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
-    {"config_values", "config", "command_line", "launch", "slurm", "attempts"},
-    {
-        "mesh",
-        "model",
-        "data",
-        "loss",
-        "metrics",
-        "history",
-        "life",
-        "picture",
-        "straggler",
-        "blame",
-        "preflight",
-        "ray",
-    },
-    {"parallel", "optim", "checkpoint", "hf", "resilience", "step", "lock"},
-    {"run", "rundir", "recorder", "watchdog"},
+    {"files", "slurm", "config"},
+    {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
+    {"parallel", "optim", "checkpoint", "resilience", "step", "evaluate"},
+    {"run"},
+    {"run_directory", "recorder", "configure", "progress"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {
@@ -102,10 +90,11 @@ def test_modules_without_torch_stay_without_it() -> None:
     """What runs before a GPU is asked for, on a login node, or in workers that only prepare
     data."""
     light = [
-        "kempner.run", "kempner.command_line", "kempner.launch", "kempner.resilience",
-        "kempner.metrics", "kempner.history", "kempner.lock", "kempner.slurm",
+        "kempner.run", "kempner.configure", "kempner.process_group", "kempner.progress",
+        "kempner.config.command_line", "kempner.resilience.requests",
+        "kempner.metrics", "kempner.history.state", "kempner.resilience.lock", "kempner.slurm",
         "kempner.ray.node", "kempner.ray.ready",
-        "kempner.checkpoint.commit", "kempner.data.prepare", "kempner.data.dataset",
+        "kempner.checkpoint.commit", "kempner.data.shards", "kempner.data.dataset",
         *(name for name in MODULES if name.endswith(".config")),
     ]  # fmt: skip
     code = f"import sys, {', '.join(light)}; sys.exit('torch' in sys.modules)"

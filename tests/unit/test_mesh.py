@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.config import ConfigError
-from kempner.mesh import DistributedConfig, sizes
+from kempner.config.option import ConfigError
+from kempner.parallel.config import DistributedConfig
+from kempner.parallel.mesh import sizes
 
 
 @pytest.mark.parametrize(

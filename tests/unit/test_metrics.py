@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kempner import recorder
-from kempner.launch import Place
 from kempner.metrics import Clock, MetricsConfig, end_torn_line, line, peak_flops
+from kempner.process_group import World
 from kempner.recorder import Recorder
 from kempner.run import RunConfig, TrainConfig
 from kempner.step import Numbers
@@ -79,7 +79,7 @@ class FakeRun:
     def __init__(self, path: Path, rank: int = 0, world_size: int = 2, **metrics: Any) -> None:
         train = TrainConfig(max_steps=7, seq_len=8, global_batch=4)
         self.cfg = RunConfig(train=train, metrics=MetricsConfig(**metrics))
-        self.place = Place(rank, rank, world_size, "slurm")
+        self.world = World(rank, rank, world_size, "slurm")
         self.dir, self.attempt, self.hosts = path, 3, ["one"] * world_size
         self.said: list[str] = []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kempner.config import load
+from kempner.config.loading import load
 from kempner.loss import IGNORE, cross_entropy_sum
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder

@@ -17,8 +17,8 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer, local_norm_sq
 from kempner.optim.config import OptimizerConfig, ScheduleConfig, learning_rate
-from kempner.resilience import REQUESTS
-from kempner.step import Later, guard_update, reduce_step
+from kempner.resilience.requests import REQUESTS
+from kempner.step import PendingStep, guard_update, reduce_step
 
 # --- The schedule -------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ def test_update_is_that_of_the_mean_clipped_then_adamw(clip: float) -> None:
     matrices, rest = ([p for p in plain.parameters() if (p.ndim == 2) is m] for m in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
-    for count in (16, 5, 1, 12):  # tokens that count: fewer than the budget, and never as many
+    for count in (16, 5, 1, 12):  # tokens that count: fewer than the step_tokens, and never as many
         x = torch.randn(count, 8)
         result = guarded_step(model, optimizer, model(x).square().flatten(), clip)
         loss = plain(x).square().mean()
@@ -120,7 +120,7 @@ def test_update_is_that_of_the_mean_clipped_then_adamw(clip: float) -> None:
         norm = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
         reference.step()
         reference.zero_grad()
-        numbers = Later({"step": 1, "tokens": 2, "samples": 3}, 0.1, result, Clock()).read()
+        numbers = PendingStep({"step": 1, "tokens": 2, "samples": 3}, 0.1, result, Clock()).read()
         assert (numbers.loss, numbers.grad_norm) == pytest.approx((loss.item(), norm.item()))
         assert not numbers.bad and numbers.flags == FLAGS and numbers.work == [0.5]
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

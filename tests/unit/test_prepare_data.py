@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 from kempner.data import sources
 from kempner.data.dataset import TokenDataset
 from kempner.data.sidecar import copy_tokenizer
@@ -317,6 +317,7 @@ def test_ctrl_c_is_answered_in_one_line(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "out/train_00002.npy").exists():
+        assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGINT)
     said = process.communicate(timeout=30)[1]
@@ -329,6 +330,7 @@ def test_a_killed_worker_is_noticed(tmp_path: Path) -> None:
     command = [*COMMAND, tmp_path / "in", "--out", tmp_path / "out", "--shard-tokens", "100000"]
     process = subprocess.Popen([*command, "--workers", "2"], stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "out/train_00001.npy").exists():
+        assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError):
         os.kill(children(process.pid)[-1], signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner import history
+from kempner.history.state import load_history
 
 ROOT = Path(__file__).parent.parent.parent
 BEGAN = 1_700_000_000.0
@@ -85,7 +85,7 @@ def rows(stdout: str) -> dict[str, str]:
 
 
 def test_a_later_attempt_supersedes(resumed: Path) -> None:
-    run = history.load(resumed)
+    run = load_history(resumed)
     assert [(line["step"], line["attempt"]) for line in run.losses] == [
         (10, 0), (20, 0), (30, 1), (40, 1), (50, 1),
     ]  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_later_attempt_supersedes(resumed: Path) -> None:
 def test_without_a_record_of_attempts_the_later_line_of_a_step_stands(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", step_line(10) + step_line(20) + step_line(20, loss=1.5))
     (path / "attempts.jsonl").unlink()
-    assert [line["loss"] for line in history.load(path).losses] == [2.0, 1.5]
+    assert [line["loss"] for line in load_history(path).losses] == [2.0, 1.5]
     assert report(path).returncode == 0
 
 
@@ -104,7 +104,7 @@ def test_an_attempt_that_went_back_itself(tmp_path: Path) -> None:
         step_line(step, loss=loss) for step, loss in ((10, 2.0), (20, None), (30, None))
     )
     path = write_run(tmp_path / "run", lines + step_line(20, loss=1.5))
-    assert [line["loss"] for line in history.load(path).losses] == [2.0, 1.5]
+    assert [line["loss"] for line in load_history(path).losses] == [2.0, 1.5]
 
 
 def test_steps_that_a_resume_has_undone_do_not_count_before_they_are_done_again(
@@ -112,7 +112,7 @@ def test_steps_that_a_resume_has_undone_do_not_count_before_they_are_done_again(
 ) -> None:
     metrics = "".join(step_line(step) for step in (10, 20, 30, 40))
     path = write_run(tmp_path / "run", metrics, start(0, 0, 0) + start(1, 20, 100))
-    run = history.load(path)
+    run = load_history(path)
     assert [line["step"] for line in run.losses] == [10, 20]
     assert run.step == 20
     assert [line["step"] for line in run.lines] == [10, 20, 30, 40]  # what was lost is there
@@ -305,7 +305,7 @@ def test_a_picture_that_cannot_be_written(
 
 def test_the_history_needs_no_torch(resumed: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from kempner import history;"
-        f"history.load(Path({str(resumed)!r})); sys.exit('torch' in sys.modules)"
+        "import sys; from pathlib import Path; from kempner.history.state import load_history;"
+        f"load_history(Path({str(resumed)!r})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kempner.straggler import WINDOW, BlockClock, Stragglers
+from kempner.resilience.straggler import WINDOW, BlockClock, Stragglers
 
 
 def test_a_slow_rank_is_named_ever_less_often_and_when_it_is_well_again() -> None:

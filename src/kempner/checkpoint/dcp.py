@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from kempner.checkpoint import commit
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.writer import Image, file_of, geometry_of, make_plan, write_file
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 from kempner.parallel.build import parameter_names
 from kempner.slurm import short_window
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kempner.config import option
+from kempner.config.option import option
 
 
 @dataclass(frozen=True)

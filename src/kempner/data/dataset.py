@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 from kempner.data.permute import Int64
 from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 from kempner.data.sidecar import DataError
 from kempner.data.tokenizer import need
 

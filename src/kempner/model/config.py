@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kempner.config import option
+from kempner.config.option import option
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ModelConfig:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
-    def head_width(self) -> int:
+    def resolved_head_dim(self) -> int:
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
     def problems(self) -> list[str]:
@@ -52,9 +52,9 @@ class ModelConfig:
                 f"model.dim = {self.dim}: must be a multiple of "
                 f"n_heads = {self.n_heads}, or set model.head_dim"
             )
-        elif self.head_width % 2:
+        elif self.resolved_head_dim % 2:
             found.append(
-                f"model.head_dim = {self.head_width}: must be even (rotary embedding turns pairs)"
+                f"model.head_dim = {self.resolved_head_dim}: must be even (RoPE turns pairs)"
             )
         if self.rope_factor > 1 and self.rope_high_freq_factor <= self.rope_low_freq_factor:
             found.append("model.rope_high_freq_factor: must be over rope_low_freq_factor")
@@ -70,8 +70,8 @@ class ModelConfig:
 
     def count_block(self) -> int:
         """Trainable parameters of one block."""
-        attention = 2 * self.dim * self.head_width * (self.n_heads + self.kv_heads)
-        norms = 2 * self.dim + (2 * self.head_width if self.qk_norm else 0)
+        attention = 2 * self.dim * self.resolved_head_dim * (self.n_heads + self.kv_heads)
+        norms = 2 * self.dim + (2 * self.resolved_head_dim if self.qk_norm else 0)
         return attention + 3 * self.dim * self.ffn_dim + norms
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -82,11 +82,11 @@ class ModelConfig:
         (PaLM, arXiv:2204.02311, app. B).
         """
         norms = (2 * self.n_layers + 1) * self.dim + (
-            2 * self.head_width * self.n_layers if self.qk_norm else 0
+            2 * self.resolved_head_dim * self.n_layers if self.qk_norm else 0
         )
         weights = (
             self.count_parameters()
             - norms
             - (0 if self.tie_embeddings else self.vocab_size * self.dim)
         )
-        return 6.0 * weights + 6.0 * self.n_layers * self.n_heads * self.head_width * seq_len
+        return 6.0 * weights + 6.0 * self.n_layers * self.n_heads * self.resolved_head_dim * seq_len

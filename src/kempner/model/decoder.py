@@ -23,7 +23,7 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
     """Angular frequencies [E/2], fp32, with Llama-3's stretching of long wavelengths
     (arXiv:2407.21783, and Meta's code)."""
     freqs = 1.0 / cfg.rope_theta ** (
-        torch.arange(0, cfg.head_width, 2, dtype=torch.float32) / cfg.head_width
+        torch.arange(0, cfg.resolved_head_dim, 2, dtype=torch.float32) / cfg.resolved_head_dim
     )
     if cfg.rope_factor == 1.0:
         return freqs
@@ -51,16 +51,20 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.head_width = cfg.head_width
-        self.wq = nn.Linear(cfg.dim, cfg.n_heads * cfg.head_width, bias=False)
-        self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_width, bias=False)
-        self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_width, bias=False)
-        self.wo = nn.Linear(cfg.n_heads * cfg.head_width, cfg.dim, bias=False)
-        self.q_norm = nn.RMSNorm(cfg.head_width, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(cfg.head_width, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.resolved_head_dim = cfg.resolved_head_dim
+        self.wq = nn.Linear(cfg.dim, cfg.n_heads * cfg.resolved_head_dim, bias=False)
+        self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.resolved_head_dim, bias=False)
+        self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.resolved_head_dim, bias=False)
+        self.wo = nn.Linear(cfg.n_heads * cfg.resolved_head_dim, cfg.dim, bias=False)
+        self.q_norm = (
+            nn.RMSNorm(cfg.resolved_head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            nn.RMSNorm(cfg.resolved_head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        )
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_width)
+        heads = (*x.shape[:2], -1, self.resolved_head_dim)
         q = self.q_norm(self.wq(x).view(heads)).transpose(1, 2)  # [B, H, T, E]
         k = self.k_norm(self.wk(x).view(heads)).transpose(1, 2)  # [B, K, T, E]
         v = self.wv(x).view(heads).transpose(1, 2)  # [B, K, T, E]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kempner.config import option
+from kempner.config.option import option
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def build_model(cfg: ModelConfig, mesh: DeviceMesh, train: Settings) -> Decoder:
         model.loss_sum = torch.compile(model.loss_sum)
     shard(model, mesh, compute_dtype(train.dtype, mesh.device_type))
     model.to_empty(device=mesh.device_type)
-    fill(model, train.seed)
+    init_weights(model, train.seed)
     return model
 
 
@@ -73,7 +73,7 @@ def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def fill(model: Decoder, seed: int) -> None:
+def init_weights(model: Decoder, seed: int) -> None:
     """Initial values, each parameter from a generator of its own, whole, then cut: the same on
     every mesh."""
     model.rope.copy_(rope_table(model.cfg))

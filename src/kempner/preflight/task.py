@@ -21,9 +21,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from kempner.launch import discover
 from kempner.preflight.allreduce import measure, measure_apart
 from kempner.preflight.channel import Task
+from kempner.process_group import discover
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
 # Asked of nvidia-smi one by one, because it refuses the whole query for one name that it does not
@@ -41,17 +41,17 @@ UNKNOWN = ("[N/A]", "N/A", "[Not Supported]", "[Unknown Error]")
 
 
 def main() -> int:
-    place = discover()
+    world = discover()
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     port = int(os.environ["KEMPNER_PREFLIGHT_PORT"])
-    task = Task(address, port, place.rank)
+    task = Task(address, port, world.rank)
     while True:
         question = task.question()
         what = question.pop("what")
         if what == "end":
             return 0
         if what == "node":
-            answer = look(local_rank=place.local_rank)
+            answer = look(local_rank=world.local_rank)
         elif what == "time":
             answer = {"time": time.time()}
         elif what == "write":
@@ -64,7 +64,7 @@ def main() -> int:
 
             def run() -> dict[str, Any]:
                 store = dist.PrefixStore(name, dist.TCPStore(address, port))  # noqa: B023
-                return measure(store, ranks, place.rank, place.local_rank, kind, limit)  # noqa: B023
+                return measure(store, ranks, world.rank, world.local_rank, kind, limit)  # noqa: B023
 
             answer = measure_apart(run, limit)
         task.answer(answer)

@@ -1,4 +1,4 @@
-"""launch.py: who am I, which device is mine, and how ranks that share but a directory meet."""
+"""Who am I, which device is mine, and how ranks that share but a directory meet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from kempner import launch, run
-from kempner.config import ConfigError
-from kempner.launch import Place, discover, job_name, pick_device
+from kempner import configure, process_group
+from kempner.config.option import ConfigError
+from kempner.process_group import World, discover, job_name, pick_device
 
 # What a batch shell has; a salloc shell has the counts alone. SLURM_STEP_ID is -5 in newer ones.
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -25,21 +25,21 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
-    ("env", "place"),
+    ("env", "world"),
     [
-        ({}, Place(0, 0, 1, "single")),
-        (STEP, Place(5, 1, 6, "slurm")),  # the step's size, not the job's
-        (BATCH, Place(0, 0, 1, "single")),
-        (BATCH | {"SLURM_STEP_ID": "-5"}, Place(0, 0, 1, "single")),
-        ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, Place(0, 0, 1, "single")),
-        (TORCHRUN, Place(1, 1, 2, "torchrun")),
-        (STEP | TORCHRUN, Place(1, 1, 2, "torchrun")),
-        ({"RANK": "3"}, Place(0, 0, 1, "single")),  # left over in somebody's shell
+        ({}, World(0, 0, 1, "single")),
+        (STEP, World(5, 1, 6, "slurm")),  # the step's size, not the job's
+        (BATCH, World(0, 0, 1, "single")),
+        (BATCH | {"SLURM_STEP_ID": "-5"}, World(0, 0, 1, "single")),
+        ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, World(0, 0, 1, "single")),
+        (TORCHRUN, World(1, 1, 2, "torchrun")),
+        (STEP | TORCHRUN, World(1, 1, 2, "torchrun")),
+        ({"RANK": "3"}, World(0, 0, 1, "single")),  # left over in somebody's shell
     ],
     ids=["nothing", "step", "batch", "batch-26", "salloc", "torchrun", "torchrun-in-step", "rest"],
 )
-def test_place(env: dict[str, str], place: Place) -> None:
-    assert discover(env) == place
+def test_place(env: dict[str, str], world: World) -> None:
+    assert discover(env) == world
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"])
@@ -98,7 +98,7 @@ def test_a_task_without_a_gpu_is_told_which_flag_to_give(monkeypatch: pytest.Mon
 # --- The rendezvous -----------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kempner.launch"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kempner.process_group"])
 
 
 def join(rank: int, run_dir: Path, env: dict[str, str], timeout: float, said: Any) -> None:
@@ -107,7 +107,7 @@ def join(rank: int, run_dir: Path, env: dict[str, str], timeout: float, said: An
 
     os.environ.update(env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
     try:
-        launch.start(discover(), torch.device("cpu"), run_dir, timeout)
+        process_group.start(discover(), torch.device("cpu"), run_dir, timeout)
         total = torch.tensor(float(rank))
         dist.all_reduce(total)
         said.put((rank, total.item()))
@@ -144,7 +144,7 @@ def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
     assert said == {0: 3.0, 1: 3.0, 2: 3.0}
     notes = {".rendezvous-77.0.3", ".rendezvous-77.1.3"}
     assert {path.name for path in run_dir.iterdir()} == notes
-    launch.forget_rendezvous(run_dir)
+    process_group.forget_rendezvous(run_dir)
     assert not list(run_dir.iterdir())
 
 
@@ -157,13 +157,15 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_a_rank_0_that_does_not_come_is_named(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 0 has published no address.*likely causes"):
-        launch.start(Place(1, 1, 2, "slurm"), torch.device("cpu"), tmp_path / "never-made", 0.5)
+        process_group.start(
+            World(1, 1, 2, "slurm"), torch.device("cpu"), tmp_path / "never-made", 0.5
+        )
     assert time.monotonic() - began < 5
 
 
 def hang(log: Path) -> None:
     sys.stderr = open(log, "w")  # noqa: SIM115
-    with launch._or_exit(0.1, "the network swallows it"):
+    with process_group._or_exit(0.1, "the network swallows it"):
         time.sleep(30)
 
 
@@ -186,9 +188,9 @@ def test_one_rank_speaks_of_bad_input(
     """The launcher's SIGTERM may come before this rank knows that its input is bad."""
     for name, value in (TORCHRUN | {"RANK": str(rank)}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(run, "RANK_0_SPEAKS_S", 0.0)
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(configure, "RANK_0_SPEAKS_S", 0.0)
+    monkeypatch.setattr(configure.signal, "signal", lambda *_: None)
     stop = types.SimpleNamespace(wants_to_leave=lambda: float(told))
     with pytest.raises(SystemExit, match="2"):
-        run.reject(ConfigError(["it is bad"]), stop)  # type: ignore[arg-type]
+        configure.reject(ConfigError(["it is bad"]), stop)  # type: ignore[arg-type]
     assert ("it is bad" in capsys.readouterr().err) is speaks

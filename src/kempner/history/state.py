@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from kempner.attempts import Attempt, Record, attempts_of, is_known, newest_checkpoint, read_lines
-from kempner.life import Life, life_of
+from kempner.history.attempts import (
+    Attempt,
+    Record,
+    attempts_of,
+    is_known,
+    newest_checkpoint,
+    read_lines,
+)
+from kempner.history.wall_time import Life, life_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class History:
         return last if newer or (last, state) == ("killed", "running") else state
 
 
-def load(path: Path) -> History:
+def load_history(path: Path) -> History:
     """Read a run directory; files that are not there count as empty."""
     status = {}
     with contextlib.suppress(OSError, ValueError):

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +39,17 @@ CAUSES = """  likely causes:
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among the processes of the run. `source` is slurm, torchrun or single."""
+class World:
+    """This process among those of the run; `source` is slurm, torchrun or single."""
 
     rank: int
     local_rank: int
-    world_size: int
+    size: int
     source: str
 
 
-def discover(env: Mapping[str, str] = os.environ) -> Place:
-    """Read the place from the environment; torchrun's variables win over SLURM's.
+def discover(env: Mapping[str, str] = os.environ) -> World:
+    """Read the world from the environment; torchrun's variables win over SLURM's.
 
     SLURM's count only inside an srun step: SLURM_STEP_NUM_TASKS is set there alone, while a batch
     or salloc shell already has SLURM_NTASKS and SLURM_PROCID, and a plain `python` in it would wait
@@ -60,7 +60,7 @@ def discover(env: Mapping[str, str] = os.environ) -> Place:
     elif "SLURM_STEP_NUM_TASKS" in env:
         names, source = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "slurm"
     else:
-        return Place(0, 0, 1, "single")
+        return World(0, 0, 1, "single")
     try:
         rank, local_rank, world_size = (int(env[name]) for name in names)
     except (KeyError, ValueError):
@@ -69,7 +69,7 @@ def discover(env: Mapping[str, str] = os.environ) -> Place:
             f"{source} environment: {found}: must be integers; start the ranks by srun or "
             "torchrun, which set them, or unset them all for one process"
         ]) from None  # fmt: skip
-    return Place(rank, local_rank, world_size, source)
+    return World(rank, local_rank, world_size, source)
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
@@ -107,7 +107,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-def start(place: Place, device: torch.device, run_dir: str | Path, start_timeout: float) -> None:
+def start(world: World, device: torch.device, run_dir: str | Path, start_timeout: float) -> None:
     """Make the default process group (gloo for CPU tensors, NCCL for CUDA) and prove it.
 
     Raises RuntimeError that names the ranks that are missing, and the likely causes. A network that
@@ -116,15 +116,15 @@ def start(place: Place, device: torch.device, run_dir: str | Path, start_timeout
     import torch
     import torch.distributed as dist
 
-    alone = place.world_size == 1
-    store = dist.HashStore() if alone else _open_store(place, Path(run_dir), start_timeout)
+    alone = world.size == 1
+    store = dist.HashStore() if alone else _open_store(world, Path(run_dir), start_timeout)
     if not alone:
-        _check_in(store, place, start_timeout)
+        _check_in(store, world, start_timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=world.rank,
+        world_size=world.size,
         timeout=timedelta(seconds=start_timeout),
         device_id=device if device.type == "cuda" else None,
     )
@@ -167,20 +167,20 @@ def _causes() -> str:
     )
 
 
-def _open_store(place: Place, run_dir: Path, start_timeout: float) -> dist.Store:
+def _open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
     import torch.distributed as dist
 
     env, limit = os.environ, timedelta(seconds=start_timeout)
     if {"MASTER_ADDR", "MASTER_PORT"} <= env.keys():
         # torchrun's agent serves the store itself and says so; else rank 0 does.
-        serves = place.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        serves = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         port = int(env["MASTER_PORT"])
         shared = dist.TCPStore(env["MASTER_ADDR"], port, None, serves, limit)
         return dist.PrefixStore(f"kempner-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     # No other start, of this run or of another, has this name.
     start = (env.get(k, "0") for k in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
     note = run_dir / f".rendezvous-{'.'.join(start)}"
-    if place.rank:
+    if world.rank:
         return dist.TCPStore(*_read_note(note, start_timeout), None, False, limit)
     store = dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -220,19 +220,19 @@ def _read_note(note: Path, start_timeout: float) -> tuple[str, int]:
     )
 
 
-def _check_in(store: dist.Store, place: Place, start_timeout: float) -> None:
+def _check_in(store: dist.Store, world: World, start_timeout: float) -> None:
     """Every rank says that it is here; rank 0 names those that do not come."""
-    store.set(f"here/{place.rank}", socket.gethostname())
-    if place.rank:
+    store.set(f"here/{world.rank}", socket.gethostname())
+    if world.rank:
         return
     deadline = time.monotonic() + start_timeout
-    missing = list(range(place.world_size))
+    missing = list(range(world.size))
     while missing and time.monotonic() < deadline:
         missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
         time.sleep(0.02 if missing else 0)
     if missing:
         raise RuntimeError(
-            f"ranks {missing} of {place.world_size} did not come within {start_timeout:.0f} s "
+            f"ranks {missing} of {world.size} did not come within {start_timeout:.0f} s "
             f"(distributed.start_timeout)\n{_causes()}"
         )
 

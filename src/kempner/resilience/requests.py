@@ -13,31 +13,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner import slurm
-from kempner.config import option
-from kempner.launch import job_name
+from kempner.process_group import job_name
 
 if TYPE_CHECKING:
     from kempner.checkpoint.dcp import Checkpointer
     from kempner.step import Numbers
-
-
-@dataclass(frozen=True)
-class ResilienceConfig:
-    hang_timeout: float | None = option(
-        None, "seconds without a step that end the run; unset: from the step times", minimum=1.0
-    )
-    max_skipped: int = option(
-        10,
-        "non-finite steps in a row (each is skipped) until the run goes back to its last "
-        "checkpoint, once, and leaves those batches out; the next time it stops",
-        minimum=1,
-    )
 
 
 class Verdict(NamedTuple):
@@ -183,7 +168,7 @@ class StopRequests:
         return asked[-1] if asked else GO_ON
 
 
-def last_word(verdict: Verdict, step: int, checkpointer: Checkpointer) -> Verdict:
+def final_verdict(verdict: Verdict, step: int, checkpointer: Checkpointer) -> Verdict:
     """How the run ends: an end is orderly only when its last step is durable."""
     if verdict.state == "failed" or checkpointer.saved_step == step:
         return verdict if verdict.state else DONE

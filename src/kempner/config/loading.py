@@ -1,10 +1,6 @@
 """TOML files and command-line overrides -> frozen dataclasses. Names no section, imports no torch.
 
     @dataclass(frozen=True)
-    class TrainConfig:
-        max_steps: int = option(1000, "optimizer steps of the whole run", minimum=1)
-
-    @dataclass(frozen=True)
     class RunConfig:
         train: TrainConfig = field(default_factory=TrainConfig)
 
@@ -12,96 +8,24 @@
     cfg = load(RunConfig, command.files, command.overrides, command.problems)
 
 Whatever is not understood is an error, and all errors of one configuration are raised together.
-A field is bool, int, float, str, a tuple of int, float or str, or one of these `| None`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import os
-import types
 import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli
 
-from kempner.config_values import Option, from_text, shown, to_text
+from kempner.config.option import REQUIRED, ConfigError, Schema, from_text, schema
+from kempner.config.values import shown, to_text
 
 T = TypeVar("T")
-
-REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
-"""The default of an option that every run must set."""
-
-
-class ConfigError(Exception):
-    """Everything that is wrong with a configuration; `problems` holds one line each."""
-
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = [problem.replace("\n", "\\n") for problem in problems]
-        super().__init__("\n".join(self.problems))
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[Any] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """One field of a section: its default (or REQUIRED), one line of meaning, and its limits.
-
-    The limits are inclusive; in a tuple they hold for each item. A list as default becomes a tuple.
-    """
-    limits = {"choices": choices, "minimum": minimum, "maximum": maximum}
-    default = tuple(default) if isinstance(default, list) else default
-    return field(default=default, metadata={"help": help, **limits})
-
-
-# Sections and their options, in the order in which the classes declare them.
-Schema = dict[str, dict[str, Option]]
-
-
-def schema(root: type) -> Schema:
-    """What the dataclasses under `root` declare; a mistake there is an AssertionError."""
-    sections: Schema = {}
-    for section, cls in typing.get_type_hints(root).items():
-        assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"
-        hints = typing.get_type_hints(cls)
-        sections[section] = {
-            field.name: _option(f"{section}.{field.name}", hints[field.name], field)
-            for field in dataclasses.fields(cls)
-        }
-    return sections
-
-
-def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> Option:
-    assert "help" in field.metadata, f"{name}: declare it with option(default, help)"
-    declared, optional, size = hint, False, None
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        optional = len(kinds) == 1
-        hint = kinds[0] if optional else None
-    if typing.get_origin(hint) is tuple:
-        items = typing.get_args(hint)
-        size = 0 if items[1:] == (Ellipsis,) else len(items)
-        hint = items[0] if size == 0 or len(set(items)) == 1 else None
-    assert hint in (bool, int, float, str), f"{name}: {declared} is not a supported type"
-    result = Option(name, hint, size, optional, field.default, **field.metadata)
-    if field.default is not REQUIRED:
-        try:
-            result.convert(field.default)
-        except ValueError as error:
-            raise AssertionError(f"{name}: its default {error}") from None
-    return result
-
-
-# --- Loading -----------------------------------------------------------------------------------
 
 
 def load(

@@ -1,6 +1,6 @@
 """Whose fault was it? The host that a crash or a hang came from, for the batch script. No torch.
 
-    python -m kempner.blame RUN_DIR JOB ATTEMPT_ID SRUN_LOG
+    python -m kempner.history.faulty_host RUN_DIR JOB ATTEMPT_ID SRUN_LOG
 
 prints the host that this attempt failed on, or nothing, and on a second line the same host when the
 attempt of this job before has failed on it too.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kempner.attempts import Record, read_lines
+from kempner.history.attempts import Record, read_lines
 
 # "srun: error: node2: tasks 2-3: Killed". Terminated is what srun itself does to the ranks that are
 # left, and an exit code says less than the rank's own record.

@@ -1,10 +1,10 @@
 """What the trainer costs over the work itself, in figures of this machine.
 
-    python scripts/bench.py overhead             tokens/s of the trainer over those of a bare loop
-    python scripts/bench.py overhead --ranks 2
-    python scripts/bench.py startup              seconds until step 1 has ended
-    python scripts/bench.py data                 tokens/s that one core reads
-    python scripts/bench.py checkpoint           what a save costs the steps, async and synchronous
+    python -m benchmarks.trainer overhead             tokens/s of the trainer over a bare loop's
+    python -m benchmarks.trainer overhead --ranks 2
+    python -m benchmarks.trainer startup              seconds until step 1 has ended
+    python -m benchmarks.trainer data                 tokens/s that one core reads
+    python -m benchmarks.trainer checkpoint           what a save costs the steps
 
 `--quick` only shows that it works. docs/benchmarks.md has figures, and says how they are taken.
 """
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kempner import history
+from kempner.history.state import load_history
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "scripts/train.py")
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):  # what is started here never ends by itself
         signal.signal(number, lambda *_: sys.exit(1))
-    print(f"$ python scripts/bench.py {shlex.join(argv)}\n{machine()}\n", flush=True)
+    print(f"$ python -m benchmarks.trainer {shlex.join(argv)}\n{machine()}\n", flush=True)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-") as work:
             options.measure(options, Path(work))
@@ -71,7 +71,9 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     about, _, more = (__doc__ or "").partition("\n")
     as_it_is = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("bench.py", None, about, more, formatter_class=as_it_is)
+    parser = argparse.ArgumentParser(
+        "benchmarks.trainer", None, about, more, formatter_class=as_it_is
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for measure, repeats in ((overhead, 20), (startup, 5), (data, 5), (checkpoint, 3)):
         command = commands.add_parser(measure.__name__, help=(measure.__doc__ or "").split(".")[0])
@@ -129,7 +131,7 @@ def overhead(options: argparse.Namespace, work: Path) -> None:
             words = [options.config, *ONLY_STEPS, *words, f"--run.dir={run_dir}"]
             launcher = ["-m", "torch.distributed.run", "--standalone"]
             launcher += [f"--nproc-per-node={options.ranks}"]
-            program = [__file__, "by-turns", str(options.repeats), *words]
+            program = ["-m", "benchmarks.trainer", "by-turns", str(options.repeats), *words]
             out = run([*(launcher if options.ranks > 1 else []), *program])
         found = json.loads(out.splitlines()[-1])
         tokens, ratios = found["tokens"], [bare / ours for ours, bare in found["seconds"]]
@@ -144,17 +146,18 @@ def by_turns(repeats: int, argv: list[str]) -> None:
     the seconds of both, and the tokens of a turn, as JSON."""
     import torch
     import torch.distributed as dist
-    import train  # beside this file
 
-    from kempner import mesh, resilience
+    from kempner.configure import configure
     from kempner.data.loader import MicroBatch, TrainLoader
     from kempner.optim.build import build_optimizer
+    from kempner.parallel import mesh
     from kempner.parallel.build import build_model
-    from kempner.run import configure
+    from kempner.resilience import requests
+    from scripts import train
 
-    stop = resilience.StopRequests()
+    stop = requests.StopRequests()
     cfg = configure(argv, stop)
-    budget = cfg.train.sequences * cfg.train.seq_len
+    step_tokens = cfg.train.sequences * cfg.train.seq_len
     real = TrainLoader.__next__
     seconds: list[tuple[float, float]] = []
     bare: list[Any] = []
@@ -174,7 +177,7 @@ def by_turns(repeats: int, argv: list[str]) -> None:
         model, optimizer, batches = bare
         for _ in range(EVERY):
             for inputs, targets in batches:
-                (model(inputs, targets) / budget).backward()
+                (model(inputs, targets) / step_tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -190,15 +193,16 @@ def by_turns(repeats: int, argv: list[str]) -> None:
         if len(seconds) == WARM_UP + repeats:
             if dist.get_rank() == 0:
                 print(
-                    json.dumps({"tokens": EVERY * budget, "seconds": seconds[WARM_UP:]}), flush=True
+                    json.dumps({"tokens": EVERY * step_tokens, "seconds": seconds[WARM_UP:]}),
+                    flush=True,
                 )
             dist.barrier()
-            resilience.end_process(0)
+            requests.end_process(0)
         mark = now()
         return batches
 
     TrainLoader.__next__ = following  # type: ignore[method-assign]
-    resilience.end_process(train.main(cfg, stop) or 1)  # it ends in following()
+    requests.end_process(train.main(cfg, stop) or 1)  # it ends in following()
 
 
 # --- startup ----------------------------------------------------------------------------------
@@ -239,7 +243,7 @@ def first_step(options: argparse.Namespace, run_dir: Path) -> float:
     began = time.time()
     words = ("--train.max_steps=2", "--metrics.log_interval=1", "--eval.interval=0")
     run([TRAIN, options.config, f"--run.dir={run_dir}", *words, *options.overrides])
-    return float(history.load(run_dir).losses[0]["time"]) - began
+    return float(load_history(run_dir).losses[0]["time"]) - began
 
 
 # --- data -------------------------------------------------------------------------------------
@@ -292,7 +296,7 @@ def checkpoint(options: argparse.Namespace, work: Path) -> None:
             with tempfile.TemporaryDirectory(dir=work) as run_dir:
                 is_async = f"--checkpoint.async_save={str(kind).lower()}"
                 out = run([TRAIN, *words, is_async, f"--run.dir={run_dir}"])
-                steps = {line["step"]: line for line in history.load(Path(run_dir)).losses}
+                steps = {line["step"]: line for line in load_history(Path(run_dir)).losses}
                 files = Path(run_dir, "checkpoints/latest/").iterdir()
                 size = sum(file.stat().st_size for file in files) / 1e6
             durable = re.findall(r"step (\d+) is durable after ([\d.]+) s", out)

@@ -18,14 +18,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
-
-from kempner.rundir import Run
 
 FLOOR_S = 120.0  # no derived limit is shorter
 STEPS = 20  # the derived limit in median step times
@@ -42,10 +41,12 @@ class Watchdog:
         self,
         hang_timeout: float | None,
         first_limit: float,
-        run: Run,
+        log: IO[str],
+        on_hang: Callable[[str, list[int]], None],
     ) -> None:
-        """`first_limit`: seconds until the first beat (a first step may compile for minutes)."""
-        self.hang_timeout, self._run, self._log = hang_timeout, run, run.log_file
+        """`first_limit`: seconds until the first beat (a first step may compile for minutes).
+        `on_hang(reason, ranks that do not answer)` records the hang."""
+        self.hang_timeout, self._log, self._on_hang = hang_timeout, log, on_hang
         self._limit = max(first_limit, hang_timeout or 0.0)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._durations: deque[float] = deque(maxlen=50)
@@ -113,7 +114,7 @@ class Watchdog:
         silent = [0] if len(silent) == self._world_size - 1 and self._rank else silent
         who = f"; ranks that do not answer: {silent}" if silent else ""
         if self._rank == min(rank for rank in answers if rank not in silent):
-            self._run.hangs(f"no step for {limit:.0f} s after step {self._step}{who}", silent)
+            self._on_hang(f"no step for {limit:.0f} s after step {self._step}{who}", silent)
         os._exit(EXIT_CODE)
 
     def _place(self) -> str:

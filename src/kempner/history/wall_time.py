@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from kempner.attempts import Attempt, Record, by_number, is_known
+from kempner.history.attempts import Attempt, Record, by_number, is_known
 
 # From the best to the worst.
 PARTS = ("training", "validation", "saving", "lost", "stalled", "start-up", "shutdown", "queue")

@@ -17,11 +17,12 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from kempner.checkpoint.commit import write_atomic
-from kempner.config import ConfigError, config_hash, to_toml
+from kempner.config.loading import config_hash, to_toml
+from kempner.config.option import ConfigError
 from kempner.data.sidecar import copy_tokenizer, open_sidecar
-from kempner.launch import Place, forget_rendezvous, job_name
-from kempner.lock import RunLock
-from kempner.resilience import Verdict
+from kempner.process_group import World, forget_rendezvous, job_name
+from kempner.resilience.lock import RunLock
+from kempner.resilience.requests import Verdict
 from kempner.run import RunConfig
 
 # What an error says on a rank that only lost a peer: that one is to blame.
@@ -31,19 +32,19 @@ LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refuse
 class Run:
     """The run directory as this rank sees it: logs, status.json and attempts.jsonl."""
 
-    def __init__(self, cfg: RunConfig, place: Place) -> None:
+    def __init__(self, cfg: RunConfig, world: World) -> None:
         """Open the directory as a new attempt. All ranks call it, once the process group stands.
 
         Raises ConfigError on all ranks when another live job works in it.
         """
-        self.cfg, self.place = cfg, place
+        self.cfg, self.world = cfg, world
         self.dir = Path(cfg.run.dir)
         self.step = 0
         self._bar: Any = None
         self._stepped = False
         self._lock: RunLock | None = None
         opened: list[Any] = [None, []]  # the attempt's number, or what is wrong
-        if place.rank == 0:
+        if world.rank == 0:
             try:
                 self.dir.mkdir(parents=True, exist_ok=True)
                 self._lock = RunLock(self.dir)
@@ -54,7 +55,7 @@ class Run:
         if opened[1]:
             raise ConfigError(opened[1])
         self.attempt: int = opened[0]
-        self.hosts: list[str] = [""] * place.world_size  # of each rank
+        self.hosts: list[str] = [""] * world.size  # of each rank
         dist.all_gather_object(self.hosts, socket.gethostname())
         self._open_log()
 
@@ -62,21 +63,21 @@ class Run:
         """The state is loaded and the first step comes: record the start."""
         self.step = step
         nodes = list(dict.fromkeys(self.hosts))
-        if self.place.rank == 0:
+        if self.world.rank == 0:
             forget_rendezvous(self.dir)
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
             copy_tokenizer(self.cfg.data.dataset_path, self.dir)  # generate.py needs the run alone
             self.event(
                 "start",
                 nodes=nodes,
-                world_size=self.place.world_size,
+                world_size=self.world.size,
                 process_began=process_began(),
                 batch_began=float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None,
             )
             self.status("running", "")
         source = f"continues after step {step}" if step else "starts"
         self.say(
-            f"run {self.dir} {source}: attempt {self.attempt}, world size {self.place.world_size} "
+            f"run {self.dir} {source}: attempt {self.attempt}, world size {self.world.size} "
             f"on {', '.join(nodes)}, {self.cfg.model.count_parameters():,} parameters"
         )
         if step >= self.cfg.train.max_steps:
@@ -84,7 +85,7 @@ class Run:
                 f"the run is complete: {step} of {self.cfg.train.max_steps} steps; "
                 "raise train.max_steps to go on"
             )
-        elif self.place.rank == 0 and sys.stdout.isatty():
+        elif self.world.rank == 0 and sys.stdout.isatty():
             from tqdm import tqdm  # comes with huggingface-hub
 
             steps = self.cfg.train.max_steps
@@ -95,13 +96,13 @@ class Run:
         self.log(text)
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
-        elif self.place.rank == 0:
+        elif self.world.rank == 0:
             with contextlib.suppress(OSError):  # a closed terminal must not end the training
                 print(text, flush=True)
 
     def progress(self, step: int) -> None:
         """The numbers of a step have arrived."""
-        if self.place.rank == 0 and not self._stepped:
+        if self.world.rank == 0 and not self._stepped:
             self.event("first_step", step=step)  # the start-up ends here
             self._stepped = True
         if self._bar is not None:
@@ -112,7 +113,7 @@ class Run:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        if self.place.rank == 0:
+        if self.world.rank == 0:
             self.say(f"{verdict.state} after step {self.step}: {verdict.reason}")
             self.event("end", state=verdict.state, reason=verdict.reason)
             self.status(verdict.state, verdict.reason)
@@ -162,7 +163,7 @@ class Run:
         """Write down an exception that ends this rank; returns the exit code: 2 for bad input, else
         1."""
         self.log("".join(traceback.format_exception(error)).rstrip())
-        where = f"rank {self.place.rank} on {socket.gethostname()}"
+        where = f"rank {self.world.rank} on {socket.gethostname()}"
         detail = (
             f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         )
@@ -174,7 +175,7 @@ class Run:
             self.event(
                 "fault",
                 kind="crash",
-                ranks=[self.place.rank],
+                ranks=[self.world.rank],
                 hosts=[socket.gethostname()],
                 lost_peer=lost_peer,
                 reason=reason,
@@ -213,9 +214,9 @@ class Run:
         their log."""
         logs = self.dir / "logs" / f"attempt-{self.attempt}"
         logs.mkdir(parents=True, exist_ok=True)
-        self._log = open(logs / f"rank-{self.place.rank}.log", "a", buffering=1)  # noqa: SIM115
+        self._log = open(logs / f"rank-{self.world.rank}.log", "a", buffering=1)  # noqa: SIM115
         self._stderr = os.dup(2)
-        if self.place.rank == 0:
+        if self.world.rank == 0:
             link = self.dir / "logs" / "latest"
             fresh = link.with_name(".latest.new")
             fresh.unlink(missing_ok=True)

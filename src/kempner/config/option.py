@@ -1,18 +1,56 @@
-"""One option of a configuration: its type and limits, and values in and out of TOML's grammar."""
+"""What a section declares: its options, each with a type, limits and one line of help.
+
+    @dataclass(frozen=True)
+    class TrainConfig:
+        max_steps: int = option(1000, "optimizer steps of the whole run", minimum=1)
+
+A field is bool, int, float, str, a tuple of int, float or str, or one of these `| None`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import json
 import math
+import types
+import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tomli
 
-NOUN = {bool: "true or false", int: "an int", float: "a float", str: "a string"}
+from kempner.config.values import NOUN, did_you_mean, noun, number, to_text
+
 EXAMPLE = {bool: "true", int: "1", float: "0.5", str: '"a"'}
+
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+"""The default of an option that every run must set."""
+
+
+class ConfigError(Exception):
+    """Everything that is wrong with a configuration; `problems` holds one line each."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = [problem.replace("\n", "\\n") for problem in problems]
+        super().__init__("\n".join(self.problems))
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """One field of a section: its default (or REQUIRED), one line of meaning, and its limits.
+
+    The limits are inclusive; in a tuple they hold for each item. A list as default becomes a tuple.
+    """
+    limits = {"choices": choices, "minimum": minimum, "maximum": maximum}
+    default = tuple(default) if isinstance(default, list) else default
+    return field(default=default, metadata={"help": help, **limits})
 
 
 @dataclass(frozen=True)
@@ -115,31 +153,6 @@ def _fix(item: type, value: Any) -> str:
     return "write a number"
 
 
-def number(value: float) -> str:
-    """`value` for people: 1.0 is 1."""
-    return repr(value).removesuffix(".0")
-
-
-def noun(value: Any) -> str:
-    """What `value`, fresh from a TOML file, is called."""
-    names = {**NOUN, list: "a list", tuple: "a list", dict: "a table"}
-    return names.get(type(value), "a date or time")
-
-
-def to_text(value: Any) -> str:
-    """`value` in TOML grammar on one line; from_text() gives it back. None is "none"."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(to_text, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        # JSON's escapes are TOML's; TOML alone also forbids a bare DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value) if isinstance(value, int | float) else str(value)
-
-
 def from_text(option: Option, text: str) -> Any:
     """The value that `text` after `--section.key=` means: TOML, or else a bare word, a string."""
     is_string = option.item is str and option.size is None
@@ -152,13 +165,39 @@ def from_text(option: Option, text: str) -> Any:
     return table["value"] if table.keys() == {"value"} else text  # a newline could start a key
 
 
-def shown(value: Any, width: int = 60) -> str:
-    """`value` for a message: one line, not longer than `width` characters."""
-    text = to_text(value)
-    return text if len(text) <= width else text[: width - 3] + "..."
+# Sections and their options, in the order in which the classes declare them.
+Schema = dict[str, dict[str, Option]]
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """`; did you mean NAME?` with the nearest of `names`, or nothing."""
-    near = difflib.get_close_matches(word, list(names), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def schema(root: type) -> Schema:
+    """What the dataclasses under `root` declare; a mistake there is an AssertionError."""
+    sections: Schema = {}
+    for section, cls in typing.get_type_hints(root).items():
+        assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"
+        hints = typing.get_type_hints(cls)
+        sections[section] = {
+            field.name: _option(f"{section}.{field.name}", hints[field.name], field)
+            for field in dataclasses.fields(cls)
+        }
+    return sections
+
+
+def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> Option:
+    assert "help" in field.metadata, f"{name}: declare it with option(default, help)"
+    declared, optional, size = hint, False, None
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        optional = len(kinds) == 1
+        hint = kinds[0] if optional else None
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        size = 0 if items[1:] == (Ellipsis,) else len(items)
+        hint = items[0] if size == 0 or len(set(items)) == 1 else None
+    assert hint in (bool, int, float, str), f"{name}: {declared} is not a supported type"
+    result = Option(name, hint, size, optional, field.default, **field.metadata)
+    if field.default is not REQUIRED:
+        try:
+            result.convert(field.default)
+        except ValueError as error:
+            raise AssertionError(f"{name}: its default {error}") from None
+    return result

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kempner.attempts import Record
-from kempner.history import History
-from kempner.life import Life
+from kempner.history.attempts import Record
+from kempner.history.state import History
+from kempner.history.wall_time import Life
 
 if TYPE_CHECKING:
     from collections.abc import Callable

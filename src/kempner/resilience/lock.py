@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kempner import slurm
-from kempner.config import ConfigError
-from kempner.launch import job_name
+from kempner.config.option import ConfigError
+from kempner.process_group import job_name
 
 BEAT_S = 5.0  # the holder touches its lock this often
 DEAD_S = 45.0  # a lock that nobody has touched for so long is a dead one's

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kempner.config import ConfigError
+from kempner.config.option import ConfigError
 from kempner.data.encode import Encoded
 from kempner.data.sidecar import (
     PROGRESS,

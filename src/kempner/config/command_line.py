@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kempner.config import schema
-from kempner.config_values import Option, shown, to_text
+from kempner.config.option import Option, schema
+from kempner.config.values import shown, to_text
 
 HELP_WIDTH = 100
 MEANING_COLUMN = 46  # where the meaning begins; an option that is longer has it on the next line

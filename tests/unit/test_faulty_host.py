@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kempner.blame import blamed_before, host_of
+from kempner.history.faulty_host import blamed_before, host_of
 
 KILLED = """\
 Some warning of a rank

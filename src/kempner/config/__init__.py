@@ -1,0 +1,1 @@
+"""Configuration: option.py declares, loading.py merges, command_line.py sorts argv."""

@@ -1,0 +1,47 @@
+"""Values of a configuration as text for people and in TOML's grammar."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+NOUN = {bool: "true or false", int: "an int", float: "a float", str: "a string"}
+
+
+def number(value: float) -> str:
+    """`value` for people: 1.0 is 1."""
+    return repr(value).removesuffix(".0")
+
+
+def noun(value: Any) -> str:
+    """What `value`, fresh from a TOML file, is called."""
+    names = {**NOUN, list: "a list", tuple: "a list", dict: "a table"}
+    return names.get(type(value), "a date or time")
+
+
+def to_text(value: Any) -> str:
+    """`value` in TOML grammar on one line; from_text() gives it back. None is "none"."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_text, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # JSON's escapes are TOML's; TOML alone also forbids a bare DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value) if isinstance(value, int | float) else str(value)
+
+
+def shown(value: Any, width: int = 60) -> str:
+    """`value` for a message: one line, not longer than `width` characters."""
+    text = to_text(value)
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """`; did you mean NAME?` with the nearest of `names`, or nothing."""
+    near = difflib.get_close_matches(word, list(names), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,34 @@
+"""Validation: the mean loss over held-out tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner.loss import IGNORE
+from kempner.resilience.requests import StopRequests
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    stop: StopRequests,
+) -> tuple[float, int]:
+    """Mean loss over the held-out tokens of all ranks, and how many they are; when a request to
+    leave comes in between, of those until then."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    for inputs, targets in batches:
+        targets = targets.to(device)
+        loss = model(inputs.to(device), targets)
+        leave = loss.new_tensor(stop.wants_to_leave())
+        sums = torch.stack((loss, (targets != IGNORE).sum(), leave)).double()
+        dist.all_reduce(sums)
+        totals += sums.cpu()
+        if totals[2] > 0:
+            break
+    return (totals[0] / totals[1]).item(), int(totals[1].item())
