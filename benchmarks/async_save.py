@@ -49,8 +49,9 @@ from kempner.checkpoint.writer import local, pages
 from kempner.model.config import ModelConfig
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
-from kempner.parallel import mesh
 from kempner.parallel.build import build_model
+from kempner.parallel.config import DistributedConfig
+from kempner.parallel.layout import build_layout
 from kempner.run import TrainConfig
 
 QUIET = 4  # steps before each save
@@ -63,7 +64,7 @@ class Job:
         shape = ModelConfig(
             vocab_size=8192, dim=512, n_layers=layers, n_heads=8, ffn_dim=1536, max_seq_len=128
         )
-        axes = mesh.build(mesh.DistributedConfig(), dist.get_world_size(), "cpu")
+        axes = build_layout(DistributedConfig(), dist.get_world_size(), 1, "cpu")
         self.model = build_model(shape, axes, TrainConfig())
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.tokens = torch.randint(shape.vocab_size, (batch, 129))

@@ -147,7 +147,7 @@ class Soak(BrokenRun):
         ours = ("multinode.sh", [f"--resilience.hang_timeout={HANG_S}"], ["--time=2:00:00"])
         theirs = (
             str(ROOT / "benchmarks/naive.sh"),
-            ["--resilience.hang_timeout=86400", f"--distributed.timeout={self.hang_limit}"],
+            [f"--resilience.hang_timeout={self.hang_limit}"],
             ["--time=2:00:00"],
         )
         script, overrides, options = theirs if self.naive else ours

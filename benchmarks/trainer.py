@@ -150,8 +150,8 @@ def by_turns(repeats: int, argv: list[str]) -> None:
     from kempner.configure import configure
     from kempner.data.loader import MicroBatch, TrainLoader
     from kempner.optim.build import build_optimizer
-    from kempner.parallel import mesh
     from kempner.parallel.build import build_model
+    from kempner.parallel.layout import build_layout
     from kempner.resilience import requests
     from scripts import train
 
@@ -170,7 +170,7 @@ def by_turns(repeats: int, argv: list[str]) -> None:
 
     def bare_loop(device: torch.device, batches: list[MicroBatch]) -> None:
         if not bare:
-            axes = mesh.build(cfg.distributed, dist.get_world_size(), device.type)
+            axes = build_layout(cfg.distributed, dist.get_world_size(), 1, device.type)
             bare.append(build_model(cfg.model, axes, cfg.train))
             bare.append(build_optimizer(bare[0], cfg.optimizer))
             bare.append([(x.to(device), y.to(device)) for x, y in batches])

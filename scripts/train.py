@@ -11,13 +11,22 @@ import sys
 
 from kempner import process_group
 from kempner.configure import configure, reject
-from kempner.parallel import mesh
-from kempner.progress import go_back, open_loaders, position, seed_everything
-from kempner.resilience import requests
+from kempner.progress import Progress, go_back, open_loaders, seed_everything
+from kempner.resilience.requests import (
+    GO_ON,
+    LONG_STEP_S,
+    StopRequests,
+    Verdict,
+    asked,
+    asked_meanwhile,
+    end_process,
+    final_verdict,
+)
 from kempner.run import RunConfig
+from kempner.slurm import time_to_leave
 
 if __name__ == "__main__":
-    STOP = requests.StopRequests()  # first of all: a signal during the imports must not kill us
+    STOP = StopRequests()  # first of all: a signal during the imports must not kill us
     CFG = configure(sys.argv[1:], STOP)  # --help, --check and bad input end here
 
 import torch
@@ -31,87 +40,98 @@ from kempner.loss import IGNORE
 from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
+from kempner.parallel.layout import build_layout
 from kempner.recorder import Recorder
-from kempner.resilience.straggler import BlockClock
-from kempner.resilience.watchdog import Watchdog
+from kempner.resilience.nonfinite import NonFinite
+from kempner.resilience.straggler import BlockClock, Stragglers
+from kempner.resilience.watchdog import start_watchdog
 from kempner.run_directory import Run
-from kempner.step import PendingStep, guard_update, reduce_step
+from kempner.step import Numbers, PendingStep, collect_garbage, guard_update, reduce_step
 
 
-def train(
-    cfg: RunConfig, stop: requests.StopRequests, run: Run, device: torch.device
-) -> requests.Verdict:
+def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     seed_everything(cfg.train)
-    axes = mesh.build(cfg.distributed, run.world.size, device.type)
-    model = build_model(cfg.model, axes, cfg.train)
+    layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
+    model = build_model(cfg.model, layout, cfg.train)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = Checkpointer(
         cfg.checkpoint, cfg.checkpoint_dir, model, optimizer, run.contents(), run.say
     )
-    at = position(checkpointer.load())
-    batch = cfg.train.sequences
-    step_tokens = batch * cfg.train.seq_len  # tokens of a step, if every one counts
-    loader, val_batches = open_loaders(cfg, run.world, device.type == "cuda", at)
-    run.begin(at["step"])
-    clock, recorder = BlockClock(model.blocks, device), Recorder(run, device)
-    recorder.begin(at["step"], at["tokens"])
-    watchdog = Watchdog(
-        cfg.resilience.hang_timeout, cfg.distributed.start_timeout, run.log_file, run.hangs
-    )
-    stop.begin(run.world.rank, run.say, lambda: 2 * (checkpointer.seconds or 10.0) + 10.0)
-    verdict, waiting = requests.GO_ON, []
+    progress = Progress.of(checkpointer.load())
+    step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
+    loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
+    run.begin(progress.step)
+    recorder, nonfinite = Recorder(run, device, progress), NonFinite(cfg.resilience.max_skipped)
+    work, stragglers = BlockClock(model.blocks, device), Stragglers(run.hosts, device, run.say)
+    watchdog = start_watchdog(cfg, run, layout)
+    stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
+    verdict, pending, long_steps = GO_ON, [], False
 
-    while at["step"] < cfg.train.max_steps and not verdict.state:
+    while progress.step < cfg.train.max_steps and not verdict.state:
+        # One step. Nothing here makes the host wait for the device.
         with recorder.clock.part("data"):
             micro_batches = next(loader)
-        loss_sum, tokens = forward_backward(model, micro_batches, device, step_tokens)
-        work = clock.take() + recorder.clock.last["data"]
-        flags = stop.take_flags(run.dir if run.world.rank == 0 else None)
-        totals = reduce_step(loss_sum, tokens, model, axes, flags, work)
-        result = guard_update(optimizer, totals, step_tokens, cfg.train.grad_clip)
-        lr = learning_rate(cfg.schedule, cfg.optimizer.lr, at["step"], cfg.train.max_steps)
-        set_learning_rate(optimizer, lr)
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step = step = at["step"] + 1
-        at |= {"step": step, "samples": loader.position, "tokens": at["tokens"] + step_tokens}
+        sums = forward_backward(
+            model, micro_batches, device, step_tokens, leave=stop if long_steps else None
+        )
+        if isinstance(sums, Verdict):  # of all ranks, in the middle of a long step
+            verdict = sums
+            break
+        sums = {
+            **sums,
+            "grad_norm_sq": layout.norm_sq(model.parameters()),
+            "work": stragglers.contribution(work.take() + recorder.clock.last["data"]),
+            "step_time": 0.0 if run.world.rank else watchdog.step_time,
+            **stop.take_flags(),
+        }
+        lr = learning_rate(cfg.schedule, cfg.optimizer.lr, progress.step, cfg.train.max_steps)
+        numbers = update(optimizer, reduce_step(sums, layout), step_tokens, lr, cfg.train.grad_clip)
+        progress = progress.after_step(loader.position, step_tokens)
+        pending.append(PendingStep(progress, lr, numbers, recorder.clock))
+        run.step = step = progress.step
         watchdog.beat(step)
         checkpointer.poll()
+        collect_garbage(step)
 
-        if not waiting:
-            process_group.shorten_timeout(
-                axes, cfg.distributed.timeout
-            )  # the slow first step is done
+        # What earlier steps have said, one step late. Before a save all of it, so that no
+        # checkpoint is ahead of its line in metrics.jsonl; in long steps too, where the wait for
+        # the device costs nothing and a request to leave must not wait for another step.
         last = step == cfg.train.max_steps
-        due = cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0
-        waiting, verdict = [*waiting, PendingStep(at, lr, result, recorder.clock)], requests.GO_ON
-        # Read a step late, when they have arrived, but before a save: its step has a line, then.
-        while verdict == requests.GO_ON and len(waiting) > (0 if due and not last else 1):
-            numbers = waiting.pop(0).read()
-            recorder.step(numbers, loader)
-            verdict = stop.decide(numbers, cfg.resilience.max_skipped, may_go_back=not at["skip"])
+        save_due = last or (cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0)
+        verdict = GO_ON
+        while verdict == GO_ON and len(pending) > (0 if save_due or long_steps else 1):
+            result = pending.pop(0).read()
+            recorder.step(result, loader)
+            stragglers.update(result.step, result.values["work"])
+            long_steps = result.values["step_time"] > LONG_STEP_S
+            verdict = nonfinite.judge(result, not progress.skip) or asked(result.values)
+
+        # Go back, save, validate.
         if verdict.go_back:
-            bad = [stop.bad_since - batch, loader.position]
-            (at, verdict), waiting = go_back(at, bad, verdict, checkpointer, loader), []
-            recorder.begin(at["step"], at["tokens"])
+            bad = [nonfinite.since - cfg.train.sequences, loader.position]
+            with watchdog.patient():
+                progress, verdict = go_back(progress, bad, verdict, checkpointer, loader)
+            recorder.begin(progress)
+            pending = []
             continue
-        due = due and not stop.skipped_in_a_row  # spoilt weights, perhaps: keep what is there
-        if (due or last or verdict.save) and verdict.state != "failed":
+        # After a non-finite step the weights may be bad: keep the last good checkpoint.
+        save_due = save_due and (last or not nonfinite.in_a_row)
+        if (save_due or verdict.save) and verdict.state != "failed":
             with recorder.clock.part("checkpoint"), watchdog.patient():
-                checkpointer.save(step, at)
+                checkpointer.save(step, progress.record())
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
             with recorder.clock.part("eval"), watchdog.patient():
                 recorder.validation(step, *validate(model, val_batches(), device, stop))
 
-    for later in waiting:
-        recorder.step(later.read(), loader)
+    for late in pending:
+        recorder.step(late.read(), loader)
     loader.close()
     with watchdog.patient():
-        checkpointer.wait(stop.seconds_left(run.world.rank))
+        verdict = final_verdict(verdict, progress, checkpointer, stop.seconds_left(run.world.rank))
     watchdog.stop()
-    return requests.final_verdict(verdict, at["step"], checkpointer)
+    return verdict
 
 
 def forward_backward(
@@ -119,21 +139,37 @@ def forward_backward(
     micro_batches: list[tuple[Tensor, Tensor]],
     device: torch.device,
     step_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sum of losses, and
-    the number of tokens that count, fp32 []."""
+    leave: StopRequests | None,
+) -> dict[str, Tensor | float] | Verdict:
+    """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sum of losses and
+    the number of tokens that count, fp32 [] each. With `leave`, the requests of this rank, all
+    ranks may give up the step instead: then it returns their verdict."""
     loss_sum, tokens = torch.zeros((), device=device), torch.zeros((), device=device)
     for i, (inputs, targets) in enumerate(micro_batches):  # int64 [B, T] each
+        if i and leave is not None and (verdict := asked_meanwhile(leave, device)):
+            return verdict
         model.set_requires_all_reduce(i == len(micro_batches) - 1)
         targets = targets.to(device, non_blocking=True)
         loss = model(inputs.to(device, non_blocking=True), targets)
         (loss / step_tokens).backward()
         loss_sum += loss.detach()
         tokens += (targets != IGNORE).sum()
-    return loss_sum, tokens
+    return {"loss_sum": loss_sum, "tokens": tokens}
 
 
-def main(cfg: RunConfig, stop: requests.StopRequests) -> int:
+def update(
+    optimizer: torch.optim.Optimizer, sums: Numbers, step_tokens: int, lr: float, grad_clip: float
+) -> Numbers:
+    """Change the weights, unless this step was not finite on some rank; returns what the host is
+    told of the step."""
+    numbers = guard_update(optimizer, sums, step_tokens, grad_clip)
+    set_learning_rate(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad()
+    return numbers
+
+
+def main(cfg: RunConfig, stop: StopRequests) -> int:
     """Join the other ranks, train, and say how it ended; returns the exit code."""
     try:
         world = process_group.discover()
@@ -152,4 +188,4 @@ def main(cfg: RunConfig, stop: requests.StopRequests) -> int:
 
 
 if __name__ == "__main__":
-    requests.end_process(main(CFG, STOP))
+    end_process(main(CFG, STOP))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kempner.config.command_line import help_text, parse_command
 from kempner.config.loading import load, to_toml
 from kempner.config.option import ConfigError
-from kempner.parallel import mesh
+from kempner.parallel.layout import sizes
 from kempner.process_group import discover
 from kempner.progress import open_data
 from kempner.resilience.requests import StopRequests
@@ -55,9 +55,10 @@ def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
         nodes, per_node = command.flags["nodes"], command.flags["gpus-per-node"]
         problems = check_inputs(cfg)
         if nodes is not None or per_node is not None:
-            problems += check_world(cfg, (nodes or 1) * (per_node or 1))
+            problems += check_world(cfg, (nodes or 1) * (per_node or 1), per_node or 1)
         elif not command.flags["check"]:
-            problems += check_world(cfg, discover().size)
+            world = discover()
+            problems += check_world(cfg, world.size, world.per_node)
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -93,17 +94,18 @@ def with_run_dir(cfg: RunConfig, files: Sequence[str]) -> RunConfig:
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or f"runs/{name}"))
 
 
-def check_world(cfg: RunConfig, world_size: int) -> list[str]:
-    """Do the mesh and the batch fit so many ranks?"""
-    found = []
-    for check in (
-        lambda: mesh.sizes(cfg.distributed, world_size),
-        lambda: micro_batch(cfg.train, world_size),
-    ):
-        try:
-            check()
-        except ConfigError as error:
-            found += error.problems
+def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
+    """Do the axes and the batch fit so many ranks, `per_node` on each host?"""
+    found: list[str] = []
+    data_ranks = world_size  # the batch is checked all the same when the axes do not fit
+    try:
+        data_ranks = sizes(cfg.distributed, world_size, per_node).data_ranks
+    except ConfigError as error:
+        found += error.problems
+    try:
+        micro_batch(cfg.train, data_ranks)
+    except ConfigError as error:
+        found += error.problems
     return found
 
 

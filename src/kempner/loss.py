@@ -3,19 +3,15 @@ exist at once."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # a target that does not count: padding, another's words
 CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
-
-
-def _chunk_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(
-        F.linear(x, weight).float(), targets, ignore_index=IGNORE, reduction="sum"
-    )
+TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
 
 
 def cross_entropy_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -25,11 +21,48 @@ def cross_entropy_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     and micro-batches with different numbers of real tokens add up to the exact mean, and one
     without any adds 0, not NaN.
     """
-    rows = max(1, CHUNK_LOGITS // weight.shape[0])
-    if x.shape[0] <= rows:
-        return _chunk_loss(x, weight, targets)
-    parts = [
-        checkpoint(_chunk_loss, part, weight, labels, use_reentrant=False, preserve_rng_state=False)
-        for part, labels in zip(torch.split(x, rows), torch.split(targets, rows), strict=True)
-    ]
-    return torch.stack(parts).sum()
+    learns = torch.is_grad_enabled()  # within a Function's forward it never is
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x, weight, targets, learns
+    )
+    return loss
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Each chunk's gradient is made right after its loss, while its logits are there (as Liger
+    Kernel does, arXiv:2410.10989): backward multiplies by one number and computes no logits again.
+
+    The weight's gradient is summed over the chunks in fp32. Summed by autograd in bf16 it loses a
+    digit: 0.5 % relative error with 32 chunks, against 0.17 % of a single product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> Tensor:
+        rows = max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
+        loss = x.new_zeros((), dtype=torch.float32)
+        dx = torch.empty_like(x) if learns else None
+        dw = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        for start in range(0, x.shape[0], rows):
+            part, labels = x[start : start + rows], targets[start : start + rows]
+            logits = F.linear(part, weight).float()  # [rows, V]
+            total = torch.logsumexp(logits, dim=-1, keepdim=True)
+            counts = (labels != IGNORE).unsqueeze(1)
+            known = torch.where(counts.squeeze(1), labels, 0).unsqueeze(1)
+            losses = total - logits.gather(1, known)
+            loss += torch.where(counts, losses, 0.0).sum()
+            if dx is None or dw is None:
+                continue
+            d = logits.sub_(total).exp_()  # softmax
+            d.scatter_add_(1, known, torch.full_like(total, -1.0))
+            d = torch.where(counts, d, 0.0).to(x.dtype)  # not a product: 0 times infinity is NaN
+            dx[start : start + rows] = d @ weight
+            dw += d.t() @ part
+        ctx.save_for_backward(dx, dw)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dx, dw = ctx.saved_tensors
+        # In fp32: a scale that is rounded to bf16 makes every gradient wrong by the same 0.4 %.
+        return (dx.float() * scale).to(dx.dtype), (dw * scale).to(ctx.weight_dtype), None, None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kempner.process_group import World
 from kempner.resilience.requests import GO_ON, Verdict
 from kempner.run import RunConfig, TrainConfig, micro_batch
 
@@ -14,8 +14,32 @@ if TYPE_CHECKING:
     from kempner.checkpoint.dcp import Checkpointer
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import MicroBatch, TrainLoader
+    from kempner.parallel.layout import Layout
 
-Position = dict[str, Any]  # what position() returns
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: steps, samples and tokens so far, and the ranges of sample numbers
+    [from, to) that are left out because they were not finite."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skip: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, manifest: dict[str, Any] | None) -> Progress:
+        """From the manifest of a checkpoint; None: the start of the run."""
+        names = [f.name for f in fields(cls)]
+        return cls() if manifest is None else cls(**{name: manifest[name] for name in names})
+
+    def after_step(self, samples: int, tokens: int) -> Progress:
+        """One step later. `samples`: the loader's position; `tokens`: of that step."""
+        return replace(self, step=self.step + 1, samples=samples, tokens=self.tokens + tokens)
+
+    def record(self) -> dict[str, Any]:
+        """For the manifest of a checkpoint."""
+        return asdict(self)
 
 
 def seed_everything(cfg: TrainConfig) -> None:
@@ -40,25 +64,25 @@ def open_data(cfg: RunConfig) -> tuple[TokenDataset, TokenDataset | None]:
 
 
 def open_loaders(
-    cfg: RunConfig, world: World, pin: bool, at: Position
+    cfg: RunConfig, layout: Layout, pin: bool, progress: Progress
 ) -> tuple[TrainLoader, Callable[[], Iterator[MicroBatch]]]:
     """This rank's share of the data: the training's loader at its position, and what makes an
     iterator over the held-out batches."""
     from kempner.data.loader import TrainLoader, val_batches
 
     train, held_out = open_data(cfg)
-    micro = micro_batch(cfg.train, world.size)
+    micro = micro_batch(cfg.train, layout.data_ranks)
     loader = TrainLoader(
         train,
         seed=cfg.data.seed,
         batch=cfg.train.sequences,
-        rank=world.rank,
-        world=world.size,
+        rank=layout.data_rank,
+        world=layout.data_ranks,
         micro=micro,
-        position=at["samples"],
+        position=progress.samples,
         prefetch=cfg.data.prefetch,
         pin=pin,
-        skip=at["skip"],
+        skip=progress.skip,
     )
 
     def held_out_batches() -> Iterator[MicroBatch]:
@@ -67,32 +91,30 @@ def open_loaders(
             held_out,
             samples=cfg.eval.samples or None,
             micro=micro,
-            rank=world.rank,
-            world=world.size,
+            rank=layout.data_rank,
+            world=layout.data_ranks,
         )
 
     return loader, held_out_batches
 
 
-def position(manifest: dict[str, Any] | None) -> Position:
-    """Where a run is, from the manifest of its checkpoint: steps, samples and tokens so far, and
-    the ranges of sample numbers that are left out, because they were not finite."""
-    start: Position = {"step": 0, "samples": 0, "tokens": 0, "skip": []}
-    return start if manifest is None else {key: manifest[key] for key in start}
-
-
 def go_back(
-    at: Position, bad: list[int], verdict: Verdict, checkpointer: Checkpointer, loader: TrainLoader
-) -> tuple[Position, Verdict]:
+    progress: Progress,
+    bad: list[int],
+    verdict: Verdict,
+    checkpointer: Checkpointer,
+    loader: TrainLoader,
+) -> tuple[Progress, Verdict]:
     """To the last checkpoint, from where the samples numbered bad[0] to bad[1] - 1 are left out;
     returns where the run is then, and what is next."""
     manifest = checkpointer.load()
     if manifest is None:
         reason = f"{verdict.reason}; no checkpoint to go back to"
-        return at, Verdict(state="failed", reason=reason)
-    at = {**position(manifest), "skip": [bad]}
-    loader.seek(at["samples"], at["skip"])
+        return progress, Verdict(state="failed", reason=reason)
+    progress = replace(Progress.of(manifest), skip=[bad])
+    loader.seek(progress.samples, progress.skip)
     checkpointer.log(
-        f"{verdict.reason}: back to step {at['step']}, without the samples {bad[0]} to {bad[1] - 1}"
+        f"{verdict.reason}: back to step {progress.step}, without the samples {bad[0]} to "
+        f"{bad[1] - 1}"
     )
-    return at, GO_ON
+    return progress, GO_ON

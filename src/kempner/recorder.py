@@ -13,9 +13,9 @@ import torch
 
 from kempner.data.loader import TrainLoader
 from kempner.metrics import Clock, end_torn_line, line, peak_flops
-from kempner.resilience.straggler import Stragglers
+from kempner.progress import Progress
 from kempner.run_directory import Run
-from kempner.step import Numbers
+from kempner.step import StepResult
 
 
 class Recorder:
@@ -25,13 +25,13 @@ class Recorder:
     The file is appended to and never rewritten: after a resume the later line of a step counts.
     """
 
-    def __init__(self, run: Run, device: torch.device) -> None:
+    def __init__(self, run: Run, device: torch.device, progress: Progress) -> None:
         cfg, world_size = run.cfg.metrics, run.world.size
         self.run, self.device, self.clock = run, device, Clock()
         self.skipped = 0
         # Of the line before: step, tokens, and the time spent until then.
-        self._last: tuple[int, int, dict[str, float]] = (0, 0, {})
-        self._stragglers = Stragglers(run.hosts, run.say)
+        self._last: tuple[int, int, dict[str, float]]
+        self.begin(progress)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         peak = peak_flops(cfg, name)
         self._peak = peak and peak * world_size
@@ -45,38 +45,37 @@ class Recorder:
             end_torn_line(run.dir / "metrics.jsonl")
             self._file = open(run.dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
 
-    def begin(self, step: int, tokens: int) -> None:
+    def begin(self, progress: Progress) -> None:
         """The rates start here: at a start, and when the run has gone back."""
-        self._last = (step, tokens, self.clock.spent())
+        self._last = (progress.step, progress.tokens, self.clock.spent())
 
-    def step(self, numbers: Numbers, loader: TrainLoader) -> None:
+    def step(self, result: StepResult, loader: TrainLoader) -> None:
         """Record a step, if its line is due; one that was not finite always, with its samples."""
-        self.run.progress(numbers.step)
-        self._stragglers.update(numbers.step, numbers.work)
-        if numbers.bad:
+        self.run.progress(result.step)
+        if result.bad:
             self.skipped += 1
             batch = self.run.cfg.train.sequences
-            samples = loader.sample_numbers(numbers.samples - batch, batch).tolist()
-            self.write({"step": numbers.step, "not_finite": True, "sample_numbers": samples})
-            self.run.say(f"step {numbers.step} was not finite: its update is skipped")
-        last = numbers.step == self.run.cfg.train.max_steps
-        if numbers.step % self.run.cfg.metrics.log_interval == 0 or last:
-            self._line(numbers)
+            samples = loader.sample_numbers(result.after.samples - batch, batch).tolist()
+            self.write({"step": result.step, "not_finite": True, "sample_numbers": samples})
+            self.run.say(f"step {result.step} was not finite: its update is skipped")
+        last = result.step == self.run.cfg.train.max_steps
+        if result.step % self.run.cfg.metrics.log_interval == 0 or last:
+            self._line(result)
 
-    def _line(self, numbers: Numbers) -> None:
+    def _line(self, result: StepResult) -> None:
         step, tokens, before = self._last
-        lap = {key: value - before.get(key, 0.0) for key, value in numbers.spent.items()}
-        count = max(1, numbers.step - step)
-        rate = (numbers.tokens - tokens) / lap["total"]
-        self._last = (numbers.step, numbers.tokens, numbers.spent)
+        lap = {key: value - before.get(key, 0.0) for key, value in result.spent.items()}
+        count = max(1, result.step - step)
+        rate = (result.after.tokens - tokens) / lap["total"]
+        self._last = (result.step, result.after.tokens, result.spent)
         parts = {f"{k}_time": lap.get(k, 0.0) / count for k in ("data", "checkpoint", "eval")}
         record = {
-            "step": numbers.step,
-            "loss": numbers.loss,
-            "lr": numbers.lr,
-            "grad_norm": numbers.grad_norm,
-            "tokens": numbers.tokens,
-            "samples": numbers.samples,
+            "step": result.step,
+            "loss": result.values["loss"],
+            "lr": result.lr,
+            "grad_norm": result.values["grad_norm"],
+            "tokens": result.after.tokens,
+            "samples": result.after.samples,
             "tokens_per_s": rate,
             "step_time": lap["total"] / count,
             **parts,
@@ -93,7 +92,7 @@ class Recorder:
         self.run.say(f"step {step}  validation loss {loss:.4f} over {tokens:,} tokens")
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line; numbers that JSON does not know (a non-finite loss) become null."""
+        """One line; result that JSON does not know (a non-finite loss) become null."""
         if self._file is None:
             return
         head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}

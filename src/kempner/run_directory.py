@@ -20,10 +20,11 @@ from kempner.checkpoint.commit import write_atomic
 from kempner.config.loading import config_hash, to_toml
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import copy_tokenizer, open_sidecar
-from kempner.process_group import World, forget_rendezvous, job_name
+from kempner.process_group import World, forget_rendezvous
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
 from kempner.run import RunConfig
+from kempner.slurm import job_name
 
 # What an error says on a rank that only lost a peer: that one is to blame.
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")

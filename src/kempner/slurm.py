@@ -1,7 +1,8 @@
-"""What the trainer asks of SLURM: when this job ends, and whether another one still lives.
+"""All that Python knows of SLURM: the variables of a job and its steps, when the job ends, and
+whether another job still runs.
 
-Every question may go unanswered (no SLURM, a container without scontrol, a busy controller): then
-the answer is None, and nothing depends on it.
+Every question to the controller may go unanswered (no SLURM, a container without scontrol, a busy
+controller): then the answer is None, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,45 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import subprocess
 import time
+from collections.abc import Mapping
+
+
+def job_name(env: Mapping[str, str] = os.environ) -> str | None:
+    """The job of this process as users name it (`12`, or `12_3` in an array), None outside
+    SLURM."""
+    if "SLURM_ARRAY_JOB_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '?')}"
+    return env.get("SLURM_JOB_ID")
+
+
+def start_name() -> str:
+    """The name of this start: no other step, of this job or of another, has it."""
+    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    return ".".join(os.environ.get(name, "0") for name in names)
+
+
+def tasks_per_node(env: Mapping[str, str] = os.environ) -> int | None:
+    """Tasks on each node of this step, from SLURM_STEP_TASKS_PER_NODE (`4(x2)`, or `4`); None when
+    the nodes differ or nothing is set."""
+    counts = set(re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", env.get("SLURM_STEP_TASKS_PER_NODE", "")))
+    return int(counts.pop()) if len(counts) == 1 else None
+
+
+def own_address() -> str:
+    """The address of this host that the other hosts of the job reach: that of the interface which
+    routes to the host of srun."""
+    peer = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    if peer:
+        family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))  # UDP: nothing is sent, the kernel only picks the route
+            address = str(probe.getsockname()[0])
+        if not address.startswith("127."):
+            return address
+    return socket.gethostname()
 
 
 def _ask(*command: str) -> str | None:
@@ -57,24 +95,32 @@ def seconds_to_live(job: str) -> float | None:
     return end - time.time() + kill_wait()
 
 
-def short_window(save: float) -> str | None:
+def short_window(save: float, step: float) -> str | None:
     """A warning, when the time between the warning signal and the end of the job
-    (KEMPNER_SIGNAL_LEAD, from the batch script) is under twice the `save` seconds of a checkpoint.
+    (KEMPNER_SIGNAL_LEAD, from the batch script) is shorter than the run needs in order to leave.
 
-    The size that it names is twice the save and 30 s, for the step on the way and the exit.
+    It needs twice the `save` seconds of a checkpoint, and three times `step`, the longest time that
+    passes before a request is acted on: the step in flight, the one after it, and one that is
+    slower than the median. The size that the warning suggests has 30 s more, for the exit.
     """
     try:
         lead = float(os.environ.get("KEMPNER_SIGNAL_LEAD", ""))
     except ValueError:  # unset: not a batch job, or the user's own script
         return None
-    if lead >= 2 * save:
+    needed = time_to_leave(save, step)
+    if lead >= needed:
         return None
-    enough = 30 * math.ceil((2 * save + 30) / 30)
+    enough = 30 * math.ceil((needed + 30) / 30)
     return (
-        f"WARNING: a checkpoint takes {save:.1f} s, and the signal comes only {lead:.0f} s before "
-        f"the end of the job: export SBATCH_SIGNAL=B:SIGTERM@{enough} before sbatch, or change the "
-        "line #SBATCH --signal of the script"
+        f"WARNING: a checkpoint takes {save:.1f} s and a step {step:.1f} s, and the signal comes "
+        f"only {lead:.0f} s before the end of the job: export SBATCH_SIGNAL=B:SIGTERM@{enough} "
+        "before sbatch, or change the line #SBATCH --signal of the script"
     )
+
+
+def time_to_leave(save: float, step: float) -> float:
+    """Seconds that a run needs from a request to leave until its last checkpoint is durable."""
+    return 2 * save + 3 * step
 
 
 def is_running(job: str) -> bool | None:

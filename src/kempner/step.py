@@ -1,97 +1,106 @@
 """The numbers of a step: one small all-reduce, judged on the device, read by the host one step
-later. And the validation's."""
+later."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from kempner.metrics import Clock
-from kempner.optim.build import local_norm_sq
-from kempner.resilience.requests import REQUESTS
+from kempner.parallel.layout import Layout
+from kempner.progress import Progress
+
+GC_STEPS = 100
+
+Numbers = dict[str, Tensor]  # fp64 [] each, on the device
 
 
-def reduce_step(
-    loss_sum: Tensor,
-    tokens: Tensor,
-    model: nn.Module,
-    mesh: DeviceMesh,
-    flags: list[float],
-    work: float,
-) -> Tensor:
-    """Sums over all ranks, fp64 [3 + flags + ranks]: loss, real tokens, squared gradient norm, the
-    requests to stop, and each rank's work in a place of its own.
+def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> Numbers:
+    """The sums over all ranks, by name: one all-reduce, whatever it carries and however many ranks
+    there are.
 
-    The gradients of the replicas are equal, so their squares are counted once.
+    A float of the host costs one copy for all of them, from pinned memory: a pageable one would
+    make the host wait for the device.
     """
-    works = [0.0] * dist.get_world_size()
-    works[dist.get_rank()] = work
-    asked = torch.tensor(flags + works, dtype=torch.float64).to(loss_sum.device, non_blocking=True)
-    norm_sq = local_norm_sq(model.parameters()) / mesh["replicate"].size()
-    totals = torch.cat((torch.stack((loss_sum, tokens, norm_sq)).double(), asked))
-    dist.all_reduce(totals)
-    return totals
+    device = next(part.device for part in parts.values() if isinstance(part, Tensor))
+    ours = [part for part in parts.values() if not isinstance(part, Tensor)]
+    host = torch.tensor(ours, dtype=torch.float64, pin_memory=device.type == "cuda")
+    floats = iter(host.to(device, non_blocking=True).unbind())
+    values = [
+        part.double() if isinstance(part, Tensor) else next(floats) for part in parts.values()
+    ]
+    return dict(zip(parts, layout.sum(torch.stack(values)).unbind(), strict=True))
 
 
 def guard_update(
-    optimizer: torch.optim.Optimizer, totals: Tensor, step_tokens: int, clip: float
-) -> Tensor:
-    """Hand the optimizer clipping and the verdict on this step, as tensors; returns [loss,
-    grad_norm, bad, ...flags].
+    optimizer: torch.optim.Optimizer, sums: Numbers, step_tokens: int, clip: float
+) -> Numbers:
+    """Hand the optimizer clipping and the verdict on this step, as tensors; returns `sums` with
+    loss (the mean over the real tokens), grad_norm and bad in place of their parts.
 
     The gradients are those of (sum of losses) / step_tokens. Dividing them by `grad_scale` makes
     them those of the mean over the real tokens, clipped to norm `clip`. A loss or norm that is
     not finite, or no real token at all, sets `found_inf`: weights, moments and step count stay,
-    on all ranks alike.
+    on all ranks alike. The fused kernels of torch.optim read both attributes, as they do for
+    torch.amp.GradScaler (torch/amp/grad_scaler.py, _maybe_opt_step).
     """
-    loss_sum, tokens, norm_sq = totals[:3]
-    grad_norm = norm_sq.sqrt() * step_tokens / tokens
+    loss_sum, tokens = sums["loss_sum"], sums["tokens"]
+    grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens
     bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
     shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
     optimizer.grad_scale = (shrink * tokens / step_tokens).float()  # type: ignore[attr-defined]
     optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-    return torch.cat((torch.stack((loss_sum / tokens, grad_norm, bad.double())), totals[3:]))
+    return {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm, "bad": bad.double()}
 
 
-class Numbers(NamedTuple):
-    """What the host knows of a step, one step later. `tokens` and `samples` are totals of the
-    run."""
+@dataclass(frozen=True)
+class StepResult:
+    """What the host knows of a step, one step later. `after`: where the run was after it."""
 
-    step: int
+    after: Progress
     lr: float
-    tokens: int
-    samples: int
-    loss: float
-    grad_norm: float
-    bad: bool
-    flags: list[float]
-    work: list[float]  # seconds of each rank's own work
+    values: dict[str, float] = field(repr=False)  # what guard_update returned, by name
     spent: dict[str, float]  # seconds of this rank until the step was done: Clock.spent
+
+    @property
+    def step(self) -> int:
+        return self.after.step
+
+    @property
+    def bad(self) -> bool:
+        return self.values["bad"] > 0
 
 
 class PendingStep:
-    """The result of a step on its way to the host; reading it waits only for the step that made
-    it."""
+    """The numbers of a step on their way to the host; read() waits only for the step that made
+    them."""
 
-    def __init__(self, at: dict[str, Any], lr: float, result: Tensor, clock: Clock) -> None:
-        """`at`: where the run is after the step. `result`: what guard_update returns."""
+    def __init__(self, after: Progress, lr: float, numbers: Numbers, clock: Clock) -> None:
+        self._after, self._lr, self._names = after, lr, list(numbers)
         self._clock, self._spent = clock, clock.spent()
-        self._known = (at["step"], lr, at["tokens"], at["samples"])
-        self._event = torch.Event(result.device.type) if result.is_cuda else None
+        values = torch.stack(list(numbers.values()))
+        self._event = torch.Event(values.device.type) if values.is_cuda else None
         # Pinned, or the copy would wait for the device.
-        self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.is_cuda)
-        self._host.copy_(result, non_blocking=True)
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._host.copy_(values, non_blocking=True)
         if self._event is not None:
             self._event.record()
 
-    def read(self) -> Numbers:
+    def read(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
             self._spent = self._clock.spent()  # the device is done now, not when the host was
-        loss, grad_norm, bad, *rest = self._host.tolist()
-        flags, work = rest[: len(REQUESTS)], rest[len(REQUESTS) :]
-        return Numbers(*self._known, loss, grad_norm, bool(bad), flags, work, self._spent)
+        values = dict(zip(self._names, self._host.tolist(), strict=True))
+        return StepResult(self._after, self._lr, values, self._spent)
+
+
+def collect_garbage(step: int) -> None:
+    """Python's garbage collection, at the same steps on all ranks. Left to itself each rank
+    collects at another step, and every other rank waits for it there."""
+    gc.disable()
+    if step % GC_STEPS == 0:
+        gc.collect(1)

@@ -19,9 +19,9 @@ SOURCE = ROOT / "src" / "kempner"
 LAYERS = (
     {"files", "slurm", "config"},
     {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
-    {"parallel", "optim", "checkpoint", "resilience", "step", "evaluate"},
+    {"parallel", "optim", "checkpoint", "resilience"},
     {"run"},
-    {"run_directory", "recorder", "configure", "progress"},
+    {"configure", "progress", "step", "evaluate", "run_directory", "recorder"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {

@@ -150,7 +150,9 @@ class Checkpointer:
             self.saved_step, self.failed_saves = step, 0
             self.seconds = future.result() - began
             self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
-            if self.seconds > 1.2 * self._warned_of and (warning := short_window(self.seconds)):
+            if self.seconds > 1.2 * self._warned_of and (
+                warning := short_window(self.seconds, 0.0)
+            ):
                 self._warned_of = self.seconds
                 self.log(warning)
         else:

@@ -7,11 +7,8 @@ is). The fused kernels read both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from kempner.optim.config import OptimizerConfig
 
@@ -23,20 +20,13 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optim
     decay = [p for name, p in named if p.ndim >= 2 and "embed" not in name]
     rest = [p for name, p in named if p.ndim < 2 or "embed" in name]
     groups = [
-        {"params": decay, "weight_decay": cfg.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
+        {"params": decay, "weight_decay": cfg.weight_decay, "lr_scale": 1.0},
+        {"params": rest, "weight_decay": 0.0, "lr_scale": 1.0},
     ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
-def local_norm_sq(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Sum of squares of this rank's shards of the gradients, fp32 []; the sum over the shard axis
-    is the whole."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    return torch.stack(torch._foreach_norm(local)).square().sum()
-
-
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """`lr`: of this step, for all groups alike; a group with an "lr_scale" has that multiple."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
+from kempner.parallel.layout import Layout
 
 
 class Settings(Protocol):
@@ -26,7 +26,7 @@ class Settings(Protocol):
     compile: bool
 
 
-def build_model(cfg: ModelConfig, mesh: DeviceMesh, train: Settings) -> Decoder:
+def build_model(cfg: ModelConfig, layout: Layout, train: Settings) -> Decoder:
     """The model on this rank's device: fp32 master shards, train.dtype compute, fp32 gradient sums.
 
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
@@ -41,8 +41,9 @@ def build_model(cfg: ModelConfig, mesh: DeviceMesh, train: Settings) -> Decoder:
         for block in model.blocks:
             block.compile()
         model.loss_sum = torch.compile(model.loss_sum)
-    shard(model, mesh, compute_dtype(train.dtype, mesh.device_type))
-    model.to_empty(device=mesh.device_type)
+    device_type = layout.mesh.device_type
+    shard(model, layout, compute_dtype(train.dtype, device_type))
+    model.to_empty(device=device_type)
     init_weights(model, train.seed)
     return model
 
@@ -54,20 +55,19 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(model: Decoder, layout: Layout, dtype: torch.dtype) -> None:
     """FSDP2 (fully_shard) per block and over the rest; HSDP when the replicate axis is over 1.
 
     Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
     is the mean.
     """
-    axes = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=axes, mp_policy=policy)
+        fully_shard(module, mesh=layout.parameter_mesh, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and mesh.size() > 1:
+        if isinstance(module, FSDPModule) and layout.data_ranks > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             module.set_gradient_divide_factor(1.0)
 

@@ -13,7 +13,13 @@ class DistributedConfig:
         -1, "ranks that share one copy of the weights (FSDP); -1: all that are left"
     )
     dp_replicate: int = option(
-        1, "copies of the weights (HSDP; dp_shard=1 makes it plain data parallel)", minimum=1
+        1,
+        "copies of the weights (HSDP; with dp_shard=1 plain data parallel); -1: as many as fit",
+    )
+    nodes_per_fsdp_group: int | None = option(
+        None,
+        "whole nodes that share one copy of the weights, in place of dp_shard and dp_replicate",
+        minimum=1,
     )
     tp: int = option(1, "tensor-parallel ranks; only 1 is built", minimum=1)
     cp: int = option(1, "context-parallel ranks; only 1 is built", minimum=1)
@@ -22,9 +28,6 @@ class DistributedConfig:
     start_timeout: float = option(
         600.0, "seconds for all ranks to come up and for the first step", minimum=1.0
     )
-    timeout: float = option(
-        300.0, "seconds that a collective may take after the first step", minimum=1.0
-    )
 
     def problems(self) -> list[str]:
         found = [
@@ -32,9 +35,21 @@ class DistributedConfig:
             for axis in ("tp", "cp", "ep")
             if getattr(self, axis) != 1
         ]
-        if self.dp_shard == 0 or self.dp_shard < -1:
+        for axis in ("dp_shard", "dp_replicate"):
+            size = getattr(self, axis)
+            if size == 0 or size < -1:
+                found.append(
+                    f"distributed.{axis} = {size}: give a size from 1, or -1 for all ranks that "
+                    "are left"
+                )
+        if self.dp_shard == -1 and self.dp_replicate == -1:
             found.append(
-                f"distributed.dp_shard = {self.dp_shard}: give a size from 1, or -1 for all "
-                "ranks that are left"
+                "distributed.dp_shard and distributed.dp_replicate are both -1: only one of them "
+                "can take the ranks that are left; give the size of the other"
+            )
+        if self.nodes_per_fsdp_group is not None and (self.dp_shard, self.dp_replicate) != (-1, 1):
+            found.append(
+                f"distributed.nodes_per_fsdp_group = {self.nodes_per_fsdp_group}: it sets dp_shard "
+                "and dp_replicate itself; leave both out"
             )
         return found

@@ -13,7 +13,6 @@ from typing import Any
 
 from kempner import slurm
 from kempner.config.option import ConfigError
-from kempner.process_group import job_name
 
 BEAT_S = 5.0  # the holder touches its lock this often
 DEAD_S = 45.0  # a lock that nobody has touched for so long is a dead one's
@@ -71,7 +70,7 @@ class RunLock:
 
 def _self() -> dict[str, Any]:
     return {
-        "job": job_name(),
+        "job": slurm.job_name(),
         "slurm_id": slurm.own_job(),
         "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         "host": socket.gethostname(),

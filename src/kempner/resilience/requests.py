@@ -7,22 +7,25 @@ host does not wait for the device.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner import slurm
-from kempner.process_group import job_name
 
 if TYPE_CHECKING:
+    import torch
+
     from kempner.checkpoint.dcp import Checkpointer
-    from kempner.step import Numbers
+    from kempner.progress import Progress
+    from kempner.run_directory import Run
 
 
 class Verdict(NamedTuple):
@@ -43,6 +46,7 @@ REQUESTS = (
     Verdict(save=True, state="stopped", reason="stopped by the user"),
 )
 SAVE, INTERRUPT, STOP = range(len(REQUESTS))
+FLAGS = ("asks_save", "asks_interrupt", "asks_stop")  # their names in the step's all-reduce
 
 OF_SIGNAL = {
     signal.SIGUSR2: SAVE,
@@ -53,6 +57,8 @@ OF_SIGNAL = {
 FILE_POLL_S = 1.0
 MARGIN_S = 2.0  # of the time left after a request, to leave in order
 END_POLL_S = 60.0
+# A step that takes longer is left in its middle, between two micro-batches: see asked_meanwhile().
+LONG_STEP_S = 5.0
 
 
 class StopRequests:
@@ -68,42 +74,53 @@ class StopRequests:
         self.flags = [0.0] * len(REQUESTS)
         self._unsaid: list[str] = []  # what came before there was a log
         self._say: Callable[[str], None] = self._unsaid.append
-        self.skipped_in_a_row = 0
-        self.bad_since = 0  # samples consumed after the first of them
-        self._sockets = (
-            socket.socketpair()
-        )  # both ends must live: a collected one ends the wake-ups
+        # Both ends must live: when one is collected, the wake-ups end.
+        self._sockets = socket.socketpair()
         self._sockets[1].setblocking(False)
-        self._next_poll = 0.0
         self._job_end: float | None = None
         signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, daemon=True, name="signals").start()
+        self._start_thread("signals", self._listen)
         for number in OF_SIGNAL:
             signal.signal(number, _leave_it_to_the_thread)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_SIGNAL)  # task.sh lets them wait until here
 
-    def begin(self, rank: int, say: Callable[[str], None], reserve: Callable[[], float]) -> None:
-        """From now on requests are logged, and the nearing end of the SLURM job is one too:
-        `reserve()` seconds before it. Rank 0 sees to that; its thread asks SLURM again now and
-        then, for the end can move."""
-        self._say = say
+    @staticmethod
+    def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=target, args=args, daemon=True, name=name).start()
+
+    def begin(self, run: Run, reserve: Callable[[], float]) -> None:
+        """From now on requests are logged. On rank 0 two more kinds count: the files STOP and SAVE
+        in the run directory, and the end of the SLURM job, `reserve()` seconds before it comes. A
+        thread asks for each, because a file system or a controller that does not answer must not
+        hold up the steps."""
+        self._say = run.say
         for text in self._unsaid:
-            say(text)
-        job = job_name()
-        if rank == 0 and job is not None:
-            threading.Thread(
-                target=self._watch_end, args=(job, reserve), daemon=True, name="job end"
-            ).start()
+            run.say(text)
+        if run.world.rank:
+            return
+        self._start_thread("stop files", self._watch_files, run.dir)
+        if (job := slurm.job_name()) is not None:
+            self._start_thread("job end", self._watch_end, job, reserve)
 
     def _watch_end(self, job: str, reserve: Callable[[], float]) -> None:
         ask_again = 0.0
         while not self.flags[INTERRUPT]:
             if time.monotonic() >= ask_again:
-                self._job_end = slurm.end_of(slurm.job_fields(job))
+                # The end can move. When SLURM does not answer, the end that it told before counts.
+                self._job_end = slurm.end_of(slurm.job_fields(job)) or self._job_end
                 ask_again = time.monotonic() + END_POLL_S
             if self._job_end is not None and time.time() + reserve() > self._job_end:
                 self.request(INTERRUPT, f"the job ends in {self._job_end - time.time():.0f} s")
             time.sleep(1.0)
+
+    def _watch_files(self, run_dir: Path) -> None:
+        """A file is one request: it is removed, and what cannot be removed is asked for once."""
+        while True:
+            time.sleep(FILE_POLL_S)
+            for name, kind in (("STOP", STOP), ("SAVE", SAVE)):
+                with contextlib.suppress(OSError):  # also EIO and ESTALE of a shared file system
+                    (run_dir / name).unlink()
+                    self.request(kind, f"{name} file")
 
     def _listen(self) -> None:
         while received := self._sockets[0].recv(64):
@@ -115,28 +132,12 @@ class StopRequests:
         self.flags[kind] = 1.0
         self._say(f"{name}: {REQUESTS[kind].reason}")
 
-    def take_flags(self, run_dir: Path | None) -> list[float]:
+    def take_flags(self) -> dict[str, float]:
         """The flags for this step's all-reduce. One to save is handed over once, one to leave
-        stays.
-
-        `run_dir` is where a rank looks for the files STOP and SAVE (None: it does not look).
-        """
-        if run_dir is not None:
-            self._poll_files(run_dir)
-        flags = list(self.flags)
+        stays."""
+        flags = dict(zip(FLAGS, self.flags, strict=True))
         self.flags[SAVE] = 0.0
         return flags
-
-    def _poll_files(self, run_dir: Path) -> None:
-        """At most once a second; the file is removed: it is one request."""
-        if time.monotonic() < self._next_poll:
-            return
-        self._next_poll = time.monotonic() + FILE_POLL_S
-        for name, kind in (("STOP", STOP), ("SAVE", SAVE)):
-            path = run_dir / name
-            if path.exists():
-                path.unlink(missing_ok=True)
-                self.request(kind, f"{name} file")
 
     def wants_to_leave(self) -> float:
         """1 when this rank has been asked to, else 0."""
@@ -144,32 +145,41 @@ class StopRequests:
 
     def seconds_left(self, rank: int) -> float | None:
         """For the last save: how long it may take. Rank 0 asks SLURM; None: nobody says."""
-        if rank or not self.flags[INTERRUPT] or (job := job_name()) is None:
+        if rank or not self.flags[INTERRUPT] or (job := slurm.job_name()) is None:
             return None
         seconds = slurm.seconds_to_live(job)
         return seconds and max(seconds - MARGIN_S, 0.0)
 
-    def decide(self, numbers: Numbers, max_skipped: int, may_go_back: bool) -> Verdict:
-        """From the numbers of a step, equal on all ranks, to what all ranks do next.
 
-        A step that was not finite is skipped; after `max_skipped` in a row the run goes back to its
-        last checkpoint or, where it may not (it has done so before), fails.
-        """
-        if numbers.bad and not self.skipped_in_a_row:
-            self.bad_since = numbers.samples
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.bad else 0
-        if self.skipped_in_a_row >= max_skipped:
-            self.skipped_in_a_row = 0
-            reason = f"{max_skipped} steps in a row were not finite (resilience.max_skipped)"
-            if may_go_back:
-                return Verdict(go_back=True, reason=reason)
-            return Verdict(state="failed", reason=f"{reason}, again after going back once")
-        asked = [r for r, count in zip(REQUESTS, numbers.flags, strict=True) if count > 0]
-        return asked[-1] if asked else GO_ON
+def asked(values: Mapping[str, float]) -> Verdict:
+    """What the ranks have asked for, from the sums of a step; equal on all ranks."""
+    found = [request for name, request in zip(FLAGS, REQUESTS, strict=True) if values[name] > 0]
+    return found[-1] if found else GO_ON
 
 
-def final_verdict(verdict: Verdict, step: int, checkpointer: Checkpointer) -> Verdict:
-    """How the run ends: an end is orderly only when its last step is durable."""
+def asked_meanwhile(stop: StopRequests, device: torch.device) -> Verdict | None:
+    """Between two micro-batches of a long step: has any rank been asked to leave? Then all ranks
+    leave this step undone, and it is repeated. The wait for the device that this takes is nothing
+    in a step of seconds, but the rest of a step of a minute may be all the time that there is."""
+    import torch
+    import torch.distributed as dist
+
+    flags = torch.tensor(stop.flags[INTERRUPT:], device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    leaving = dict(zip(FLAGS[INTERRUPT:], flags.tolist(), strict=True))
+    verdict = asked({FLAGS[SAVE]: 0.0, **leaving})
+    return verdict if verdict.state else None
+
+
+def final_verdict(
+    verdict: Verdict, progress: Progress, checkpointer: Checkpointer, seconds: float | None
+) -> Verdict:
+    """How the run ends, at most `seconds` from now (None: no limit): an end is orderly only when
+    its last step is durable."""
+    if verdict.save:  # nothing new, unless a step was left undone: then the one before it
+        checkpointer.save(progress.step, progress.record())
+    checkpointer.wait(seconds)
+    step = progress.step
     if verdict.state == "failed" or checkpointer.saved_step == step:
         return verdict if verdict.state else DONE
     if checkpointer.failed_saves:

@@ -2,8 +2,11 @@
 
 In a step every rank takes as long as the slowest, because each collective waits for it. So only
 time between collectives is compared: the forward of one block, whose weights are already gathered,
-scaled to all of them, and the wait for data. It travels in the step's all-reduce, one number a
-rank.
+scaled to all of them, and the wait for data.
+
+Every WINDOW steps each rank puts its median work into the step's all-reduce; from the sum it knows
+the mean of the others and how much slower it is itself. A second reduction, of one number, keeps
+the slowest rank and how slow it is. No list of ranks is ever made.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 WINDOW = 20  # steps of one comparison
-SLOW = 1.5  # times the median rank's work
+SLOW = 1.5  # times the mean work of the other ranks
 # Forward and backward of a block are about three times its forward.
 WORK_PER_FORWARD = 3
+RANKS = 1 << 20  # more than any world has; a ratio and a rank travel as ratio * 1e6 * RANKS + rank
 
 
 class BlockClock:
@@ -30,7 +35,6 @@ class BlockClock:
         self._cuda = device.type == "cuda"
         self._began: float | torch.Event = 0.0
         self._spans: list[tuple[Any, Any]] = []
-        self._before: list[tuple[Any, Any]] = []
         # Inside of what fully_shard has put around the block: its weights are there by then.
         blocks[0].register_forward_pre_hook(self._start)
         blocks[0].register_forward_hook(self._end, prepend=True)
@@ -41,7 +45,8 @@ class BlockClock:
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _end(self, *_: object) -> None:
-        self._spans.append((self._began, self._now()))
+        if torch.is_grad_enabled():  # not a validation
+            self._spans.append((self._began, self._now()))
 
     def _now(self) -> float | torch.Event:
         if not self._cuda:
@@ -51,10 +56,12 @@ class BlockClock:
         return event
 
     def take(self) -> float:
-        """Of the step before the one in flight: its device work has ended, so that nothing
-        waits."""
-        done, self._before, self._spans = self._before, self._spans, []
-        return self._scale * sum(_seconds(*span) for span in done)
+        """Of all forwards that have ended since the last call. Those that the device still works
+        on count the next time: reading their events now would be an error, and waiting for them
+        would stop the host."""
+        ended = [span for span in self._spans if not self._cuda or span[1].query()]
+        self._spans = self._spans[len(ended) :]  # a stream ends them in their order
+        return self._scale * sum(_seconds(*span) for span in ended)
 
 
 def _seconds(began: Any, ended: Any) -> float:
@@ -62,34 +69,85 @@ def _seconds(began: Any, ended: Any) -> float:
 
 
 class Stragglers:
-    """Compares the ranks over windows of steps and says who is slow, ever less often, and who is
-    so no more."""
+    """Finds the slowest rank of each window of steps. All ranks call the same methods at the same
+    steps."""
+
+    def __init__(self, hosts: list[str], device: torch.device, say: Callable[[str], None]) -> None:
+        """`hosts`: of each rank, where `say` reaches somebody (rank 0)."""
+        self._report = StragglerReport(hosts, say)
+        self._device = device
+        self._rank, self._others = dist.get_rank(), dist.get_world_size() - 1
+        self._window: list[float] = []
+        self._mine = 0.0
+        self._pending: tuple[int, Tensor, torch.Event | None] | None = None
+
+    def contribution(self, work: float) -> float:
+        """For the step's sum: this rank's median over the window at its end, else 0. `work`:
+        seconds of this rank in this step."""
+        self._window.append(work)
+        if len(self._window) < WINDOW:
+            return 0.0
+        self._mine, self._window = statistics.median(self._window), []
+        return self._mine
+
+    def update(self, step: int, total: float) -> None:
+        """`total`: the sum of the contributions to `step`, not 0 at the end of a window. Starts the
+        search for the slowest rank there, and reports it one step later: nothing waits."""
+        if self._pending is not None:
+            ended, found, event = self._pending
+            self._pending = None
+            if event is not None:
+                event.synchronize()
+            packed, late = found.tolist()
+            ratio, rank = divmod(int(packed), RANKS)
+            if self._rank == 0:
+                self._report.update(ended, rank, ratio / 1e6, late)
+        if total and self._others:
+            self._pending = (step, *self._search(total))
+
+    def _search(self, total: float) -> tuple[Tensor, torch.Event | None]:
+        """[packed ratio and rank, seconds a step that the slowest one is late], on their way to the
+        host. The ratio is that of a rank's work over the mean of the others'."""
+        others = (total - self._mine) / self._others
+        ratio = min(self._mine / others, 1e3) if others > 0 else 1.0
+        # fp64 keeps integers up to 2^53: 1e3 * 1e6 * 2^20 is 2^50. The seconds are a maximum of
+        # their own: the rank with the largest ratio has the largest delay, too.
+        mine = [round(ratio * 1e6) * RANKS + self._rank, max(0.0, self._mine - others)]
+        cuda = self._device.type == "cuda"
+        host = torch.tensor(mine, dtype=torch.float64, pin_memory=cuda)
+        worst = host.to(self._device, non_blocking=True)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        host.copy_(worst, non_blocking=True)
+        if not cuda:
+            return host, None
+        event = torch.Event("cuda")
+        event.record()
+        return host, event
+
+
+class StragglerReport:
+    """Says who is slow, with exponential back-off, and when it has recovered."""
 
     def __init__(self, hosts: list[str], say: Callable[[str], None]) -> None:
         self._hosts, self._say = hosts, say
-        self._window: list[list[float]] = []
-        self.since: dict[int, int] = {}  # slow rank -> first step of the first slow window
+        self._rank, self._since = -1, 0  # the slow one, and the first step of its first slow window
 
-    def update(self, step: int, work: list[float]) -> None:
-        """`work`: seconds of each rank in this step."""
-        self._window.append(work)
-        if len(self._window) < WINDOW:
+    def update(self, step: int, rank: int, ratio: float, late: float) -> None:
+        """The slowest rank of the window that ended with `step`: `late` in seconds a step."""
+        slow = rank if ratio > SLOW else -1
+        if self._rank >= 0 and slow != self._rank:
+            self._say(
+                f"straggler: rank {self._rank} on {self._hosts[self._rank]} is as fast as the "
+                f"others again, after steps {self._since} to {step}"
+            )
+            self._rank = -1
+        if slow < 0:
             return
-        ranks = [statistics.median(rank) for rank in zip(*self._window, strict=True)]
-        self._window = []
-        typical = statistics.median_low(ranks)
-        for rank, seconds in enumerate(ranks):
-            if seconds > SLOW * typical:
-                self.since.setdefault(rank, step - WINDOW + 1)
-                windows = (step - self.since[rank] + 1) // WINDOW
-                if windows & (windows - 1):
-                    continue  # not a power of two
-                self._say(
-                    f"straggler: rank {rank} on {self._hosts[rank]} is {seconds / typical:.1f} "
-                    f"times slower than the median rank since step {self.since[rank]} "
-                    f"({1000 * (seconds - typical):.0f} ms a step)"
-                )
-            elif rank in self.since:
-                begin = self.since.pop(rank)
-                self._say(f"straggler: rank {rank} on {self._hosts[rank]} is as fast as the others "
-                          f"again, after steps {begin} to {step}")  # fmt: skip
+        if self._rank < 0:
+            self._rank, self._since = slow, step - WINDOW + 1
+        windows = (step - self._since + 1) // WINDOW
+        if windows & (windows - 1) == 0:  # a power of two
+            self._say(
+                f"straggler: rank {slow} on {self._hosts[slow]} is {ratio:.1f} times slower than "
+                f"the other ranks since step {self._since} ({1000 * late:.0f} ms a step)"
+            )

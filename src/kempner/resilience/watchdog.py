@@ -1,10 +1,10 @@
-"""A run that stands still is ended, so that it can go on: the stacks of all threads are in the
-logs, and the ranks that do not answer are named.
+"""A run that stands still is ended, so that it can be started again: the stacks of all threads are
+in the logs, and the ranks that do not answer are named.
 
 Every rank has a thread of its own for this. It sees a beat at every step; when none has come within
-the limit it writes down where its process stands, tells the others through the rendezvous store,
-reads what they tell, and ends the process. A frozen or unreachable rank tells nothing: that is how
-it is found.
+the limit it writes down where its process is, tells rank 0 through the rendezvous store, and ends
+the process. A frozen or unreachable rank tells nothing: that is how it is found. Each rank sends
+one request, whatever the world's size; rank 0 alone reads what all of them said.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import socket
 import statistics
 import sys
 import threading
@@ -21,16 +20,28 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from kempner import process_group
+
+if TYPE_CHECKING:
+    from kempner.parallel.layout import Layout
+    from kempner.run import RunConfig
+    from kempner.run_directory import Run
+
 FLOOR_S = 120.0  # no derived limit is shorter
 STEPS = 20  # the derived limit in median step times
 PATIENCE_S = 1800.0  # for a save or a validation
-ANSWER_S = 5.0  # that the ranks wait for each other's word
+ANSWER_S = 5.0  # that rank 0 waits for the others' answers, and they for its verdict
+WRITE_S = 5.0  # for the logs of a hang: the file system may be what hangs
 EXIT_CODE = 70
+ANSWERS, VERDICT = "hang/answers", "hang/verdict"
+NAMED = 16  # ranks in a message
+
+T = TypeVar("T")
 
 
 class Watchdog:
@@ -43,10 +54,13 @@ class Watchdog:
         first_limit: float,
         log: IO[str],
         on_hang: Callable[[str, list[int]], None],
+        on_limit: Callable[[float], None],
     ) -> None:
         """`first_limit`: seconds until the first beat (a first step may compile for minutes).
-        `on_hang(reason, ranks that do not answer)` records the hang."""
+        `on_hang(reason, ranks that do not answer)` records the hang, on one rank.
+        `on_limit(seconds)` hears the longest time that this watchdog waits, whenever it grows."""
         self.hang_timeout, self._log, self._on_hang = hang_timeout, log, on_hang
+        self._on_limit, self._longest = on_limit, 0.0
         self._limit = max(first_limit, hang_timeout or 0.0)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._durations: deque[float] = deque(maxlen=50)
@@ -55,7 +69,8 @@ class Watchdog:
         self._off = threading.Event()
         # A connection of its own: the default one may be busy in the very call that hangs.
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=ANSWER_S))
+        self._store.set_timeout(timedelta(seconds=2 * ANSWER_S))
+        self._tell_limit(max(self._limit, PATIENCE_S))
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def beat(self, step: int) -> None:
@@ -66,11 +81,22 @@ class Watchdog:
         if self.hang_timeout is not None:
             self._limit = self.hang_timeout
         else:
-            self._limit = max(FLOOR_S, STEPS * statistics.median(self._durations))
+            self._limit = max(FLOOR_S, STEPS * self.step_time)
+        self._tell_limit(self._limit)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of a step, the median of the last ones; 0 before the first."""
+        return statistics.median(self._durations) if self._durations else 0.0
+
+    def _tell_limit(self, seconds: float) -> None:
+        if seconds > self._longest:
+            self._longest = 1.5 * seconds  # a limit that grows slowly is not told at every step
+            self._on_limit(self._longest)
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """Around what may take longer than a step and sees no beat: a save, a validation."""
+        """For sections that may outlast a step without a beat: a save, a validation, a load."""
         limit, self._limit = self._limit, max(self._limit, PATIENCE_S)
         try:
             yield
@@ -88,34 +114,85 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._limit + 30, exit=True, file=self._log)
             before, awake = awake, time.monotonic()
             if awake - before > self._limit / 2:
-                # It is this process that was away (SIGSTOP, a suspended job): nobody else is to
-                # blame, and all may go on.
+                # This process was suspended (SIGSTOP, scontrol suspend): no other rank is to
+                # blame, and all of them may continue.
                 print(f"watchdog: stopped for {awake - before:.0f} s", file=self._log)
                 self._beat = awake
             if time.monotonic() - self._beat > self._limit:
                 self._end()
 
     def _end(self) -> None:
-        limit = self._limit
+        """Write the stacks, collect the answers, record the hang, exit. Whatever may block (a store
+        in a frozen process, a file system that hangs) has its time and no more."""
+        limit, place = self._limit, self._place()
+        self._within(WRITE_S, lambda: self._write_stacks(limit))
+        answers = self._within(2 * ANSWER_S + 1, lambda: self._ask(place))
+        self._within(WRITE_S, lambda: self._record(limit, answers))
+        os._exit(EXIT_CODE)
+
+    @staticmethod
+    def _within(seconds: float, act: Callable[[], T]) -> T | None:
+        """What `act` returns, None when it takes longer or fails."""
+        found: list[T] = []
+
+        def run() -> None:
+            with contextlib.suppress(Exception):
+                found.append(act())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return found[0] if found else None
+
+    def _write_stacks(self, limit: float) -> None:
         print(f"watchdog: no step for {limit:.0f} s after step {self._step}", file=self._log)
         faulthandler.dump_traceback(file=self._log, all_threads=True)
         self._dump_nccl()
-        answers: dict[int, str | None] = dict.fromkeys(range(self._world_size))
-        answers[self._rank] = f"on {socket.gethostname()} after step {self._step}: {self._place()}"
-        # In a thread: the store is in rank 0, and waits for ever when that one is frozen.
-        asking = threading.Thread(target=self._ask_all, args=(answers,), daemon=True)
-        asking.start()
-        asking.join(2 * ANSWER_S)
-        silent = [rank for rank, answer in answers.items() if answer is None]
-        for rank, answer in answers.items():
-            print(f"watchdog: rank {rank} {answer or 'does not answer'}", file=self._log)
         self._log.flush()
-        # Nobody's word at all: then it is the store's own process, rank 0, that is away.
-        silent = [0] if len(silent) == self._world_size - 1 and self._rank else silent
-        who = f"; ranks that do not answer: {silent}" if silent else ""
-        if self._rank == min(rank for rank in answers if rank not in silent):
+
+    def _ask(self, place: str) -> dict[int, str]:
+        """Rank 0: every answer that came, by rank. The others answer, and wait until rank 0 has
+        recorded the hang: their exit would make srun end it. Raises when the store does not
+        respond."""
+        answers = {self._rank: place}
+        if self._rank:
+            self._store.append(ANSWERS, f"{self._rank} {place}\n")
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([VERDICT])
+            return answers
+        self._store.append(ANSWERS, "")
+        deadline = time.monotonic() + ANSWER_S
+        while len(answers) < self._world_size and time.monotonic() < deadline:
+            time.sleep(0.2)
+            for line in self._store.get(ANSWERS).decode().splitlines():
+                rank, _, answer = line.partition(" ")
+                answers[int(rank)] = answer
+        return answers
+
+    def _record(self, limit: float, answers: dict[int, str] | None) -> None:
+        """Rank 0 records the hang; rank 1 does where nothing is heard of rank 0 and its store."""
+        if answers is None:
+            silent = [0]
+        elif self._rank:
+            return
+        else:
+            silent = [rank for rank in range(self._world_size) if rank not in answers]
+        for line in self._lines(answers or {self._rank: self._place()}, silent):
+            print(f"watchdog: {line}", file=self._log)
+        if self._rank == 0 or (answers is None and self._rank == 1):
+            who = f"; ranks that do not answer: {_named(silent)}" if silent else ""
             self._on_hang(f"no step for {limit:.0f} s after step {self._step}{who}", silent)
-        os._exit(EXIT_CODE)
+        if self._rank == 0:
+            self._store.set(VERDICT, "")
+
+    def _lines(self, answers: dict[int, str], silent: list[int]) -> list[str]:
+        """Where the ranks are: one line for each place in the code, so that a world of thousands
+        fits a screen."""
+        at: dict[str, list[int]] = {}
+        for rank, answer in sorted(answers.items()):
+            at.setdefault(answer, []).append(rank)
+        lines = [f"{_ranks(ranks)} {place}" for place, ranks in at.items()]
+        return lines + ([f"{_ranks(silent)} does not answer"] if silent else [])
 
     def _place(self) -> str:
         """Where the main thread stands: its innermost frame outside of torch, and the innermost."""
@@ -128,18 +205,9 @@ class Watchdog:
                 own = name
                 break
             frame = frame.f_back
-        return f"in {own or inner}" + (f" > {inner}" if inner != own else "")
-
-    def _ask_all(self, answers: dict[int, str | None]) -> None:
-        """Tell the others, and fill in what they tell; None stays for a rank that says nothing."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"hang/{self._rank}", answers[self._rank])
-            deadline = time.monotonic() + ANSWER_S
-            while None in answers.values() and time.monotonic() < deadline:
-                for rank in [rank for rank, answer in answers.items() if answer is None]:
-                    if self._store.check([f"hang/{rank}"]):
-                        answers[rank] = self._store.get(f"hang/{rank}").decode()
-                time.sleep(0.2)
+        return f"after step {self._step} in {own or inner}" + (
+            f" > {inner}" if inner != own else ""
+        )
 
     def _dump_nccl(self) -> None:
         """NCCL's flight recorder, where there is one."""
@@ -150,3 +218,23 @@ class Watchdog:
             path = Path(self._log.name).with_name(f"nccl-trace-{self._rank}")
             path.write_bytes(dump())
             print(f"watchdog: NCCL's flight recorder is in {path}", file=self._log)
+
+
+def start_watchdog(cfg: RunConfig, run: Run, layout: Layout) -> Watchdog:
+    """The watchdog of a run. No group's own timeout may strike before it does."""
+    return Watchdog(
+        cfg.resilience.hang_timeout,
+        cfg.distributed.start_timeout,
+        run.log_file,
+        on_hang=run.hangs,
+        on_limit=lambda seconds: process_group.set_timeout(seconds, layout.groups),
+    )
+
+
+def _named(ranks: list[int]) -> str:
+    return f"{ranks}" if len(ranks) <= NAMED else f"{ranks[:NAMED]} and {len(ranks) - NAMED} more"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks [0, 1, 2]`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_named(ranks)}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from kempner.parallel.mesh import sizes
 
 from kempner.config.option import ConfigError
 from kempner.parallel.config import DistributedConfig
-from kempner.parallel.mesh import sizes
 
 
 @pytest.mark.parametrize(

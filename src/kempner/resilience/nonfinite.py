@@ -1,0 +1,34 @@
+"""Steps whose loss or gradient is not finite: each is skipped, too many in a row are answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kempner.resilience.requests import Verdict
+
+if TYPE_CHECKING:
+    from kempner.step import StepResult
+
+
+class NonFinite:
+    """Counts the non-finite steps in a row; the same on all ranks."""
+
+    def __init__(self, max_skipped: int) -> None:
+        self.max_skipped = max_skipped
+        self.in_a_row = 0
+        self.since = 0  # samples consumed after the first of them
+
+    def judge(self, result: StepResult, may_go_back: bool) -> Verdict | None:
+        """What follows from a step, None when nothing does. After `max_skipped` bad steps in a row
+        the run goes back to its last checkpoint or, where it may not (it has done so before),
+        fails."""
+        if result.bad and not self.in_a_row:
+            self.since = result.after.samples
+        self.in_a_row = self.in_a_row + 1 if result.bad else 0
+        if self.in_a_row < self.max_skipped:
+            return None
+        self.in_a_row = 0
+        reason = f"{self.max_skipped} steps in a row were not finite (resilience.max_skipped)"
+        if may_go_back:
+            return Verdict(go_back=True, reason=reason)
+        return Verdict(state="failed", reason=f"{reason}, again after going back once")
