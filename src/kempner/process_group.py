@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -264,7 +265,8 @@ def _open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store
         return dist.TCPStore(address, port, None, False, limit)
     store = dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False)
     run_dir.mkdir(parents=True, exist_ok=True)
-    _write_note(note, f"{slurm.own_address()} {store.port}\n")
+    for place in (note, _copy_of(run_dir)):
+        _write_note(place, f"{slurm.own_address()} {store.port}\n")
     return store
 
 
@@ -273,8 +275,10 @@ def _note_in(run_dir: Path) -> Path:
 
 
 def _copy_of(run_dir: Path) -> Path:
-    """Where the first rank of a host leaves the address for the others of its host."""
-    return Path(tempfile.gettempdir()) / f"kempner-{os.getuid()}{_note_in(run_dir).name}"
+    """Where the first rank of a host leaves the address for the others of its host. The run is in
+    the name, too: jobs of two clusters may have one number."""
+    run = f"{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
+    return Path(tempfile.gettempdir()) / f"kempner-{os.getuid()}-{run}{_note_in(run_dir).name}"
 
 
 def _write_note(note: Path, text: str) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from kempner.metrics import Clock
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.optim.build import build_optimizer, local_norm_sq
+from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import OptimizerConfig, ScheduleConfig, learning_rate
-from kempner.resilience.requests import REQUESTS
-from kempner.step import PendingStep, guard_update, reduce_step
+from kempner.parallel.layout import Layout
+from kempner.progress import Progress
+from kempner.step import Numbers, PendingStep, guard_update, reduce_step
 
 # --- The schedule -------------------------------------------------------------------------------
 
@@ -80,27 +81,31 @@ def test_matrices_decay_norms_and_embeddings_do_not() -> None:
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
-def replicas(count: int) -> Any:
-    """What the step asks a mesh."""
-    return {"replicate": SimpleNamespace(size=lambda: count)}
+def copies(count: int) -> Layout:
+    """A layout of so many ranks that all hold the whole model: one process plays them."""
+    layout: Any = Layout(SimpleNamespace(size=lambda: count))  # type: ignore[arg-type]
+    return layout
 
 
-FLAGS = [0.0, 1.0, 0.0]
 BUDGET = 16  # tokens of a step, if every one counts
-assert len(FLAGS) == len(REQUESTS)
 
 
 def guarded_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, losses: Tensor, clip: float
-) -> Tensor:
+) -> Numbers:
     """As the trainer does it, with one loss per token that counts."""
     (losses.sum() / BUDGET).backward()
-    count = torch.tensor(float(len(losses)))
-    totals = reduce_step(losses.detach().sum(), count, model, replicas(1), FLAGS, 0.5)
-    result = guard_update(optimizer, totals, BUDGET, clip)
+    parts = {
+        "loss_sum": losses.detach().sum(),
+        "tokens": torch.tensor(float(len(losses))),
+        "grad_norm_sq": copies(1).norm_sq(model.parameters()),
+        "asks_stop": 1.0,
+        "work": 0.5,
+    }
+    numbers = guard_update(optimizer, reduce_step(parts, copies(1)), BUDGET, clip)
     optimizer.step()
     optimizer.zero_grad()
-    return result
+    return numbers
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05, 100.0], ids=["none", "clipped", "far-away"])
@@ -114,15 +119,18 @@ def test_update_is_that_of_the_mean_clipped_then_adamw(clip: float) -> None:
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     for count in (16, 5, 1, 12):  # tokens that count: fewer than the step_tokens, and never as many
         x = torch.randn(count, 8)
-        result = guarded_step(model, optimizer, model(x).square().flatten(), clip)
+        numbers = guarded_step(model, optimizer, model(x).square().flatten(), clip)
         loss = plain(x).square().mean()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
         reference.step()
         reference.zero_grad()
-        numbers = PendingStep({"step": 1, "tokens": 2, "samples": 3}, 0.1, result, Clock()).read()
-        assert (numbers.loss, numbers.grad_norm) == pytest.approx((loss.item(), norm.item()))
-        assert not numbers.bad and numbers.flags == FLAGS and numbers.work == [0.5]
+        told = PendingStep(Progress(1, 3, 2), 0.1, numbers, Clock()).read()
+        assert (told.values["loss"], told.values["grad_norm"]) == pytest.approx(
+            (loss.item(), norm.item())
+        )
+        assert not told.bad and told.values["asks_stop"] == 1.0 and told.values["work"] == 0.5
+        assert told.step == 1 and told.after.samples == 3
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -146,19 +154,18 @@ def test_a_bad_step_changes_nothing(fault: str) -> None:
         losses = losses * math.inf
     else:
         losses = losses[:0]
-    result = guarded_step(model, optimizer, losses, 1.0)
-    assert result[2] == 1.0
+    assert guarded_step(model, optimizer, losses, 1.0)["bad"] == 1.0
     assert all(torch.equal(old, new) for old, new in zip(before, everything(), strict=True))
     guarded_step(model, optimizer, model(torch.randn(6, 4)).flatten(), 1.0)
     assert not torch.equal(before[0], model.weight)  # the next good one counts again
 
 
-def test_squares_of_replicas_count_once() -> None:
-    """Every replica has the whole gradient; the sum over all ranks has it so many times."""
-    model, zero = nn.Linear(3, 1, bias=False), torch.zeros(())
+def test_a_gradient_that_several_ranks_hold_counts_once() -> None:
+    """Every rank has the whole gradient; the sum over all ranks has it so many times."""
+    model = nn.Linear(3, 1, bias=False)
     model.weight.grad = torch.tensor([[1.0, 2.0, 2.0]])
-    assert reduce_step(zero, zero, model, replicas(1), FLAGS, 0.0)[2] == 9.0
-    assert reduce_step(zero, zero, model, replicas(4), FLAGS, 0.0)[2] == 9.0 / 4
+    assert copies(1).norm_sq(model.parameters()) == 9.0
+    assert copies(4).norm_sq(model.parameters()) == 9.0 / 4
 
 
 def test_norm_of_a_rank_with_empty_shards() -> None:
@@ -166,4 +173,11 @@ def test_norm_of_a_rank_with_empty_shards() -> None:
     full, empty = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(0, 2))
     full.grad, empty.grad = torch.full((2, 2), 3.0), torch.zeros(0, 2)
     unused = nn.Parameter(torch.zeros(5))
-    assert local_norm_sq([full, empty, unused]) == 36.0
+    assert copies(1).norm_sq([full, empty, unused]) == 36.0
+
+
+def test_a_group_keeps_its_multiple_of_the_learning_rate() -> None:
+    optimizer = build_optimizer(nn.Linear(4, 4), OptimizerConfig(lr=1e-2))
+    optimizer.param_groups[1]["lr_scale"] = 0.1
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, pytest.approx(0.05)]

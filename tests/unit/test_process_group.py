@@ -16,7 +16,8 @@ import torch
 
 from kempner import configure, process_group
 from kempner.config.option import ConfigError
-from kempner.process_group import World, discover, job_name, pick_device
+from kempner.process_group import World, discover, pick_device
+from kempner.slurm import job_name
 
 # What a batch shell has; a salloc shell has the counts alone. SLURM_STEP_ID is -5 in newer ones.
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -29,6 +30,7 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
     [
         ({}, World(0, 0, 1, "single")),
         (STEP, World(5, 1, 6, "slurm")),  # the step's size, not the job's
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, World(5, 1, 6, "slurm", 3)),
         (BATCH, World(0, 0, 1, "single")),
         (BATCH | {"SLURM_STEP_ID": "-5"}, World(0, 0, 1, "single")),
         ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}, World(0, 0, 1, "single")),
@@ -36,7 +38,17 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
         (STEP | TORCHRUN, World(1, 1, 2, "torchrun")),
         ({"RANK": "3"}, World(0, 0, 1, "single")),  # left over in somebody's shell
     ],
-    ids=["nothing", "step", "batch", "batch-26", "salloc", "torchrun", "torchrun-in-step", "rest"],
+    ids=[
+        "nothing",
+        "step",
+        "nodes",
+        "batch",
+        "batch-26",
+        "salloc",
+        "torchrun",
+        "torchrun-in-step",
+        "rest",
+    ],
 )
 def test_place(env: dict[str, str], world: World) -> None:
     assert discover(env) == world
@@ -95,6 +107,27 @@ def test_a_task_without_a_gpu_is_told_which_flag_to_give(monkeypatch: pytest.Mon
         pick_device("cuda", 0)
 
 
+def test_a_gpu_that_torch_cannot_use_is_an_error_in_a_job_with_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A broken driver, or a torch without CUDA: the run would train on the CPU for days."""
+    see(monkeypatch, 0)
+    card = tmp_path / "bus/pci/devices/0000:17:00.0"
+    card.mkdir(parents=True)
+    (card / "vendor").write_text("0x10de\n")
+    (card / "class").write_text("0x030200\n")
+    monkeypatch.setenv("KEMPNER_SYS", str(tmp_path))
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
+    with pytest.raises(ConfigError, match=r"has NVIDIA GPUs.*distributed\.device=cpu"):
+        pick_device("auto", 0)
+    assert pick_device("cpu", 0) == torch.device("cpu")
+    (card / "class").write_text("0x020000\n")  # a network card of the same maker
+    assert pick_device("auto", 0) == torch.device("cpu")
+    (card / "class").write_text("0x030200\n")
+    monkeypatch.delenv("SLURM_STEP_GPUS")  # a login node, or a job without GPUs
+    assert pick_device("auto", 0) == torch.device("cpu")
+
+
 # --- The rendezvous -----------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -148,6 +181,31 @@ def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
     assert not list(run_dir.iterdir())
 
 
+def test_only_the_first_rank_of_a_host_asks_the_shared_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others read its copy on the host's own disk, and nothing is left of it."""
+    monkeypatch.setattr(process_group, "LOCAL_COPY_S", 0.2)
+    note, copy = tmp_path / "shared", tmp_path / "local"
+    opened: list[Path] = []
+    real = Path.read_text
+
+    def read_text(path: Path, *args: Any) -> str:
+        opened.append(path)
+        return real(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    copy.write_text("10.0.0.1 4711\n")
+    assert process_group._read_note(note, copy, 3, 5.0) == ("10.0.0.1", 4711)
+    assert opened == [copy]
+    copy.unlink()
+    note.write_text("10.0.0.2 4712\n")  # a container with a /tmp of its own
+    assert process_group._read_note(note, copy, 3, 5.0) == ("10.0.0.2", 4712)
+    copy.unlink()
+    assert process_group._read_note(note, copy, 0, 5.0) == ("10.0.0.2", 4712)
+    assert copy.read_text() == note.read_text()
+
+
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     said = step([0, 2], tmp_path, 3.0, 1, SLURM_STEP_NUM_TASKS="4", SLURM_JOB_ID="78")
     assert "ranks [1, 3] of 4 did not come within 3 s" in said[0]
@@ -165,16 +223,41 @@ def test_a_rank_0_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def hang(log: Path) -> None:
     sys.stderr = open(log, "w")  # noqa: SIM115
-    with process_group._or_exit(0.1, "the network swallows it"):
+    with process_group._or_exit(0.1, lambda: "the network swallows it"):
         time.sleep(30)
 
 
-def test_a_first_collective_that_hangs_ends_the_process(tmp_path: Path) -> None:
-    process = CONTEXT.Process(target=hang, args=(tmp_path / "log",))
+def hang_in_nccl(log: Path) -> None:
+    """As a rank of a CUDA run whose gloo works and whose NCCL never connects."""
+    sys.stderr = open(log, "w")  # noqa: SIM115
+    store = types.SimpleNamespace()
+    quiet: Any = lambda *_: None  # noqa: E731
+    process_group._open_store = lambda *_: store  # type: ignore[assignment,return-value]
+    process_group._check_in = process_group._prove = quiet
+    torch.distributed.destroy_process_group = quiet
+    torch.distributed.PrefixStore = quiet  # type: ignore[misc]
+
+    def init(store: Any, world: Any, device: Any, seconds: float) -> None:
+        if device is not None:
+            time.sleep(30)
+
+    process_group._init = init
+    process_group.start(World(0, 0, 2, "slurm"), torch.device("cuda", 0), log.parent, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [(hang, "the network swallows it"), (hang_in_nccl, "NCCL does not connect the ranks")],
+)
+def test_a_start_that_hangs_ends_the_process_and_says_why(
+    tmp_path: Path, target: Any, words: str
+) -> None:
+    process = CONTEXT.Process(target=target, args=(tmp_path / "log",))
     process.start()
     process.join(timeout=25)
     assert process.exitcode == 1
-    assert "the network swallows it" in (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert words in said and "likely causes" in said
 
 
 @pytest.mark.parametrize(("rank", "told", "speaks"), [(0, 1, True), (1, 0, True), (1, 1, False)])

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.slurm import short_window
+from kempner.slurm import short_window, tasks_per_node
 
 
 @pytest.mark.parametrize(
-    ("lead", "save", "enough"),
+    ("lead", "save", "step", "enough"),
     [
-        ("60", 30.0, None),
-        ("60", 30.1, 120),
-        ("10", 5.1, 60),
-        ("120", 300.0, 630),
-        ("", 900.0, None),
+        ("60", 30.0, 0.0, None),
+        ("60", 30.1, 0.0, 120),
+        ("10", 5.1, 0.0, 60),
+        ("120", 300.0, 0.0, 630),
+        ("120", 10.0, 33.0, None),
+        ("120", 10.0, 40.0, 180),
+        ("", 900.0, 40.0, None),
     ],
 )
-def test_the_window_should_hold_two_saves(
-    monkeypatch: pytest.MonkeyPatch, lead: str, save: float, enough: int | None
+def test_the_window_holds_two_saves_and_three_steps(
+    monkeypatch: pytest.MonkeyPatch, lead: str, save: float, step: float, enough: int | None
 ) -> None:
     monkeypatch.setenv("KEMPNER_SIGNAL_LEAD", lead)
-    warning = short_window(save)
+    warning = short_window(save, step)
     if enough is None:
         assert warning is None
     else:
@@ -31,4 +33,12 @@ def test_the_window_should_hold_two_saves(
 
 def test_nobody_says_how_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEMPNER_SIGNAL_LEAD", raising=False)
-    assert short_window(900.0) is None
+    assert short_window(900.0, 40.0) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "count"),
+    [("4", 4), ("4(x2)", 4), ("8(x3),8", 8), ("4(x2),2", None), ("", None)],
+)
+def test_tasks_per_node(told: str, count: int | None) -> None:
+    assert tasks_per_node({"SLURM_STEP_TASKS_PER_NODE": told}) == count

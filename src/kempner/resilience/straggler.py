@@ -65,7 +65,7 @@ class BlockClock:
 
 
 def _seconds(began: Any, ended: Any) -> float:
-    return began.elapsed_time(ended) / 1000 if isinstance(began, torch.Event) else ended - began
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
 
 
 class Stragglers:

@@ -1,0 +1,79 @@
+"""Requests to stop: files on a sick file system, and the middle of a long step."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kempner.resilience.requests import FLAGS, REQUESTS, StopRequests, asked, asked_meanwhile
+
+
+def requests() -> StopRequests:
+    """Without the handlers of signals, which are this process's."""
+    stop = StopRequests.__new__(StopRequests)
+    stop.flags, stop._job_end = [0.0] * len(REQUESTS), None
+    stop._say = lambda text: None
+    return stop
+
+
+def test_a_file_system_that_fails_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO and ESTALE of a shared file system must not end a training."""
+    monkeypatch.setattr("kempner.resilience.requests.FILE_POLL_S", 0.01)
+    real, failures = Path.unlink, [errno.EIO, errno.ESTALE]
+
+    def unlink(path: Path, *args: Any) -> None:
+        if failures and path.name == "STOP":
+            raise OSError(failures.pop(), "sick", str(path))
+        real(path, *args)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    (tmp_path / "STOP").touch()
+    stop, said = requests(), []
+    run: Any = SimpleNamespace(
+        dir=tmp_path, announce=said.append, say=said.append, world=SimpleNamespace(rank=0)
+    )
+    stop._unsaid = []
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    stop.begin(run, lambda: 0.0)
+    end = time.monotonic() + 10
+    while not said and time.monotonic() < end:
+        time.sleep(0.01)
+    assert said == ["STOP file: stopped by the user"] and not (tmp_path / "STOP").exists()
+    assert any(thread.name == "stop files" for thread in threading.enumerate())
+
+
+def test_the_end_that_slurm_told_before_counts_while_it_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = [time.time() + 1000.0, None, None]
+    monkeypatch.setattr("kempner.resilience.requests.END_POLL_S", 0.0)
+    monkeypatch.setattr("kempner.resilience.requests.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("kempner.slurm.job_fields", lambda job: {})
+    monkeypatch.setattr("kempner.slurm.end_of", lambda fields: ends.pop(0) if ends else None)
+    stop = requests()
+    stop._watch_end("12", lambda: 0.0 if ends else 2000.0)
+    assert stop.flags[1] == 1.0 and not ends
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_a_request_to_leave_is_seen_in_the_middle_of_a_long_step(kind: int) -> None:
+    stop = requests()
+    assert asked_meanwhile(stop, torch.device("cpu")) is None
+    stop.flags[kind] = 1.0
+    found = asked_meanwhile(stop, torch.device("cpu"))
+    assert found == (REQUESTS[kind] if kind else None)  # a save alone waits for the step's end
+
+
+def test_the_strongest_request_wins() -> None:
+    assert asked(dict.fromkeys(FLAGS, 0.0)).state == ""
+    assert asked(dict.fromkeys(FLAGS, 2.0)).state == "stopped"
