@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kempner.history.attempts import read_lines
+from kempner.files import read_jsonl
 from kempner.history.state import load_history
 from tests.cluster import ENDED, ROOT, TESTBED, Cluster, make_data
 from tests.conftest import clean_env, losses, status
@@ -346,7 +346,7 @@ def costs(soak: Soak) -> list[Cost]:
     """Fault by fault. What an attempt lost goes to the last fault that struck it."""
     run = load_history(soak.dir)
     attempts = [(a, lost) for a, lost in zip(run.attempts, run.life.lost, strict=True) if a.began]
-    events = read_lines(soak.dir / "attempts.jsonl")
+    events = read_jsonl(soak.dir / "attempts.jsonl")
     started = {e["attempt"]: e["process_began"] for e in events if e["event"] == "start"}
     # Which attempt each fault struck: the last one that had begun.
     hit = [max(i for i, (a, _) in enumerate(attempts) if a.began <= s.time) for s in soak.struck]

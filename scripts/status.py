@@ -23,7 +23,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.history.attempts import Record, read_lines
+from kempner.files import read_jsonl
+from kempner.history.attempts import Record
 
 TAIL = 1 << 16  # bytes of metrics.jsonl that are looked at: the newest lines
 # A running job without a new line for so many times the usual interval stands still.
@@ -93,8 +94,8 @@ def row(run: Path, jobs: dict[str, Job] | None) -> tuple[str, ...]:
     status: Record = {}
     with contextlib.suppress(OSError, ValueError):
         status = json.loads((run / "status.json").read_text())
-    events = read_lines(run / "attempts.jsonl")
-    lines = [line for line in newest_lines(run / "metrics.jsonl") if "tokens_per_s" in line]
+    events = read_jsonl(run / "attempts.jsonl")
+    lines = [line for line in read_jsonl(run / "metrics.jsonl", TAIL) if "tokens_per_s" in line]
     last: Record = lines[-1] if lines else {}
     name = status.get("job") or next((e["job"] for e in reversed(events) if e.get("job")), None)
     job = (jobs or {}).get(str(name))
@@ -111,17 +112,6 @@ def row(run: Path, jobs: dict[str, Job] | None) -> tuple[str, ...]:
         job.left if job and job.state == "RUNNING" else "-",
         attention,
     )
-
-
-def newest_lines(path: Path) -> list[Record]:
-    """The lines in the last part of a file that may be long."""
-    found = []
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        for text in file.read().splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(text))
-    return [line for line in found if isinstance(line, dict)]
 
 
 def judge(

@@ -4,12 +4,10 @@ the same record."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kempner.config.option import option
@@ -90,12 +88,3 @@ def line(record: dict[str, Any], max_steps: int) -> str:
         f"{record['tokens_per_s']:,.0f} tok/s  {record['step_time']:.3f} s/step ({share})"
         f"{mfu}{skipped}"
     )
-
-
-def end_torn_line(path: Path) -> None:
-    """A killed run may have left half a line: end it, so that it does not swallow ours."""
-    if path.exists() and path.stat().st_size:
-        with open(path, "rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError
+from kempner.files import write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -184,9 +185,7 @@ def _open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store
         return dist.TCPStore(*_read_note(note, start_timeout), None, False, limit)
     store = dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False)
     run_dir.mkdir(parents=True, exist_ok=True)
-    fresh = note.with_name(f"{note.name}.new")
-    fresh.write_text(f"{_own_address()} {store.port}\n")
-    fresh.replace(note)
+    write_atomic(note, f"{_own_address()} {store.port}\n")
     return store
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from kempner.data.loader import TrainLoader
-from kempner.metrics import Clock, end_torn_line, line, peak_flops
+from kempner.files import end_torn_line
+from kempner.metrics import Clock, line, peak_flops
 from kempner.resilience.straggler import Stragglers
 from kempner.run_directory import Run
 from kempner.step import Numbers

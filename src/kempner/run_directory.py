@@ -16,10 +16,10 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from kempner.checkpoint.commit import write_atomic
 from kempner.config.loading import config_hash, to_toml
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import copy_tokenizer, open_sidecar
+from kempner.files import swap_link, write_atomic
 from kempner.process_group import World, forget_rendezvous, job_name
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
@@ -217,11 +217,7 @@ class Run:
         self._log = open(logs / f"rank-{self.world.rank}.log", "a", buffering=1)  # noqa: SIM115
         self._stderr = os.dup(2)
         if self.world.rank == 0:
-            link = self.dir / "logs" / "latest"
-            fresh = link.with_name(".latest.new")
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(logs.name)
-            fresh.replace(link)
+            swap_link(self.dir / "logs" / "latest", logs.name)
         else:
             os.dup2(self._log.fileno(), 1)
             os.dup2(self._log.fileno(), 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kempner import recorder
-from kempner.metrics import Clock, MetricsConfig, end_torn_line, line, peak_flops
+from kempner.metrics import Clock, MetricsConfig, line, peak_flops
 from kempner.process_group import World
 from kempner.recorder import Recorder
 from kempner.run import RunConfig, TrainConfig
@@ -58,16 +58,6 @@ def test_the_clock_divides_the_time() -> None:
     after = clock.spent()
     assert after["data"] == spent["data"] and "checkpoint" in after
     assert after["total"] > spent["total"] and "checkpoint" not in spent
-
-
-def test_a_torn_line_is_ended_and_swallows_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    end_torn_line(path)
-    assert not path.exists()
-    for text, expected in (("", ""), ('{"a": 1}\n', '{"a": 1}\n'), ('{"a"', '{"a"\n')):
-        path.write_text(text)
-        end_torn_line(path)
-        assert path.read_text() == expected
 
 
 # --- The recorder -------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from kempner.files import step_of
 
 Record = dict[str, Any]
 REASON_WIDTH = 100  # characters; the whole is in the logs
@@ -53,21 +54,6 @@ class Attempt:
         elif self.decision == "end" and self.state not in ("done", "stopped", "failed"):
             text += f"; not requeued: {self.why}"
         return text
-
-
-def read_lines(path: Path) -> list[Record]:
-    """The objects of a JSONL file in order, without the lines that a crash has torn."""
-    found = []
-    try:
-        text = path.read_text(errors="replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                found.append(record)
-    return found
 
 
 def is_known(record: Record, *keys: str) -> bool:
@@ -164,6 +150,6 @@ def _attempt(number: int, events: list[Record], lines: list[Record], resumed: li
 
 
 def newest_checkpoint(checkpoints: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int((checkpoints / "latest").readlink().name.removeprefix("step_"))
+    with contextlib.suppress(OSError):
+        return step_of((checkpoints / "latest").readlink().name)
     return None

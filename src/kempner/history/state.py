@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from kempner.files import read_jsonl
 from kempner.history.attempts import (
     Attempt,
     Record,
     attempts_of,
     is_known,
     newest_checkpoint,
-    read_lines,
 )
 from kempner.history.wall_time import Life, life_of
 
@@ -68,8 +68,8 @@ def load_history(path: Path) -> History:
     status = {}
     with contextlib.suppress(OSError, ValueError):
         status = json.loads((path / "status.json").read_text())
-    lines = [line for line in read_lines(path / "metrics.jsonl") if is_known(line, "step", "time")]
-    events = [e for e in read_lines(path / "attempts.jsonl") if is_known(e, "time")]
+    lines = [line for line in read_jsonl(path / "metrics.jsonl") if is_known(line, "step", "time")]
+    events = [e for e in read_jsonl(path / "attempts.jsonl") if is_known(e, "time")]
     return History(path, status, lines, attempts_of(events, lines, status))
 
 
