@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "kempner"
 
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
-    {"files", "slurm", "config"},
+    {"files", "process", "slurm", "config"},
     {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
     {"parallel", "optim", "checkpoint", "resilience", "step", "evaluate"},
     {"run"},
