@@ -12,7 +12,7 @@ import sys
 from kempner import process_group
 from kempner.configure import configure, reject
 from kempner.parallel import mesh
-from kempner.progress import go_back, open_loaders, position, seed_everything
+from kempner.progress import Progress, go_back, open_loaders, seed_everything
 from kempner.resilience import requests
 from kempner.run import RunConfig
 
@@ -47,22 +47,22 @@ def train(
     model = build_model(cfg.model, axes, cfg.train)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = Checkpointer(
-        cfg.checkpoint, cfg.checkpoint_dir, model, optimizer, run.contents(), run.say
+        cfg.checkpoint, cfg.checkpoint_dir, model, optimizer, run.contents(), run.announce
     )
-    at = position(checkpointer.load())
+    at = Progress.of(checkpointer.load(), run.gone_back)
     batch = cfg.train.sequences
     step_tokens = batch * cfg.train.seq_len  # tokens of a step, if every one counts
     loader, val_batches = open_loaders(cfg, run.world, device.type == "cuda", at)
-    run.begin(at["step"])
+    run.begin(at.step)
     clock, recorder = BlockClock(model.blocks, device), Recorder(run, device)
-    recorder.begin(at["step"], at["tokens"])
+    recorder.begin(at.step, at.tokens)
     watchdog = Watchdog(
         cfg.resilience.hang_timeout, cfg.distributed.start_timeout, run.log_file, run.hangs
     )
-    stop.begin(run.world.rank, run.say, lambda: 2 * (checkpointer.seconds or 10.0) + 10.0)
+    stop.begin(run.world.rank, run.announce, lambda: 2 * (checkpointer.seconds or 10.0) + 10.0)
     verdict, waiting = requests.GO_ON, []
 
-    while at["step"] < cfg.train.max_steps and not verdict.state:
+    while at.step < cfg.train.max_steps and not verdict.state:
         with recorder.clock.part("data"):
             micro_batches = next(loader)
         loss_sum, tokens = forward_backward(model, micro_batches, device, step_tokens)
@@ -70,12 +70,12 @@ def train(
         flags = stop.take_flags(run.dir if run.world.rank == 0 else None)
         totals = reduce_step(loss_sum, tokens, model, axes, flags, work)
         result = guard_update(optimizer, totals, step_tokens, cfg.train.grad_clip)
-        lr = learning_rate(cfg.schedule, cfg.optimizer.lr, at["step"], cfg.train.max_steps)
+        lr = learning_rate(cfg.schedule, cfg.optimizer.lr, at.step, cfg.train.max_steps)
         set_learning_rate(optimizer, lr)
         optimizer.step()
         optimizer.zero_grad()
-        run.step = step = at["step"] + 1
-        at |= {"step": step, "samples": loader.position, "tokens": at["tokens"] + step_tokens}
+        run.step = step = at.step + 1
+        at = Progress(step, loader.position, at.tokens + step_tokens, at.skip)
         watchdog.beat(step)
         checkpointer.poll()
 
@@ -85,21 +85,24 @@ def train(
             )  # the slow first step is done
         last = step == cfg.train.max_steps
         due = cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0
-        waiting, verdict = [*waiting, PendingStep(at, lr, result, recorder.clock)], requests.GO_ON
+        waiting, verdict = (
+            [*waiting, PendingStep(at.record(), lr, result, recorder.clock)],
+            requests.GO_ON,
+        )
         # Read a step late, when they have arrived, but before a save: its step has a line, then.
         while verdict == requests.GO_ON and len(waiting) > (0 if due and not last else 1):
             numbers = waiting.pop(0).read()
             recorder.step(numbers, loader)
-            verdict = stop.decide(numbers, cfg.resilience.max_skipped, may_go_back=not at["skip"])
+            verdict = stop.decide(numbers, cfg.resilience.max_skipped, may_go_back=not at.skip)
         if verdict.go_back:
             bad = [stop.bad_since - batch, loader.position]
-            (at, verdict), waiting = go_back(at, bad, verdict, checkpointer, loader), []
-            recorder.begin(at["step"], at["tokens"])
+            (at, verdict), waiting = go_back(at, bad, verdict, checkpointer, loader, run), []
+            recorder.begin(at.step, at.tokens)
             continue
         due = due and not stop.skipped_in_a_row  # spoilt weights, perhaps: keep what is there
         if (due or last or verdict.save) and verdict.state != "failed":
             with recorder.clock.part("checkpoint"), watchdog.patient():
-                checkpointer.save(step, at)
+                checkpointer.save(step, at.record())
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
             with recorder.clock.part("eval"), watchdog.patient():
@@ -111,7 +114,7 @@ def train(
     with watchdog.patient():
         checkpointer.wait(stop.seconds_left(run.world.rank))
     watchdog.stop()
-    return requests.final_verdict(verdict, at["step"], checkpointer)
+    return requests.final_verdict(verdict, at.step, checkpointer)
 
 
 def forward_backward(

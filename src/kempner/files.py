@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -78,6 +79,26 @@ def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             found.append(record)
     return found
+
+
+class LineFile:
+    """Appends whole lines to a file. Without a buffer: what a full disk does not take is lost, and
+    never written later in the middle of something else."""
+
+    def __init__(self, path: Path) -> None:
+        end_torn_line(path)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._torn = False
+
+    def write(self, line: str) -> None:
+        """Raises OSError; half a line may be there then, and the next one starts anew."""
+        data = f"{line}\n".encode()
+        if self._torn:
+            data = b"\n" + data
+        self._torn = True
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
 
 
 def end_torn_line(path: Path) -> None:

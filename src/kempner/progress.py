@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kempner.process_group import World
@@ -14,8 +15,36 @@ if TYPE_CHECKING:
     from kempner.checkpoint.dcp import Checkpointer
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import MicroBatch, TrainLoader
+    from kempner.run_directory import Run
 
-Position = dict[str, Any]  # what position() returns
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: totals so far, and the ranges of sample numbers that it leaves out, because
+    their steps were not finite."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skip: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, manifest: dict[str, Any] | None, gone_back: tuple[int, list[int]] | None = None
+    ) -> Progress:
+        """As the manifest of a checkpoint has it; None: at the start. `gone_back`: the step that
+        the run last went back to, and the samples that it leaves out since (Run.gone_back); a run
+        that died before its next checkpoint has these nowhere else."""
+        if manifest is None:
+            return cls()
+        progress = cls(**{each.name: manifest[each.name] for each in fields(cls)})
+        if gone_back is not None and gone_back[0] == progress.step and not progress.skip:
+            return replace(progress, skip=[gone_back[1]])
+        return progress
+
+    def record(self) -> dict[str, Any]:
+        """For the manifest."""
+        return asdict(self)
 
 
 def seed_everything(cfg: TrainConfig) -> None:
@@ -40,7 +69,7 @@ def open_data(cfg: RunConfig) -> tuple[TokenDataset, TokenDataset | None]:
 
 
 def open_loaders(
-    cfg: RunConfig, world: World, pin: bool, at: Position
+    cfg: RunConfig, world: World, pin: bool, at: Progress
 ) -> tuple[TrainLoader, Callable[[], Iterator[MicroBatch]]]:
     """This rank's share of the data: the training's loader at its position, and what makes an
     iterator over the held-out batches."""
@@ -55,10 +84,10 @@ def open_loaders(
         rank=world.rank,
         world=world.size,
         micro=micro,
-        position=at["samples"],
+        position=at.samples,
         prefetch=cfg.data.prefetch,
         pin=pin,
-        skip=at["skip"],
+        skip=at.skip,
     )
 
     def held_out_batches() -> Iterator[MicroBatch]:
@@ -74,25 +103,21 @@ def open_loaders(
     return loader, held_out_batches
 
 
-def position(manifest: dict[str, Any] | None) -> Position:
-    """Where a run is, from the manifest of its checkpoint: steps, samples and tokens so far, and
-    the ranges of sample numbers that are left out, because they were not finite."""
-    start: Position = {"step": 0, "samples": 0, "tokens": 0, "skip": []}
-    return start if manifest is None else {key: manifest[key] for key in start}
-
-
 def go_back(
-    at: Position, bad: list[int], verdict: Verdict, checkpointer: Checkpointer, loader: TrainLoader
-) -> tuple[Position, Verdict]:
+    at: Progress,
+    bad: list[int],
+    verdict: Verdict,
+    checkpointer: Checkpointer,
+    loader: TrainLoader,
+    run: Run,
+) -> tuple[Progress, Verdict]:
     """To the last checkpoint, from where the samples numbered bad[0] to bad[1] - 1 are left out;
     returns where the run is then, and what is next."""
     manifest = checkpointer.load()
     if manifest is None:
         reason = f"{verdict.reason}; no checkpoint to go back to"
         return at, Verdict(state="failed", reason=reason)
-    at = {**position(manifest), "skip": [bad]}
-    loader.seek(at["samples"], at["skip"])
-    checkpointer.log(
-        f"{verdict.reason}: back to step {at['step']}, without the samples {bad[0]} to {bad[1] - 1}"
-    )
+    at = replace(Progress.of(manifest), skip=[bad])
+    loader.seek(at.samples, at.skip)
+    run.went_back(at.step, bad, verdict.reason)
     return at, GO_ON
