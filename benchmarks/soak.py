@@ -43,8 +43,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kempner.history.attempts import read_lines
-from kempner.history.state import load_history
+from kempner.files import read_jsonl
+from kempner.history.run_history import load_history
 from tests.cluster import ENDED, ROOT, TESTBED, Cluster, make_data
 from tests.conftest import clean_env, losses, status
 from tests.fault.broken_run import BrokenRun, words
@@ -345,8 +345,10 @@ class Cost(NamedTuple):
 def costs(soak: Soak) -> list[Cost]:
     """Fault by fault. What an attempt lost goes to the last fault that struck it."""
     run = load_history(soak.dir)
-    attempts = [(a, lost) for a, lost in zip(run.attempts, run.life.lost, strict=True) if a.began]
-    events = read_lines(soak.dir / "attempts.jsonl")
+    attempts = [
+        (a, lost) for a, lost in zip(run.attempts, run.wall_time.lost, strict=True) if a.began
+    ]
+    events = read_jsonl(soak.dir / "attempts.jsonl")
     started = {e["attempt"]: e["process_began"] for e in events if e["event"] == "start"}
     # Which attempt each fault struck: the last one that had begun.
     hit = [max(i for i, (a, _) in enumerate(attempts) if a.began <= s.time) for s in soak.struck]
@@ -393,24 +395,24 @@ def summary(soaks: dict[str, Soak], absence: float) -> str:
     columns = []
     for soak in soaks.values():
         run = load_history(soak.dir)
-        life, faults = run.life, max(1, len(soak.struck))
+        spent, faults = run.wall_time, max(1, len(soak.struck))
         pace = statistics.median(line["step_time"] for line in run.losses)
         training = pace * len(run.losses)  # a step that a fault held up has not trained for longer
-        away = life.wall + soak.hands * absence
+        away = spent.total + soak.hands * absence
         columns.append({
             "faults": f"{len(soak.struck)}",
             "submitted by hand": f"{soak.submissions}",
             "hands on the keyboard after that": f"{soak.hands}",
-            "starts that came to a step": f"{sum(s is not None for s in life.startups)}",
-            "wall time": f"{life.wall:.0f} s",
-            **{f"  {part}": f"{seconds:.0f} s" for part, seconds in life.parts.items()},
+            "starts that came to a step": f"{sum(s is not None for s in spent.startups)}",
+            "wall time": f"{spent.total:.0f} s",
+            **{f"  {part}": f"{seconds:.0f} s" for part, seconds in spent.parts.items()},
             "useful training time, steps x median": f"{training:.0f} s",
-            "effective training time ratio": f"{training / life.wall:.1%}",
+            "effective training time ratio": f"{training / spent.total:.1%}",
             f"wall time with {absence:.0f} s of absence a hand": f"{away:.0f} s",
             "effective training time ratio then": f"{training / away:.1%}",
             "wall time that trained nothing, per fault": f"{(away - training) / faults:.1f} s",
-            "steps recomputed": f"{sum(life.lost)}",
-            "steps recomputed, per fault": f"{sum(life.lost) / faults:.1f}",
+            "steps recomputed": f"{sum(spent.lost)}",
+            "steps recomputed, per fault": f"{sum(spent.lost) / faults:.1f}",
         })  # fmt: skip
     return table([["", *soaks], *([name, *(c[name] for c in columns)] for name in columns[0])])
 

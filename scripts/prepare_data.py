@@ -33,7 +33,6 @@ from kempner.data.sidecar import (
     TOKENIZER,
     DataError,
     Sidecar,
-    write_atomic,
 )
 from kempner.data.tokenizer import (
     BPE_EOD,
@@ -44,6 +43,7 @@ from kempner.data.tokenizer import (
     tokenizer_of,
     train_bpe,
 )
+from kempner.files import write_atomic
 
 UNIT_BYTES = 4 << 20  # of input to one task of a worker
 BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more hardly changes it
@@ -209,7 +209,7 @@ def make_tokenizer(
             flush=True,
         )
         content = train_bpe(training_texts(options, sample), options.train_bpe)
-        write_atomic(out / TOKENIZER, lambda file: file.write(content))
+        write_atomic(out / TOKENIZER, content)
         return FileTokenizer(
             out / TOKENIZER, eod=BPE_EOD, name=f"bpe of {options.train_bpe} tokens"
         )
@@ -217,7 +217,7 @@ def make_tokenizer(
         return ByteTokenizer()
     tokenizer = given_tokenizer(options)
     content = Path(options.tokenizer).expanduser().read_bytes()
-    write_atomic(out / TOKENIZER, lambda file: file.write(content))
+    write_atomic(out / TOKENIZER, content)
     return tokenizer
 
 

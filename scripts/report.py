@@ -1,11 +1,11 @@
-"""What became of a run, or of several side by side: a table and a picture.
+"""Summary of a run, or of several side by side: a table and a picture.
 
     python scripts/report.py runs/quickstart
     python scripts/report.py runs/a runs/b --out compared.png
 
 The picture shows loss, throughput and learning rate over the steps; dotted lines are the starts of
-attempts. Of a run with several attempts there is a second one, timeline.png: what the run did when,
-and how each attempt ended. It works on a run that still trains. Exit code 0, or 2 when a run has
+attempts. A run with several attempts gets a second one, timeline.png: what the run did when, and
+how each attempt ended. Runs that still train can be reported too. Exit code 0, or 2 when a run has
 nothing to show.
 """
 
@@ -18,9 +18,11 @@ import sys
 import time
 from pathlib import Path
 
+from kempner import slurm
 from kempner.history import plots
 from kempner.history.attempts import Attempt, Record
-from kempner.history.state import History, load_history
+from kempner.history.run_history import History, is_run, load_history
+from kempner.history.tables import aligned
 
 STEP_PARTS = ("data", "compute", "checkpoint", "eval")
 FORMATS = (".png", ".pdf", ".svg")
@@ -37,7 +39,7 @@ def main(argv: list[str]) -> int:
     alone = len(runs) == 1
     out = options.out or (runs[0].path / "report.png" if alone else Path("report.png"))
     timeline = None
-    if alone and len(runs[0].attempts) > 1 and runs[0].life.wall:
+    if alone and len(runs[0].attempts) > 1 and runs[0].wall_time.total:
         name = f"{out.stem}-timeline{out.suffix}" if options.out else "timeline.png"
         timeline = out.with_name(name)
     try:
@@ -85,15 +87,15 @@ def fail(*problems: str) -> int:
 
 
 def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
-    runs, problems = [], []
+    runs, problems, jobs = [], [], slurm.my_jobs()
     for path in dict.fromkeys(paths):
         if not path.is_dir():
             problems.append(f"{path}: no such directory; name the run.dir of a training")
             continue
-        run = load_history(path)
+        run = load_history(path, jobs)
         if run.losses:
             runs.append(run)
-        elif run.status or run.attempts:
+        elif is_run(path):
             ends = [a for a in run.attempts if a.state != "running"]
             last = f"; the last attempt: {ends[-1].ending}" if ends else ""
             problems.append(
@@ -112,7 +114,7 @@ def table(runs: list[History]) -> str:
     """One row per figure, one column per run."""
     several = any(len(run.attempts) > 1 for run in runs)
     columns = [{"run": str(run.path), **facts(run), **wall_time(run, several)} for run in runs]
-    return aligned([[name, *(column[name] for column in columns)] for name in columns[0]])
+    return aligned([[name, *(column[name] for column in columns)] for name in columns[0]], gap=3)
 
 
 def facts(run: History) -> dict[str, str]:
@@ -137,9 +139,9 @@ def facts(run: History) -> dict[str, str]:
 
 
 def state(run: History) -> str:
-    if run.state != "running":
-        return run.state
-    return f"running, last line {duration(time.time() - run.lines[-1]['time'])} ago"
+    if run.state.word not in ("running", "silent"):
+        return run.state.word
+    return f"{run.state.word}, last line {duration(time.time() - run.lines[-1]['time'])} ago"
 
 
 def at_step(lines: list[Record], key: str) -> str:
@@ -179,16 +181,16 @@ def mfu(lines: list[Record]) -> str:
 def wall_time(run: History, several: bool) -> dict[str, str]:
     """From the first start to the last sign of life. `several`: and what each part of it went
     to."""
-    life = run.life
+    spent = run.wall_time
     parts = {
-        f"  {part}": f"{duration(seconds)}, {seconds / max(life.wall, 1e-9):.1%}"
-        for part, seconds in life.parts.items()
+        f"  {part}": f"{duration(seconds)}, {seconds / max(spent.total, 1e-9):.1%}"
+        for part, seconds in spent.parts.items()
     }
-    recomputed = f"{sum(life.lost):,}" + more(*run.attempts)
+    recomputed = f"{sum(spent.lost):,}" + more(*run.attempts)
     return {
-        "wall time": duration(life.wall),
+        "wall time": duration(spent.total),
         **(parts if several else {}),
-        "effective training time ratio": f"{life.effective:.1%}",
+        "effective training time ratio": f"{spent.effective:.1%}",
         **({"steps recomputed": recomputed} if several else {}),
         "attempts": f"{len(run.attempts):,}",
     }
@@ -200,10 +202,10 @@ def more(*attempts: Attempt) -> str:
 
 
 def attempt_table(run: History) -> str:
-    """What a run needs that was never broken is less than what one with many attempts does."""
+    """One row an attempt; a run with one attempt needs fewer columns."""
     rows = [["", "job", "ranks", "hosts", "steps", "recomputed", "start-up", "time", "end"]]
-    life = run.life
-    for attempt, startup, lost in zip(run.attempts, life.startups, life.lost, strict=True):
+    spent = run.wall_time
+    for attempt, startup, lost in zip(run.attempts, spent.startups, spent.lost, strict=True):
         began, hosts = attempt.began, attempt.hosts
         job = attempt.job and f"{attempt.job}.{attempt.restart}"
         rows.append([
@@ -218,7 +220,7 @@ def attempt_table(run: History) -> str:
             attempt.ending,
         ])  # fmt: skip
     alone = len(run.attempts) == 1
-    return aligned([row[:5] + row[7:] if alone else row for row in rows])
+    return aligned([row[:5] + row[7:] if alone else row for row in rows], gap=3, wrap=True)
 
 
 def duration(seconds: float) -> str:
@@ -230,12 +232,6 @@ def duration(seconds: float) -> str:
     )
 
 
-def aligned(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other commands in front of head do
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`, as other commands do
     sys.exit(main(sys.argv[1:]))

@@ -56,14 +56,14 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     model = build_model(cfg.model, layout, cfg.train)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = Checkpointer(
-        cfg.checkpoint, cfg.checkpoint_dir, model, optimizer, run.contents(), run.say
+        cfg.checkpoint, cfg.checkpoint_dir, model, optimizer, run.contents(), run.announce
     )
-    progress = Progress.of(checkpointer.load())
+    progress = Progress.of(checkpointer.load(), run.gone_back)
     step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     run.begin(progress.step)
     recorder, nonfinite = Recorder(run, device, progress), NonFinite(cfg.resilience.max_skipped)
-    work, stragglers = BlockClock(model.blocks, device), Stragglers(run.hosts, device, run.say)
+    work, stragglers = BlockClock(model.blocks, device), Stragglers(run.hosts, device, run.announce)
     watchdog = start_watchdog(cfg, run, layout)
     stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
     verdict, pending, long_steps = GO_ON, [], False
@@ -111,7 +111,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         if verdict.go_back:
             bad = [nonfinite.since - cfg.train.sequences, loader.position]
             with watchdog.patient():
-                progress, verdict = go_back(progress, bad, verdict, checkpointer, loader)
+                progress, verdict = go_back(progress, bad, verdict, checkpointer, loader, run)
             recorder.begin(progress)
             pending = []
             continue

@@ -10,26 +10,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from kempner.config.command_line import help_text, parse_command
-from kempner.config.loading import load, to_toml
+from kempner.config.loading import as_dict, load, to_toml
 from kempner.config.option import ConfigError
+from kempner.config.values import to_text
+from kempner.optim.config import learning_rate
 from kempner.parallel.layout import sizes
 from kempner.process_group import discover
 from kempner.progress import open_data
 from kempner.resilience.requests import StopRequests
 from kempner.run import RunConfig, micro_batch
 
-if TYPE_CHECKING:
-    pass
-
 USAGE = """\
 python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
 
   --help                          this list
   --check                         print the resolved configuration as TOML and exit
-  --nodes N --gpus-per-node G     with --check: does it fit N hosts with G processes each?
+  --nodes N --gpus-per-node G     with --check: whether it fits N hosts of G processes each
 """
 RANK_0_SPEAKS_S = 5.0
 FLAGS = {"help": bool, "check": bool, "nodes": int, "gpus-per-node": int}
@@ -72,14 +71,14 @@ def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
 def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
     """Bad input: every problem on standard error, exit code 2.
 
-    Rank 0 speaks for all; the others leave later: srun or torchrun ends them as soon as rank 0 has
-    left, and one that is not told to go has a problem of its own.
+    Rank 0 speaks for all; the others leave later. srun or torchrun terminates them as soon as rank
+    0 has left, and a rank that is not terminated reports its own problem.
     """
     with contextlib.suppress(ConfigError):
         if discover().rank:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_SPEAKS_S)
-            if stop.wants_to_leave():  # told before that
+            if stop.wants_to_leave():  # terminated before that
                 sys.exit(2)
     count = len(error.problems)
     print(f"error: {count} problem{'s' * (count > 1)} with the input", file=sys.stderr)
@@ -89,9 +88,34 @@ def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
 
 
 def with_run_dir(cfg: RunConfig, files: Sequence[str]) -> RunConfig:
-    """Without a run.dir of its own a run is named after its first file."""
+    """A run without run.dir is named after its first configuration file."""
     name = Path(files[0]).stem if files else "default"
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or f"runs/{name}"))
+
+
+def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
+    """What a resumed run does in another way than before: each changed key, from the config.toml
+    that the last attempt has left, and what that does to the learning rate of its next step."""
+    try:
+        before = load(RunConfig, [file])
+    except ConfigError:  # not there, or of a version with other options
+        return []
+    was = as_dict(before)
+    found = [
+        f"{section}.{key}: {to_text(old)} -> {to_text(new)}"
+        for section, now in as_dict(cfg).items()
+        for key, new in now.items()
+        if (old := was[section][key]) != new
+    ]
+    rates = [
+        learning_rate(c.schedule, c.optimizer.lr, step, c.train.max_steps) for c in (before, cfg)
+    ]
+    if before.train.max_steps != cfg.train.max_steps and rates[0] != rates[1]:
+        found.append(
+            f"learning rate after step {step}: {rates[0]:.2e} -> {rates[1]:.2e}; "
+            f"schedule.name = {cfg.schedule.name} is stretched to train.max_steps"
+        )
+    return found
 
 
 def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
@@ -110,8 +134,8 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 
 def check_inputs(cfg: RunConfig) -> list[str]:
-    """Can the files be used: token shards readable and of this vocabulary, run directory writable?
-    Creates nothing."""
+    """Whether the files can be used: token shards readable and of this vocabulary, the run
+    directory writable. Creates nothing."""
     found = []
     try:
         open_data(cfg)

@@ -4,12 +4,10 @@ the same record."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kempner.config.option import option
@@ -33,6 +31,7 @@ PEAK_BF16 = {
     "MI300X": 1307e12,
     "MI250X": 383e12,
 }
+SHARE_SHOWN = 0.05  # of a step
 
 
 @dataclass(frozen=True)
@@ -77,25 +76,27 @@ class Clock:
 
 
 def line(record: dict[str, Any], max_steps: int) -> str:
-    """The console's form of a step's record."""
+    """The console's form of a step's record, in 80 columns. The shares of the step that waited for
+    data or for a checkpoint are there when they matter."""
     total = max(record["step_time"], 1e-9)
-    share = " ".join(
-        f"{k} {100 * record[f'{k}_time'] / total:.0f}%" for k in ("data", "checkpoint")
-    )
-    mfu = f"  mfu {100 * record['mfu']:.1f}%" if record["mfu"] is not None else ""
-    skipped = f"  skipped {record['skipped']}" if record["skipped"] else ""
-    return (
-        f"step {record['step']:>{len(str(max_steps))}}/{max_steps}  loss {record['loss']:.4f}  "
-        f"lr {record['lr']:.2e}  |g| {record['grad_norm']:.3f}  "
-        f"{record['tokens_per_s']:,.0f} tok/s  {record['step_time']:.3f} s/step ({share})"
-        f"{mfu}{skipped}"
-    )
+    shares = {name: record[f"{name}_time"] / total for name in ("data", "checkpoint")}
+    parts = [
+        f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.2e}",
+        f"|g| {record['grad_norm']:.2f}",
+        f"{short(record['tokens_per_s'])} tok/s",
+        f"{record['step_time']:.3g}s",
+        *([f"mfu {record['mfu']:.1%}"] if record["mfu"] is not None else []),
+        *(f"{name} {share:.0%}" for name, share in shares.items() if share >= SHARE_SHOWN),
+        *([f"skipped {record['skipped']}"] if record["skipped"] else []),
+    ]
+    return " ".join(parts)
 
 
-def end_torn_line(path: Path) -> None:
-    """A killed run may have left half a line: end it, so that it does not swallow ours."""
-    if path.exists() and path.stat().st_size:
-        with open(path, "rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+def short(number: float) -> str:
+    """12345.6 -> 12.3k"""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"

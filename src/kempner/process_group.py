@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from kempner import slurm
 from kempner.config.option import ConfigError
+from kempner.files import write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -266,7 +267,7 @@ def _open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store
     store = dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False)
     run_dir.mkdir(parents=True, exist_ok=True)
     for place in (note, _copy_of(run_dir)):
-        _write_note(place, f"{slurm.own_address()} {store.port}\n")
+        write_atomic(place, f"{slurm.own_address()} {store.port}\n")
     return store
 
 
@@ -279,12 +280,6 @@ def _copy_of(run_dir: Path) -> Path:
     the name, too: jobs of two clusters may have one number."""
     run = f"{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
     return Path(tempfile.gettempdir()) / f"kempner-{os.getuid()}-{run}{_note_in(run_dir).name}"
-
-
-def _write_note(note: Path, text: str) -> None:
-    fresh = note.with_name(f"{note.name}.{os.getpid()}.new")
-    fresh.write_text(text)
-    fresh.replace(note)
 
 
 def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
@@ -302,7 +297,7 @@ def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) ->
                 address, port = file.read_text().split()
                 if file == note:
                     with contextlib.suppress(OSError):
-                        _write_note(copy, f"{address} {port}\n")
+                        write_atomic(copy, f"{address} {port}\n")
                 return address, int(port)
             if file == note:
                 with contextlib.suppress(OSError):

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import MicroBatch, TrainLoader
     from kempner.parallel.layout import Layout
+    from kempner.run_directory import Run
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: steps, samples and tokens so far, and the ranges of sample numbers
-    [from, to) that are left out because they were not finite."""
+    """Where a run is: totals so far, and the ranges of sample numbers that it leaves out, because
+    their steps were not finite."""
 
     step: int = 0
     samples: int = 0
@@ -28,17 +29,25 @@ class Progress:
     skip: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, manifest: dict[str, Any] | None) -> Progress:
-        """From the manifest of a checkpoint; None: the start of the run."""
-        names = [f.name for f in fields(cls)]
-        return cls() if manifest is None else cls(**{name: manifest[name] for name in names})
+    def of(
+        cls, manifest: dict[str, Any] | None, gone_back: tuple[int, list[int]] | None = None
+    ) -> Progress:
+        """As the manifest of a checkpoint has it; None: at the start. `gone_back`: the step that
+        the run last went back to, and the samples that it leaves out since (Run.gone_back); a run
+        that died before its next checkpoint has these nowhere else."""
+        if manifest is None:
+            return cls()
+        progress = cls(**{each.name: manifest[each.name] for each in fields(cls)})
+        if gone_back is not None and gone_back[0] == progress.step and not progress.skip:
+            return replace(progress, skip=[gone_back[1]])
+        return progress
 
     def after_step(self, samples: int, tokens: int) -> Progress:
         """One step later. `samples`: the loader's position; `tokens`: of that step."""
         return replace(self, step=self.step + 1, samples=samples, tokens=self.tokens + tokens)
 
     def record(self) -> dict[str, Any]:
-        """For the manifest of a checkpoint."""
+        """For the manifest."""
         return asdict(self)
 
 
@@ -104,6 +113,7 @@ def go_back(
     verdict: Verdict,
     checkpointer: Checkpointer,
     loader: TrainLoader,
+    run: Run,
 ) -> tuple[Progress, Verdict]:
     """To the last checkpoint, from where the samples numbered bad[0] to bad[1] - 1 are left out;
     returns where the run is then, and what is next."""
@@ -113,8 +123,5 @@ def go_back(
         return progress, Verdict(state="failed", reason=reason)
     progress = replace(Progress.of(manifest), skip=[bad])
     loader.seek(progress.samples, progress.skip)
-    checkpointer.log(
-        f"{verdict.reason}: back to step {progress.step}, without the samples {bad[0]} to "
-        f"{bad[1] - 1}"
-    )
+    run.went_back(progress.step, bad, verdict.reason)
     return progress, GO_ON

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import resource
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 
 from kempner.data.loader import TrainLoader
-from kempner.metrics import Clock, end_torn_line, line, peak_flops
+from kempner.files import LineFile
+from kempner.metrics import Clock, line, peak_flops
 from kempner.progress import Progress
 from kempner.run_directory import Run
 from kempner.step import StepResult
@@ -39,11 +39,11 @@ class Recorder:
         about = f"{name}; MFU = tokens/s x {self._flops:.3g} flops/token / " + (
             f"({world_size} x {peak:.3g} flops/s)" if peak else "peak, which is not known for it"
         )
-        run.say(about)
-        self._file = None
+        run.announce(about)
+        self._file: LineFile | None = None
         if run.world.rank == 0:
-            end_torn_line(run.dir / "metrics.jsonl")
-            self._file = open(run.dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+            self._path = run.dir / "metrics.jsonl"
+            self._file = LineFile(self._path)
 
     def begin(self, progress: Progress) -> None:
         """The rates start here: at a start, and when the run has gone back."""
@@ -57,7 +57,7 @@ class Recorder:
             batch = self.run.cfg.train.sequences
             samples = loader.sample_numbers(result.after.samples - batch, batch).tolist()
             self.write({"step": result.step, "not_finite": True, "sample_numbers": samples})
-            self.run.say(f"step {result.step} was not finite: its update is skipped")
+            self.run.announce(f"step {result.step} was not finite: its update is skipped")
         last = result.step == self.run.cfg.train.max_steps
         if result.step % self.run.cfg.metrics.log_interval == 0 or last:
             self._line(result)
@@ -85,14 +85,14 @@ class Recorder:
             "skipped": self.skipped,
         }
         self.write(record)
-        self.run.say(line(record, self.run.cfg.train.max_steps))
+        self.run.announce(line(record, self.run.cfg.train.max_steps))
 
     def validation(self, step: int, loss: float, tokens: int) -> None:
         self.write({"step": step, "val_loss": loss, "val_tokens": tokens})
-        self.run.say(f"step {step}  validation loss {loss:.4f} over {tokens:,} tokens")
+        self.run.announce(f"step {step}  validation loss {loss:.4f} over {tokens:,} tokens")
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line; result that JSON does not know (a non-finite loss) become null."""
+        """One line; numbers that JSON does not know (a non-finite loss) become null."""
         if self._file is None:
             return
         head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
@@ -100,8 +100,8 @@ class Recorder:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        with contextlib.suppress(OSError):  # a full disk must not end the training
-            self._file.write(json.dumps({**head, **known}) + "\n")
+        text, file = json.dumps({**head, **known}), self._file
+        self.run.background.put(lambda: file.write(text), self._path)
 
 
 def memory_gib(device: torch.device) -> float:

@@ -1,4 +1,12 @@
-"""The run directory as one rank sees it: its lock, logs, status.json and attempts.jsonl."""
+"""The run directory as one rank sees it: its lock, log, console, and records.
+
+config.toml      the configuration of the last start
+status.json      state and step; attempts.jsonl: one line an event (history/events.py)
+metrics.jsonl    one line a logged step (recorder.py)
+logs/            attempt-K/rank-R.log; `latest` names the newest attempt
+lock             held by the run while it lives
+.reserve         some KiB, given up on a full disk so that the end can be recorded
+"""
 
 from __future__ import annotations
 
@@ -6,125 +14,172 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
-import sys
-import time
 import traceback
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from kempner.checkpoint.commit import write_atomic
+from kempner import process
 from kempner.config.loading import config_hash, to_toml
 from kempner.config.option import ConfigError
+from kempner.configure import what_changed
 from kempner.data.sidecar import copy_tokenizer, open_sidecar
+from kempner.files import write_atomic
+from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.process_group import World, forget_rendezvous
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
 from kempner.run import RunConfig
-from kempner.slurm import job_name
+from kempner.run_log import Console, RankLog
+from kempner.run_records import RunRecords, count_attempts, last_go_back
+from kempner.slurm import host_name
 
 # What an error says on a rank that only lost a peer: that one is to blame.
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
+LESS_MEMORY = "set a smaller train.micro_batch or train.recompute=true, or use more GPUs"
+FLUSH_S = 30.0  # for the last writes of an attempt
+LAST_WORDS_S = 5.0  # the same, for one that crashed or hangs
+
+
+class Opened(NamedTuple):
+    """What rank 0 finds when it opens the run directory."""
+
+    attempt: int = -1
+    gone_back: tuple[int, list[int]] | None = None
+    problems: tuple[str, ...] = ()
 
 
 class Run:
-    """The run directory as this rank sees it: logs, status.json and attempts.jsonl."""
+    """One attempt of the run, as this rank sees it."""
 
     def __init__(self, cfg: RunConfig, world: World) -> None:
         """Open the directory as a new attempt. All ranks call it, once the process group stands.
 
-        Raises ConfigError on all ranks when another live job works in it.
+        Raises ConfigError on all ranks when another live job works in it, or it cannot be written.
         """
         self.cfg, self.world = cfg, world
         self.dir = Path(cfg.run.dir)
         self.step = 0
-        self._bar: Any = None
-        self._stepped = False
+        self._begun = self._stepped = False
         self._lock: RunLock | None = None
-        opened: list[Any] = [None, []]  # the attempt's number, or what is wrong
-        if world.rank == 0:
-            try:
-                self.dir.mkdir(parents=True, exist_ok=True)
-                self._lock = RunLock(self.dir)
-                opened[0] = count_attempts(self.dir)
-            except ConfigError as error:
-                opened[1] = error.problems
-        dist.broadcast_object_list(opened, src=0)
-        if opened[1]:
-            raise ConfigError(opened[1])
-        self.attempt: int = opened[0]
-        self.hosts: list[str] = [""] * world.size  # of each rank
-        dist.all_gather_object(self.hosts, socket.gethostname())
-        self._open_log()
+        found = [self._open() if world.rank == 0 else Opened()]
+        dist.broadcast_object_list(found, src=0)
+        if found[0].problems:
+            raise ConfigError(found[0].problems)
+        self.attempt = found[0].attempt
+        # Where it last went back to, and the samples left out since: for Progress.of.
+        self.gone_back = found[0].gone_back
+        try:
+            self._log = RankLog(self.dir, self.attempt, world)
+        except OSError as error:
+            raise ConfigError([self._not_writable(error)]) from None
+        self.background = self._log.background
+        self._console = Console(self.background)
+        self._records = RunRecords(self.dir, self.attempt, self.background)
+        self.hosts = all_hosts(world)
+
+    def _open(self) -> Opened:
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.dir)
+            return Opened(count_attempts(self.dir), last_go_back(self.dir))
+        except ConfigError as error:
+            return Opened(problems=tuple(error.problems))
+        except OSError as error:
+            return Opened(problems=(self._not_writable(error),))
+
+    def _not_writable(self, error: OSError) -> str:
+        return (
+            f"run.dir = {self.dir}: cannot be written: {error.strerror} ({error.filename}); "
+            "make room, or give another --run.dir"
+        )
 
     def begin(self, step: int) -> None:
         """The state is loaded and the first step comes: record the start."""
         self.step = step
-        nodes = list(dict.fromkeys(self.hosts))
-        if self.world.rank == 0:
-            forget_rendezvous(self.dir)
+        changed = self._record_start() if self.world.rank == 0 else []
+        self._begun = True
+        source = f"continues after step {step}" if step else "starts"
+        self.announce(
+            f"run {self.dir} {source}: attempt {self.attempt}, world size {self.world.size} "
+            f"on {', '.join(dict.fromkeys(self.hosts))}, "
+            f"{self.cfg.model.count_parameters():,} parameters"
+        )
+        for text in changed:
+            self.announce(f"changed since the last attempt: {text}")
+        last = self.cfg.train.max_steps
+        if step >= last:
+            self.announce(
+                f"the run is complete: {step} of {last} steps; raise train.max_steps to continue"
+            )
+        elif self.world.rank == 0:
+            self._console.begin(step, last)
+
+    def _record_start(self) -> list[str]:
+        """Returns what has changed since the last attempt."""
+        forget_rendezvous(self.dir)
+        changed = what_changed(self.dir / "config.toml", self.cfg, self.step) if self.step else []
+        try:
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
             copy_tokenizer(self.cfg.data.dataset_path, self.dir)  # generate.py needs the run alone
-            self.event(
-                "start",
-                nodes=nodes,
+            self._records.hold_reserve()
+        except OSError as error:
+            raise ConfigError([self._not_writable(error)]) from None
+        began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
+        self._records.event(
+            Start(
+                **self._records.head(self.step),
+                nodes=tuple(dict.fromkeys(self.hosts)),
                 world_size=self.world.size,
-                process_began=process_began(),
-                batch_began=float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None,
+                process_began=process.began(),
+                batch_began=began,
             )
-            self.status("running", "")
-        source = f"continues after step {step}" if step else "starts"
-        self.say(
-            f"run {self.dir} {source}: attempt {self.attempt}, world size {self.world.size} "
-            f"on {', '.join(nodes)}, {self.cfg.model.count_parameters():,} parameters"
         )
-        if step >= self.cfg.train.max_steps:
-            self.say(
-                f"the run is complete: {step} of {self.cfg.train.max_steps} steps; "
-                "raise train.max_steps to go on"
-            )
-        elif self.world.rank == 0 and sys.stdout.isatty():
-            from tqdm import tqdm  # comes with huggingface-hub
+        self._status("running", "")
+        return changed
 
-            steps = self.cfg.train.max_steps
-            self._bar = tqdm(total=steps, initial=step, unit="step", file=sys.stdout)
+    # --- while it trains ---
 
-    def say(self, text: str) -> None:
+    @property
+    def log_file(self) -> IO[str]:
+        return self._log.file
+
+    def log(self, text: str) -> None:
+        """A line in this rank's log."""
+        self._log.log(text)
+
+    def announce(self, text: str) -> None:
         """A line in this rank's log, and on rank 0 on the console too."""
         self.log(text)
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        elif self.world.rank == 0:
-            with contextlib.suppress(OSError):  # a closed terminal must not end the training
-                print(text, flush=True)
+        if self.world.rank == 0:
+            self._console.emit(text)
 
     def progress(self, step: int) -> None:
         """The numbers of a step have arrived."""
         if self.world.rank == 0 and not self._stepped:
-            self.event("first_step", step=step)  # the start-up ends here
             self._stepped = True
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+            self._records.event(FirstStep(**self._records.head(step)))
+        self._console.update(step)
 
-    def end(self, verdict: Verdict) -> None:
-        """Record how the attempt ends; the batch script reads status.json."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+    def went_back(self, to: int, skip: list[int], reason: str) -> None:
+        """The run continues after step `to`, without the samples skip[0] to skip[1] - 1. It is
+        recorded at once: a restart before the next checkpoint must leave them out too."""
+        self.announce(
+            f"{reason}: back to step {to}, without the samples {skip[0]} to {skip[1] - 1}"
+        )
         if self.world.rank == 0:
-            self.say(f"{verdict.state} after step {self.step}: {verdict.reason}")
-            self.event("end", state=verdict.state, reason=verdict.reason)
-            self.status(verdict.state, verdict.reason)
-        if self._lock is not None:
-            self._lock.release()
+            head = self._records.head(self.step)
+            self._records.event(GoBack(**head, to=to, skip=tuple(skip), reason=reason))
+            self.background.flush(LAST_WORDS_S)
 
     def contents(self) -> tuple[dict[str, str], dict[str, Any]]:
         """What a checkpoint holds beside tensors: files by name, and facts for its manifest. Those
-        under "fixed" make the meaning of its weights and its position: a checkpoint of others is
-        refused."""
+        under "fixed" define the meaning of its weights and its position: a checkpoint with others
+        is refused."""
         sidecar = open_sidecar(self.cfg.data.dataset_path)
         shards = json.dumps([asdict(shard) for shard in sidecar.splits["train"]])
         return {"config.toml": to_toml(self.cfg)}, {
@@ -139,108 +194,99 @@ class Run:
             },
         }
 
-    def status(self, state: str, reason: str) -> None:
-        record = {
-            "state": state,
-            "step": self.step,
-            "max_steps": self.cfg.train.max_steps,
-            "reason": reason,
-            "attempt": self.attempt,
-            "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"),
-            "job": job_name(),
-            "time": round(time.time(), 3),
-        }
-        write_atomic(self.dir / "status.json", json.dumps(record) + "\n")
+    # --- the end ---
 
-    @property
-    def log_file(self) -> IO[str]:
-        return self._log
-
-    def log(self, text: str) -> None:
-        """A line in this rank's log."""
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    def end(self, verdict: Verdict) -> None:
+        """Record how the attempt ends; the batch script reads status.json."""
+        self._console.close()
+        if self.world.rank == 0:
+            self.announce(f"{verdict.state} after step {self.step}: {verdict.reason}")
+            head = self._records.head(self.step)
+            self._status(verdict.state, verdict.reason)
+            end = End(**head, state=verdict.state, reason=verdict.reason)  # type: ignore[arg-type]
+            self._records.event(end)
+            self._records.release_reserve()
+        self._leave(FLUSH_S)
 
     def crashed(self, error: BaseException) -> int:
-        """Write down an exception that ends this rank; returns the exit code: 2 for bad input, else
-        1."""
+        """Record an exception that ends this rank; returns the exit code: 2 for bad input, else 1.
+
+        Bad input that shows before the run has begun is only reported: the records of the run stay
+        as they were.
+        """
+        bad_input = isinstance(error, ConfigError)
+        where = f"rank {self.world.rank} on {host_name()}"
+        detail = f"{error}" if bad_input else f"{type(error).__name__}: {error}"
         self.log("".join(traceback.format_exception(error)).rstrip())
-        where = f"rank {self.world.rank} on {socket.gethostname()}"
-        detail = (
-            f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        )
-        with open(self._stderr, "w", closefd=False) as stderr:
-            print(f"error: {where}: {detail}\n  (traceback in {self._log.name})", file=stderr)
         reason = f"{where}: {detail.splitlines()[0]}"
-        lost_peer = any(words in detail for words in LOST_PEER)
-        with contextlib.suppress(OSError):  # on a full disk the message above is what is left
-            self.event(
-                "fault",
-                kind="crash",
-                ranks=[self.world.rank],
-                hosts=[socket.gethostname()],
-                lost_peer=lost_peer,
-                reason=reason,
+        no_memory = isinstance(error, torch.OutOfMemoryError)
+        if no_memory:  # the next start would need as much
+            detail += f"\n  {LESS_MEMORY}"
+            reason += f"; {LESS_MEMORY}"
+        self._log.to_stderr(f"{where}: {detail}\n  (traceback in {self._log.path})")
+        if self._begun or not bad_input:
+            final = bad_input or no_memory
+            self._records.event(
+                Fault(
+                    **self._records.head(self.step),
+                    kind="oom" if no_memory else "crash",
+                    ranks=(self.world.rank,),
+                    hosts=(host_name(),),
+                    lost_peer=any(words in detail for words in LOST_PEER),
+                    final=final,
+                    reason=reason,
+                )
             )
-            if isinstance(error, ConfigError):
-                self.status("failed", reason)  # another start would end in the same way
-        if self._lock is not None:
-            self._lock.release()
-        return 2 if isinstance(error, ConfigError) else 1
+            if final:
+                self._status("failed", reason)
+        self._leave(LAST_WORDS_S)
+        return 2 if bad_input else 1
 
     def hangs(self, reason: str, silent: list[int]) -> None:
         """The watchdog is about to end this process: the ranks that did not answer are to blame."""
         self.log(reason)
-        with open(self._stderr, "w", closefd=False) as stderr:
-            print(f"error: {reason} (stacks in {self._log.name})", file=stderr)
-        hosts = sorted({self.hosts[rank] for rank in silent})
-        with contextlib.suppress(OSError):
-            self.event("fault", kind="hang", ranks=silent, hosts=hosts, reason=reason)
+        self._log.to_stderr(f"{reason} (stacks in {self._log.path})")
+        known = dict(enumerate(self.hosts))
+        hosts = {known[rank] for rank in silent if rank in known}
+        if unknown := [rank for rank in silent if rank not in known]:
+            with contextlib.suppress(RuntimeError):
+                hosts.update(ask_hosts(unknown))
+        head = self._records.head(self.step)
+        fault = Fault(
+            **head, kind="hang", ranks=tuple(silent), hosts=tuple(sorted(hosts)), reason=reason
+        )
+        self._records.event(fault)
+        self.background.flush(LAST_WORDS_S)
 
-    def event(self, event: str, **more: Any) -> None:
-        record = {
-            "event": event,
-            "attempt": self.attempt,
-            "time": round(time.time(), 3),
-            "job": job_name(),
-            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-            "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"),
-            "step": self.step,
-            **more,
-        }
-        with open(self.dir / "attempts.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
+    def _status(self, state: str, reason: str) -> None:
+        self._records.status(state, reason, self.step, self.cfg.train.max_steps)
 
-    def _open_log(self) -> None:
-        """logs/attempt-K/rank-R.log; rank 0 keeps the console too, the other ranks' output goes to
-        their log."""
-        logs = self.dir / "logs" / f"attempt-{self.attempt}"
-        logs.mkdir(parents=True, exist_ok=True)
-        self._log = open(logs / f"rank-{self.world.rank}.log", "a", buffering=1)  # noqa: SIM115
-        self._stderr = os.dup(2)
-        if self.world.rank == 0:
-            link = self.dir / "logs" / "latest"
-            fresh = link.with_name(".latest.new")
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(logs.name)
-            fresh.replace(link)
-        else:
-            os.dup2(self._log.fileno(), 1)
-            os.dup2(self._log.fileno(), 2)
+    def _leave(self, seconds: float) -> None:
+        if not self.background.flush(seconds):
+            self._log.to_stderr(f"{self.dir}: the last lines and records could not be written")
+        elif self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._lock.release()
 
 
-def process_began() -> float | None:
-    """Unix time when this process was started, to some 10 ms; None where /proc does not tell."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-    return round(time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK"), 3)
+# --- where the ranks are -------------------------------------------------------------------------
 
 
-def count_attempts(run_dir: Path) -> int:
-    """Starts of this run so far, from its logs: a start that died before its first step counts
-    too."""
-    logs = run_dir / "logs"
-    numbers = [p.name[8:] for p in logs.glob("attempt-*")] if logs.is_dir() else []
-    return max((int(n) for n in numbers if n.isdigit()), default=-1) + 1
+def all_hosts(world: World) -> list[str]:
+    """The host of each rank; on other ranks than 0 that of rank 0 alone.
+
+    Each rank puts one small key into the rendezvous store, where a gather would send the whole
+    list to everybody.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"host/{world.rank}", host_name())
+    ranks = range(1 if world.rank else world.size)
+    return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]
+
+
+def ask_hosts(ranks: list[int]) -> list[str]:
+    """The hosts of these ranks, in a hang. It asks on a connection of its own, for the default one
+    may be busy in the very call that hangs; rank 0, which serves the store, has to be well."""
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=LAST_WORDS_S))
+    return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
@@ -134,3 +135,29 @@ def is_running(job: str) -> bool | None:
 
 def own_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
+
+
+def host_name() -> str:
+    """This host as Slurm names it, so that it may go into ExcNodeList; outside Slurm its own
+    name, which may have a domain that Slurm's lacks."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as squeue shows it."""
+
+    number: str
+    state: str  # RUNNING, PENDING, ...; GONE when it has left the queue
+    left: str = ""  # time until its limit
+    why: str = ""  # it is pending
+    start: str = ""  # expected, as Slurm writes it
+
+
+def my_jobs() -> dict[str, Job] | None:
+    """My jobs in the queue by number, None without an answer."""
+    told = _ask("squeue", "--me", "--noheader", "--format=%i|%T|%L|%r|%S")
+    if told is None:
+        return None
+    fields = (line.split("|") for line in told.splitlines())
+    return {job[0]: Job(*job) for job in fields if len(job) == 5}

@@ -28,4 +28,4 @@ def test_status_of_a_run_through_a_requeue(cluster: Cluster, tmp_path: Path) -> 
     assert told()[2] == "waiting" and f"job {job}: " in " ".join(told())
     cluster.ask("scancel", job)
     cluster.wait(job)
-    assert told()[2] == "interrupted" and "! not requeued" in " ".join(told())
+    assert told()[2] == "interrupted" and f"job {job} has left the queue" in " ".join(told())

@@ -97,7 +97,7 @@ def follow(tmp_path: Path, env: dict[str, str]) -> Iterator[Callable[..., Follow
 
 
 def begin_attempt(run_dir: Path, number: int, *ranks: int) -> None:
-    """As rundir.py does: the logs, then the link."""
+    """As the trainer does: the logs, then the link."""
     logs = run_dir / f"logs/attempt-{number}"
     logs.mkdir(parents=True)
     for rank in ranks:
@@ -314,7 +314,9 @@ def test_a_tmux_session_shows_the_run(
     begin_attempt(run_dir, 0, 0, 1)
     write(run_dir / "logs/attempt-0/rank-1.log", "straggler: rank 1 is slow")
     (run_dir / "status.json").write_text('{"state": "done", "step": 5, "max_steps": 5}')
-    (run_dir / "metrics.jsonl").write_text('{"step": 5, "loss": 1.25, "tokens_per_s": 999}\n')
+    (run_dir / "metrics.jsonl").write_text(
+        '{"step": 5, "time": 1, "loss": 1.25, "tokens_per_s": 999}\n'
+    )
 
     def call(*arguments: object, cwd: Path = tmp_path) -> str:
         done = subprocess.run(
@@ -387,9 +389,9 @@ def test_the_session_of_a_job_that_waits(
     assert "kempner-job-7 is made" in call()
     wait_until(lambda: figures() == "job 7 has no run directory yet", figures)
     begin_attempt(tmp_path / "run", 0, 0)
-    (tmp_path / "run/status.json").write_text('{"state": "running", "step": 5}')
+    (tmp_path / "run/status.json").write_text('{"state": "stopped", "step": 5}')
     log.write_text(f"[16:13:09] kempner: run directory {tmp_path / 'run'}\n")
-    wait_until(lambda: "running" in figures(), figures)
+    wait_until(lambda: "stopped" in figures(), figures)
     assert "kempner-job-7 was there already" in call()
 
 

@@ -1,5 +1,5 @@
-"""The life of a run from its records: made-up runs whose every second is known, and records that no
-run would leave."""
+"""The wall time of a run from its records: made-up runs whose every second is known, and records
+that no run would leave."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kempner.history.state import History, load_history
+from kempner.history.run_history import History, load_history
 from kempner.history.wall_time import PARTS
+from kempner.slurm import Job
 
 BEGAN = 1_700_000_000.0
 PACE, FIRST = 2.0, 12.0  # seconds of a step, and of the first one
@@ -60,7 +61,7 @@ class MadeUp:
         last: int,
         end: str,
         *,
-        queue: float = 0.0,
+        idle: float = 0.0,
         startup: float = 7.0,
         shutdown: float = 5.0,
         save_every: int = 20,
@@ -72,7 +73,7 @@ class MadeUp:
         """Steps `first` + 1 to `last`; one that ends in order saves its last step. `stall`: a step,
         and the seconds that it took more."""
         self.number += 1
-        self.spend("queue", queue if self.number else 0.0)  # its life begins after that
+        self.spend("not running", idle if self.number else 0.0)  # the run begins after that
         batch_began = self.now
         self.spend("start-up", startup)
         self.resumes.append((self.number, first))
@@ -145,7 +146,7 @@ class MadeUp:
     def decide(self, decision: str, **more: Any) -> None:
         self.write(
             "attempts", event="decision", decision=decision, why="so it is", job="12",
-            restart=self.number, attempt_id=f"12.{self.number}", step=self.saved, stalled=0,
+            restart=self.number, attempt_id=f"12.{self.number}", step=self.saved, no_progress=0,
             time=self.now, **more,
         )  # fmt: skip
 
@@ -162,10 +163,12 @@ class MadeUp:
             stands = self.stands(attempt, step, at_end)
             self.parts["training" if stands else "lost"] += seconds
             lost[attempt] += not stands
-        assert run.life.lost == lost
-        assert run.life.parts == pytest.approx(self.parts, abs=1e-4)
-        assert run.life.wall == pytest.approx(self.now - BEGAN, abs=1e-6)
-        assert run.life.effective == pytest.approx(self.parts["training"] / run.life.wall)
+        assert run.wall_time.lost == lost
+        assert run.wall_time.parts == pytest.approx(self.parts, abs=1e-4)
+        assert run.wall_time.total == pytest.approx(self.now - BEGAN, abs=1e-6)
+        assert run.wall_time.effective == pytest.approx(
+            self.parts["training"] / run.wall_time.total
+        )
         return run
 
 
@@ -176,33 +179,33 @@ def made(tmp_path: Path) -> MadeUp:
 
 def test_six_attempts(made: MadeUp) -> None:
     made.attempt(0, 47, "interrupted")
-    made.attempt(47, 95, "crash", queue=30)
-    made.attempt(80, 118, "hang", queue=90, shutdown=125)
-    made.attempt(100, 133, "stopped", queue=60, decision="end", pace=3.0)
-    made.attempt(133, 177, "kill", queue=4000)
-    made.attempt(160, 200, "done", queue=11, startup=31, decision="end")
+    made.attempt(47, 95, "crash", idle=30)
+    made.attempt(80, 118, "hang", idle=90, shutdown=125)
+    made.attempt(100, 133, "stopped", idle=60, decision="end", pace=3.0)
+    made.attempt(133, 177, "kill", idle=4000)
+    made.attempt(160, 200, "done", idle=11, startup=31, decision="end")
     run = made.check()
-    assert run.life.lost == [0, 15, 18, 0, 10, 0]  # of the kill, 7 more are in no record
+    assert run.wall_time.lost == [0, 15, 18, 0, 10, 0]  # of the kill, 7 more are in no record
     assert [a.state for a in run.attempts] == [
         "interrupted", "crashed", "hung", "stopped", "killed", "done",
     ]  # fmt: skip
     assert [a.decision for a in run.attempts] == [
         "requeue", "requeue", "requeue", "end", "requeue", "end",
     ]  # fmt: skip
-    assert run.life.startups == [19.0, 19.0, 19.0, 19.0, 19.0, 43.0]
-    assert run.life.parts["queue"] == 30 + 90 + 60 + 4000 + 11
-    assert run.life.parts["shutdown"] > 125
+    assert run.wall_time.startups == [19.0, 19.0, 19.0, 19.0, 19.0, 43.0]
+    assert run.wall_time.parts["not running"] == 30 + 90 + 60 + 4000 + 11
+    assert run.wall_time.parts["shutdown"] > 125
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_made_up_run(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    made = MadeUp(tmp_path_factory.mktemp("life") / "run")
+    made = MadeUp(tmp_path_factory.mktemp("made") / "run")
     for least in (20, *[1] * data.draw(st.integers(0, 5))):  # a first line tells the pace
         first = made.saved
         last = first + data.draw(st.integers(least, 90))
         end = data.draw(st.sampled_from(sorted(ENDS)))
-        times = {key: data.draw(st.floats(0, 500)) for key in ("queue", "startup", "shutdown")}
+        times = {key: data.draw(st.floats(0, 500)) for key in ("idle", "startup", "shutdown")}
         made.attempt(first, last, end, save_every=data.draw(st.integers(1, 50)), **times)
     made.check()
 
@@ -243,21 +246,21 @@ def test_whatever_the_records_are_the_parts_are_the_wall_time(
         text = "".join(json.dumps(record) + "\n" for record in found)
         (path / f"{name}.jsonl").write_text(f'{{"event": "sta\n[]\n{text}{{"torn": ')
     run = load_history(path)
-    life = run.life
-    assert min(life.parts.values()) >= 0
-    assert sum(life.parts.values()) == pytest.approx(life.wall, abs=1e-6)
-    assert len(life.lost) == len(life.startups) == len(run.attempts)
-    assert min(life.lost, default=0) >= 0
+    spent = run.wall_time
+    assert min(spent.parts.values()) >= 0
+    assert sum(spent.parts.values()) == pytest.approx(spent.total, abs=1e-6)
+    assert len(spent.lost) == len(spent.startups) == len(run.attempts)
+    assert min(spent.lost, default=0) >= 0
     times = [time for a in run.attempts for time in (a.opened, a.ended)]
-    assert not life.phases or life.phases[-1].ended <= max(times)
-    assert all(a.ended == b.began for a, b in zip(life.phases, life.phases[1:], strict=False))
+    assert not spent.phases or spent.phases[-1].ended <= max(times)
+    assert all(a.ended == b.began for a, b in zip(spent.phases, spent.phases[1:], strict=False))
 
 
 def test_an_attempt_without_a_line_has_the_pace_of_the_others(made: MadeUp) -> None:
     """But not of their first lines, in which there is the first step."""
     made.attempt(0, 20, "interrupted")
     made.attempt(20, 25, "crash", shutdown=100, decision="end")
-    assert made.check().life.parts["lost"] == 4 * PACE  # without the first one, as everywhere
+    assert made.check().wall_time.parts["lost"] == 4 * PACE  # without the first one, as everywhere
 
 
 def test_a_decision_belongs_to_its_attempt_not_to_the_first(made: MadeUp) -> None:
@@ -271,15 +274,15 @@ def test_a_decision_belongs_to_its_attempt_not_to_the_first(made: MadeUp) -> Non
 def test_a_decision_about_an_attempt_that_never_began(made: MadeUp) -> None:
     made.attempt(0, 40, "interrupted")
     made.number += 1
-    made.spend("queue", 20)
+    made.spend("not running", 20)
     made.decide("requeue", excluded="n2")
     made.resumes.append((1, 40))
-    made.attempt(40, 80, "done", queue=20, decision="end")
+    made.attempt(40, 80, "done", idle=20, decision="end")
     run = made.check()
     assert [(a.number, a.state, a.decision) for a in run.attempts] == [
         (0, "interrupted", "requeue"), (-1, "killed", "requeue"), (2, "done", "end"),
     ]  # fmt: skip
-    assert run.attempts[1].excluded == "n2" and run.life.startups[1] is None
+    assert run.attempts[1].excluded == "n2" and run.wall_time.startups[1] is None
 
 
 def test_the_rank_that_only_lost_a_peer_is_no_cause(made: MadeUp) -> None:
@@ -299,7 +302,9 @@ def test_a_rank_that_was_killed_is_missed_by_another(made: MadeUp) -> None:
     made.event("fault", 5, kind="crash", lost_peer=True, reason=reason)
     (attempt,) = load_history(made.path).attempts
     assert attempt.state == "crashed"
-    assert attempt.reason == "a rank died without a word, rank 1 on n2 lost it"
+    assert (
+        attempt.reason == "a rank died, no error recorded; rank 1 on n2 lost the connection to it"
+    )
 
 
 def test_the_end_of_a_run_that_saved_it_wins_over_a_crash_while_leaving(made: MadeUp) -> None:
@@ -313,17 +318,17 @@ def test_steps_after_the_last_checkpoint_of_a_run_that_does_not_go_on_are_lost(
     made: MadeUp,
 ) -> None:
     made.attempt(0, 58, "crash", decision="end")
-    assert made.check().life.lost == [18]  # the decision names step 40
+    assert made.check().wall_time.lost == [18]  # the decision names step 40
     checkpoints = made.path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "latest").symlink_to("step_00000050")  # the truth of now
-    assert load_history(made.path).life.lost == [8]
+    assert load_history(made.path).wall_time.lost == [8]
 
 
 def test_a_step_that_stood_still_is_no_training(made: MadeUp) -> None:
     """The network was away for a minute; the run went on by itself."""
     made.attempt(0, 60, "done", stall=(37, 60.0), decision="end")
-    assert made.check().life.parts["stalled"] == pytest.approx(60.0, abs=0.5)
+    assert made.check().wall_time.parts["stalled"] == pytest.approx(60.0, abs=0.5)
 
 
 def test_the_next_start_tells_of_steps_that_no_line_does(made: MadeUp) -> None:
@@ -334,7 +339,7 @@ def test_the_next_start_tells_of_steps_that_no_line_does(made: MadeUp) -> None:
     text = [line for line in text if '"decision"' not in line]
     (made.path / "attempts.jsonl").write_text("".join(text))
     run = load_history(made.path)
-    assert run.attempts[0].last_step == 43 and run.life.lost == [0, 0]
+    assert run.attempts[0].last_step == 43 and run.wall_time.lost == [0, 0]
 
 
 def test_steps_that_an_attempt_itself_went_back_over(made: MadeUp) -> None:
@@ -357,10 +362,10 @@ def test_steps_that_an_attempt_itself_went_back_over(made: MadeUp) -> None:
     seconds_of = 30.0  # the whole lap: 5 steps, and 10 again
     line(30, 1, 98)
     made.event("end", 30, state="done")
-    life = load_history(made.path).life
-    assert life.lost == [15]
-    assert life.parts["lost"] == pytest.approx(30, abs=1e-6)
-    assert life.parts["training"] == pytest.approx(98 - 10 - 30, abs=1e-6)
+    spent = load_history(made.path).wall_time
+    assert spent.lost == [15]
+    assert spent.parts["lost"] == pytest.approx(30, abs=1e-6)
+    assert spent.parts["training"] == pytest.approx(98 - 10 - 30, abs=1e-6)
 
 
 def test_an_attempt_that_still_runs(made: MadeUp) -> None:
@@ -372,13 +377,14 @@ def test_an_attempt_that_still_runs(made: MadeUp) -> None:
     made.write("attempts", event="note", time=made.now)
     status = {"state": "running", "attempt": 1, "step": 40}
     (made.path / "status.json").write_text(json.dumps(status))
-    run = load_history(made.path)
+    run = load_history(made.path, {"12": Job("12", "RUNNING")})
     assert [a.state for a in run.attempts] == ["interrupted", "running"]
-    assert run.state == "running" and run.life.lost == [0, 0] and run.life.parts["lost"] == 0
+    assert run.state.word == "silent"  # since 2023
+    assert run.wall_time.lost == [0, 0] and run.wall_time.parts["lost"] == 0
 
 
 def test_a_kill_that_the_batch_script_has_seen_is_no_running_attempt(made: MadeUp) -> None:
     made.attempt(0, 40, "kill")
     status = {"state": "running", "attempt": 0, "step": 0}
     (made.path / "status.json").write_text(json.dumps(status))
-    assert load_history(made.path).state == "killed"
+    assert load_history(made.path).state.word == "killed"

@@ -17,11 +17,12 @@ SOURCE = ROOT / "src" / "kempner"
 
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
-    {"files", "slurm", "config"},
+    {"files", "process", "background", "slurm", "config"},
     {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
     {"parallel", "optim", "checkpoint", "resilience"},
     {"run"},
-    {"configure", "progress", "step", "evaluate", "run_directory", "recorder"},
+    {"configure", "progress", "step", "evaluate"},
+    {"run_directory", "run_log", "run_records", "recorder"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {

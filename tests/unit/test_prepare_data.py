@@ -286,7 +286,7 @@ def test_a_killed_run_goes_on_after_its_whole_shards(tmp_path: Path) -> None:
         TokenDataset.open(out, "train", 128, 257)
     assert workers and wait_for_end(workers), "workers live on without their parent"
     kept = (out / "train_00003.npy").stat()
-    (out / ".train_00009.npy.1.tmp").write_text("half a shard")
+    (out / ".train_00009.npy.1.new").write_text("half a shard")
     assert "going on after" in done(tmp_path / "in", "--out", out, *words)
     assert everything(out) == everything(tmp_path / "whole")
     now = (out / "train_00003.npy").stat()

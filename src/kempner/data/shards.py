@@ -25,9 +25,9 @@ from kempner.data.sidecar import (
     DataError,
     Shard,
     Sidecar,
-    write_atomic,
 )
 from kempner.data.tokenizer import Tokens
+from kempner.files import write_atomic
 
 
 class Writer:
@@ -148,7 +148,7 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
 
     What was made with other settings or from other inputs is refused, or removed by `overwrite`.
     """
-    for leftover in directory.glob(".*.tmp"):
+    for leftover in directory.glob(".*.new"):
         leftover.unlink()
     finished = (directory / SIDECAR).is_file()
     record = directory / (SIDECAR if finished else PROGRESS)

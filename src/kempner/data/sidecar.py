@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kempner.config.option import ConfigError
+from kempner.files import write_atomic
 
 SIDECAR = "dataset.json"
 PROGRESS = "dataset.partial.json"  # the record of a preparation that has not finished
@@ -51,7 +50,7 @@ class Sidecar:
 
     def save(self, path: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-        write_atomic(path, lambda file: file.write(text.encode()))
+        write_atomic(path, text)
 
     @classmethod
     def load(cls, path: Path) -> Sidecar:
@@ -95,22 +94,3 @@ def copy_tokenizer(data_dir: str | Path, run_dir: str | Path) -> None:
         if source.is_file():
             with source.open("rb") as reader:
                 write_atomic(Path(run_dir) / name, partial(shutil.copyfileobj, reader))
-
-
-def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """The file appears whole and durable, or not at all: an OSError (disk full) leaves nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,17 +1,30 @@
-"""The attempts of a run, from attempts.jsonl and the lines that each has written. No torch."""
+"""The attempts of a run, each from its events and the lines that it has written. No torch."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import textwrap
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from kempner.history.events import (
+    Decision,
+    End,
+    Event,
+    Fault,
+    FirstStep,
+    GoBack,
+    Start,
+    of_kind,
+    parse,
+)
 
 Record = dict[str, Any]
-REASON_WIDTH = 100  # characters; the whole is in the logs
-EVENTS = ("start", "first_step", "fault", "end", "decision")
+AttemptState = Literal[
+    "running", "done", "interrupted", "stopped", "failed", "crashed", "hung", "killed"
+]
+ENDS = get_args(get_type_hints(End)["state"])  # orderly ones
+REASON_WIDTH = 100  # characters of a reason in one line; the logs have the whole
 
 
 @dataclass(frozen=True)
@@ -24,14 +37,14 @@ class Attempt:
     hosts: tuple[str, ...]
     world_size: int
     opened: float  # the batch script or, without one, the process began
-    began: float | None  # the state was loaded and the first step came; None: it never got there
+    began: float | None  # the state was loaded; None: it never got there
     stepped: float | None  # the first step was done
     first_step: int  # when it began
     ended: float  # its last sign of life
-    last_step: int  # as far as the records tell
-    state: str  # how it ended: running, done, interrupted, stopped, failed, crashed, hung, killed
+    last_step: int  # as far as is known
+    state: AttemptState  # "killed" where nothing says how it ended: only the judge knows if it runs
     reason: str
-    decision: str  # of the batch script: requeue, end, leave, "" where there is none
+    decision: str  # of the batch script: requeue, end, leave; "" where there is none
     why: str
     excluded: str  # the host that it left out of the next attempt
     committed: int | None  # step of the newest checkpoint after it
@@ -41,33 +54,27 @@ class Attempt:
         return "-" if self.number < 0 else str(self.number)
 
     @property
+    def cause(self) -> str:
+        """How it ended, in words."""
+        if self.state == "killed":
+            return "killed, no error recorded" if self.began else "died before it began"
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
+    @property
     def ending(self) -> str:
-        """In words, how it ended, and what the batch script has made of it."""
-        text = self.state
-        if text == "killed":
-            text = "killed without a word" if self.began else "died before it began"
-        elif self.reason:
-            text += ": " + textwrap.shorten(self.reason, REASON_WIDTH, placeholder=" ...")
+        """How it ended, and what the batch script did then."""
+        text = self.cause
         if self.decision == "requeue":
             text += f"; requeued without {self.excluded}" if self.excluded else "; requeued"
         elif self.decision == "end" and self.state not in ("done", "stopped", "failed"):
             text += f"; not requeued: {self.why}"
         return text
 
-
-def read_lines(path: Path) -> list[Record]:
-    """The objects of a JSONL file in order, without the lines that a crash has torn."""
-    found = []
-    try:
-        text = path.read_text(errors="replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                found.append(record)
-    return found
+    @property
+    def short_ending(self) -> str:
+        """The same in one line of a table or a picture."""
+        reason = textwrap.shorten(self.reason, REASON_WIDTH, placeholder=" ...")
+        return self.ending.replace(self.reason, reason) if self.reason else self.ending
 
 
 def is_known(record: Record, *keys: str) -> bool:
@@ -75,95 +82,109 @@ def is_known(record: Record, *keys: str) -> bool:
     return all(isinstance(record.get(key), (int, float)) for key in keys)
 
 
-def attempts_of(events: list[Record], lines: list[Record], status: Record) -> list[Attempt]:
-    """The attempts in their order, each from its events and lines: one that was killed without a
-    word has no more than these."""
-    groups, of = _by_attempt(_kind(events, *EVENTS)), by_number(lines)
+def attempts_of(events: Sequence[Event], lines: Sequence[Record], status: Record) -> list[Attempt]:
+    """The attempts in order, each from its events and lines; status.json has the end of the last
+    one even where a full disk has kept it out of attempts.jsonl."""
+    groups, of = _by_attempt(_with_end_of(status, events)), by_number(lines)
     found = []
     for group, after in zip(groups, [*groups[1:], []], strict=False):
-        number = next((event["attempt"] for event in group if is_known(event, "attempt")), -1)
-        resumed = [event["step"] for event in _kind(after, "start") if is_known(event, "step")]
+        number = next((event.attempt for event in group if event.attempt is not None), -1)
+        resumed = [start.step for start in of_kind(after, Start)]
         found.append(_attempt(number, group, of.get(number, []), resumed))
-    return [
-        replace(a, state="running")
-        if a.state == "killed"
-        and not a.decision
-        and (status.get("state"), status.get("attempt")) == ("running", a.number)
-        else a
-        for a in found
-    ]
+    return found
 
 
-def _by_attempt(events: list[Record]) -> list[list[Record]]:
+def _with_end_of(status: Record, events: Sequence[Event]) -> list[Event]:
+    """The events and, where they lack the end that status.json has, that one."""
+    end = parse({**status, "event": "end"}) if status.get("state") in ENDS else None
+    known = {key for event in of_kind(events, End) for key in (event.attempt, event.attempt_id)}
+    if end is None or {end.attempt, end.attempt_id} & (known - {None}):
+        return list(events)
+    return [*events, end]
+
+
+def _by_attempt(events: Sequence[Event]) -> list[list[Event]]:
     """A decision of the batch script has no number; what it has in common with the events of its
-    attempt, if it had any, is the attempt_id."""
-    groups: list[list[Record]] = []
-    known: dict[Any, list[Record]] = {}
+    attempt, if there are any, is the attempt_id."""
+    groups: list[list[Event]] = []
+    known: dict[str | int | None, list[Event]] = {}
     for event in events:
-        key = event.get("attempt_id") or event.get("attempt")
-        if key not in known or event.get("event") == "start":
+        key = event.attempt_id or event.attempt
+        if key not in known or isinstance(event, Start):
             known[key] = []
             groups.append(known[key])
         known[key].append(event)
     return groups
 
 
-def by_number(lines: list[Record]) -> dict[int, list[Record]]:
+def by_number(lines: Sequence[Record]) -> dict[int, list[Record]]:
     of: dict[int, list[Record]] = {}
     for line in lines:
         of.setdefault(line.get("attempt", -1), []).append(line)
     return of
 
 
-def _kind(events: list[Record], *kinds: str) -> list[Record]:
-    return [event for event in events if event.get("event") in kinds]
-
-
-def _attempt(number: int, events: list[Record], lines: list[Record], resumed: list[int]) -> Attempt:
-    """`resumed`: the step that the next attempt has gone on from, if there is one."""
-    start = next(iter(_kind(events, "start")), {})
-    stepped = next(iter(_kind(events, "first_step")), {})
-    end = next(iter(_kind(events, "end")), {})
-    decision = next(reversed(_kind(events, "decision")), {})
-    faults = _kind(events, "fault")
-    # When one rank crashes the others lose it: theirs are no causes.
-    fault = next((event for event in faults if not event.get("lost_peer")), (faults or [{}])[0])
-    opened = (
-        event[key]
-        for key in ("batch_began", "process_began", "time")
-        for event in events
-        if is_known(event, key)
-    )
-    first = start.get("step") or 0
-    told = [*lines[-1:], *_kind(events, "first_step", "fault"), decision]
-    reached = [first, *resumed, *(record["step"] for record in told if is_known(record, "step"))]
-    last = end["step"] if is_known(end, "step") else max(reached)
-    reason = str((end or fault).get("reason", ""))
-    if not end and fault.get("lost_peer"):  # nobody else: it was killed, or its host is gone
-        reason = f"a rank died without a word, {reason.partition(': ')[0]} lost it"
-    kind = {"crash": "crashed", "hang": "hung"}.get(fault.get("kind", ""), "killed")
+def _attempt(
+    number: int, events: list[Event], lines: list[Record], resumed: list[int | None]
+) -> Attempt:
+    """`resumed`: the step from which the next attempt continued, if there is one."""
+    start = next(iter(of_kind(events, Start)), None)
+    stepped = next(iter(of_kind(events, FirstStep)), None)
+    decision = next(reversed(of_kind(events, Decision)), None)
+    state, reason = _end(events)
+    first = start.step or 0 if start else 0
     return Attempt(
         number=number,
-        job=events[0].get("job"),
-        restart=events[0].get("restart") or 0,
-        hosts=tuple(start.get("nodes") or ()),
-        world_size=start.get("world_size") or 0,
-        opened=next(opened),
-        began=start.get("time"),
-        stepped=stepped.get("time"),
+        job=events[0].job,
+        restart=events[0].restart,
+        hosts=start.nodes if start else (),
+        world_size=start.world_size if start else 0,
+        opened=_opened(events),
+        began=start.time if start else None,
+        stepped=stepped.time if stepped else None,
         first_step=first,
-        ended=max(record["time"] for record in (*events, *lines)),
-        last_step=last if start else first,
-        state=str(end.get("state", kind)),
+        ended=max(*(event.time for event in events), *(line["time"] for line in lines), 0.0),
+        last_step=_last_step(first, events, lines, resumed) if start else first,
+        state=state,
         reason=reason,
-        decision=str(decision.get("decision", "")),
-        why=str(decision.get("why", "")),
-        excluded=str(decision.get("excluded") or ""),
-        committed=decision.get("step"),
+        decision=decision.decision if decision else "",
+        why=decision.why if decision else "",
+        excluded=decision.excluded if decision else "",
+        committed=decision.step if decision else None,
     )
 
 
-def newest_checkpoint(checkpoints: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int((checkpoints / "latest").readlink().name.removeprefix("step_"))
-    return None
+def _opened(events: list[Event]) -> float:
+    for key in ("batch_began", "process_began"):
+        for event in events:
+            if time := getattr(event, key, None):
+                return float(time)
+    return events[0].time
+
+
+def _last_step(
+    first: int, events: list[Event], lines: list[Record], resumed: list[int | None]
+) -> int:
+    """As its end says or, without one, the furthest that is recorded."""
+    if ends := [end.step for end in of_kind(events, End) if end.step is not None]:
+        return ends[-1]
+    told = [e.step for e in events if isinstance(e, (FirstStep, Fault, GoBack, Decision))]
+    told += [*resumed, *(line["step"] for line in lines[-1:])]
+    return max(first, *(step for step in told if step is not None), 0)
+
+
+def _end(events: list[Event]) -> tuple[AttemptState, str]:
+    """The state and the reason. An orderly end counts before a crash while leaving. When one rank
+    crashes the others lose it: their faults are not the cause."""
+    if ends := of_kind(events, End):
+        return ends[-1].state, ends[-1].reason
+    faults = of_kind(events, Fault)
+    if not faults:
+        return "killed", ""
+    fault = next((fault for fault in faults if not fault.lost_peer), faults[0])
+    if fault.lost_peer:  # no rank says why: it was killed, or its host is gone
+        lost = fault.reason.partition(": ")[0]
+        return "crashed", f"a rank died, no error recorded; {lost} lost the connection to it"
+    if fault.final:
+        return "failed", fault.reason
+    return "hung" if fault.kind == "hang" else "crashed", fault.reason

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kempner.history.attempts import Record, read_lines
+from kempner.files import read_jsonl
+from kempner.history.attempts import Record
 
 # "srun: error: node2: tasks 2-3: Killed". Terminated is what srun itself does to the ranks that are
 # left, and an exit code says less than the rank's own record.
@@ -47,7 +48,7 @@ def blamed_before(records: Sequence[Record], job: str) -> str:
 
 
 def main(run_dir: Path, job: str, attempt_id: str, srun_log: Path) -> None:
-    records = read_lines(run_dir / "attempts.jsonl")
+    records = read_jsonl(run_dir / "attempts.jsonl")
     faults = [r for r in records if r.get("event") == "fault" and r.get("attempt_id") == attempt_id]
     text = srun_log.read_text(errors="replace") if srun_log.exists() else ""
     host = host_of(faults, text)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kempner.history.attempts import Record
-from kempner.history.state import History
-from kempner.history.wall_time import Life
+from kempner.history.run_history import History
+from kempner.history.wall_time import WallTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ PART_COLORS = {
     "stalled": "tab:purple",
     "start-up": "0.45",
     "shutdown": "burlywood",
-    "queue": "0.88",
+    "not running": "0.88",
 }
 STATE_COLORS = {
     "done": "tab:green",
@@ -90,7 +90,7 @@ def draw(runs: list[History], out: Path) -> None:
     lr.set_xlim(0, None)
     legend(loss, runs)
     if alone:
-        title = f"{runs[0].path}: {runs[0].state}, step {runs[0].step:,}"
+        title = f"{runs[0].path}: {runs[0].state.word}, step {runs[0].step:,}"
         loss.set_title(title, loc="left", fontsize=11)
     figure.savefig(out)
 
@@ -165,30 +165,30 @@ def draw_timeline(run: History, out: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    life = run.life
-    zero = life.phases[0].began
+    time = run.wall_time
+    zero = time.phases[0].began
     unit, size = next(
         (unit, size)
         for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-        if life.wall >= 3 * size or size == 1
+        if time.total >= 3 * size or size == 1
     )
-    reasons = [f"{a.name} {a.ending}" for a in run.attempts if a.state != "running"]
+    reasons = [f"{a.name} {a.short_ending}" for a in run.attempts if a.state != "running"]
     if len(reasons) > REASONS_UNTIL:
         reasons = ["how each attempt ended: see the table of report.py"]
     figure = Figure(figsize=(11, 6 + 0.16 * len(reasons)), dpi=130, layout="constrained")
     steps, bar = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    draw_steps(steps, life, lambda at: (at - zero) / size)
-    draw_phases(bar, life, size)
+    draw_steps(steps, time, lambda at: (at - zero) / size)
+    draw_phases(bar, time, size)
     mark_stops(steps, run, [(a.ended - zero) / size for a in run.attempts])
-    steps.set(ylabel="step", ylim=(0, None), xlim=(0, life.wall / size))
+    steps.set(ylabel="step", ylim=(0, None), xlim=(0, time.total / size))
     steps.yaxis.set_major_locator(MaxNLocator(integer=True))
     steps.yaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
     steps.grid(color="0.92", linewidth=0.7)
     steps.spines[["top", "right"]].set_visible(False)
     lines = (textwrap.shorten(text, 140, placeholder=" ...") for text in reasons)
     bar.set_xlabel("\n".join((f"{unit} since the first start", "", *lines)), loc="left")
-    ratio = f"effective training time ratio {life.effective:.1%}"
-    figure.suptitle(f"{run.path}: {run.state}, step {run.step:,}; {ratio}", fontsize=11)
+    ratio = f"effective training time ratio {time.effective:.1%}"
+    figure.suptitle(f"{run.path}: {run.state.word}, step {run.step:,}; {ratio}", fontsize=11)
     handles, labels = (
         a + b
         for a, b in zip(*(panel.get_legend_handles_labels() for panel in (bar, steps)), strict=True)
@@ -197,14 +197,14 @@ def draw_timeline(run: History, out: Path) -> None:
     figure.savefig(out)
 
 
-def draw_steps(axes: Axes, life: Life, x: Callable[[float], float]) -> None:
+def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:
     """The line falls back where a resume has undone steps."""
     kept: list[tuple[float, float]] = []
     lost: list[tuple[float, float]] = []
     gone: list[tuple[float, float]] = []  # between attempts, and back
     gap = (math.nan, math.nan)
     before = None
-    for s in life.stretches:
+    for s in time.stretches:
         stands = s.last - s.lost
         middle = s.began + (s.ended - s.began) * (stands - s.first) / (s.last - s.first)
         kept += [(x(s.began), s.first), (x(middle), stands), gap]
@@ -218,20 +218,20 @@ def draw_steps(axes: Axes, life: Life, x: Callable[[float], float]) -> None:
     axes.plot(*zip(*(lost or [gap]), strict=True), color=PART_COLORS["lost"], linewidth=2)
 
 
-def draw_phases(axes: Axes, life: Life, size: float) -> None:
+def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
     """The share of each part in every 600th of the time: what is longer shows as itself, what is
     shorter as much as it takes."""
-    zero = life.phases[0].began
-    edges = np.linspace(0, life.wall, 601)
+    zero = time.phases[0].began
+    edges = np.linspace(0, time.total, 601)
     base = np.zeros(600)
-    for part, seconds in life.parts.items():
+    for part, seconds in time.parts.items():
         times, spent = [0.0], [0.0]
-        for phase in life.phases:
+        for phase in time.phases:
             if phase.part == part:
                 times += [phase.began - zero, phase.ended - zero]
                 spent += [spent[-1], spent[-1] + phase.ended - phase.began]
         top = base + np.diff(np.interp(edges, times, spent)) / np.diff(edges)
-        label = f"{part} {seconds / life.wall:.1%}"
+        label = f"{part} {seconds / time.total:.1%}"
         axes.stairs(
             top, edges / size, baseline=base, fill=True, color=PART_COLORS[part], label=label
         )

@@ -1,98 +1,126 @@
-"""What a run directory tells of its run: its steps, its attempts, and where its wall time went. No
-torch.
+"""What state a run is in: the one place that decides it, for report.py, status.py and the tests of
+the batch script. No torch.
 
-A run that still goes, was killed in the middle of a line, or never got to its first step has a
-history too: what is missing is None, and nothing here raises because of it.
+It judges from the run's own records (attempts.jsonl, status.json, metrics.jsonl), from the lock
+that a living run holds, and from what Slurm says of the job. All three may be missing.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
-from dataclasses import dataclass, field
-from functools import cached_property
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.history.attempts import (
-    Attempt,
-    Record,
-    attempts_of,
-    is_known,
-    newest_checkpoint,
-    read_lines,
-)
-from kempner.history.wall_time import Life, life_of
+from kempner.history.attempts import Attempt, Record
+from kempner.process import birth
+from kempner.slurm import Job, host_name
+
+# A run without a new line for so many times the usual interval, and seconds at least, is silent.
+SILENT = 10
+SILENT_S = 120.0
+FIRST_LINE_S = 1800.0  # before there is a usual interval: a first step may compile
+LOCK_BEAT_LOST_S = 120.0  # the holder touches the lock every 5 s; clocks of two hosts may differ
 
 
 @dataclass(frozen=True)
-class History:
-    """`losses` and `validations` are the lines of metrics.jsonl that stand, by step; `lines` has
-    those too that a later attempt has done again."""
+class State:
+    """`word`: running, silent, starting, waiting (in the queue), or how the last attempt ended:
+    done, stopped, interrupted, failed, crashed, hung, killed. `attention`: somebody has to look."""
 
-    path: Path
-    status: Record
-    lines: list[Record] = field(repr=False)
-    attempts: list[Attempt]
-
-    @cached_property
-    def losses(self) -> list[Record]:
-        return standing([line for line in self.lines if "loss" in line], self.attempts)
-
-    @cached_property
-    def validations(self) -> list[Record]:
-        return standing([line for line in self.lines if "val_loss" in line], self.attempts)
-
-    @cached_property
-    def life(self) -> Life:
-        return life_of(self.attempts, self.lines, newest_checkpoint(self.path / "checkpoints"))
-
-    @property
-    def step(self) -> int:
-        """Steps done, as far as the records tell: status.json of a running attempt is older."""
-        newest = self.attempts[-1].last_step if self.attempts else 0
-        last = self.losses[-1]["step"] if self.losses else 0
-        return max(newest, last)
-
-    @property
-    def state(self) -> str:
-        """As in status.json, or what no status tells: the last attempt has crashed, hung, or was
-        killed, and the run may be started again."""
-        state = str(self.status.get("state", "unknown"))
-        last = self.attempts[-1].state if self.attempts else ""
-        newer = last in ("crashed", "hung") and state != "failed"
-        return last if newer or (last, state) == ("killed", "running") else state
+    word: str
+    reason: str = ""
+    attention: bool = False
 
 
-def load_history(path: Path) -> History:
-    """Read a run directory; files that are not there count as empty."""
-    status = {}
-    with contextlib.suppress(OSError, ValueError):
-        status = json.loads((path / "status.json").read_text())
-    lines = [line for line in read_lines(path / "metrics.jsonl") if is_known(line, "step", "time")]
-    events = [e for e in read_lines(path / "attempts.jsonl") if is_known(e, "time")]
-    return History(path, status, lines, attempts_of(events, lines, status))
+@dataclass(frozen=True)
+class Lock:
+    """The lock of a run directory. `holder`: whether the process that holds it lives, None where
+    that is not known; `beat`: unix time of its last sign of life."""
+
+    holder: bool | None
+    beat: float = 0.0
 
 
-def standing(lines: list[Record], attempts: list[Attempt]) -> list[Record]:
-    """The lines that count, by step. A line undoes those of its step and of later ones before it:
-    the run has gone back. The start of an attempt does so before it has a line."""
-    limits = {
-        attempt.number: min(
-            (
-                later.first_step
-                for later in attempts
-                if later.number > attempt.number and later.began
-            ),
-            default=None,
-        )
-        for attempt in attempts
-    }
-    stand: list[Record] = []
-    for line in lines:
-        limit = limits.get(line.get("attempt", -1))
-        if limit is not None and line["step"] > limit:
-            continue
-        while stand and stand[-1]["step"] >= line["step"]:
-            stand.pop()
-        stand.append(line)
-    return stand
+FREE = Lock(holder=False)
+
+
+def read_lock(run_dir: Path, now: float) -> Lock:
+    path = run_dir / "lock"
+    try:
+        beat = path.stat().st_mtime
+        record = json.loads(path.read_text())
+        host, pid, born = record["host"], int(record["pid"]), record["born"]
+    except FileNotFoundError:
+        return FREE
+    except (OSError, ValueError, KeyError, TypeError):
+        return Lock(holder=None)
+    if host == host_name():
+        return Lock(birth(pid) == born, beat)
+    return Lock(now - beat < LOCK_BEAT_LOST_S, beat)
+
+
+def job_of(run_dir: Path, name: str | None, jobs: dict[str, Job] | None) -> Job | None:
+    """What Slurm says of the run's job, None where that is not known: no job, no answer of squeue,
+    or a run of somebody else, whose jobs squeue has not shown."""
+    if name is None or jobs is None:
+        return None
+    if name in jobs:
+        return jobs[name]
+    return Job(name, "GONE") if run_dir.stat().st_uid == os.getuid() else None
+
+
+def judge(
+    attempts: Sequence[Attempt], lines: Sequence[Record], lock: Lock, job: Job | None
+) -> State:
+    """The state of a run now."""
+    last = attempts[-1] if attempts else None
+    if job is not None and job.state == "PENDING":
+        when = f", expected {job.start}" if job.start not in ("", "N/A") else ""
+        return State("waiting", f"job {job.number}: {job.why}{when}")
+    if last is not None and last.state in ("done", "stopped"):
+        return State(last.state, last.reason)
+    if last is not None and last.state == "failed":
+        return State("failed", last.reason, attention=True)
+    queued = job is not None and job.state != "GONE"
+    lives = lock.holder if job is None else queued
+    if last is None:
+        return State("starting") if lives else _ended(last, job)
+    if last.state != "killed" or last.decision:  # it has ended; does a new one load already?
+        again = lock.holder and lock.beat > last.ended
+        again = again or (queued and last.decision in ("requeue", "leave"))
+        return State("starting") if again else _ended(last, job)
+    if lives is False:
+        return _ended(last, job)
+    return _silent(last, lines) or State("running" if last.began else "starting")
+
+
+def _ended(last: Attempt | None, job: Job | None) -> State:
+    """Of a run that is not done, and that nothing continues."""
+    if last is None:
+        return State("killed", "died before it began", attention=True)
+    why = ""
+    if last.decision == "end":
+        why = f"; not requeued: {last.why}"
+    elif job is not None and job.state == "GONE":
+        why = f"; job {job.number} has left the queue"
+    if last.state == "killed":
+        reason = "no error recorded" if last.began else "died before it began"
+    else:
+        reason = last.reason
+    return State(last.state, reason + why, attention=True)
+
+
+def _silent(last: Attempt, lines: Sequence[Record]) -> State | None:
+    """A run whose process is there, but which trains no more."""
+    times = [line["time"] for line in lines[-20:] if line.get("attempt", -1) == last.number]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    limit = max(SILENT_S, SILENT * statistics.median(gaps)) if gaps else FIRST_LINE_S
+    quiet = time.time() - last.ended
+    if quiet < limit:
+        return None
+    return State("silent", f"no line for {quiet / 60:.0f} min", attention=True)

@@ -12,7 +12,16 @@ from typing import NamedTuple
 from kempner.history.attempts import Attempt, Record, by_number, is_known
 
 # From the best to the worst.
-PARTS = ("training", "validation", "saving", "lost", "stalled", "start-up", "shutdown", "queue")
+PARTS = (
+    "training",
+    "validation",
+    "saving",
+    "lost",
+    "stalled",
+    "start-up",
+    "shutdown",
+    "not running",
+)
 # From one line to the next, steps that take so many times the median, and seconds more, stood
 # still: a network that was away for a while, a file system that did not answer.
 STALL, STALL_S = 1.5, 5.0
@@ -45,7 +54,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Life:
+class WallTime:
     """The wall time of a run over all attempts, from the first start to the last sign of life."""
 
     phases: list[Phase]
@@ -54,27 +63,49 @@ class Life:
     lost: list[int]  # steps of each attempt that did not last
 
     @property
-    def wall(self) -> float:
+    def total(self) -> float:
         return self.phases[-1].ended - self.phases[0].began if self.phases else 0.0
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds of each of PARTS; together they are the wall time."""
-        return {
-            part: math.fsum(p.ended - p.began for p in self.phases if p.part == part)
-            for part in PARTS
-        }
+        """Seconds of each of PARTS; together they are the total."""
+        seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+        for phase in self.phases:
+            seconds[phase.part].append(phase.ended - phase.began)
+        return {part: math.fsum(each) for part, each in seconds.items()}
 
     @property
     def effective(self) -> float:
-        """Effective training time ratio: the part of the wall time that trained steps which
+        """Effective training time ratio: the share of the wall time that trained steps which
         count."""
-        return self.parts["training"] / self.wall if self.wall else 0.0
+        return self.parts["training"] / self.total if self.total else 0.0
 
 
-def life_of(attempts: list[Attempt], lines: list[Record], newest: int | None) -> Life:
+def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | None) -> WallTime:
     """`newest`: step of the newest checkpoint, None where it is not known."""
     stretches = _all_stretches(attempts, lines)
+    _mark_kept(attempts, stretches, newest)
+    paces = [
+        _seconds(s) / (s.last - s.first) for s in itertools.chain(*stretches) if s.ended > s.began
+    ]
+    pace = statistics.median(paces) if paces else 0.0
+    phases = _Phases(attempts[0].opened if attempts else 0.0)
+    startups = []
+    for attempt, found in zip(attempts, stretches, strict=True):
+        phases.until(attempt.opened, "not running")
+        opened = phases.at
+        phases.until(found[0].began if found else attempt.ended, "start-up")
+        startups.append(phases.at - opened if found else None)
+        for stretch in found:
+            phases.add(stretch, pace)
+        phases.until(attempt.ended, "shutdown")
+    undone = [sum(stretch.lost for stretch in found) for found in stretches]
+    return WallTime(phases.found, list(itertools.chain(*stretches)), startups, undone)
+
+
+def _mark_kept(attempts: list[Attempt], stretches: list[list[Stretch]], newest: int | None) -> None:
+    """Set `kept` of each stretch, backwards from the last one: a resume undoes what was beyond
+    its first step."""
     kept = math.inf
     if attempts and attempts[-1].state in ("crashed", "hung", "killed", "failed"):
         newest = attempts[-1].committed if newest is None else newest
@@ -84,42 +115,38 @@ def life_of(attempts: list[Attempt], lines: list[Record], newest: int | None) ->
             found[i] = found[i]._replace(kept=kept)
             kept = min(kept, found[i].first)
         kept = kept if attempt.began is None else min(kept, attempt.first_step)
-    phases: list[Phase] = []
-    startups = []
-    at = attempts[0].opened if attempts else 0.0
 
-    paces = [
-        _seconds(s) / (s.last - s.first) for s in itertools.chain(*stretches) if s.ended > s.began
-    ]
-    pace = statistics.median(paces) if paces else 0.0
 
-    def until(time: float, part: str) -> None:
-        nonlocal at
-        if time > at:  # the clocks of two hosts may differ
-            phases.append(Phase(part, at, time))
-            at = time
+class _Phases:
+    """Phases one after the other; neighbours of the same part become one."""
 
-    for attempt, found in zip(attempts, stretches, strict=True):
-        until(attempt.opened, "queue")
-        opened = at
-        until(found[0].began if found else attempt.ended, "start-up")
-        startups.append(at - opened if found else None)
-        for stretch in found:
-            seconds = max(0.0, stretch.ended - at)
-            stepping = max(0.0, seconds - stretch.saving - stretch.validation)
-            usual = pace * (stretch.last - stretch.first)
-            stalled = stepping - usual if stepping > max(STALL * usual, usual + STALL_S) else 0.0
-            stepping -= stalled
-            lost = stepping * stretch.lost / (stretch.last - stretch.first)
-            end = at + seconds
-            until(at + stalled, "stalled")
-            until(at + stepping - lost, "training")
-            until(min(end, at + lost), "lost")
-            until(min(end, at + stretch.saving), "saving")
-            until(end if stretch.validation else at, "validation")
-        until(attempt.ended, "shutdown")
-    undone = [sum(stretch.lost for stretch in found) for found in stretches]
-    return Life(phases, list(itertools.chain(*stretches)), startups, undone)
+    def __init__(self, at: float) -> None:
+        self.found: list[Phase] = []
+        self.at = at
+
+    def until(self, time: float, part: str) -> None:
+        if time <= self.at:  # the clocks of two hosts may differ
+            return
+        if self.found and self.found[-1].part == part:
+            self.found[-1] = Phase(part, self.found[-1].began, time)
+        else:
+            self.found.append(Phase(part, self.at, time))
+        self.at = time
+
+    def add(self, stretch: Stretch, pace: float) -> None:
+        """The parts of a stretch; `pace`: the usual seconds of a step."""
+        seconds = max(0.0, stretch.ended - self.at)
+        stepping = max(0.0, seconds - stretch.saving - stretch.validation)
+        usual = pace * (stretch.last - stretch.first)
+        stalled = stepping - usual if stepping > max(STALL * usual, usual + STALL_S) else 0.0
+        stepping -= stalled
+        lost = stepping * stretch.lost / (stretch.last - stretch.first)
+        end = self.at + seconds
+        self.until(self.at + stalled, "stalled")
+        self.until(self.at + stepping - lost, "training")
+        self.until(min(end, self.at + lost), "lost")
+        self.until(min(end, self.at + stretch.saving), "saving")
+        self.until(end if stretch.validation else self.at, "validation")
 
 
 def _seconds(stretch: Stretch) -> float:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kempner.files import write_atomic
 from kempner.preflight.channel import Answer, Driver
 from kempner.preflight.verdict import Node, Report, compare, slow_nodes
 
@@ -43,9 +44,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     began = time.monotonic()
     driver = Driver()
-    fresh = options.meet / "port.new"
-    fresh.write_text(f"{driver.port}\n")
-    fresh.replace(options.meet / "port")
+    write_atomic(options.meet / "port", f"{driver.port}\n")
     nodes = check_in(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
     report = Report(nodes)
     if any(node.here for node in nodes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 from kempner import slurm
 from kempner.config.option import ConfigError
+from kempner.process import birth
+from kempner.slurm import host_name
 
 BEAT_S = 5.0  # the holder touches its lock this often
 DEAD_S = 45.0  # a lock that nobody has touched for so long is a dead one's
@@ -46,7 +47,7 @@ class RunLock:
     def _create(self) -> bool:
         """Made whole under another name and linked: a link is atomic on NFS too, and never half
         there."""
-        fresh = self.path.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
+        fresh = self.path.with_name(f".lock.{host_name()}.{os.getpid()}")
         fresh.write_text(self._text)
         try:
             os.link(fresh, self.path)
@@ -73,19 +74,10 @@ def _self() -> dict[str, Any]:
         "job": slurm.job_name(),
         "slurm_id": slurm.own_job(),
         "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
-        "host": socket.gethostname(),
+        "host": host_name(),
         "pid": os.getpid(),
-        "born": _birth(os.getpid()),
+        "born": birth(os.getpid()),
     }
-
-
-def _birth(pid: int) -> str | None:
-    """When a process of this host started, in ticks since boot; None when there is none of that
-    id."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -99,7 +91,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
     """Its process is gone, its job has been started again or has ended, or it beats no more."""
-    if holder["host"] == socket.gethostname() and _birth(holder["pid"]) != holder["born"]:
+    if holder["host"] == host_name() and birth(holder["pid"]) != holder["born"]:
         return True
     if holder["slurm_id"] is not None:
         here = (slurm.own_job(), os.environ.get("SLURM_RESTART_COUNT", "0"))

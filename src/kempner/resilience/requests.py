@@ -93,9 +93,9 @@ class StopRequests:
         in the run directory, and the end of the SLURM job, `reserve()` seconds before it comes. A
         thread asks for each, because a file system or a controller that does not answer must not
         hold up the steps."""
-        self._say = run.say
+        self._say = run.announce
         for text in self._unsaid:
-            run.say(text)
+            run.announce(text)
         if run.world.rank:
             return
         self._start_thread("stop files", self._watch_files, run.dir)

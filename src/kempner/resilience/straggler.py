@@ -65,7 +65,9 @@ class BlockClock:
 
 
 def _seconds(began: Any, ended: Any) -> float:
-    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
+    seconds: float
+    seconds = ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
+    return seconds
 
 
 class Stragglers:

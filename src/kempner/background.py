@@ -1,0 +1,78 @@
+"""Writes in a thread of their own, so that a file system that does not answer stops no step.
+
+On a shared file system a write may block for minutes while a server fails over. The steps do not
+depend on any of what is written here (log lines, metrics, status.json), so they do not wait for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MOST = 10_000  # writes that may wait; more are dropped
+BEHIND_S = 5.0  # a write that takes longer is reported
+
+
+class Background:
+    """A thread that does writes one after the other, in order."""
+
+    def __init__(self, complain: Callable[[str], None]) -> None:
+        """`complain` tells the user that something is not written, on another way."""
+        self._complain = complain
+        self._waiting: queue.Queue[tuple[Callable[[], object], Path | None]]
+        self._waiting = queue.Queue(MOST)
+        self._now: tuple[float, Path | None] | None = None  # the write in progress, and since when
+        self._blocked = False  # the user has been told
+        self._dropped = 0
+        self._failed: set[str] = set()  # what the user has been told of failed writes
+        threading.Thread(target=self._work, daemon=True, name="writer").start()
+
+    def put(self, write: Callable[[], object], path: Path | None = None) -> None:
+        """Do this write soon; never waits. `path`: what it writes to, for messages. When it raises
+        OSError the user is told once, and it is dropped."""
+        try:
+            self._waiting.put_nowait((write, path))
+        except queue.Full:
+            self._dropped += 1
+        now = self._now
+        if now is not None and not self._blocked and time.monotonic() - now[0] > BEHIND_S:
+            self._blocked = True
+            text = (
+                f"{now[1]}: no answer from the file system for {BEHIND_S:.0f} s; training continues"
+            )
+            threading.Thread(target=self._complain, args=(text,), daemon=True).start()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all writes so far are done; False when that takes longer than `seconds`."""
+        done = threading.Event()
+        try:
+            self._waiting.put((done.set, None), timeout=seconds)
+        except queue.Full:
+            return False
+        return done.wait(seconds)
+
+    def _work(self) -> None:
+        while True:
+            write, path = self._waiting.get()
+            began = time.monotonic()
+            self._now = (began, path)
+            try:
+                write()
+            except OSError as error:
+                self._tell_once(f"{error.filename or path}: {error.strerror}")
+            self._now = None
+            if self._blocked:
+                self._blocked, dropped, self._dropped = False, self._dropped, 0
+                lost = f"; {dropped:,} lines are lost" if dropped else ""
+                self._complain(
+                    f"{path}: the file system answers again, after {time.monotonic() - began:.0f} s"
+                    f"{lost}"
+                )
+
+    def _tell_once(self, problem: str) -> None:
+        if problem not in self._failed:
+            self._failed.add(problem)
+            self._complain(f"{problem}; training continues, what was to be written there is lost")

@@ -1,0 +1,110 @@
+"""Files that a crash, a full disk or a reader in between never shows half-written. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+STEP = re.compile(r"step_(\d{8,})")
+
+
+def fsync(path: Path) -> None:
+    """Make a file's data, or a directory's entries, durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
+    """Replace a file so that a reader, or a crash, sees the old content or the new, and the new one
+    is durable. `content` may be a function that writes to the open file. An error, such as OSError
+    on a full disk, leaves the old file and nothing else."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with open(fresh, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except Exception:
+        with contextlib.suppress(OSError):  # it may be the very file system that fails
+            fresh.unlink(missing_ok=True)
+        raise
+    fsync(path.parent)
+
+
+def swap_link(link: Path, target: str) -> None:
+    """Point a symbolic link at `target`; a reader sees the old target or the new."""
+    fresh = link.with_name(f".{link.name}.{os.getpid()}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(link)
+    fsync(link.parent)
+
+
+def step_of(name: str) -> int | None:
+    """The step of a complete checkpoint, from its name: step_00000100 -> 100; None for any other
+    name."""
+    found = STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a JSONL file in order, without lines that a crash has torn; [] when it cannot
+    be read. `tail`: only those of its last so many bytes."""
+    found = []
+    try:
+        with open(path, "rb") as file:
+            if tail is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    for line in text.split("\n"):
+        try:  # not contextlib.suppress: a file may have 100,000 lines
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+class LineFile:
+    """Appends whole lines to a file. Without a buffer: what a full disk does not take is lost, and
+    never written later in the middle of something else."""
+
+    def __init__(self, path: Path) -> None:
+        end_torn_line(path)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._torn = False
+
+    def write(self, line: str) -> None:
+        """Raises OSError; half a line may be there then, and the next one starts anew."""
+        data = f"{line}\n".encode()
+        if self._torn:
+            data = b"\n" + data
+        self._torn = True
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
+
+
+def end_torn_line(path: Path) -> None:
+    """A killed writer may have left half a line: end it, so that it does not swallow the next."""
+    if path.exists() and path.stat().st_size:
+        with open(path, "rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")

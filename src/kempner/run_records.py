@@ -1,0 +1,87 @@
+"""What rank 0 records of a run, and any rank of its end: status.json and attempts.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kempner.background import Background
+from kempner.files import write_atomic
+from kempner.history import events
+from kempner.history.events import Event, GoBack
+from kempner.slurm import job_name
+
+RESERVE = 1 << 16  # bytes; status.json and a few events need far less
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RunRecords:
+    """Writes through `background`. On a full disk the reserve, a file that was written at the
+    start, makes room: without the record of its end a run that has failed would be requeued."""
+
+    def __init__(self, run_dir: Path, attempt: int, background: Background) -> None:
+        self.attempt, self._background = attempt, background
+        self._status, self._events = run_dir / "status.json", run_dir / "attempts.jsonl"
+        self._reserve = run_dir / ".reserve"
+
+    def hold_reserve(self) -> None:
+        """Raises OSError."""
+        write_atomic(self._reserve, os.urandom(RESERVE))
+
+    def release_reserve(self) -> None:
+        self._background.put(lambda: self._reserve.unlink(missing_ok=True), self._reserve)
+
+    def head(self, step: int) -> dict[str, Any]:
+        """The fields that all events have."""
+        return {
+            "attempt": self.attempt,
+            "time": round(time.time(), 3),
+            "job": job_name(),
+            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"),
+            "step": step,
+        }
+
+    def event(self, event: Event) -> None:
+        self._put(lambda: events.append(self._events, event), self._events)
+
+    def status(self, state: str, reason: str, step: int, max_steps: int) -> None:
+        """status.json: the batch script and the history package read it."""
+        head = self.head(step)
+        del head["restart"]
+        record = {"state": state, "max_steps": max_steps, "reason": reason, **head}
+        self._put(lambda: write_atomic(self._status, json.dumps(record) + "\n"), self._status)
+
+    def _put(self, write: Callable[[], None], path: Path) -> None:
+        def with_reserve() -> None:
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self._reserve.unlink(missing_ok=True)
+                write()
+
+        self._background.put(with_reserve, path)
+
+
+def last_go_back(run_dir: Path) -> tuple[int, list[int]] | None:
+    """Where the run last went back to, and the samples that it leaves out since; None: nowhere."""
+    found = events.of_kind(events.read(run_dir / "attempts.jsonl"), GoBack)
+    return (found[-1].to, list(found[-1].skip)) if found else None
+
+
+def count_attempts(run_dir: Path) -> int:
+    """Attempts of this run so far, from its logs: one that died before its first step counts
+    too."""
+    numbers = []
+    with contextlib.suppress(FileNotFoundError):
+        names = os.listdir(run_dir / "logs")
+        numbers = [int(n[8:]) for n in names if n.startswith("attempt-") and n[8:].isdigit()]
+    return max(numbers, default=-1) + 1

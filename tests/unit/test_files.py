@@ -1,0 +1,73 @@
+"""Files that are never seen half-written, and JSONL that a crash has torn."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from kempner.files import end_torn_line, read_jsonl, step_of, swap_link, write_atomic
+
+
+def test_text_bytes_and_a_writer(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    contents = ("text é", b"bytes", lambda file: file.write(b"written"))
+    for content, expected in zip(contents, ("text é", "bytes", "written"), strict=True):
+        write_atomic(path, content)  # type: ignore[arg-type]
+        assert path.read_text() == expected
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("where", ["write", "fsync"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def half(file: BinaryIO) -> None:
+        file.write(b"new")
+        full()
+
+    if where == "fsync":
+        monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, half if where == "write" else "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_is_swapped(tmp_path: Path) -> None:
+    for target in ("one", "two"):
+        swap_link(tmp_path / "latest", target)
+        assert os.readlink(tmp_path / "latest") == target
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_step_of() -> None:
+    names = ("step_00000100", "step_123456789", "step_00000100.partial", "latest", "step_1")
+    assert [step_of(name) for name in names] == [100, 123456789, None, None, None]
+
+
+def test_torn_lines_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    assert read_jsonl(path) == []
+    path.write_bytes(b'{"a": 1}\n{"to\n[]\n\xff\n{"b": 2}\n{"c": ')
+    assert read_jsonl(path) == [{"a": 1}, {"b": 2}]
+    assert read_jsonl(path, tail=18) == [{"b": 2}]
+    assert read_jsonl(path, tail=10**6) == [{"a": 1}, {"b": 2}]
+
+
+def test_a_torn_line_is_ended_and_swallows_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    end_torn_line(path)
+    assert not path.exists()
+    for text, expected in (("", ""), ('{"a": 1}\n', '{"a": 1}\n'), ('{"a"', '{"a"\n')):
+        path.write_text(text)
+        end_torn_line(path)
+        assert path.read_text() == expected

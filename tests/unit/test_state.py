@@ -1,0 +1,187 @@
+"""The state of a run: one table of run directories, on which report.py, status.py and the batch
+script have to agree."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kempner.history import events
+from kempner.history.attempts import ENDS
+from kempner.history.events import Decision, End, Event, Fault, FirstStep, Start
+from kempner.history.run_history import load_history
+from kempner.process import birth
+from kempner.slurm import Job
+from tests.cluster import SCRIPTS
+from tests.conftest import ROOT
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+STATUS, REPORT = load("status"), load("report")
+NOW = time.time()
+HEAD: dict[str, Any] = {"job": "7", "attempt_id": "7.0", "attempt": 0}
+AGO = {"time": NOW - 6000, **HEAD}
+START = Start(**AGO, step=0, nodes=("n1",), world_size=1)
+BEGUN = (START, FirstStep(**AGO, step=1))
+CRASH = Fault(time=NOW - 60, **HEAD, step=5, reason="rank 0 on n1: RuntimeError: boom")
+HANG = Fault(time=NOW - 60, **HEAD, step=5, kind="hang", reason="no step for 120 s")
+OOM = Fault(time=NOW - 60, **HEAD, step=5, kind="oom", final=True, reason="out of memory")
+END = {**HEAD, "attempt": None}
+REFUSED = Decision(time=NOW - 50, **END, decision="end", why="3 attempts without progress")
+REQUEUED = Decision(time=NOW - 50, **END, decision="requeue", why="exit code 1")
+PIDS = {"ALIVE": os.getpid(), "DEAD": 2**22 + 1}
+RUNS, GONE = Job("7", "RUNNING", "1:02:03", "None", "N/A"), Job("7", "GONE")
+QUEUED = Job("7", "PENDING", "24:00:00", "BeginTime", "2026-01-02T03:04:05")
+
+
+def ended(state: str, reason: str) -> End:
+    return End(time=NOW - 60, **HEAD, step=5, state=state, reason=reason)  # type: ignore[arg-type]
+
+
+@dataclass
+class Case:
+    """A run directory, what Slurm says, and what is to be said of it: "! " before the reason where
+    somebody has to look."""
+
+    events: Sequence[Event]
+    status: str  # of this attempt in status.json, "" without the file
+    expected: str
+    reason: str = ""
+    lock: str = ""  # ALIVE or DEAD, a process of this host; BEATS or STALE, of another one
+    job: Job | None = None  # None: no Slurm
+    quiet: float = 5.0  # seconds since the last line
+
+
+CASES = {
+    "running": Case(BEGUN, "running", "running", lock="ALIVE"),
+    "running elsewhere": Case(BEGUN, "running", "running", lock="BEATS"),
+    "running in Slurm": Case(BEGUN, "running", "running", lock="BEATS", job=RUNS),
+    "loading": Case((), "", "starting", lock="ALIVE"),
+    "loading again": Case((*BEGUN, CRASH), "running", "starting", lock="ALIVE"),
+    "loading again in Slurm": Case((*BEGUN, CRASH, REQUEUED), "running", "starting", job=RUNS),
+    "silent": Case(BEGUN, "running", "silent", "! no line for 10 min", "ALIVE", quiet=600),
+    "silent in Slurm": Case(BEGUN, "running", "silent", "! no line for 10", "", RUNS, quiet=600),
+    "killed": Case(BEGUN, "running", "killed", "! no error recorded", lock="DEAD"),
+    "killed elsewhere": Case(BEGUN, "running", "killed", "! no error recorded", lock="STALE"),
+    "killed, no lock left": Case(BEGUN, "running", "killed", "! no error recorded"),
+    "killed in Slurm": Case(BEGUN, "running", "killed", "! no error recorded; job 7 has left the "
+                            "queue", job=GONE),
+    "killed, given up": Case((*BEGUN, REFUSED), "running", "killed", "! no error recorded; not "
+                             "requeued: 3 attempts without progress", job=GONE),
+    "crashed": Case((*BEGUN, CRASH), "running", "crashed", "! rank 0 on n1: RuntimeError: boom"),
+    "crashed, given up": Case((*BEGUN, CRASH, REFUSED), "running", "crashed", "! rank 0 on n1: "
+                              "RuntimeError: boom; not requeued: 3 attempts", job=GONE),
+    "crashed in an allocation": Case((*BEGUN, CRASH), "running", "crashed", "! rank 0", job=RUNS),
+    "crashed, requeued": Case((*BEGUN, CRASH, REQUEUED), "running", "waiting",
+                              "job 7: BeginTime, expected 2026-01-02T03:04:05", job=QUEUED),
+    "crashed while loading": Case((CRASH,), "", "crashed", "! rank 0 on n1: RuntimeError: boom"),
+    "hung": Case((*BEGUN, HANG), "running", "hung", "! no step for 120 s", lock="DEAD"),
+    "out of memory": Case((*BEGUN, OOM), "failed", "failed", "! of status.json"),
+    "died before the first step": Case((REFUSED,), "", "killed", "! died before it began; not "
+                                       "requeued: 3 attempts without progress", job=GONE),
+    "died, only a lock": Case((), "", "killed", "! died before it began", lock="DEAD"),
+    "interrupted": Case((*BEGUN, ended("interrupted", "asked")), "interrupted", "interrupted",
+                        "! asked"),
+    "interrupted, requeued": Case((*BEGUN, ended("interrupted", "asked"), REQUEUED), "interrupted",
+                                  "waiting", "job 7: BeginTime", job=QUEUED),
+    "interrupted, given up": Case((*BEGUN, ended("interrupted", "asked"), REFUSED), "interrupted",
+                                  "interrupted", "! asked; not requeued: 3 attempts", job=GONE),
+    "done": Case((*BEGUN, ended("done", "last step")), "done", "done"),
+    "done, then lost a peer": Case((*BEGUN, ended("done", "last step"), CRASH), "done", "done"),
+    "stopped": Case((*BEGUN, ended("stopped", "by the user")), "stopped", "stopped", quiet=5000),
+    "failed": Case((*BEGUN, ended("failed", "no checkpoint")), "failed", "failed",
+                   "! no checkpoint"),
+    "disk full at the end": Case(BEGUN, "failed", "failed", "! of status.json", lock="DEAD"),
+    "no status.json": Case((*BEGUN, CRASH), "", "crashed", "! rank 0 on n1"),
+}  # fmt: skip
+
+
+def make(run: Path, case: Case) -> Path:
+    (run / "logs").mkdir(parents=True)
+    for event in case.events:
+        events.append(run / "attempts.jsonl", event)
+    if case.status:
+        known = {"state": case.status, "reason": "of status.json", "time": NOW - 50, "step": 5}
+        (run / "status.json").write_text(json.dumps({**known, **HEAD, "max_steps": 2000}))
+    if len(case.events) > 1:
+        times = (NOW - case.quiet - 10 * i for i in reversed(range(5)))
+        metrics = {"attempt": 0, "loss": 2.5, "tokens_per_s": 9.0, "step_time": 10.0, "tokens": 1,
+                   "lr": 0.1, "memory_gib": 0.5}  # fmt: skip
+        lines = ({"step": i + 1, "time": at, **metrics} for i, at in enumerate(times))
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if case.lock:
+        here = case.lock in PIDS
+        pid = PIDS.get(case.lock, 1)
+        holder = {"host": socket.gethostname() if here else "elsewhere", "pid": pid}
+        born = birth(pid) or "1"
+        (run / "lock").write_text(json.dumps({**holder, "born": born}))
+        beat = NOW - (600 if case.lock == "STALE" else 1)
+        os.utime(run / "lock", (beat, beat))
+    return run
+
+
+@pytest.fixture(autouse=True)
+def outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_say_the_same(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    run = make(tmp_path / "run", case)
+    jobs = None
+    if case.job is not None:
+        jobs = {} if case.job is GONE else {"7": case.job}
+    row = STATUS.row(run, jobs)
+    state, reason = row[1], row[-1]
+    assert state == case.expected
+    assert reason.startswith(case.reason) and bool(reason) == bool(case.reason)
+    history = load_history(run, jobs)
+    assert REPORT.state(history).split(",")[0] == state
+    if history.attempts and state in ("running", *ENDS, "crashed", "hung", "killed"):
+        assert history.attempts[-1].state == state  # its row in report.py's table
+
+
+def test_the_batch_script_says_the_same(tmp_path: Path) -> None:
+    """It takes its verdict from status.json alone, and only an orderly end."""
+    (requeue,) = SCRIPTS.rglob("requeue.sh")
+    ask = 'KP_RUN_DIR=$1; kp_verdict; echo "$KP_STATE"'
+    script = f'source "{requeue}"; while (($# > 0)); do {ask}; shift; done'
+    in_slurm = {name: case for name, case in CASES.items() if case.status}
+    runs = [make(tmp_path / name, case) for name, case in in_slurm.items()]
+    done = subprocess.run(
+        ["bash", "-euc", script, "bash", *map(str, runs)],
+        env={**os.environ, "KEMPNER_ATTEMPT_ID": "7.0"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    for run, verdict in zip(runs, done.stdout.splitlines(), strict=True):
+        attempt = load_history(run).attempts[-1]  # what it was before Slurm had it in the queue
+        ends_well = attempt.state in ENDS
+        assert verdict == (attempt.state if ends_well else "running"), run.name
+
+
+def test_a_run_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """squeue shows only my own jobs; of the others the lock tells."""
+    run = make(tmp_path / "run", Case(BEGUN, "running", "", lock="BEATS"))
+    for owner, state in ((os.getuid(), "killed"), (os.getuid() + 1, "running")):
+        monkeypatch.setattr(os, "getuid", lambda owner=owner: owner)
+        assert load_history(run, {}).state.word == state
