@@ -16,9 +16,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomli
-
 from kempner.checkpoint import commit
+from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import Tokenizer, load_tokenizer
@@ -88,7 +87,7 @@ def note(text: str) -> None:
 def find_checkpoint(source: Path) -> Path:
     """The checkpoint that `source` names: itself, or the best in a run or in its checkpoints."""
     if not source.is_dir():
-        raise ConfigError([f"{source}: no such directory; name a run or one of its checkpoints"])
+        raise ConfigError(f"{source}: no such directory; name a run or one of its checkpoints")
     if (source / commit.MANIFEST).is_file():
         return source.resolve()
     root = source / "checkpoints"
@@ -97,10 +96,10 @@ def find_checkpoint(source: Path) -> Path:
     for path in commit.complete(root) or commit.complete(source):
         if (path / commit.MANIFEST).is_file():
             return path.resolve()
-    raise ConfigError([
+    raise ConfigError(
         f"{source}: no complete checkpoint in it; a run saves every checkpoint.interval steps "
         "and at its end"
-    ])  # fmt: skip
+    )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -125,21 +124,21 @@ def find_tokenizer(source: Path, checkpoint: Path) -> Path:
     for directory in tried:
         if (directory / SIDECAR).is_file():
             return directory
-    raise ConfigError([
+    raise ConfigError(
         f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
         f"copy {SIDECAR} (and tokenizer.json) of the data to the first of them"
-    ])  # fmt: skip
+    )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    return tomli.loads((directory / "config.toml").read_text())
+    return toml.loads((directory / "config.toml").read_text())
 
 
 def pick_device(kind: str) -> torch.device:
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(["--device cuda: no GPU is visible; give --device cpu"])
+        raise ConfigError("--device cuda: no GPU is visible; give --device cpu")
     return torch.device("cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu")
 
 

@@ -66,10 +66,10 @@ def discover(env: Mapping[str, str] = os.environ) -> World:
         rank, local_rank, world_size = (int(env[name]) for name in names)
     except (KeyError, ValueError):
         found = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
-        raise ConfigError([
+        raise ConfigError(
             f"{source} environment: {found}: must be integers; start the ranks by srun or "
             "torchrun, which set them, or unset them all for one process"
-        ]) from None  # fmt: skip
+        ) from None
     return World(rank, local_rank, world_size, source)
 
 
@@ -94,15 +94,15 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     host = socket.gethostname()
     if count == 0:
-        raise ConfigError([
+        raise ConfigError(
             f"distributed.device = {kind!r}: no GPU is visible on {host}; request one "
             "(--gpus-per-node), or set distributed.device=cpu"
-        ])  # fmt: skip
+        )
     if count > 1 and local_rank >= count:
-        raise ConfigError([
+        raise ConfigError(
             f"local rank {local_rank} on {host} has no GPU: {count} are visible; "
             f"--ntasks-per-node must be {count}, the GPUs per node"
-        ])  # fmt: skip
+        )
     device = torch.device("cuda", local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device

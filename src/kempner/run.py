@@ -108,8 +108,8 @@ def micro_batch(cfg: TrainConfig, world_size: int) -> int:
         if cfg.global_batch_tokens is not None:
             near, key = near * cfg.seq_len, "train.global_batch_tokens"
         what = f"{world_size} ranks" + (f" x micro_batch {micro}" if cfg.micro_batch else "")
-        raise ConfigError([
+        raise ConfigError(
             f"{key}: {cfg.sequences} sequences do not divide by {what} = {unit}; "
             f"give a multiple of {unit} sequences, such as --{key}={near}"
-        ])  # fmt: skip
+        )
     return micro

@@ -18,12 +18,12 @@ def sizes(cfg: DistributedConfig, world_size: int) -> tuple[int, int]:
     shard = cfg.dp_shard if cfg.dp_shard != -1 else max(1, world_size // replicate)
     if replicate * shard != world_size:
         asked = "rest" if cfg.dp_shard == -1 else str(cfg.dp_shard)
-        raise ConfigError([
+        raise ConfigError(
             f"distributed: dp_replicate {replicate} x dp_shard {asked} does not make the world of "
             f"{world_size} ranks ({replicate} x {shard} = {replicate * shard}); choose sizes whose "
             f"product is {world_size}, or dp_shard=-1 with a dp_replicate that divides "
             f"{world_size}, or start {replicate * shard} tasks"
-        ])  # fmt: skip
+        )
     return replicate, shard
 
 
