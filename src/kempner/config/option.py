@@ -127,6 +127,8 @@ class Option:
             if value in (self.default, self.minimum, self.maximum):
                 return value
             raise ValueError("must be a finite number; change it")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("must fit in 64 bits; change it")
         if isinstance(value, int | float):
             low, high = self.minimum, self.maximum
             if (low is not None and value < low) or (high is not None and value > high):
