@@ -138,7 +138,7 @@ def test_missing_shard(good: list[str], own_data: Path) -> None:
 def test_tokens_outside_the_vocabulary(good: list[str], tmp_path: Path) -> None:
     """The sidecar says so."""
     problem = one(*good, "--model.vocab_size=100")
-    assert "the model has 100 rows" in problem and "--model.vocab_size=257" in problem
+    assert "model.vocab_size is 100" in problem and "--model.vocab_size=257" in problem
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +176,7 @@ def test_a_token_that_the_sidecar_does_not_know(
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2, out + err
     assert err.count("error:") == 1 and "Traceback" not in out + err
-    assert "train_00000.npy: token 999 at offset" in err and "the model has 257 rows" in err
+    assert "train_00000.npy: token 999 at offset" in err and "model.vocab_size is 257" in err
     state = json.loads((tmp_path / "run/status.json").read_text())
     assert state["state"] == "failed" and "token 999" in state["reason"]
     if checkpoint:
