@@ -1,10 +1,10 @@
-"""Text from a checkpoint.
+"""Generate text from a checkpoint.
 
     python scripts/generate.py runs/quickstart --prompt "def main("
     python scripts/generate.py runs/7b/checkpoints/step_00001000 --prompt "Once" --temperature 0
 
-Prints the prompt and its continuation, the same for the same --seed. It works while the run trains:
-the checkpoint is held against retention. Exit code 0, or 2 on bad input.
+Prints the prompt and its continuation; the same --seed gives the same text. It can run while the
+run trains: the checkpoint is locked against deletion. Exit code 0, or 2 on bad input.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomli
-
 from kempner.checkpoint import commit
+from kempner.config import toml
+from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import Tokenizer, load_tokenizer
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     window = min(manifest["fixed"]["train"]["seq_len"], model.cfg.max_seq_len)
     note(f"step {manifest['step']:,} of {path}, {model.cfg.count_parameters():,} parameters")
     if len(prompt) >= window:
-        note(f"the prompt has {len(prompt)} tokens; the model sees the last {window} at a time")
+        note(f"the prompt has {len(prompt)} tokens; the model only sees the last {window}")
     began = time.perf_counter()
     new = sample(model, tokenizer, prompt, window, options)
     seconds = time.perf_counter() - began
@@ -56,28 +56,27 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    about, _, more = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="generate.py",
-        description=about,
-        epilog=more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("generate.py", __doc__)
     add = parser.add_argument
     add("source", type=Path, metavar="RUN", help="directory of a run, or one of its checkpoints")
-    add("--prompt", default="", help="text to go on from (default: the beginning of a document)")
-    add("--max-tokens", type=int, default=200, help="length of the continuation (default: 200)")
-    add("--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)")
-    add("--top-k", type=int, help="draw from the K likeliest tokens (default: from all)")
-    add("--seed", type=int, default=0, help="of the draws (default: 0)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--prompt", default="", help="text to continue (default: start a new document)")
+    add("--max-tokens", type=int, default=200, help="tokens to generate, at most (default: 200)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0: always the most likely token (default: 0.8)",
+    )
+    add("--top-k", type=int, help="sample from the K most likely tokens (default: all)")
+    add("--seed", type=int, default=0, help="sampling seed (default: 0)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
     options = parser.parse_args(argv)
     if options.max_tokens < 1:
-        parser.error(f"--max-tokens {options.max_tokens}: at least 1")
+        parser.error(f"--max-tokens {options.max_tokens}: must be at least 1")
     if not 0 <= options.temperature < float("inf"):
-        parser.error(f"--temperature {options.temperature}: a number from 0")
+        parser.error(f"--temperature {options.temperature}: must be finite and at least 0")
     if options.top_k is not None and options.top_k < 1:
-        parser.error(f"--top-k {options.top_k}: at least 1")
+        parser.error(f"--top-k {options.top_k}: must be at least 1")
     return options
 
 
@@ -86,26 +85,27 @@ def note(text: str) -> None:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that `source` names: itself, or the best in a run or in its checkpoints."""
+    """The checkpoint that `source` names: itself, or the best one of a run or of a directory of
+    checkpoints."""
     if not source.is_dir():
-        raise ConfigError([f"{source}: no such directory; name a run or one of its checkpoints"])
+        raise ConfigError(f"{source}: no such directory; name a run or one of its checkpoints")
     if (source / commit.MANIFEST).is_file():
         return source.resolve()
     root = source / "checkpoints"
     if not root.is_dir() and (source / "config.toml").is_file():
-        root = Path(read_config(source)["checkpoint"]["dir"])  # they were put elsewhere
+        root = Path(read_config(source)["checkpoint"]["dir"])  # checkpoint.dir was set
     for path in commit.complete(root) or commit.complete(source):
         if (path / commit.MANIFEST).is_file():
             return path.resolve()
-    raise ConfigError([
-        f"{source}: no complete checkpoint in it; a run saves every checkpoint.interval steps "
-        "and at its end"
-    ])  # fmt: skip
+    raise ConfigError(
+        f"{source}: contains no complete checkpoint; a run saves one every "
+        "checkpoint.interval steps and at its end"
+    )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises ValueError when it is damaged, or the sizes of the files are not those in it. Their
-    checksums are not looked at: most of the bytes are the optimizer's."""
+    """Raises ValueError when it is damaged, or a file's size differs from it. Checksums are not
+    verified: most of the bytes are the optimizer's."""
     manifest = commit.read_manifest(path)
     for name, expected in manifest["files"].items():
         size = (path / name).stat().st_size if (path / name).exists() else 0
@@ -125,28 +125,28 @@ def find_tokenizer(source: Path, checkpoint: Path) -> Path:
     for directory in tried:
         if (directory / SIDECAR).is_file():
             return directory
-    raise ConfigError([
+    raise ConfigError(
         f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
-        f"copy {SIDECAR} (and tokenizer.json) of the data to the first of them"
-    ])  # fmt: skip
+        f"copy {SIDECAR} (and tokenizer.json) from the data into the first of them"
+    )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    return tomli.loads((directory / "config.toml").read_text())
+    return toml.loads((directory / "config.toml").read_text())
 
 
 def pick_device(kind: str) -> torch.device:
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(["--device cuda: no GPU is visible; give --device cpu"])
+        raise ConfigError("--device cuda: no GPU is visible; give --device cpu")
     return torch.device("cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load_model(path: Path, manifest: dict[str, Any], device: torch.device) -> Decoder:
     """The model of a checkpoint in this one process: bf16 weights on a GPU, fp32 on a CPU.
 
-    Raises ValueError when the checkpoint does not hold.
+    Raises ValueError when the checkpoint cannot be read.
     """
     import torch
     import torch.distributed.checkpoint as dcp
@@ -163,7 +163,7 @@ def load_model(path: Path, manifest: dict[str, Any], device: torch.device) -> De
     state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
+            warnings.simplefilter("ignore")  # about the missing process group
             dcp.load(state, storage_reader=TensorReader(path), no_dist=True)
     except (dcp.CheckpointException, Exception) as error:  # the first is no Exception
         reason = str(error).strip().splitlines()[-1]
@@ -178,8 +178,8 @@ def sample(
     window: int,
     options: argparse.Namespace,
 ) -> list[int]:
-    """Ids that go on from `prompt`, up to the end of the document. Every token costs a forward over
-    the window: a cache of keys and values would pay for long texts, and double this file."""
+    """The ids that continue `prompt`, up to the end of the document. Each token costs a forward
+    pass over the window: a key-value cache would pay off for long texts, and double this file."""
     import torch
 
     device = model.embed.weight.device

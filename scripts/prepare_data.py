@@ -4,28 +4,26 @@
     python scripts/prepare_data.py --source stdlib --out data/quickstart
 
 Inputs: text files of any kind, JSON lines (.jsonl), Parquet (.parquet), directories of these.
-Killed or stopped, the same command goes on after the last whole shard; run at the end, it says so.
+After a kill or an interrupt, run the same command again: it resumes after the last whole shard.
 Exit code 0 done, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data import encode, sources
-from kempner.data.shards import Writer, earlier
+from kempner.data.shards import Writer, earlier, locked, remarks
 from kempner.data.sidecar import (
     PROGRESS,
     SIDECAR,
@@ -47,13 +45,13 @@ from kempner.files import write_atomic
 
 UNIT_BYTES = 4 << 20  # of input to one task of a worker
 BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more hardly changes it
-LOG_SECONDS = 10.0
+BAD_LINES = 1000  # of JSON: enough to stop looking for more
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
     out = Path(options.out).expanduser()
-    again = f"run the same command again: it goes on after the last whole shard in {out}"
+    again = f"run the same command again: it resumes after the last whole shard in {out}"
     try:
         prepare_data(options, out)
         return 0
@@ -61,7 +59,7 @@ def main(argv: list[str]) -> int:
         problem, code = str(error), 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        problem, code = f"{where}{error.strerror or error}; put that right and {again}", 2
+        problem, code = f"{where}{error.strerror or error}; fix that, then {again}", 2
     except BrokenProcessPool:
         problem, code = f"a worker was killed (out of memory? give fewer --workers); {again}", 1
     except KeyboardInterrupt:
@@ -71,79 +69,68 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    about, _, more = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="prepare_data.py",
-        description=about,
-        epilog=more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="file or directory")
-    parser.add_argument("--out", required=True, help="directory for the shards")
-    parser.add_argument(
-        "--source",
-        choices=["stdlib"],
-        help="instead of inputs: the source of Python's standard library",
-    )
-    parser.add_argument(
-        "--tokenizer", default="bytes", metavar="FILE", help="a tokenizer.json; without it, bytes"
-    )
-    parser.add_argument(
-        "--eod", metavar="TOKEN", help="of the tokenizer.json: what ends a document"
-    )
-    parser.add_argument(
-        "--train-bpe",
-        type=int,
-        metavar="N",
-        help="train a byte-level BPE vocabulary of N tokens first",
-    )
-    parser.add_argument(
-        "--text-key", default="text", help="key or column of the text (default: text)"
-    )
-    parser.add_argument(
-        "--val-fraction", type=float, default=0.01, help="held out for validation (default: 0.01)"
-    )
-    parser.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, help="size of a shard (default: 100000000)"
-    )
-    parser.add_argument("--workers", type=int, help="processes (default: the cores of this job)")
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace what other settings or inputs left in --out",
-    )
+    parser = argument_parser("prepare_data.py", __doc__)
+    add = parser.add_argument
+    add("inputs", nargs="*", metavar="INPUT", help="file or directory")
+    add("--out", required=True, help="directory for the shards")
+    stdlib = "use the source code of Python's standard library in place of inputs"
+    add("--source", choices=["stdlib"], help=stdlib)
+    add("--tokenizer", default="bytes", metavar="FILE", help="a tokenizer.json (default: bytes)")
+    add("--eod", metavar="TOKEN", help="the tokenizer.json's end-of-document token")
+    add("--train-bpe", type=int, metavar="N", help="first train a byte-level BPE of N tokens")
+    add("--text-key", default="text", help="key or column that holds the text (default: text)")
+    skip = "leave out bad lines of JSON, and count them (default: name them and stop)"
+    add("--skip-bad-lines", action="store_true", help=skip)
+    held_out = "fraction of documents held out for validation (default: 0.01)"
+    add("--val-fraction", type=float, default=0.01, help=held_out)
+    tokens = "tokens per shard (default: 100000000)"
+    add("--shard-tokens", type=int, default=100_000_000, help=tokens)
+    add("--workers", type=int, help="processes (default: the cores of this job)")
+    add("--overwrite", action="store_true", help="replace existing data in --out that differ")
     options = parser.parse_args(argv)
-    if bool(options.inputs) == bool(options.source):
-        parser.error("give input files or directories, or --source stdlib")
-    if options.train_bpe is not None and options.tokenizer != "bytes":
-        parser.error("--train-bpe makes a tokenizer, --tokenizer names one: give one of them")
-    if options.train_bpe is not None and options.train_bpe < BPE_MINIMUM:
-        parser.error(
-            f"--train-bpe {options.train_bpe}: at least {BPE_MINIMUM} (the bytes and {BPE_EOD})"
-        )
-    if options.eod is not None and options.tokenizer == "bytes":
-        parser.error(
-            "--eod belongs to --tokenizer FILE: bytes and --train-bpe have one of their own"
-        )
-    if not 0 <= options.val_fraction <= 0.5:
-        parser.error(f"--val-fraction {options.val_fraction}: must be in 0..0.5")
-    if options.shard_tokens < 1:
-        parser.error(f"--shard-tokens {options.shard_tokens}: at least 1")
-    if options.workers is not None and options.workers < 1:
-        parser.error(f"--workers {options.workers}: at least 1")
+    if problems := wrong_options(options):
+        parser.error("\n  ".join(problems))
     return options
 
 
+def wrong_options(options: argparse.Namespace) -> list[str]:
+    bpe, file = options.train_bpe, options.tokenizer != "bytes"
+    checks = {
+        "give input files or directories, or --source stdlib": (
+            bool(options.inputs) == bool(options.source)
+        ),
+        "--train-bpe makes a tokenizer and --tokenizer names one: give only one of them": (
+            bpe is not None and file
+        ),
+        f"--train-bpe {bpe}: must be at least {BPE_MINIMUM} (the bytes and {BPE_EOD})": (
+            bpe is not None and bpe < BPE_MINIMUM
+        ),
+        "--eod requires --tokenizer FILE: bytes and --train-bpe have a token of their own": (
+            options.eod is not None and not file
+        ),
+        f"--val-fraction {options.val_fraction}: must be from 0 to 0.5": (
+            not 0 <= options.val_fraction <= 0.5
+        ),
+        f"--shard-tokens {options.shard_tokens}: must be at least 1": options.shard_tokens < 1,
+        f"--workers {options.workers}: must be at least 1": (
+            options.workers is not None and options.workers < 1
+        ),
+    }
+    return [problem for problem, wrong in checks.items() if wrong]
+
+
 def prepare_data(options: argparse.Namespace, out: Path) -> None:
-    units = find_units(options, out)
+    units, tokenizer = all_or_errors(
+        lambda: find_units(options, out), lambda: tokenizer_settings(options)
+    )
     settings = {
-        **tokenizer_settings(options),
+        **tokenizer,
         "inputs": sources.fingerprint(dict.fromkeys(p.source for unit in units for p in unit)),
         "text_key": options.text_key,
         "val_fraction": options.val_fraction,
         "shard_tokens": options.shard_tokens,
     }
-    progress = {"units": 0, "empty": 0, "skipped": 0}
+    progress = {"units": 0, "empty": 0, "skipped": 0, "skipped_names": [], "bad_lines": 0}
     prepared = {"settings": settings, "progress": progress}
     new = Sidecar({}, settings["dtype"], 0, 0, {split: [] for split in SPLITS}, prepared)
     out.mkdir(parents=True, exist_ok=True)
@@ -157,9 +144,22 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
         report(out, sidecar)
 
 
+def all_or_errors(*acts: Callable[[], Any]) -> list[Any]:
+    """What each returns, or one ConfigError with the problems of all."""
+    results, problems = [], []
+    for act in acts:
+        try:
+            results.append(act())
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return results
+
+
 def find_units(options: argparse.Namespace, out: Path) -> list[list[sources.Piece]]:
     if any(Path(given).expanduser().resolve() == out.resolve() for given in options.inputs):
-        raise DataError(f"{out}: is an input too; choose another --out")
+        raise DataError(f"{out}: is also an input; choose another --out")
     if options.source:
         files = sources.standard_library()
     else:
@@ -167,12 +167,12 @@ def find_units(options: argparse.Namespace, out: Path) -> list[list[sources.Piec
     units = sources.cut(files, min(UNIT_BYTES, options.shard_tokens))
     if not units:
         given = " ".join(options.inputs) or options.source
-        raise DataError(f"{given}: there is no text in it ({len(files)} files, all empty)")
+        raise DataError(f"{given}: contains no text ({len(files)} files, all empty)")
     return units
 
 
 def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What identifies the tokenizer before it is made."""
+    """What identifies the tokenizer before it exists."""
     if options.train_bpe:
         name, size = f"bpe of {options.train_bpe} tokens", options.train_bpe
     elif options.tokenizer == "bytes":
@@ -201,7 +201,7 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
 def make_tokenizer(
     options: argparse.Namespace, out: Path, pieces: list[sources.Piece]
 ) -> Tokenizer:
-    """The tokenizer of this run; what it needs is put into the data directory."""
+    """The tokenizer to encode with; its file is stored in the data directory."""
     if options.train_bpe:
         sample = pieces[:: math.ceil(sum(piece.size for piece in pieces) / BPE_SAMPLE)]
         print(
@@ -210,9 +210,13 @@ def make_tokenizer(
         )
         content = train_bpe(training_texts(options, sample), options.train_bpe)
         write_atomic(out / TOKENIZER, content)
-        return FileTokenizer(
-            out / TOKENIZER, eod=BPE_EOD, name=f"bpe of {options.train_bpe} tokens"
-        )
+        found = FileTokenizer(out / TOKENIZER, eod=BPE_EOD).vocab_size
+        if found < options.train_bpe:
+            print(
+                f"warning: the text yields only {found} of {options.train_bpe} tokens; "
+                f"add text, or give --train-bpe {found}"
+            )
+        return FileTokenizer(out / TOKENIZER, eod=BPE_EOD, name=f"bpe of {found} tokens")
     if options.tokenizer == "bytes":
         return ByteTokenizer()
     tokenizer = given_tokenizer(options)
@@ -222,10 +226,10 @@ def make_tokenizer(
 
 
 def training_texts(options: argparse.Namespace, pieces: Iterable[sources.Piece]) -> Iterator[str]:
-    """The documents that a vocabulary is trained on: none that is held out."""
+    """The documents to train a vocabulary on, without those that are held out."""
     for piece in pieces:
         try:
-            for text in sources.documents(piece, options.text_key):
+            for text in sources.documents(piece, options.text_key, bad=[]):
                 if not sources.is_held_out(text, options.val_fraction):
                     yield text
         except sources.Undecodable:
@@ -250,7 +254,7 @@ def write_shards(
     done, left = units[: writer.units_done], units[writer.units_done :]
     if done:
         shards = sum(map(len, sidecar.splits.values()))
-        print(f"{out}: going on after {shards} shards ({len(done)} of {len(units)} units of input)")
+        print(f"{out}: resuming after {shards} shards ({len(done)} of {len(units)} units of input)")
     how = encode.Encoding(
         tokenizer_file="" if isinstance(tokenizer, ByteTokenizer) else str(out / TOKENIZER),
         eod=tokenizer.eod,
@@ -260,11 +264,24 @@ def write_shards(
     )
     workers = min(options.workers or len(os.sched_getaffinity(0)), max(1, len(left)))
     size = [sum(piece.size for piece in unit) for unit in units]
-    with progress(sum(size), start=sum(size[: len(done)])) as advance:
+    bad, count = list[sources.BadLine](), 0
+    with encode.progress(sum(size), start=sum(size[: len(done)])) as advance:
         for encoded in encode.encode_all(left, how, workers):
-            writer.add(encoded)
+            bad, count = [*bad, *encoded.bad][: encode.SHOWN], count + encoded.bad_lines
+            if options.skip_bad_lines or not count:
+                writer.add(encoded)
+            elif count >= BAD_LINES:  # a wrong --text-key, say
+                break
             advance(encoded.size)
+    if count and not options.skip_bad_lines:
+        raise ConfigError(map(str, bad), wrong_lines(count))
     return writer.finish()
+
+
+def wrong_lines(count: int) -> str:
+    more = f"{count - encode.SHOWN} more such lines; " if count > encode.SHOWN else ""
+    stopped = "stopped looking there; " if count >= BAD_LINES else ""
+    return f"{more}{stopped}correct them, or give --skip-bad-lines to leave them out"
 
 
 def report(out: Path, sidecar: Sidecar) -> None:
@@ -274,57 +291,12 @@ def report(out: Path, sidecar: Sidecar) -> None:
         print(
             f"  {split:5} {tokens:>15,} tokens  {documents:>11,} documents  {len(shards):>5} shards"
         )
-    count = sidecar.prepared["progress"]
-    if count["skipped"]:
-        print(f"  warning: {count['skipped']} files, or parts of them, skipped: not UTF-8 text")
-    if count["empty"]:
-        print(f"  {count['empty']} empty documents left out")
+    for remark in remarks(sidecar.prepared["progress"]):
+        print(f"  {remark}")
     print(
         f"  tokenizer {sidecar.tokenizer['name']}, vocabulary {sidecar.vocab_size}, {sidecar.dtype}"
     )
     print(f"train on it: --data.dataset_path={out} --model.vocab_size={sidecar.vocab_size}")
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """One writer at a time."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise DataError(
-            f"{directory}: another prepare_data.py is writing it; wait for it"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def progress(total: int, start: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, lines in a log; yields a function that takes the bytes just done."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(total=total, initial=start, unit="B", unit_scale=True) as bar:
-            yield bar.update
-        return
-    began = printed = time.monotonic()
-    done = start
-
-    def advance(size: int) -> None:
-        nonlocal done, printed
-        done += size
-        if (now := time.monotonic()) - printed >= LOG_SECONDS:
-            printed = now
-            speed = (done - start) / (now - began) / 1e6
-            print(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {speed:.1f} MB/s", flush=True)
-
-    yield advance
 
 
 def megabytes(pieces: Iterable[sources.Piece]) -> str:

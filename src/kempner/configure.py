@@ -52,7 +52,7 @@ def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
             load(RunConfig, command.files, command.overrides, command.problems), command.files
         )
         nodes, per_node = command.flags["nodes"], command.flags["gpus-per-node"]
-        problems = check_inputs(cfg)
+        problems = check_inputs(cfg, 0 if command.flags["check"] else discover().rank)
         if nodes is not None or per_node is not None:
             problems += check_world(cfg, (nodes or 1) * (per_node or 1), per_node or 1)
         elif not command.flags["check"]:
@@ -133,12 +133,12 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     return found
 
 
-def check_inputs(cfg: RunConfig) -> list[str]:
+def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
     """Whether the files can be used: token shards readable and of this vocabulary, the run
     directory writable. Creates nothing."""
     found = []
     try:
-        open_data(cfg)
+        open_data(cfg, rank)
     except ConfigError as error:
         found += error.problems
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):

@@ -36,10 +36,10 @@ SHARE_SHOWN = 0.05  # of a step
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    log_interval: int = option(10, "steps between lines", minimum=1)
+    log_interval: int = option(10, "steps between logged lines", minimum=1)
     peak_tflops: float | None = option(
         None,
-        "operations per second of one device for MFU, in 1e12; unset: from its name",
+        "peak TFLOP/s of one device, for MFU; unset: looked up by its name",
         minimum=0.0,
     )
 

@@ -81,10 +81,10 @@ def discover(env: Mapping[str, str] = os.environ) -> World:
         return World(rank, local_rank, size, source, int(per_node or 1))
     except (KeyError, ValueError):
         found = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
-        raise ConfigError([
+        raise ConfigError(
             f"{source} environment: {found}: must be integers; start the ranks by srun or "
             "torchrun, which set them, or unset them all for one process"
-        ]) from None  # fmt: skip
+        ) from None
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
@@ -99,24 +99,24 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     host = socket.gethostname()
     if kind == "auto" and not torch.cuda.is_available() and (gpu := _unusable_gpu()):
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-        raise ConfigError([
+        raise ConfigError(
             f"distributed.device = 'auto': {host} has {gpu} GPUs and the job was given some, but "
             f"torch {torch.__version__} (built with {build}) cannot use them; look at nvidia-smi "
             "there and install a torch that fits the driver, or set distributed.device=cpu"
-        ])  # fmt: skip
+        )
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise ConfigError([
+        raise ConfigError(
             f"distributed.device = {kind!r}: no GPU is visible on {host}; request one "
             "(--gpus-per-node), or set distributed.device=cpu"
-        ])  # fmt: skip
+        )
     if count > 1 and local_rank >= count:
-        raise ConfigError([
+        raise ConfigError(
             f"local rank {local_rank} on {host} has no GPU: {count} are visible; "
             f"--ntasks-per-node must be {count}, the GPUs per node"
-        ])  # fmt: skip
+        )
     device = torch.device("cuda", local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -60,13 +61,15 @@ def seed_everything(cfg: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def open_data(cfg: RunConfig) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training split and, when the run validates, the held-out one. Raises ConfigError."""
+@functools.cache  # for the check of the input, and then for the loaders
+def open_data(cfg: RunConfig, rank: int) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training split and, when the run validates, the held-out one. Rank 0 checks all shards;
+    the others open none before they read from it. Raises ConfigError."""
     from kempner.data.dataset import TokenDataset
 
     def split(name: str) -> TokenDataset:
         return TokenDataset.open(
-            cfg.data.dataset_path, name, cfg.train.seq_len, cfg.model.vocab_size
+            cfg.data.dataset_path, name, cfg.train.seq_len, cfg.model.vocab_size, rank == 0
         )
 
     return split("train"), split("val") if cfg.eval.interval else None
@@ -79,7 +82,7 @@ def open_loaders(
     iterator over the held-out batches."""
     from kempner.data.loader import TrainLoader, val_batches
 
-    train, held_out = open_data(cfg)
+    train, held_out = open_data(cfg, layout.data_rank)
     micro = micro_batch(cfg.train, layout.data_ranks)
     loader = TrainLoader(
         train,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.config.option import ConfigError, option
@@ -15,36 +14,43 @@ from kempner.optim.config import OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig
 from kempner.resilience.config import ResilienceConfig
 
-if TYPE_CHECKING:
-    pass
+# One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
+# 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
+MAX_STEP_TOKENS = 2**30
+MAX_FORWARD_TOKENS = 2**24
 
 
 @dataclass(frozen=True)
 class RunSection:
     dir: str = option(
-        "", "directory of the run, its identity; unset: runs/<name of the first file>"
+        "", "run directory, which identifies the run; unset: runs/<name of the first file>"
     )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    max_steps: int = option(1000, "optimizer steps of the whole run", minimum=1)
-    seq_len: int = option(1024, "tokens of a sequence", minimum=1)
-    global_batch: int = option(32, "sequences of a step, over all ranks", minimum=1)
+    max_steps: int = option(1000, "total number of optimizer steps", minimum=1, maximum=10**9)
+    seq_len: int = option(1024, "sequence length in tokens", minimum=1, maximum=MAX_FORWARD_TOKENS)
+    global_batch: int = option(32, "sequences per step, over all ranks", minimum=1)
     global_batch_tokens: int | None = option(
-        None, "the same in tokens, in place of global_batch", minimum=1
+        None,
+        "global batch in tokens; replaces global_batch",
+        minimum=1,
+        maximum=MAX_STEP_TOKENS,
     )
     micro_batch: int | None = option(
-        None, "sequences of one forward; unset: all of the rank's share", minimum=1
+        None, "sequences per forward pass of a rank; unset: its whole share", minimum=1
     )
-    grad_clip: float = option(1.0, "largest norm of the gradient; 0: no clipping", minimum=0.0)
+    grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping", minimum=0.0)
     dtype: str = option(
-        "auto", "of the computation; the weights are fp32", choices=("auto", "bf16", "fp32")
+        "auto", "compute dtype; weights stay fp32", choices=("auto", "bf16", "fp32")
     )
-    compile: bool = option(False, "torch.compile of each block and of the loss")
-    recompute: bool = option(False, "recompute the blocks in backward, to save memory")
-    seed: int = option(0, "of the initial weights", minimum=0)
-    deterministic: bool = option(False, "only deterministic kernels, also on a GPU")
+    compile: bool = option(False, "apply torch.compile to each block and to the loss")
+    recompute: bool = option(
+        False, "activation checkpointing: recompute blocks in the backward pass to save memory"
+    )
+    seed: int = option(0, "seed for weight initialization", minimum=0)
+    deterministic: bool = option(False, "use deterministic kernels only, on GPUs too")
 
     @property
     def sequences(self) -> int:
@@ -54,6 +60,12 @@ class TrainConfig:
         return self.global_batch_tokens // self.seq_len
 
     def problems(self) -> list[str]:
+        most = MAX_STEP_TOKENS // self.seq_len
+        if self.sequences > most:
+            return [
+                f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
+                f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
+            ]
         if self.global_batch_tokens is None or self.global_batch_tokens % self.seq_len == 0:
             return []
         down = self.global_batch_tokens // self.seq_len * self.seq_len
@@ -65,8 +77,8 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    interval: int = option(0, "steps between validations; 0: none", minimum=0)
-    samples: int = option(256, "sequences of the held-out split; 0: all", minimum=0)
+    interval: int = option(0, "steps between validations; 0: never validate", minimum=0)
+    samples: int = option(256, "validation sequences; 0: the whole split", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -108,8 +120,14 @@ def micro_batch(cfg: TrainConfig, world_size: int) -> int:
         if cfg.global_batch_tokens is not None:
             near, key = near * cfg.seq_len, "train.global_batch_tokens"
         what = f"{world_size} ranks" + (f" x micro_batch {micro}" if cfg.micro_batch else "")
-        raise ConfigError([
+        raise ConfigError(
             f"{key}: {cfg.sequences} sequences do not divide by {what} = {unit}; "
             f"give a multiple of {unit} sequences, such as --{key}={near}"
-        ])  # fmt: skip
+        )
+    if micro * cfg.seq_len > MAX_FORWARD_TOKENS:
+        raise ConfigError(
+            f"train.micro_batch = {cfg.micro_batch or 'none'}: a forward pass of {micro} sequences "
+            f"of {cfg.seq_len} tokens on one rank is too large; give --train.micro_batch at most "
+            f"{MAX_FORWARD_TOKENS // cfg.seq_len}"
+        )
     return micro

@@ -76,7 +76,7 @@ class Run:
         try:
             self._log = RankLog(self.dir, self.attempt, world)
         except OSError as error:
-            raise ConfigError([self._not_writable(error)]) from None
+            raise ConfigError(self._not_writable(error)) from None
         self.background = self._log.background
         self._console = Console(self.background)
         self._records = RunRecords(self.dir, self.attempt, self.background)
@@ -128,7 +128,7 @@ class Run:
             copy_tokenizer(self.cfg.data.dataset_path, self.dir)  # generate.py needs the run alone
             self._records.hold_reserve()
         except OSError as error:
-            raise ConfigError([self._not_writable(error)]) from None
+            raise ConfigError(self._not_writable(error)) from None
         began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
         self._records.event(
             Start(

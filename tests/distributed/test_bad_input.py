@@ -84,7 +84,10 @@ WORDS = {
     "stray-word": ("max_steps=9", "a stray word"),
     "wrong-type": ("--train.max_steps=0.5", "must be an int, not a float; write a whole number"),
     "not-a-bool": ("--train.compile=ture", "did you mean true?"),
-    "beyond-its-limit": ("--train.max_steps=0", "must be at least 1"),
+    "beyond-its-limit": ("--train.max_steps=0", "must be from 1 to 1000000000"),
+    "beyond-64-bits": ("--train.seed=99999999999999999999", "must fit in 64 bits"),
+    "absurd-batch": ("--train.global_batch=99999999", "1073741824 tokens a step; give at most"),
+    "absurd-forward": ("--train.global_batch=4194304", "too large; give --train.micro_batch at"),
     "no-choice": ("--train.dtype=fp8", 'one of "auto", "bf16", "fp32"'),
     "missing-file": ("configs/train/debgu.toml", "did you mean configs/train/debug.toml?"),
     "head-width": ("--model.dim=65", "must be a multiple of n_heads = 4"),
@@ -135,7 +138,7 @@ def test_missing_shard(good: list[str], own_data: Path) -> None:
 def test_tokens_outside_the_vocabulary(good: list[str], tmp_path: Path) -> None:
     """The sidecar says so."""
     problem = one(*good, "--model.vocab_size=100")
-    assert "the model has 100 rows" in problem and "--model.vocab_size=257" in problem
+    assert "model.vocab_size is 100" in problem and "--model.vocab_size=257" in problem
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,7 +176,7 @@ def test_a_token_that_the_sidecar_does_not_know(
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2, out + err
     assert err.count("error:") == 1 and "Traceback" not in out + err
-    assert "train_00000.npy: token 999 at offset" in err and "the model has 257 rows" in err
+    assert "train_00000.npy: token 999 at offset" in err and "model.vocab_size is 257" in err
     state = json.loads((tmp_path / "run/status.json").read_text())
     assert state["state"] == "failed" and "token 999" in state["reason"]
     if checkpoint:

@@ -392,7 +392,7 @@ CONFIGS = st.builds(
     Config,
     train=st.builds(
         Train,
-        max_steps=st.integers(min_value=1),
+        max_steps=st.integers(1, 2**63 - 1),
         compile=st.booleans(),
         note=TEXT.filter(lambda text: text != "bad"),
         clip=st.none() | st.floats(0, 1e300),
@@ -403,7 +403,7 @@ CONFIGS = st.builds(
         name=st.sampled_from(["adamw", "muon"]),
         lr=st.floats(0, 1),
         betas=st.tuples(st.floats(-1, 1), st.floats(-1, 1)),
-        milestones=st.lists(st.integers(0)).map(tuple),
+        milestones=st.lists(st.integers(0, 2**63 - 1)).map(tuple),
         skip=st.lists(TEXT).map(tuple),
         bound=FLOAT | st.just(math.inf),
     ),

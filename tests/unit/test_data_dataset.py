@@ -15,10 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kempner.config.loading import load
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
 from kempner.data.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
+from kempner.progress import open_data
+from kempner.run import RunConfig
 
 
 def write_data(
@@ -137,9 +140,9 @@ def test_byte_order_truncation_trailing_bytes_and_other_files_are_refused(tmp_pa
 
 def test_a_vocabulary_above_the_model_is_refused_even_if_the_sidecar_forgot(tmp_path: Path) -> None:
     path = write_data(tmp_path / "data", [range(64)], vocab=257)
-    assert "tokens go to 256" in refused(path, vocab_size=256)
+    assert "token ids go up to 256" in refused(path, vocab_size=256)
     path = write_data(tmp_path / "data", [range(64)], vocab=10)
-    assert "tokens go to 63" in refused(path, vocab_size=63)
+    assert "token ids go up to 63" in refused(path, vocab_size=63)
     assert len(TokenDataset.open(path, "train", 4, 64)) == 15
 
 
@@ -157,19 +160,38 @@ def test_a_token_outside_the_vocabulary_is_named_by_shard_and_offset(tmp_path: P
     np.save(path / "train_00001.npy", wrong)
     data = TokenDataset.open(path, "train", 4, 10)
     data.read(np.arange(15))
-    with pytest.raises(ConfigError, match=r"train_00001.npy: token 10 at offset 21, .* 10 rows"):
+    with pytest.raises(
+        ConfigError, match=r"train_00001.npy: token 10 at offset 21, .*vocab_size is 10"
+    ):
         data.read(np.arange(len(data))[::-1])
 
 
-def test_more_shards_than_the_usual_limit_of_open_files(tmp_path: Path) -> None:
+def test_rank_0_checks_every_shard_and_other_ranks_open_only_what_they_read(
+    tmp_path: Path,
+) -> None:
+    path = write_data(tmp_path / "data", [range(17), range(17), range(17)])
+    (path / "train_00002.npy").unlink()
+    settings = [f"--data.dataset_path={path}", "--train.seq_len=8", "--model.max_seq_len=8"]
+    cfg = load(RunConfig, [], settings)
+    with pytest.raises(ConfigError, match=r"train_00002\.npy: No such file"):
+        open_data(cfg, rank=0)
+    data, _ = open_data(cfg, rank=1)
+    (path / "train_00001.npy").write_bytes(b"not one")
+    assert data.read(np.array([0]))[0].tolist() == list(range(9))
+    for sample, problem in ((3, "train_00001.npy: not a .npy file"), (5, "train_00002.npy: No")):
+        with pytest.raises(ConfigError, match=problem):
+            data.read(np.array([sample]))
+
+
+def test_more_shards_than_the_limit_of_open_files(tmp_path: Path) -> None:
     path = write_data(tmp_path / "data", [[i % 7] * 5 for i in range(80)], vocab=7)
     program = """
         import resource, sys, numpy
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
         from kempner.data.dataset import TokenDataset
         data = TokenDataset.open(sys.argv[1], "train", 4, 7)
-        print(data.read(numpy.array([0, 98])).tolist(), "torch" in sys.modules)
+        rows = [data.read(numpy.arange(99)) for _ in range(2)][1]
+        print(rows[[0, 98]].tolist(), "torch" in sys.modules)
     """
     run = [sys.executable, "-c", textwrap.dedent(program), str(path)]
     result = subprocess.run(run, capture_output=True, text=True)

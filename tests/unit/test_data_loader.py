@@ -158,7 +158,7 @@ class Slow:
             self.reads += 1
             self.progress.notify_all()
         if self.reads == self.fail_at:
-            raise ConfigError(["the shard is bad"])
+            raise ConfigError("the shard is bad")
         return self.data.read(indices)
 
     def wait(self, reads: int) -> bool:

@@ -126,7 +126,10 @@ def test_every_document_is_in_one_split_once_in_every_format(tmp_path: Path) -> 
         train, val = documents(out, "train"), documents(out, "val")
         assert sorted(train + val) == sorted(texts + rows + cells)
         assert 5 < len(val) < 40 and not set(train) & set(val)
-        assert "1 files, or parts of them, skipped" in said and "2 empty documents" in said
+        assert (
+            "skipped 1 files, or parts of them, that are not UTF-8 text (picture)" in said
+            and "2 empty documents" in said
+        )
     sidecar = json.loads((out / "dataset.json").read_text())
     assert sum(shard["documents"] for shard in sidecar["splits"]["val"]) == len(val)
     assert (sidecar["dtype"], sidecar["vocab_size"], sidecar["eod"]) == ("uint16", 257, EOD)
@@ -198,6 +201,7 @@ def test_a_trained_vocabulary_says_the_text_and_is_reproducible(
     # "<|endoftext|>" stands in the documents: it must stay text, and end nothing
     assert sorted(documents(bpe, "train") + documents(bpe, "val")) == sorted(texts)
     sidecar = json.loads((bpe / "dataset.json").read_text())
+    assert sidecar["tokenizer"]["name"] == f"bpe of {sidecar['vocab_size']} tokens"
     assert sidecar["vocab_size"] <= 400 and sidecar["tokenizer"]["hash"].startswith("sha256:")
     words = ["--train-bpe", "400", "--workers", "1", "--shard-tokens", "100000000"]
     done(corpus, "--out", tmp_path / "again", *words, RAYON_NUM_THREADS="1")
@@ -287,7 +291,7 @@ def test_a_killed_run_goes_on_after_its_whole_shards(tmp_path: Path) -> None:
     assert workers and wait_for_end(workers), "workers live on without their parent"
     kept = (out / "train_00003.npy").stat()
     (out / ".train_00009.npy.1.new").write_text("half a shard")
-    assert "going on after" in done(tmp_path / "in", "--out", out, *words)
+    assert "resuming after" in done(tmp_path / "in", "--out", out, *words)
     assert everything(out) == everything(tmp_path / "whole")
     now = (out / "train_00003.npy").stat()
     assert (now.st_ino, now.st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns)
@@ -423,12 +427,12 @@ def test_bad_command_lines(tmp_path: Path) -> None:
     for words, message in (
         (["--out", tmp_path / "out"], "give input files or directories, or --source stdlib"),
         ([*given, "--source", "stdlib"], "give input files or directories, or --source stdlib"),
-        ([*given, "--val-fraction", "1.5"], "--val-fraction 1.5: must be in 0..0.5"),
-        ([*given, "--train-bpe", "100"], "--train-bpe 100: at least 257"),
+        ([*given, "--val-fraction", "1.5"], "--val-fraction 1.5: must be from 0 to 0.5"),
+        ([*given, "--train-bpe", "100"], "--train-bpe 100: must be at least 257"),
         ([*given, "--tokenizer", tmp_path / "none.json"], "no such file; give `bytes` or"),
         ([*given, "--tokenizer", tmp_path / "a.txt"], "not a tokenizer.json"),
         ([tmp_path / "nowhere", tmp_path / "no", "--out", tmp_path / "out"], "nowhere: no such"),
-        ([tmp_path, "--out", tmp_path], "is an input too"),
+        ([tmp_path, "--out", tmp_path], "is also an input"),
         ([tmp_path / "a.txt", "--out", tmp_path / "b.txt"], "b.txt: File exists"),
         ([tmp_path / "a.txt", "--out", "/proc/data"], "/proc/data: "),
     ):
@@ -439,7 +443,7 @@ def test_bad_command_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("empty.txt", b"", "there is no text in it"),
+        ("empty.txt", b"", "contains no text"),
         ("blank.jsonl", b"\n\n", "there is no text in the input"),
         ("latin.txt", b"gr\xf6\xdfe", "latin.txt: not text (byte 2 is not UTF-8)"),
         ("zero.txt", b"a\0b", "zero.txt: not text (a zero byte)"),
@@ -449,7 +453,7 @@ def test_bad_command_lines(tmp_path: Path) -> None:
             b'{"text": "a"}\n{"body": 1, "id": 2}',
             "key.jsonl:2: no key 'text' (has: body, id)",
         ),
-        ("list.jsonl", b"[1]", "list.jsonl:1: no key 'text' (has: it is a list)"),
+        ("list.jsonl", b"[1]", "list.jsonl:1: not a JSON object but list"),
         ("type.jsonl", b'{"text": 5}', "type.jsonl:1: 'text' is int, not a string"),
         ("bytes.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "bytes.jsonl:2: not JSON"),
         ("no.parquet", b"PAR1 no", "no.parquet: not a Parquet file"),
@@ -463,13 +467,46 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> N
     assert not (tmp_path / "out/dataset.json").exists()
 
 
-def test_errors_of_workers_name_the_line_in_a_large_file(tmp_path: Path) -> None:
+def test_bad_lines_are_named_and_counted_or_skipped(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "x" * 1000})] * 20_000  # 20 MB: five pieces
     lines[17_000] = '{"text": 5}'
+    for number in range(100, 108):
+        lines[number] = "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    assert "a.jsonl:17001: 'text' is int" in refused(
-        tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", "2"
-    )
+    words = [tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", "2"]
+    said = refused(*words)
+    assert [f"a.jsonl:{number}: not JSON" in said for number in range(100, 107)] == [False] + [
+        True
+    ] * 5 + [False]
+    assert "4 more such lines; correct them, or give --skip-bad-lines to leave them out" in said
+    assert not (tmp_path / "out/dataset.json").exists()
+    assert "skipped 9 bad lines of JSON" in done(*words, "--skip-bad-lines")
+    splits = json.loads((tmp_path / "out/dataset.json").read_text())["splits"]
+    assert sum(shard["documents"] for shards in splits.values() for shard in shards) == 19_991
+
+
+def test_a_wrong_key_stops_at_the_first_thousand_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n' * 1200)
+    said = refused(tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", "1")
+    assert "a.jsonl:1: no key 'text' (has: body); choose by --text-key" in said
+    assert "1195 more such lines; stopped looking there" in said
+
+
+def test_all_wrong_options_and_all_wrong_files_are_named_at_once(tmp_path: Path) -> None:
+    given = [tmp_path / "no", "--out", tmp_path / "out"]
+    said = refused(*given, "--workers", "0", "--val-fraction", "2", "--eod", "x")
+    assert "--workers 0" in said and "--val-fraction 2.0" in said and "--eod requires" in said
+    said = refused(tmp_path / "nor this", *given, "--tokenizer", tmp_path / "t.json")
+    assert "no: no such file" in said and "nor this: no such" in said and "t.json: no such" in said
+
+
+def test_a_vocabulary_that_the_text_does_not_fill_is_named_by_its_size(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("abc " * 100)
+    said = done(tmp_path / "a.txt", "--out", tmp_path / "out", "--train-bpe", "9000")
+    size = json.loads((tmp_path / "out/dataset.json").read_text())["vocab_size"]
+    assert size < 300 and f"the text yields only {size} of 9000 tokens" in said
+    assert f"tokenizer bpe of {size} tokens" in said
 
 
 def test_parquet_without_the_column_or_with_another_type(tmp_path: Path) -> None:
@@ -493,7 +530,8 @@ def test_an_absent_package_is_named_with_its_extra(
     given = tmp_path / ("a.txt" if words else "a.parquet")
     result = prepare(given, "--out", tmp_path / "out", *words, PYTHONPATH=str(tmp_path))
     assert result.returncode == 2
-    assert f"needs the package {package}" in result.stderr and ".[data]" in result.stderr
+    assert f"the package {package} is not installed" in result.stderr
+    assert "-c constraints.txt -e '.[data]'" in result.stderr
 
 
 def test_the_script_needs_no_torch(tmp_path: Path) -> None:

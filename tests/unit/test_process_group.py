@@ -275,5 +275,5 @@ def test_one_rank_speaks_of_bad_input(
     monkeypatch.setattr(configure.signal, "signal", lambda *_: None)
     stop = types.SimpleNamespace(wants_to_leave=lambda: float(told))
     with pytest.raises(SystemExit, match="2"):
-        configure.reject(ConfigError(["it is bad"]), stop)  # type: ignore[arg-type]
+        configure.reject(ConfigError("it is bad"), stop)  # type: ignore[arg-type]
     assert ("it is bad" in capsys.readouterr().err) is speaks

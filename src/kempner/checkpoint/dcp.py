@@ -320,7 +320,7 @@ class Checkpointer:
         dist.all_gather_object(everyone, complaint, self.group)
         is_config, wrong = next((entry for entry in everyone if entry), (False, None))
         if is_config:
-            raise ConfigError([str(wrong)])
+            raise ConfigError(str(wrong))
         return result, wrong
 
     def _check(self, path: Path) -> dict[str, TensorStorageMetadata]:
@@ -338,10 +338,10 @@ class Checkpointer:
             if manifest["fixed"].get(section, {}).get(key) != value
         ]
         if differ:
-            raise ConfigError([
+            raise ConfigError(
                 f"{path} does not fit this run: {'; '.join(differ)}. Set it as there, or give this "
                 "run a directory of its own: --run.dir=runs/NAME"
-            ])  # fmt: skip
+            )
         return TensorReader(path).tensors()
 
     def _read(self, path: Path, stored: dict[str, TensorStorageMetadata]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import textwrap
@@ -99,6 +100,13 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
         command.problems.append(f"--{name}={text}: {fix}")
     else:
         command.flags[name] = kind(text)
+
+
+def argument_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
+    """For a program without a configuration: its docstring is its help."""
+    about, _, more = (doc or "").partition("\n")
+    shape = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(program, None, about, more, formatter_class=shape)
 
 
 def help_text(root: type, usage: str) -> str:

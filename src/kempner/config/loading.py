@@ -20,8 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tomli
-
+from kempner.config import toml
 from kempner.config.option import REQUIRED, ConfigError, Schema, from_text, schema
 from kempner.config.values import shown, to_text
 
@@ -61,7 +60,7 @@ class _Loader:
     def read(self, path: Path, where: str, children: tuple[str, ...]) -> None:
         """Take the values of the files that `base` names, then those of the file itself."""
         try:
-            table = tomli.loads(path.read_bytes().decode("utf-8"))
+            table = toml.loads(path.read_bytes().decode("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             why = _why_not_read(path, error) if isinstance(error, OSError) else _why_not_toml(error)
             self._unread(f"{where}: {why}")

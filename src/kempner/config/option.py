@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import types
 import typing
@@ -18,8 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import tomli
-
+from kempner.config import toml
 from kempner.config.values import NOUN, did_you_mean, noun, number, to_text
 
 EXAMPLE = {bool: "true", int: "1", float: "0.5", str: '"a"'}
@@ -31,9 +31,14 @@ REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 class ConfigError(Exception):
     """Everything that is wrong with a configuration; `problems` holds one line each."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = [problem.replace("\n", "\\n") for problem in problems]
-        super().__init__("\n".join(self.problems))
+    def __init__(self, *problems: str | Iterable[str]) -> None:
+        """Takes the problems one by one, or as a list of them."""
+        lines = [[entry] if isinstance(entry, str) else entry for entry in problems]
+        self.problems = [line.replace("\n", "\\n") for line in itertools.chain(*lines)]
+        super().__init__(*self.problems)  # what pickle hands to __init__ again
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 def option(
@@ -122,6 +127,8 @@ class Option:
             if value in (self.default, self.minimum, self.maximum):
                 return value
             raise ValueError("must be a finite number; change it")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("must fit in 64 bits; change it")
         if isinstance(value, int | float):
             low, high = self.minimum, self.maximum
             if (low is not None and value < low) or (high is not None and value > high):
@@ -159,7 +166,7 @@ def from_text(option: Option, text: str) -> Any:
     if is_string and not (len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"):
         return text
     try:
-        table = tomli.loads(f"value = {text}")
+        table = toml.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
     return table["value"] if table.keys() == {"value"} else text  # a newline could start a key

@@ -9,10 +9,13 @@ from kempner.config.option import option
 
 @dataclass(frozen=True)
 class DataConfig:
-    dataset_path: str = option("", "directory of token shards, made by scripts/prepare_data.py")
-    seed: int = option(0, "order of the samples; another seed is another shuffle", minimum=0)
+    dataset_path: str = option("", "directory of token shards made by scripts/prepare_data.py")
+    seed: int = option(0, "shuffling seed", minimum=0)
     prefetch: int = option(
-        2, "global batches read ahead in the background; 0: read within the step", minimum=0
+        2,
+        "global batches to read ahead in the background; 0: read inside the step",
+        minimum=0,
+        maximum=1024,
     )
 
     def problems(self) -> list[str]:

@@ -2,12 +2,16 @@
 
 The shards of a split are one stream of tokens. Sample i is the tokens i * seq_len to
 (i + 1) * seq_len, both included: seq_len inputs and, one further, seq_len targets. It may
-run over the end of a shard. The last tokens, too few for a sample, are not used.
+cross the end of a shard. The last tokens, too few for a sample, are not used.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import resource
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,14 @@ from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
 
 Tokens = NDArray[np.integer[Any]]
 
+MOST_MAPS = 32_768  # Linux allows a process 65,530 mappings (vm.max_map_count)
+CHECKERS = 16  # threads: a parallel file system answers an open in milliseconds, but many at once
+
 
 class TokenDataset:
-    """The samples of one split, memory-mapped. Reading is safe in any thread and after a fork."""
+    """The samples of one split. Shards are memory-mapped when first read, and unmapped when so many
+    are open that the process would run out of file descriptors. Reading is safe in any thread and
+    after a fork."""
 
     def __init__(
         self, path: Path, sidecar: Sidecar, split: str, seq_len: int, vocab_size: int
@@ -33,33 +42,33 @@ class TokenDataset:
         self.seq_len = seq_len
         self.vocab_size = vocab_size
         self._shards = sidecar.splits[split]
-        _allow_open_files(len(self._shards))
-        # As plain arrays: a slice of a numpy.memmap costs several times as much.
-        self._arrays: list[Tokens] = [
-            np.asarray(np.load(path / shard.file, mmap_mode="r")) for shard in self._shards
-        ]
         # Where each shard begins in the stream, and the end of the last.
         self._starts = np.cumsum([0, *(shard.tokens for shard in self._shards)])
 
     @classmethod
-    def open(cls, path: str | Path, split: str, seq_len: int, vocab_size: int) -> TokenDataset:
+    def open(
+        cls, path: str | Path, split: str, seq_len: int, vocab_size: int, check_shards: bool = True
+    ) -> TokenDataset:
         """The split (train, val) of a data directory, for a model of `vocab_size`.
 
         Raises ConfigError with everything that is wrong: the directory, the sidecar, a shard that
-        is not what the sidecar says, too few tokens, ids that the model has no row for.
+        differs from the sidecar, too few tokens, ids outside the model's vocabulary. Without
+        `check_shards` no shard is opened: each is checked when it is first read.
         """
         directory = Path(path).expanduser()
         sidecar = open_sidecar(path)
-        problems = [
-            problem
-            for shard in sidecar.splits[split]
-            for problem in _check_shard(directory / shard.file, shard, sidecar.dtype)
-        ]
+        problems = []
+        if check_shards:
+            check = functools.partial(_problems, directory, dtype=sidecar.dtype)
+            with ThreadPoolExecutor(CHECKERS) as pool:
+                problems = [
+                    line for lines in pool.map(check, sidecar.splits[split]) for line in lines
+                ]
         largest = max((shard.max_id for shard in sidecar.splits[split]), default=0)
         if max(sidecar.vocab_size, largest + 1) > vocab_size:
             problems.append(
-                f"{path}: its tokens go to {max(sidecar.vocab_size - 1, largest)} (tokenizer "
-                f"{sidecar.tokenizer['name']}), the model has {vocab_size} rows; "
+                f"{path}: token ids go up to {max(sidecar.vocab_size - 1, largest)} (tokenizer "
+                f"{sidecar.tokenizer['name']}), but model.vocab_size is {vocab_size}; "
                 f"give --model.vocab_size={max(sidecar.vocab_size, largest + 1)} or more"
             )
         if sidecar.tokens(split) <= seq_len:
@@ -79,22 +88,35 @@ class TokenDataset:
     def read(self, indices: Int64) -> Int64:
         """Samples `indices` [N], in that order: int64 [N, seq_len + 1].
 
-        Raises DataError, with shard and offset, when a token is not in the model's vocabulary.
+        Raises DataError when a shard differs from the sidecar, or, with shard and offset, when a
+        token is outside the model's vocabulary.
         """
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < len(self))
         length = self.seq_len + 1
         rows = np.empty((len(indices), length), np.int64)
         shards, offsets = self._place(indices * self.seq_len)
         for row, shard, offset in zip(rows, shards.tolist(), offsets.tolist(), strict=True):
-            tokens = self._arrays[shard][offset : offset + length]
+            tokens = self._map(shard)[offset : offset + length]
             row[: len(tokens)] = tokens
-            while (have := len(tokens)) < length:  # it goes on in the next shard
+            while (have := len(tokens)) < length:  # the sample continues in the next shard
                 shard += 1
-                tokens = np.append(tokens, self._arrays[shard][: length - have])
+                tokens = np.append(tokens, self._map(shard)[: length - have])
                 row[have : len(tokens)] = tokens[have:]
         if rows.size and rows.max() >= self.vocab_size:
             self._complain(indices, rows)
         return rows
+
+    @functools.cached_property
+    def _map(self) -> Callable[[int], Tokens]:
+        """Shard number -> its tokens. The shuffle reads all shards in turn, so as many stay mapped
+        as half the limit of open files allows: mmap keeps a descriptor for each."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # at the first read: start() raises it
+        most = MOST_MAPS if soft == resource.RLIM_INFINITY else min(MOST_MAPS, soft // 2)
+
+        def map_shard(number: int) -> Tokens:
+            return _map_shard(self.path, self._shards[number], self.sidecar.dtype)
+
+        return functools.lru_cache(most)(map_shard)
 
     def _place(self, positions: Int64) -> tuple[Int64, Int64]:
         """Shards and offsets in them of positions in the stream."""
@@ -106,40 +128,42 @@ class TokenDataset:
         shard, offset = self._place(indices[row] * self.seq_len + column)
         raise DataError(
             f"{self.path / self._shards[shard].file}: token {rows[row, column]} at offset "
-            f"{offset}, the model has {self.vocab_size} rows; "
-            "the shard is not what its sidecar says, prepare the data again"
+            f"{offset}, but model.vocab_size is {self.vocab_size}; "
+            "the shard differs from its sidecar, prepare the data again"
         )
 
 
-def _check_shard(path: Path, shard: Shard, dtype: str) -> list[str]:
-    """Is the file what the sidecar says? Only its header and size are read."""
-    again = "prepare the data again"
+def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:
+    try:
+        _map_shard(directory, shard, dtype)
+    except DataError as error:
+        return error.problems
+    return []
+
+
+def _map_shard(directory: Path, shard: Shard, dtype: str) -> Tokens:
+    """The tokens of a shard. Opens the file once; reads no more of it than the header. Raises
+    DataError when file and sidecar differ."""
+    path, again = directory / shard.file, "prepare the data again"
+    if dtype not in ("uint16", "uint32"):
+        raise DataError(f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {again}")
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
             read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
             shape, _, found = read[version[0]](file)
-            bytes_of_tokens = path.stat().st_size - file.tell()
+            size = os.fstat(file.fileno()).st_size - file.tell()
+            if found != np.dtype(dtype):
+                raise DataError(f"{path}: holds {found}, the sidecar says {dtype}; {again}")
+            if shape != (shard.tokens,) or size != shard.tokens * found.itemsize:
+                raise DataError(
+                    f"{path}: {size} bytes of shape {shape}, the sidecar says "
+                    f"{shard.tokens} tokens of {dtype}; {again}"
+                )
+            # As a plain array: a slice of a numpy.memmap costs several times as much.
+            return np.asarray(np.memmap(file, found, "r", file.tell(), shape))
     except OSError as error:
-        return [f"{path}: {error.strerror}; {again}"]
+        fix = again if isinstance(error, FileNotFoundError) else "check the file system"
+        raise DataError(f"{path}: {error.strerror}; {fix}") from None
     except (ValueError, KeyError) as error:
-        return [f"{path}: not a .npy file ({error}); {again}"]
-    if dtype not in ("uint16", "uint32"):
-        return [f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {again}"]
-    if found != np.dtype(dtype):
-        return [f"{path}: holds {found}, the sidecar says {dtype}; {again}"]
-    if shape != (shard.tokens,) or bytes_of_tokens != shard.tokens * found.itemsize:
-        return [
-            f"{path}: {bytes_of_tokens} bytes of shape {shape}, the sidecar says "
-            f"{shard.tokens} tokens of {dtype}; {again}"
-        ]
-    return []
-
-
-def _allow_open_files(count: int) -> None:
-    """A mapped shard keeps a file open, and the usual limit is 1024: raise it as needed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + 512
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+        raise DataError(f"{path}: not a .npy file ({error}); {again}") from None

@@ -6,18 +6,24 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from kempner.data.sidecar import SPLITS
-from kempner.data.sources import Piece, Undecodable, documents, is_held_out
+from kempner.data.sources import BadLine, Piece, Undecodable, documents, is_held_out
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Tokens
+
+LOG_SECONDS = 10.0
+SHOWN = 5  # bad lines, and files that are skipped, that a message names
 
 
 @dataclass(frozen=True)
@@ -42,24 +48,27 @@ class Encoded:
 
     tokens: dict[str, Tokens]
     empty: int = 0  # documents without a character
-    skipped: int = 0  # files, or pieces of large ones, that are not UTF-8 text
+    skipped: list[str] = field(default_factory=list)  # names of files that are not UTF-8 text
+    bad: list[BadLine] = field(default_factory=list)  # the first bad lines of JSON
+    bad_lines: int = 0
     size: int = 0  # bytes of input
 
 
 def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
     parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
-    result = Encoded({})
+    result, bad = Encoded({}), list[BadLine]()
     for piece in unit:
         result.size += piece.size
         try:
-            texts = list(documents(piece, how.text_key))
+            texts = list(documents(piece, how.text_key, bad))
         except Undecodable:
-            result.skipped += 1
+            result.skipped.append(piece.source.name.encode(errors="replace").decode())
             continue
         filled = [text for text in texts if text]
         result.empty += len(texts) - len(filled)
         for text, ids in zip(filled, tokenizer.encode_documents(filled), strict=True):
             parts["val" if is_held_out(text, how.val_fraction) else "train"].append(ids)
+    result.bad, result.bad_lines = bad[:SHOWN], len(bad)
     nothing = np.empty(0, how.dtype)
     result.tokens = {
         split: np.concatenate([nothing, *arrays], dtype=how.dtype, casting="unsafe")
@@ -93,7 +102,7 @@ def encode_all(units: Iterable[list[Piece]], how: Encoding, workers: int) -> Ite
 
 
 def _submit(pool: ProcessPoolExecutor, unit: list[Piece]) -> Future[Encoded]:
-    """May start a worker, which inherits the mask: Ctrl-C is the parent's to answer."""
+    """May start a worker, which inherits the signal mask: Ctrl-C is for the parent to handle."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.submit(_encode, unit)
@@ -108,7 +117,7 @@ def _start_worker(how: Encoding) -> None:
 
 
 def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next unit for ever."""
+    """A worker whose parent was killed would wait forever for its next unit."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -121,3 +130,26 @@ _worker: tuple[Encoding, Tokenizer]
 def _encode(unit: list[Piece]) -> Encoded:
     how, tokenizer = _worker
     return encode(unit, how, tokenizer)
+
+
+@contextmanager
+def progress(total: int, start: int) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, lines in a log; yields a function that takes the bytes just done."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=total, initial=start, unit="B", unit_scale=True) as bar:
+            yield bar.update
+        return
+    began = printed = time.monotonic()
+    done = start
+
+    def advance(size: int) -> None:
+        nonlocal done, printed
+        done += size
+        if (now := time.monotonic()) - printed >= LOG_SECONDS:
+            printed = now
+            speed = (done - start) / (now - began) / 1e6
+            print(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {speed:.1f} MB/s", flush=True)
+
+    yield advance

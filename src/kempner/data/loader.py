@@ -164,12 +164,11 @@ def val_batches(
     micro: int,
     rank: int,
     world: int,
-    pin: bool = False,
 ) -> Iterator[MicroBatch]:
     """The first `samples` (None: all) of a fixed shuffle, as batches [micro, T] of this rank.
 
-    Every rank gets as many batches. Rows that are left over hold the label -100 throughout, so the
-    samples that count are the same for any world size and micro-batch.
+    Every rank gets equally many batches. Surplus rows have only the label -100, so the samples that
+    count are the same for any world size and micro-batch.
     """
     size = len(dataset)
     total = size if samples is None else min(samples, size)
@@ -180,7 +179,7 @@ def val_batches(
         if missing := micro - len(numbers):
             inputs = torch.cat([inputs, inputs.new_zeros(missing, dataset.seq_len)])
             targets = torch.cat([targets, targets.new_full((missing, dataset.seq_len), IGNORE)])
-        yield (inputs.pin_memory(), targets.pin_memory()) if pin else (inputs, targets)
+        yield inputs, targets
 
 
 def reading_speed(dataset: TokenDataset, micro: int, seconds: float = 2.0) -> float:

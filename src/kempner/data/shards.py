@@ -1,4 +1,4 @@
-"""Encoded units -> token shards, in order; and going on after a kill.
+"""Encoded units -> token shards, in order; and resuming after a kill.
 
 Shards are written in the order of the input, whatever the number of workers. A shard ends where a
 unit of the input ends, so that the record of a killed run (dataset.partial.json) is a list of whole
@@ -7,16 +7,19 @@ shards and the number of units that are in them.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from kempner.config.option import ConfigError
-from kempner.data.encode import Encoded
+from kempner.data.encode import SHOWN, Encoded
 from kempner.data.sidecar import (
     PROGRESS,
     SIDECAR,
@@ -53,8 +56,11 @@ class Writer:
             if len(tokens):
                 self._pending[split].append(tokens)
         self._count["units"] += 1
+        self._count["skipped"] += len(unit.skipped)
+        names = dict.fromkeys([*self._count["skipped_names"], *unit.skipped])
+        self._count["skipped_names"] = list(names)[:SHOWN]
         self._count["empty"] += unit.empty
-        self._count["skipped"] += unit.skipped
+        self._count["bad_lines"] += unit.bad_lines
 
     def finish(self) -> Sidecar:
         """Write what is pending and then dataset.json: from now on the data can be read."""
@@ -62,16 +68,10 @@ class Writer:
             self._balance()
             self._flush()
         elif not self.sidecar.tokens("train"):
-            raise DataError("there is no text in the input" + self.remarks())
+            raise DataError("; ".join(["there is no text in the input", *remarks(self._count)]))
         self.sidecar.save(self.directory / SIDECAR)
         (self.directory / PROGRESS).unlink()
         return self.sidecar
-
-    def remarks(self) -> str:
-        """What was passed over, as the end of a sentence."""
-        files, empty = self._count["skipped"], self._count["empty"]
-        remark = f"; {files} files (or parts of them) skipped: not UTF-8 text" if files else ""
-        return remark + (f"; {empty} empty documents left out" if empty else "")
 
     def _pending_tokens(self) -> int:
         return sum(len(tokens) for parts in self._pending.values() for tokens in parts)
@@ -110,6 +110,19 @@ class Writer:
         )
 
 
+def remarks(progress: dict[str, Any]) -> list[str]:
+    """What was left out, a phrase each."""
+    names, found = progress.get("skipped_names", []), []
+    if count := progress["skipped"]:
+        named = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
+        found.append(f"skipped {count} files, or parts of them, that are not UTF-8 text{named}")
+    if progress.get("bad_lines"):
+        found.append(f"skipped {progress['bad_lines']} bad lines of JSON")
+    if progress["empty"]:
+        found.append(f"{progress['empty']} empty documents left out")
+    return found
+
+
 def split_tail(tokens: Tokens, want: int, eod: int) -> tuple[Tokens, Tokens]:
     """Cut about `want` tokens off the end: between documents if that gives half to twice of it.
 
@@ -143,8 +156,27 @@ def _npy(parts: list[Tokens]) -> Callable[[BinaryIO], object]:
 # --- What is in the directory already ---------------------------------------------------------
 
 
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Only one process writes to the directory at a time."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise DataError(
+            f"{directory}: another prepare_data.py is writing it; wait until it ends"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
 def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
-    """What to go on from: `sidecar` (nothing there), the record of a killed run, or finished data.
+    """Where to resume: `sidecar` (nothing there), the record of a killed run, or finished data.
 
     What was made with other settings or from other inputs is refused, or removed by `overwrite`.
     """

@@ -21,10 +21,7 @@ SPLITS = ("train", "val")
 
 
 class DataError(ConfigError):
-    """One thing that is wrong with the data or the input; unlike ConfigError it can be pickled."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__([problem])
+    """Something is wrong with the data, or with the text that they are made from."""
 
 
 @dataclass(frozen=True)

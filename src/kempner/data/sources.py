@@ -28,7 +28,7 @@ NO_STDLIB_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test"
 
 
 class Undecodable(Exception):
-    """A file met in a directory that is not UTF-8 text; it is counted and skipped."""
+    """A file found in a directory that is not UTF-8 text; it is counted and skipped."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,26 @@ class Piece:
     start: int  # bytes; of Parquet the row group
     end: int
     size: int  # bytes of input, for the progress bar
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line of JSON that holds no document."""
+
+    piece: Piece
+    number: int  # in the piece, from 0
+    reason: str
+
+    def __str__(self) -> str:
+        """`file:line: reason`; counts the lines before, so only for those that are shown."""
+        with open(self.piece.source.path, "rb") as file:
+            before = sum(
+                chunk.count(b"\n")
+                for chunk in iter(
+                    lambda: file.read(min(1 << 20, self.piece.start - file.tell())), b""
+                )
+            )
+        return f"{self.piece.source.path}:{before + self.number + 1}: {self.reason}"
 
 
 def find(inputs: Iterable[str], exclude: Path) -> list[Source]:
@@ -161,8 +181,9 @@ def _inside(following: bytes) -> int:
     return len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 
-def documents(piece: Piece, text_key: str) -> Iterator[str]:
-    """The documents of one piece, empty ones included. Raises DataError, or Undecodable."""
+def documents(piece: Piece, text_key: str, bad: list[BadLine]) -> Iterator[str]:
+    """The documents of one piece, empty ones included. Bad lines of JSON are appended to `bad`.
+    Raises DataError, or Undecodable."""
     if piece.source.kind == "parquet":
         yield from _parquet_documents(piece, text_key)
         return
@@ -174,7 +195,7 @@ def documents(piece: Piece, text_key: str) -> Iterator[str]:
     if piece.start == 0:
         data = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     if piece.source.kind == "jsonl":
-        yield from _json_documents(piece, data, text_key)
+        yield from _json_documents(piece, data, text_key, bad)
     else:
         yield _decode(piece, data)
 
@@ -192,35 +213,30 @@ def _decode(piece: Piece, data: bytes) -> str:
     raise Undecodable(piece.source.path)
 
 
-def _json_documents(piece: Piece, data: bytes, text_key: str) -> Iterator[str]:
+def _json_documents(piece: Piece, data: bytes, text_key: str, bad: list[BadLine]) -> Iterator[str]:
     for number, line in enumerate(data.split(b"\n")):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            yield _text(line, text_key)
         except ValueError as error:
-            raise DataError(f"{_place(piece, number)}: not JSON ({error})") from None
-        if not isinstance(row, dict) or text_key not in row:
-            keys = ", ".join(row) if isinstance(row, dict) else f"it is a {type(row).__name__}"
-            raise DataError(
-                f"{_place(piece, number)}: no key {text_key!r} (has: {keys}); choose by --text-key"
-            )
-        text = row[text_key]
-        if not isinstance(text, str | None):
-            raise DataError(
-                f"{_place(piece, number)}: {text_key!r} is {type(text).__name__}, not a string"
-            )
-        yield text or ""
+            bad.append(BadLine(piece, number, str(error)))
 
 
-def _place(piece: Piece, number: int) -> str:
-    """file:line of line `number` of a piece; only an error pays for the count."""
-    with open(piece.source.path, "rb") as file:
-        before = sum(
-            chunk.count(b"\n")
-            for chunk in iter(lambda: file.read(min(1 << 20, piece.start - file.tell())), b"")
-        )
-    return f"{piece.source.path}:{before + number + 1}"
+def _text(line: bytes, text_key: str) -> str:
+    """The document in a line of JSON. Raises ValueError that says why there is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"not a JSON object but {type(row).__name__}")
+    if text_key not in row:
+        raise ValueError(f"no key {text_key!r} (has: {', '.join(row)}); choose by --text-key")
+    text = row[text_key]
+    if not isinstance(text, str | None):
+        raise ValueError(f"{text_key!r} is {type(text).__name__}, not a string")
+    return text or ""
 
 
 def _parquet(source: Source) -> Any:

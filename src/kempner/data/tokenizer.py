@@ -134,7 +134,7 @@ def tokenizer_of(sidecar: Sidecar, directory: Path) -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a byte-level BPE vocabulary (GPT-2's pre-tokenizer); the content of a tokenizer.json.
 
-    The result depends on the texts and their order alone. Little text may give fewer tokens.
+    The result depends only on the texts and their order. Little text may yield fewer tokens.
     """
     assert vocab_size >= BPE_MINIMUM
     package = need("tokenizers")
@@ -163,7 +163,8 @@ def need(package: str) -> Any:
     except ImportError:
         name = package.partition(".")[0]
         raise DataError(
-            f"this needs the package {name}, which is not installed: pip install '.[data]'"
+            f"the package {name} is not installed; install it with "
+            "`.venv/bin/pip install -c constraints.txt -e '.[data]'`"
         ) from None
 
 

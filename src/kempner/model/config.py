@@ -9,29 +9,39 @@ from kempner.config.option import option
 
 @dataclass(frozen=True)
 class ModelConfig:
-    vocab_size: int = option(257, "rows of the embedding; at least the tokenizer's", minimum=1)
-    dim: int = option(256, "width of the residual stream", minimum=1)
-    n_layers: int = option(4, "blocks", minimum=1)
-    n_heads: int = option(4, "query heads", minimum=1)
-    n_kv_heads: int | None = option(
-        None, "key-value heads (grouped-query attention); unset: n_heads", minimum=1
+    vocab_size: int = option(
+        257, "embedding rows; at least the tokenizer's vocabulary", minimum=1, maximum=2**24
     )
-    head_dim: int | None = option(None, "width of a head; unset: dim / n_heads", minimum=2)
-    ffn_dim: int = option(768, "width of the SwiGLU hidden layer", minimum=1)
-    max_seq_len: int = option(2048, "longest sequence the model is built for", minimum=1)
+    dim: int = option(256, "model width (residual stream)", minimum=1, maximum=2**18)
+    n_layers: int = option(4, "number of transformer blocks", minimum=1, maximum=4096)
+    n_heads: int = option(4, "query heads", minimum=1, maximum=2**14)
+    n_kv_heads: int | None = option(
+        None, "key-value heads (grouped-query attention); unset: n_heads", minimum=1, maximum=2**14
+    )
+    head_dim: int | None = option(
+        None, "dimension of each head; unset: dim / n_heads", minimum=2, maximum=2**14
+    )
+    ffn_dim: int = option(
+        768, "hidden width of the SwiGLU feed-forward layer", minimum=1, maximum=2**20
+    )
+    max_seq_len: int = option(
+        2048, "longest sequence that the model supports", minimum=1, maximum=2**24
+    )
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", minimum=0.0)
-    qk_norm: bool = option(False, "RMSNorm on queries and keys, per head (Qwen3)")
-    tie_embeddings: bool = option(False, "the output layer uses the embedding's weight")
+    qk_norm: bool = option(False, "apply RMSNorm to queries and keys, per head (Qwen3)")
+    tie_embeddings: bool = option(False, "share the embedding's weight with the output layer")
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
-    rope_theta: float = option(10000.0, "base of the rotary frequencies", minimum=1.0)
-    rope_factor: float = option(1.0, "Llama-3 stretching of long wavelengths; 1: none", minimum=1.0)
+    rope_theta: float = option(10000.0, "RoPE base frequency", minimum=1.0)
+    rope_factor: float = option(
+        1.0, "Llama 3 RoPE scaling of long wavelengths; 1: none", minimum=1.0
+    )
     rope_low_freq_factor: float = option(
-        1.0, "Llama-3: wavelengths over original_len / this are stretched", minimum=0.0
+        1.0, "Llama 3: wavelengths above rope_original_len / this are scaled", minimum=0.0
     )
     rope_high_freq_factor: float = option(
-        4.0, "Llama-3: wavelengths under original_len / this are kept", minimum=0.0
+        4.0, "Llama 3: wavelengths below rope_original_len / this are kept", minimum=0.0
     )
-    rope_original_len: int = option(8192, "Llama-3: sequence length before stretching", minimum=1)
+    rope_original_len: int = option(8192, "Llama 3: sequence length before RoPE scaling", minimum=1)
 
     @property
     def kv_heads(self) -> int:

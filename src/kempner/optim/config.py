@@ -10,11 +10,13 @@ from kempner.config.option import option
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: str = option("adamw", "update rule", choices=("adamw",))
+    name: str = option("adamw", "optimizer", choices=("adamw",))
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the two moments")
-    eps: float = option(1e-8, "added to the square root of the second moment", minimum=0.0)
-    weight_decay: float = option(0.1, "of matrices; norms and embeddings have none", minimum=0.0)
+    betas: tuple[float, float] = option((0.9, 0.95), "decay rates of the first and second moments")
+    eps: float = option(1e-8, "added to the denominator for numerical stability", minimum=0.0)
+    weight_decay: float = option(
+        0.1, "applied to matrices only, not to norms or embeddings", minimum=0.0
+    )
 
     def problems(self) -> list[str]:
         if all(0.0 <= beta < 1.0 for beta in self.betas):
@@ -26,14 +28,16 @@ class OptimizerConfig:
 class ScheduleConfig:
     name: str = option(
         "cosine",
-        "shape after the warm-up; wsd is constant, then linear over decay_steps",
+        "shape after the warm-up; wsd: constant, then linear decay over decay_steps",
         choices=("cosine", "linear", "wsd", "constant"),
     )
-    warmup_steps: int = option(0, "steps of linear rise", minimum=0)
+    warmup_steps: int = option(0, "steps of linear warm-up", minimum=0)
     decay_steps: int | None = option(
-        None, "wsd: steps of the final fall; unset: a tenth of train.max_steps", minimum=1
+        None, "wsd: steps of the final decay; unset: a tenth of train.max_steps", minimum=1
     )
-    min_lr_ratio: float = option(0.1, "last learning rate over the peak", minimum=0.0, maximum=1.0)
+    min_lr_ratio: float = option(
+        0.1, "final learning rate as a fraction of the peak", minimum=0.0, maximum=1.0
+    )
 
 
 def learning_rate(cfg: ScheduleConfig, peak: float, step: int, max_steps: int) -> float:

@@ -6,27 +6,33 @@ from dataclasses import dataclass
 
 from kempner.config.option import option
 
+LONGEST_S = 30 * 86400.0  # timers overflow far above that
+
 
 @dataclass(frozen=True)
 class DistributedConfig:
     dp_shard: int = option(
-        -1, "ranks that share one copy of the weights (FSDP); -1: all that are left"
+        -1, "ranks that shard one copy of the weights (FSDP); -1: all remaining ranks"
     )
     dp_replicate: int = option(
         1,
-        "copies of the weights (HSDP; with dp_shard=1 plain data parallel); -1: as many as fit",
+        "replicas of the weights (HSDP; with dp_shard=1 plain data parallelism); -1: as many as "
+        "fit",
     )
     nodes_per_fsdp_group: int | None = option(
         None,
-        "whole nodes that share one copy of the weights, in place of dp_shard and dp_replicate",
+        "whole nodes that shard one copy of the weights, instead of dp_shard and dp_replicate",
         minimum=1,
     )
-    tp: int = option(1, "tensor-parallel ranks; only 1 is built", minimum=1)
-    cp: int = option(1, "context-parallel ranks; only 1 is built", minimum=1)
-    ep: int = option(1, "expert-parallel ranks; only 1 is built", minimum=1)
-    device: str = option("auto", "where to train", choices=("auto", "cuda", "cpu"))
+    tp: int = option(1, "tensor-parallel ranks; only 1 is supported", minimum=1)
+    cp: int = option(1, "context-parallel ranks; only 1 is supported", minimum=1)
+    ep: int = option(1, "expert-parallel ranks; only 1 is supported", minimum=1)
+    device: str = option("auto", "device to train on", choices=("auto", "cuda", "cpu"))
     start_timeout: float = option(
-        600.0, "seconds for all ranks to come up and for the first step", minimum=1.0
+        600.0,
+        "seconds allowed for all ranks to start and for the first step",
+        minimum=1.0,
+        maximum=LONGEST_S,
     )
 
     def problems(self) -> list[str]:

@@ -55,12 +55,12 @@ def sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Sizes:
             if cfg.nodes_per_fsdp_group
             else ""
         )
-        raise ConfigError([
+        raise ConfigError(
             f"distributed: {asked}{nodes} does not make the world of "
             f"{world_size} ranks ({replicate} x {shard} = {replicate * shard}); choose sizes whose "
             f"product is {world_size}, or dp_shard=-1 with a dp_replicate that divides "
             f"{world_size}, or start {replicate * shard} tasks"
-        ])  # fmt: skip
+        )
     return Sizes(replicate, shard)
 
 

@@ -10,11 +10,14 @@ from kempner.config.option import option
 @dataclass(frozen=True)
 class ResilienceConfig:
     hang_timeout: float | None = option(
-        None, "seconds without a step that end the run; unset: from the step times", minimum=1.0
+        None,
+        "seconds without a step after which the run is ended as hung; unset: from the step times",
+        minimum=1.0,
+        maximum=30 * 86400.0,
     )
     max_skipped: int = option(
         10,
-        "non-finite steps in a row (each is skipped) until the run goes back to its last "
-        "checkpoint, once, and leaves those batches out; the next time it stops",
+        "consecutive non-finite steps (each is skipped) before the run returns to its last "
+        "checkpoint and leaves those batches out; it does so once, then it stops",
         minimum=1,
     )

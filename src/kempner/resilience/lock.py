@@ -30,10 +30,10 @@ class RunLock:
             holder = _read(self.path)
             if holder is not None and not _is_dead(self.path, holder):
                 name = f"job {holder['job']}" if holder["job"] else f"process {holder['pid']}"
-                raise ConfigError([
+                raise ConfigError(
                     f"{run_dir} is in use by {name} on {holder['host']}: wait for it or cancel it, "
                     "or give this run a directory of its own: --run.dir=runs/NAME"
-                ])  # fmt: skip
+                )
             self._remove(holder)
         self._stop = threading.Event()
         threading.Thread(target=self._beat, daemon=True, name="run lock").start()
