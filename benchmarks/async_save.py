@@ -43,8 +43,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.dcp import Checkpointer
+from kempner.checkpoint.state import run_state
 from kempner.checkpoint.writer import local, pages
 from kempner.model.config import ModelConfig
 from kempner.optim.build import build_optimizer
@@ -138,7 +139,8 @@ def limit(job: Job) -> Save:
 def ours(job: Job, root: Path, wait: bool) -> Save:
     contents: tuple[dict[str, str], dict[str, object]] = ({"config.toml": ""}, {"fixed": {}})
     cfg = CheckpointConfig(async_save=not wait, keep_last_n=1)
-    checkpointer = Checkpointer(cfg, root, job.model, job.optimizer, contents, lambda line: None)
+    state = run_state(job.model, job.optimizer)
+    checkpointer = Checkpointer(cfg, root, state, contents, lambda line: None)
     steps = iter(range(1, 1000))
 
     def save(path: Path) -> Future[float]:

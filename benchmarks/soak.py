@@ -54,13 +54,13 @@ GAP = (25, 75)  # steps between faults: at least one save, so that every attempt
 STEP_S = 0.1  # no step is shorter
 HANG_S = 8  # of the watchdog
 STUCK_S = 240  # no new step for so long: the run does not come back
-DCP, COMMIT = "kempner.checkpoint.dcp", "kempner.checkpoint.commit"
+SAVER, COMMIT = "kempner.checkpoint.checkpointer", "kempner.checkpoint.commit"
 POINTS = {  # inside a save: the function, and the rank that dies there
-    "before it": f"{DCP}:Checkpointer._stage:before rank=0",
-    "staged": f"{DCP}:Checkpointer._stage:after rank=1",
-    "in the file": "kempner.checkpoint.writer:os.pwrite:before rank=0",
-    "written": f"{DCP}:write_file:after rank=1",
-    "before the manifest": f"{DCP}:Checkpointer._commit:before rank=0",
+    "before it": f"{SAVER}:Checkpointer._stage:before rank=0",
+    "staged": f"{SAVER}:Checkpointer._stage:after rank=1",
+    "in the file": "kempner.checkpoint.writer:_trailer:before rank=0",
+    "written": f"{SAVER}:write_file:after rank=1",
+    "before the manifest": f"{SAVER}:Checkpointer._commit:before rank=0",
     "renamed": f"{COMMIT}:point_latest:before rank=0",
     "latest moved": f"{COMMIT}:point_latest:after rank=0",
 }
@@ -304,7 +304,7 @@ class Soak(BrokenRun):
 
         def damage() -> None:
             newest = (self.dir / "checkpoints/latest").resolve()
-            path = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
+            path = max(newest.glob("*/*.distcp"), key=lambda file: file.stat().st_size)
             data = bytearray(path.read_bytes())
             if how == "truncated":
                 del data[-100:]

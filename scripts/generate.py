@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> int:
     try:
         path = find_checkpoint(options.source)
         with commit.reading(path):
-            manifest = read_manifest(path)
+            manifest = commit.read_manifest(path)
             tokenizer = load_tokenizer(find_tokenizer(options.source, path))
             model = load_model(path, manifest, pick_device(options.device))
     except (ConfigError, ValueError, OSError) as error:
@@ -103,20 +102,6 @@ def find_checkpoint(source: Path) -> Path:
     )
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises ValueError when it is damaged, or a file's size differs from it. Checksums are not
-    verified: most of the bytes are the optimizer's."""
-    manifest = commit.read_manifest(path)
-    for name, expected in manifest["files"].items():
-        size = (path / name).stat().st_size if (path / name).exists() else 0
-        if size != expected["bytes"]:
-            raise ValueError(
-                f"{path / name}: {size} bytes, the manifest says {expected['bytes']}; "
-                "name an older checkpoint"
-            )
-    return manifest
-
-
 def find_tokenizer(source: Path, checkpoint: Path) -> Path:
     """The directory that has the run's tokenizer: the run, or the data that it was made from."""
     config = read_config(checkpoint)
@@ -146,12 +131,11 @@ def pick_device(kind: str) -> torch.device:
 def load_model(path: Path, manifest: dict[str, Any], device: torch.device) -> Decoder:
     """The model of a checkpoint in this one process: bf16 weights on a GPU, fp32 on a CPU.
 
-    Raises ValueError when the checkpoint cannot be read.
+    Raises ValueError when the checkpoint is damaged.
     """
     import torch
-    import torch.distributed.checkpoint as dcp
 
-    from kempner.checkpoint.dcp import TensorReader
+    from kempner.checkpoint.reader import read_into
     from kempner.model.decoder import Decoder, rope_table
     from kempner.parallel.build import compute_dtype
 
@@ -160,14 +144,10 @@ def load_model(path: Path, manifest: dict[str, Any], device: torch.device) -> De
         model = Decoder(cfg).to(compute_dtype("auto", device.type))
     model = model.to_empty(device=device).eval().requires_grad_(False)
     model.rope = rope_table(cfg).to(device)  # it stays fp32
-    state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the missing process group
-            dcp.load(state, storage_reader=TensorReader(path), no_dist=True)
-    except (dcp.CheckpointException, Exception) as error:  # the first is no Exception
-        reason = str(error).strip().splitlines()[-1]
-        raise ValueError(f"{path}: cannot be read: {reason}; name an older checkpoint") from error
+        read_into(path, {f"model.{name}": p for name, p in model.named_parameters()})
+    except ValueError as error:
+        raise ValueError(f"{error}; name an older checkpoint") from None
     return model
 
 

@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kempner.checkpoint.dcp import Checkpointer
+from kempner.checkpoint.checkpointer import Checkpointer
+from kempner.checkpoint.state import run_state
 from kempner.config.option import ConfigError
 from kempner.evaluate import validate
 from kempner.loss import IGNORE
@@ -56,9 +57,13 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     model = build_model(cfg.model, layout, cfg.train)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = Checkpointer(
-        cfg.checkpoint, cfg.checkpoint_dir, model, optimizer, run.contents(), run.announce
+        cfg.checkpoint,
+        cfg.checkpoint_dir,
+        run_state(model, optimizer),
+        run.contents(),
+        run.announce,
     )
-    progress = Progress.of(checkpointer.load(), run.gone_back)
+    progress = Progress.of(checkpointer.load())
     step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     run.begin(progress.step)
@@ -91,7 +96,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         pending.append(PendingStep(progress, lr, numbers, recorder.clock))
         run.step = step = progress.step
         watchdog.beat(step)
-        checkpointer.poll()
+        checkpointer.poll(watchdog.step_time)
         collect_garbage(step)
 
         # What earlier steps have said, one step late. Before a save all of it, so that no

@@ -12,7 +12,7 @@ from kempner.resilience.requests import GO_ON, Verdict
 from kempner.run import RunConfig, TrainConfig, micro_batch
 
 if TYPE_CHECKING:
-    from kempner.checkpoint.dcp import Checkpointer
+    from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import MicroBatch, TrainLoader
     from kempner.parallel.layout import Layout
@@ -30,18 +30,11 @@ class Progress:
     skip: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, manifest: dict[str, Any] | None, gone_back: tuple[int, list[int]] | None = None
-    ) -> Progress:
-        """As the manifest of a checkpoint has it; None: at the start. `gone_back`: the step that
-        the run last went back to, and the samples that it leaves out since (Run.gone_back); a run
-        that died before its next checkpoint has these nowhere else."""
+    def of(cls, manifest: dict[str, Any] | None) -> Progress:
+        """As the manifest of a checkpoint has it; None: at the start."""
         if manifest is None:
             return cls()
-        progress = cls(**{each.name: manifest[each.name] for each in fields(cls)})
-        if gone_back is not None and gone_back[0] == progress.step and not progress.skip:
-            return replace(progress, skip=[gone_back[1]])
-        return progress
+        return cls(**{each.name: manifest[each.name] for each in fields(cls)})
 
     def after_step(self, samples: int, tokens: int) -> Progress:
         """One step later. `samples`: the loader's position; `tokens`: of that step."""
@@ -125,6 +118,7 @@ def go_back(
         reason = f"{verdict.reason}; no checkpoint to go back to"
         return progress, Verdict(state="failed", reason=reason)
     progress = replace(Progress.of(manifest), skip=[bad])
+    checkpointer.remember_skip(progress.skip)  # a restart leaves them out, too
     loader.seek(progress.samples, progress.skip)
     run.went_back(progress.step, bad, verdict.reason)
     return progress, GO_ON

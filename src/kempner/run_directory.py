@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import traceback
+import uuid
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
 from kempner.run import RunConfig
 from kempner.run_log import Console, RankLog
-from kempner.run_records import RunRecords, count_attempts, last_go_back
+from kempner.run_records import RunRecords, count_attempts
 from kempner.slurm import host_name
 
 # What an error says on a rank that only lost a peer: that one is to blame.
@@ -49,7 +50,6 @@ class Opened(NamedTuple):
     """What rank 0 finds when it opens the run directory."""
 
     attempt: int = -1
-    gone_back: tuple[int, list[int]] | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -71,8 +71,6 @@ class Run:
         if found[0].problems:
             raise ConfigError(found[0].problems)
         self.attempt = found[0].attempt
-        # Where it last went back to, and the samples left out since: for Progress.of.
-        self.gone_back = found[0].gone_back
         try:
             self._log = RankLog(self.dir, self.attempt, world)
         except OSError as error:
@@ -86,7 +84,7 @@ class Run:
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.dir)
-            return Opened(count_attempts(self.dir), last_go_back(self.dir))
+            return Opened(count_attempts(self.dir))
         except ConfigError as error:
             return Opened(problems=tuple(error.problems))
         except OSError as error:
@@ -183,6 +181,7 @@ class Run:
         sidecar = open_sidecar(self.cfg.data.dataset_path)
         shards = json.dumps([asdict(shard) for shard in sidecar.splits["train"]])
         return {"config.toml": to_toml(self.cfg)}, {
+            "run": run_id(self.dir) if self.world.rank == 0 else "",
             "config_hash": config_hash(self.cfg),
             "fixed": {
                 "model": asdict(self.cfg.model),
@@ -290,3 +289,12 @@ def ask_hosts(ranks: list[int]) -> list[str]:
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=LAST_WORDS_S))
     return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]
+
+
+def run_id(run_dir: Path) -> str:
+    """The identity of a run, made at its first start: checkpoints carry it, so that no run
+    continues another's."""
+    path = run_dir / "id"
+    if not path.exists():
+        write_atomic(path, f"{uuid.uuid4().hex}\n")
+    return path.read_text().strip()

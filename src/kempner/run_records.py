@@ -14,7 +14,7 @@ from typing import Any
 from kempner.background import Background
 from kempner.files import write_atomic
 from kempner.history import events
-from kempner.history.events import Event, GoBack
+from kempner.history.events import Event
 from kempner.slurm import job_name
 
 RESERVE = 1 << 16  # bytes; status.json and a few events need far less
@@ -69,12 +69,6 @@ class RunRecords:
                 write()
 
         self._background.put(with_reserve, path)
-
-
-def last_go_back(run_dir: Path) -> tuple[int, list[int]] | None:
-    """Where the run last went back to, and the samples that it leaves out since; None: nowhere."""
-    found = events.of_kind(events.read(run_dir / "attempts.jsonl"), GoBack)
-    return (found[-1].to, list(found[-1].skip)) if found else None
 
 
 def count_attempts(run_dir: Path) -> int:

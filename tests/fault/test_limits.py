@@ -19,7 +19,9 @@ Submit = Callable[..., BrokenRun]
 
 
 def test_crash_at_every_start(broken_run: Submit) -> None:
-    run = broken_run(faults="kill at=kempner.checkpoint.dcp:Checkpointer.load:before rank=1")
+    run = broken_run(
+        faults="kill at=kempner.checkpoint.checkpointer:Checkpointer.load:before rank=1"
+    )
     assert run.wait() != 0
     assert run.decisions() == ["requeue", "requeue", "end"]
     why = run.events("decision")[-1]["why"]

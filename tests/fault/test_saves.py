@@ -12,21 +12,22 @@ from pathlib import Path
 import pytest
 
 from kempner.checkpoint import commit
+from kempner.checkpoint.reader import verify
 from tests.cluster import Cluster
 from tests.conftest import status
 from tests.fault.broken_run import BrokenRun
 
 Submit = Callable[..., BrokenRun]
-DCP, COMMIT = "kempner.checkpoint.dcp", "kempner.checkpoint.commit"
+SAVER, COMMIT = "kempner.checkpoint.checkpointer", "kempner.checkpoint.commit"
 
-# Of the second save, that of step 20: where, on which rank, and the step to go on from.
+# Of the second save, that of step 20: where, on which rank, and the step to continue from.
 POINTS = {
-    "before-staging": (f"{DCP}:Checkpointer._stage:before nth=2 rank=0", 10),
-    "staged": (f"{DCP}:Checkpointer._stage:after nth=2 rank=1", 10),
-    "before-writing": (f"{DCP}:write_file:before nth=2 rank=1", 10),
-    "in-the-file": ("kempner.checkpoint.writer:os.pwrite:before nth=2 rank=0", 10),
-    "written": (f"{DCP}:write_file:after nth=2 rank=1", 10),
-    "before-the-manifest": (f"{DCP}:Checkpointer._commit:before nth=2 rank=0", 10),
+    "before-staging": (f"{SAVER}:Checkpointer._stage:before nth=2 rank=0", 10),
+    "staged": (f"{SAVER}:Checkpointer._stage:after nth=2 rank=1", 10),
+    "before-writing": (f"{SAVER}:write_file:before nth=2 rank=1", 10),
+    "in-the-file": ("kempner.checkpoint.writer:_trailer:before nth=2 rank=0", 10),
+    "written": (f"{SAVER}:write_file:after nth=2 rank=1", 10),
+    "before-the-manifest": (f"{SAVER}:Checkpointer._commit:before nth=2 rank=0", 10),
     "manifest-there": (f"{COMMIT}:Path.rename:before nth=2 rank=0", 10),
     "renamed": (f"{COMMIT}:point_latest:before nth=2 rank=0", 10),
     "latest-moved": (f"{COMMIT}:point_latest:after nth=2 rank=0", 20),
@@ -49,7 +50,7 @@ def test_crash_in_a_save(broken_run: Submit, tmp_path: Path, point: str) -> None
 
 def test_a_save_that_is_slower_than_the_steps(broken_run: Submit, tmp_path: Path) -> None:
     """It ends steps later; what it holds is of the step at which it was begun."""
-    hold = f"hold at={DCP}:write_file:before s=1 rank=1 once={tmp_path / 'held'}"
+    hold = f"hold at={SAVER}:write_file:before s=1 rank=1 once={tmp_path / 'held'}"
     where = "kempner.step:reduce_step:before nth=39 rank=1"
     run = broken_run("--checkpoint.interval=20", faults=f"{hold}\nkill at={where}\nslow ms=10")
     assert run.wait() == 0
@@ -78,7 +79,7 @@ def test_full_disk(broken_run: Submit, small_disk: Path) -> None:
     assert "the checkpoint of step 20 failed" in run.log and "No space left" in run.log
     (whole,) = commit.complete(small_disk / "checkpoints")
     assert commit.latest(small_disk / "checkpoints") == whole and whole.name == "step_00000010"
-    assert commit.verify(whole, commit.read_manifest(whole)["files"]) == []
+    assert verify(whole) == []
 
 
 DAMAGES = {
@@ -91,7 +92,7 @@ DAMAGES = {
 
 
 def data_file(path: Path) -> Path:
-    return max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    return max(path.glob("*/*.distcp"), key=lambda file: file.stat().st_size)
 
 
 def truncate(path: Path) -> None:

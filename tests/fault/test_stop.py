@@ -16,7 +16,7 @@ from tests.conftest import status
 from tests.fault.broken_run import STEPS, BrokenRun, until
 
 Submit = Callable[..., BrokenRun]
-HOLD_SAVE = "hold at=kempner.checkpoint.dcp:write_file:before s=2 rank=1"
+HOLD_SAVE = "hold at=kempner.checkpoint.checkpointer:write_file:before s=2 rank=1"
 
 
 def warn(run: BrokenRun) -> None:
@@ -159,7 +159,7 @@ def test_before_the_first_step(broken_run: Submit, when: str) -> None:
 @pytest.mark.soak
 def test_during_the_final_save(broken_run: Submit, tmp_path: Path) -> None:
     """The run is complete when it is durable: then it needs no other attempt."""
-    hold = f"hold at=kempner.checkpoint.dcp:write_file:before s=3 nth={STEPS // 10}"
+    hold = f"hold at=kempner.checkpoint.checkpointer:write_file:before s=3 nth={STEPS // 10}"
     run = broken_run(faults=hold)
     run.wait_for_step(STEPS - 1)
     time.sleep(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint import commit
+from kempner.config.option import ConfigError
+from kempner.files import step_of
 
 # --- A disk that crashes ------------------------------------------------------------------------
 
@@ -66,20 +69,20 @@ def watched(crash_at: int | None = None) -> Iterator[list[Operation]]:
 
 # --- Checkpoints made by hand -------------------------------------------------------------------
 
-FILES = {"a.distcp": b"weights" * 100, "b.distcp": b"moments" * 50}
+TEXTS = {"config.toml": b"[model]", "tensors.json": b"{}"}
 
 
-def write(root: Path, step: int) -> dict[str, dict[str, int]]:
-    """step_X.partial as the ranks leave it; returns its sums."""
-    partial = commit.partial_of(root, step)
-    partial.mkdir(parents=True)
-    for name, content in FILES.items():
-        (partial / name).write_bytes(content + str(step).encode())
-    return {name: commit.checksum(partial / name) for name in FILES}
+def write(root: Path, step: int) -> None:
+    """step_X.partial as the ranks leave it."""
+    folder = commit.partial_of(root, step) / "ranks-000"
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(b"weights" * 100 + str(step).encode())
 
 
-def save(root: Path, step: int) -> Path:
-    return commit.commit(root, step, write(root, step), {"samples": 8 * step})
+def save(root: Path, step: int, parent: int | None = None) -> Path:
+    write(root, step)
+    facts = {"samples": 8 * step, "parent": step - 1 if parent is None else parent}
+    return commit.commit(root, step, TEXTS, facts)
 
 
 def names(root: Path) -> list[str]:
@@ -87,9 +90,12 @@ def names(root: Path) -> list[str]:
 
 
 def sound(path: Path) -> bool:
-    """Everything that the manifest lists is there, and it is of the step of its name."""
+    """Everything is there, and it is of the step of its name."""
     manifest = commit.read_manifest(path)
-    return not commit.verify(path, manifest["files"]) and path.name == commit.name_of(
+    for name in manifest["files"]:
+        commit.read_listed(path, manifest, name)
+    data = (path / "ranks-000" / "__0_0.distcp").read_bytes()
+    return data.endswith(str(manifest["step"]).encode()) and path.name == commit.name_of(
         manifest["step"]
     )
 
@@ -111,20 +117,25 @@ def crashes(prepare: Callable[[], None], act: Callable[[], object]) -> Iterator[
 
 
 def test_the_order_of_a_commit(tmp_path: Path) -> None:
-    """Nothing is renamed before what it holds is durable, `latest` moves last."""
-    sums = write(tmp_path, 7)
+    """Nothing is renamed before what it holds is durable, and `latest` moves last."""
+    write(tmp_path, 7)
     with watched() as operations:
-        commit.commit(tmp_path, 7, sums, {})
-    manifest, link = f".manifest.json.{os.getpid()}.new", f".latest.{os.getpid()}.new"
+        commit.commit(tmp_path, 7, TEXTS, {})
+    new = {name: f".{name}.{os.getpid()}.new" for name in (*TEXTS, "manifest.json", "latest")}
+
+    def whole(name: str) -> list[Operation]:
+        written = [("write", new[name]), ("fsync", new[name]), ("rename", name)]
+        return [*written, ("fsync", "step_00000007.partial")]
+
     assert operations == [
-        ("write", manifest),
-        ("fsync", manifest),
-        ("rename", "manifest.json"),
-        ("fsync", "step_00000007.partial"),  # with it the entries of the ranks' files
+        *whole("config.toml"),
+        *whole("tensors.json"),
+        ("fsync", "ranks-000"),  # with it the entries of the ranks' files
+        *whole("manifest.json"),
         ("rename", "step_00000007"),
         ("fsync", tmp_path.name),
-        ("remove", link),
-        ("symlink", link),
+        ("remove", new["latest"]),
+        ("symlink", new["latest"]),
         ("rename", "latest"),
         ("fsync", tmp_path.name),
     ]
@@ -134,26 +145,26 @@ def test_the_order_of_a_commit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("again", [False, True], ids=["new-step", "step-that-is-there"])
 def test_a_crash_anywhere_leaves_the_old_or_the_new(tmp_path: Path, again: bool) -> None:
     roots = (tmp_path / str(k) for k in range(100))
-    root, sums = tmp_path, {}
+    root = tmp_path
 
     def prepare() -> None:
-        nonlocal root, sums
+        nonlocal root
         root = next(roots)
         old = save(root, 1)
         if again:
             save(root, 2)
             commit.point_latest(root, old.name)  # the user went back
-        sums = write(root, 2)
+        write(root, 2)
 
     seen = set()
-    for operation in crashes(prepare, lambda: commit.commit(root, 2, sums, {})):
+    for operation in crashes(prepare, lambda: commit.commit(root, 2, TEXTS, {})):
         newest = commit.latest(root)
         assert newest is not None and sound(newest), operation
         seen.add(newest.name)
         commit.clean(root)
         assert all(map(sound, commit.complete(root))), operation
         assert commit.complete(root)[0] == newest, operation
-        assert all(name == "latest" or commit.COMPLETE.fullmatch(name) for name in names(root))
+        assert all(name == "latest" or step_of(name) for name in names(root))
         save(root, 2)  # the run comes to this step once more
         commit.clean(root)
         assert names(root) == ["latest", "step_00000001", "step_00000002"], operation
@@ -179,16 +190,6 @@ def test_a_crash_while_old_ones_are_deleted(tmp_path: Path) -> None:
         assert names(root) == ["latest", "step_00000003"]
 
 
-def test_write_atomic_shows_the_old_text_or_the_new(tmp_path: Path) -> None:
-    path = tmp_path / "status.json"
-
-    def prepare() -> None:
-        path.write_text("old")
-
-    seen = {path.read_text() for _ in crashes(prepare, lambda: commit.write_atomic(path, "new"))}
-    assert seen == {"old", "new"}
-
-
 # --- What is found ------------------------------------------------------------------------------
 
 
@@ -198,17 +199,17 @@ def test_nothing_there(tmp_path: Path) -> None:
         assert commit.clean(root) == []
 
 
-def test_latest_first_then_from_new_to_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_first_then_its_ancestors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a relative path, as run.dir mostly is, and through a link, as to a scratch disk."""
-    for step in (5, 10, 100_000_000, 20):
+    for step in (5, 10, 20, 100_000_000):
         save(tmp_path / "real", step)
-    commit.point_latest(tmp_path / "real", "step_00000010")
+    commit.point_latest(tmp_path / "real", "step_00000020")
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
     for root in (tmp_path / "real", Path("real"), Path("link")):
         order = [int(path.name[5:]) for path in commit.complete(root)]
-        assert order == [10, 100_000_000, 20, 5]
-        assert commit.latest(root) == root / "step_00000010"
+        assert order == [20, 10, 5, 100_000_000]  # the run went back behind the last one
+        assert commit.latest(root) == root / "step_00000020"
 
 
 @pytest.mark.parametrize("target", ["step_00000009", "nowhere", "../elsewhere/step_00000001"])
@@ -250,29 +251,42 @@ def test_clean_removes_leftovers_alone(tmp_path: Path) -> None:
 # --- Damage -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("damage", "word"), [("cut", "bytes"), ("flip", "crc32"), ("remove", "No such file")]
-)
-def test_verify_names_the_file_and_what_is_wrong(tmp_path: Path, damage: str, word: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_a_small_file_is_compared_with_the_manifest(tmp_path: Path, damage: str) -> None:
     path = save(tmp_path, 1)
-    assert sound(path)
-    shard = path / "b.distcp"
-    content = bytearray(shard.read_bytes())
-    content[17] ^= 1
+    file = path / "config.toml"
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
     if damage == "remove":
-        shard.unlink()
+        file.unlink()
     else:
-        shard.write_bytes(content if damage == "flip" else content[:-1])
-    (wrong,) = commit.verify(path, commit.read_manifest(path)["files"])
-    assert "b.distcp" in wrong and word in wrong
+        file.write_bytes(content if damage == "flip" else content[:-1])
+    with pytest.raises(commit.Damaged, match=r"config\.toml"):
+        commit.read_listed(path, commit.read_manifest(path), "config.toml")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"format": 99, "files": {}}', '{"format": 1, "files": []}']
-)
-def test_a_damaged_manifest_is_a_value_error(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "2"}'])
+def test_a_torn_manifest_is_damage(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(ValueError, match=r"manifest\.json"):
+    with pytest.raises(commit.Damaged, match=r"manifest\.json"):
+        commit.read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(("version", "word"), [(1, "older version"), (99, "newer version")])
+def test_another_format_is_not_damage(tmp_path: Path, version: int, word: str) -> None:
+    (tmp_path / "manifest.json").write_text(f'{{"format": {version}}}')
+    with pytest.raises(ConfigError, match=f"{word}.*format {version}.*reads format 2"):
+        commit.read_manifest(tmp_path)
+
+
+def test_an_error_of_the_disk_is_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_text", broken)
+    with pytest.raises(OSError, match="Input/output error"):
         commit.read_manifest(tmp_path)
 
 
@@ -283,11 +297,11 @@ def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step_00000001.corrupt", "step_00000001.corrupt.1"]
 
 
-def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
+def test_the_manifest_lists_the_small_files_alone(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["step"] == 3 and manifest["samples"] == 24 and manifest["format"] == 1
-    assert {*manifest["files"], "manifest.json"} == set(os.listdir(path))
+    assert manifest["step"] == 3 and manifest["samples"] == 24 and manifest["format"] == 2
+    assert {*manifest["files"], "manifest.json", "ranks-000"} == set(os.listdir(path))
 
 
 # --- Retention ----------------------------------------------------------------------------------
@@ -320,6 +334,29 @@ def test_latest_stays_when_it_is_old(ten: Path, monkeypatch: pytest.MonkeyPatch)
     assert kept(Path(ten.name), 1, 0) == [2]
 
 
+@pytest.mark.parametrize("saved_at", [7, 12], ids=["before-the-old-ones", "after-them"])
+def test_a_branch_that_was_left_is_used_last_and_removed(ten: Path, saved_at: int) -> None:
+    """`latest` was set back to step 5, and the run saved once more."""
+    commit.point_latest(ten, "step_00000005")
+    save(ten, saved_at, parent=5)
+    order = [step_of(path.name) for path in commit.complete(ten)]
+    left = [step for step in (10, 9, 8, 7, 6) if step != saved_at]
+    assert order == [saved_at, 5, 4, 3, 2, 1, *left]
+    commit.set_aside(ten / commit.name_of(saved_at))  # it is damaged: not the younger ones
+    assert commit.complete(ten)[0] == ten / "step_00000005"
+    commit.point_latest(ten, "step_00000005")
+    save(ten, saved_at + 1, parent=5)
+    assert kept(ten, 2, 0) == [5, saved_at + 1]
+
+
+def test_a_checkpoint_that_is_made_again_replaces_the_old_one(ten: Path) -> None:
+    commit.point_latest(ten, "step_00000005")
+    save(ten, 8, parent=5)
+    assert commit.branches(ten)[0][:2] == [ten / "step_00000008", ten / "step_00000005"]
+    assert (ten / "step_00000008.deleted").is_dir()  # deleted after the commit, not within
+    assert kept(ten, 1, 0) == [8] and not list(ten.glob("*.deleted"))
+
+
 def test_one_that_is_read_stays(ten: Path) -> None:
     with commit.reading(ten / "step_00000004"):
         assert kept(ten, 1, 0) == [4, 10]
@@ -332,7 +369,7 @@ def test_one_that_cannot_be_deleted_does_not_spoil_the_save(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(commit, "remove", refuse)
+    monkeypatch.setattr(commit, "doom", refuse)
     assert kept(ten, 9, 0) == list(range(1, 11))
     monkeypatch.undo()
     assert kept(ten, 9, 0) == list(range(2, 11))  # the next save tries again

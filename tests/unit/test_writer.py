@@ -28,12 +28,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from kempner.checkpoint import checkpointer as checkpoints
 from kempner.checkpoint import commit, writer
-from kempner.checkpoint import dcp as checkpoints
+from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.crc import FAR, NEAR, crc32
-from kempner.checkpoint.dcp import Checkpointer
-from kempner.checkpoint.writer import PAGE, frame, write_file
+from kempner.checkpoint.layout import make_table
+from kempner.checkpoint.metadata import write_metadata
+from kempner.checkpoint.reader import DataFile, read_tensors, verify
+from kempner.checkpoint.state import run_state
+from kempner.checkpoint.writer import BLOCK, MAGIC, PAGE, Image, frame, plan_file, write_file
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -50,9 +54,8 @@ class Holder(nn.Module):
 def checkpointer(root: Path, model: nn.Module, **cfg: Any) -> tuple[Checkpointer, list[str]]:
     log: list[str] = []
     optimizer = torch.optim.AdamW(model.parameters())
-    made = Checkpointer(
-        CheckpointConfig(**cfg), root, model, optimizer, ({}, {"fixed": {}}), log.append
-    )
+    state = run_state(model, optimizer)
+    made = Checkpointer(CheckpointConfig(**cfg), root, state, ({}, {"fixed": {}}), log.append)
     return made, log
 
 
@@ -115,19 +118,42 @@ def test_torch_reads_it_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
     saver, _ = checkpointer(tmp_path, Holder(**TENSORS), async_save=async_save)
     saver.save(1, {})
     saver.close()
-    state = read_plainly(tmp_path / "latest")
-    dcp_to_torch_save(
-        tmp_path / "latest", tmp_path / "one.pt"
-    )  # a reader with a planner of its own
-    converted = torch.load(tmp_path / "one.pt", weights_only=True)
-    for name, tensor in TENSORS.items():
-        for read in (state, converted):
+    latest = tmp_path / "latest"
+    readings = [read_plainly(latest), converted(latest), read_tensors(latest)]
+    before = (latest / ".metadata").read_bytes()
+    (latest / ".metadata").unlink()  # as in a checkpoint of very many ranks
+    write_metadata(latest)
+    assert len((latest / ".metadata").read_bytes()) == len(before)
+    for read in (*readings, read_plainly(latest)):
+        for name, tensor in TENSORS.items():
             assert read[f"model.{name}"].dtype == tensor.dtype
             assert bits(read[f"model.{name}"]) == bits(tensor), name
-    data = tmp_path / "latest" / "__0_0.distcp"
-    assert data.stat().st_size % PAGE == 0
-    listed = commit.read_manifest(tmp_path / "latest")["files"]["__0_0.distcp"]
-    assert listed == commit.checksum(data)
+    assert (latest / DATA).stat().st_size % PAGE == 0 and verify(latest) == []
+
+
+def converted(path: Path) -> dict[str, Tensor]:
+    """By torch's own tool, which has a planner of its own."""
+    dcp_to_torch_save(path, path.parent / "one.pt")
+    return torch.load(path.parent / "one.pt", weights_only=True)  # type: ignore[no-any-return]
+
+
+def test_a_flipped_byte_anywhere_is_found(tmp_path: Path) -> None:
+    """In each block of the tensors, in the index and in the footer."""
+    saver, _ = checkpointer(tmp_path, Holder(weight=torch.randn(5 * BLOCK // 8)))
+    saver.save(1, {})
+    saver.close()
+    file = tmp_path / "latest" / DATA
+    content = file.read_bytes()
+    with DataFile(tmp_path / "latest", commit.read_manifest(tmp_path / "latest"), 0) as data:
+        end = data.index["bytes"]
+    assert end > 2 * BLOCK
+    for place in (5000, BLOCK + 7, 2 * BLOCK + 7, end + 9, len(content) - 20):
+        with open(file, "r+b") as damaged:
+            damaged.seek(place)
+            damaged.write(bytes([content[place] ^ 1]))
+        assert len(verify(tmp_path / "latest")) == 1, place
+        file.write_bytes(content)
+    assert verify(tmp_path / "latest") == []
 
 
 # --- The moment -----------------------------------------------------------------------------------
@@ -138,9 +164,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Files are not written until the event is set."""
     go = threading.Event()
 
-    def late(path: Path, data: memoryview) -> dict[str, int]:
+    def late(*args: Any) -> None:
         assert go.wait(60)
-        return write_file(path, data)
+        write_file(*args)
 
     monkeypatch.setattr(checkpoints, "write_file", late)
     yield go
@@ -168,27 +194,48 @@ def test_what_is_written_late_is_the_state_of_the_save(
         assert weight.unique().tolist() == [float(step)]
 
 
-def test_a_plan_is_kept_until_the_state_is_another(
+def test_the_plan_is_made_before_the_first_save_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans = []
-    make_plan = checkpoints.make_plan
+    images: list[Image] = []
     monkeypatch.setattr(
-        checkpoints, "make_plan", lambda *given: plans.append(1) or make_plan(*given)
+        checkpoints, "Image", lambda *given: images.append(Image(*given)) or images[-1]
     )
     model = Holder(weight=torch.ones(100, 10))
     saver, _ = checkpointer(tmp_path, model)
+    optimizer = saver.providers["optim"].optimizer  # type: ignore[attr-defined]
     for step in range(4):
         if step == 2:  # the optimizer has made its state
             model.weight.grad = torch.ones_like(model.weight)
-            saver.optimizer.step()
+            optimizer.step()
+        saver.poll()
+        assert saver._built is not None and saver._built.result()
+        made = len(images)
         saver.save(step, {})
         saver.wait()
-        assert len(plans) == (1 if step < 2 else 2)
+        assert (made, len(images)) == ((1, 1) if step < 2 else (1, 2) if step == 2 else (2, 2))
     saver.close()
     state = read_plainly(tmp_path / "latest")
     assert torch.equal(state["model.weight"], model.weight.detach())
     assert state["optim.weight.step"] == 1 and state["optim.weight.exp_avg"].all()
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Driver:
+        def cudaHostRegister(self, *_: int) -> int:
+            return 2  # cudaErrorMemoryAllocation
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    table = make_table({"weight": torch.arange(10.0)}, {}, world=1)
+    log: list[str] = []
+    image = Image(plan_file(table, 0), torch.device("cuda", 0), log.append)
+    image.stage({"weight": torch.arange(10.0)})
+    assert torch.equal(image.targets["weight"], torch.arange(10.0))
+    assert "cannot be pinned (CUDA error 2" in log[0] and len(log) == 1
+    image.close()
 
 
 # --- Disks ----------------------------------------------------------------------------------------
@@ -234,10 +281,10 @@ def test_a_file_is_whole_on_any_disk(
     memory.write(os.urandom(size))
     if disk is not None:
         disk(monkeypatch)
-    told = write_file(tmp_path / "file", memoryview(memory))
+    write_file(tmp_path / "file", memoryview(memory), {})
     monkeypatch.undo()
-    assert (tmp_path / "file").read_bytes() == memory[:]
-    assert told == commit.checksum(tmp_path / "file")
+    content = (tmp_path / "file").read_bytes()
+    assert content[:size] == memory[:] and content[size + PAGE - 32 :].startswith(MAGIC)
 
 
 def test_another_error_of_a_disk_is_not_hidden(
@@ -247,11 +294,11 @@ def test_another_error_of_a_disk_is_not_hidden(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pwrite", broken)
-    with pytest.raises(OSError, match="Input/output error"):
-        write_file(tmp_path / "file", memoryview(bytes(PAGE)))
+    with pytest.raises(OSError, match=r"Input/output error: .*/file"):
+        write_file(tmp_path / "file", memoryview(bytes(PAGE)), {})
     monkeypatch.undo()
     with pytest.raises(FileExistsError):  # somebody else's file is not written into
-        write_file(tmp_path / "file", memoryview(bytes(PAGE)))
+        write_file(tmp_path / "file", memoryview(bytes(PAGE)), {})
 
 
 @contextlib.contextmanager
@@ -295,6 +342,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 
 # --- Several ranks --------------------------------------------------------------------------------
 
+DATA = "ranks-000/__0_0.distcp"
 ROWS = {"even": 6, "uneven": 4}  # over 3 ranks, 4 rows are 2, 2 and none
 
 
@@ -308,7 +356,7 @@ def of_three(rank: int, root: Path) -> None:
         name: distribute_tensor(torch.arange(rows * 5.0).view(rows, 5), mesh, [Shard(0)])
         for name, rows in ROWS.items()
     }
-    model = Holder(**values, replica=torch.arange(100_000.0))
+    model = Holder(**values, replica=torch.arange(100_000.0), small=torch.arange(7.0))
     saver, log = checkpointer(root / "checkpoints", model)
     saver.save(1, {})
     saver.wait()
@@ -319,24 +367,43 @@ def of_three(rank: int, root: Path) -> None:
     saver.save(2, {})
     saver.wait()
     assert saver.saved_step == 1 and saver.failed_saves == 1, log
-    assert "rank 1: TypeError" in log[-1], log
+    assert "failed: rank 1: TypeError" in log[-1], log
     assert commit.latest(root / "checkpoints") == root / "checkpoints" / commit.name_of(1)
     if rank == 1:
         os.pwrite = real
     saver.save(3, {})
     saver.close()
     assert saver.saved_step == 3, log
+    opened = files_that_a_load_opens(root / "checkpoints", model)
+    assert opened <= {f"__{rank}_0.distcp", "__0_0.distcp"}, opened  # 0 wrote the large replica
     dist.destroy_process_group()
+
+
+def files_that_a_load_opens(root: Path, model: nn.Module) -> set[str]:
+    opened: set[str] = set()
+    real = os.open
+
+    def watch(path: Any, *more: Any, **named: Any) -> int:
+        if str(path).endswith(".distcp"):
+            opened.add(Path(path).name)
+        return real(path, *more, **named)
+
+    os.open = watch
+    loader, _ = checkpointer(root, model)
+    assert loader.load() is not None
+    os.open = real
+    return opened
 
 
 def test_three_ranks_write_one_state_and_fail_together(tmp_path: Path) -> None:
     mp.spawn(of_three, (tmp_path,), nprocs=3)
     path = tmp_path / "checkpoints" / "latest"
-    state = read_plainly(path)
-    for name, rows in ROWS.items():
-        assert torch.equal(state[f"model.{name}"], torch.arange(rows * 5.0).view(rows, 5))
-    assert torch.equal(state["model.replica"], torch.arange(100_000.0))
-    assert {f"rng.{rank}.cpu" for rank in range(3)} <= state.keys()
-    files = {path.name: path.stat().st_size for path in path.glob("*.distcp")}
+    for state in (read_plainly(path), read_tensors(path)):
+        for name, rows in ROWS.items():
+            assert torch.equal(state[f"model.{name}"], torch.arange(rows * 5.0).view(rows, 5))
+        assert torch.equal(state["model.replica"], torch.arange(100_000.0))
+        assert torch.equal(state["model.small"], torch.arange(7.0))
+    assert {f"rng.{rank}.cpu" for rank in range(3)} <= read_plainly(path).keys()
+    files = {path.name: path.stat().st_size for path in path.glob("ranks-000/*.distcp")}
     assert sorted(files) == [f"__{rank}_0.distcp" for rank in range(3)]
     assert sum(files.values()) < 2 * 400_000  # the replica is there once

@@ -1,13 +1,13 @@
 """The commit protocol of checkpoints: a directory is complete or it is not there.
 
     step_00000100.partial/   being written
-    step_00000100/           complete: its manifest.json lists every file with size and CRC-32
-    latest                   link to the newest complete one, replaced by rename
-    step_00000100.corrupt/   set aside, because loading it failed
+    step_00000100/           complete: its files are durable, and manifest.json was written last
+    latest                   link to the checkpoint that a start continues from, replaced by rename
+    step_00000100.corrupt/   proved to be damaged, and set aside
     step_00000100.deleted/   being deleted
 
-Everything that makes it true is here: fsync of files and directories, rename, and the order of the
-two. No torch.
+All that makes this true is here: fsync of files and directories, rename, and the order of the two.
+No torch.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
-import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-FORMAT = 1
+from kempner.config.option import ConfigError
+from kempner.files import fsync, step_of, swap_link, write_atomic
+
+FORMAT = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
-COMPLETE = re.compile(r"step_(\d{8,})")
-CHUNK = 1 << 24
+
+
+class Damaged(ValueError):
+    """Proof that a checkpoint is damaged: a file is missing or short, or its sum is wrong."""
 
 
 def name_of(step: int) -> str:
@@ -38,47 +42,29 @@ def partial_of(root: Path, step: int) -> Path:
     return root / f"{name_of(step)}.partial"
 
 
-def fsync(path: Path) -> None:
-    """Make a file's data, or a directory's entries, durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+# --- Writing ---
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, sees the old text or the new."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    with open(fresh, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    fsync(path.parent)
+def commit(root: Path, step: int, texts: dict[str, bytes], facts: dict[str, Any]) -> Path:
+    """Turn step_X.partial, whose data files are durable, into the checkpoint that `latest` names.
 
-
-def checksum(path: Path) -> dict[str, int]:
-    """Size and CRC-32 of a file."""
-    size = crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            size += len(chunk)
-            crc = zlib.crc32(chunk, crc)
-    return {"bytes": size, "crc32": crc}
-
-
-def commit(root: Path, step: int, files: dict[str, dict[str, int]], about: dict[str, Any]) -> Path:
-    """Turn step_X.partial, whose listed files are durable, into the checkpoint that `latest` names.
-
-    A crash at any instant leaves the old `latest` or the new one, each of them complete. Called by
-    rank 0 alone, when all ranks have written.
+    `texts`: the small files that go beside them. A crash at any instant leaves the old `latest` or
+    the new one, each of them complete. Rank 0 calls it when all ranks have written.
     """
     partial, final = partial_of(root, step), root / name_of(step)
-    manifest = {**about, "format": FORMAT, "step": step, "files": files}
+    for name, content in texts.items():
+        write_atomic(partial / name, content)
+    for folder in partial.iterdir():
+        if folder.is_dir():
+            fsync(folder)
+    files = {
+        name: {"bytes": len(content), "crc32": zlib.crc32(content)}
+        for name, content in texts.items()
+    }
+    manifest = {**facts, "format": FORMAT, "step": step, "time": time.time(), "files": files}
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
-    if final.exists():  # `latest` was moved back behind it, and the run has come here again
-        remove(final)
+    if final.exists():  # the run went back behind this step and has now reached it again
+        doom(final)
     partial.rename(final)
     fsync(root)
     point_latest(root, final.name)
@@ -89,11 +75,13 @@ def point_latest(root: Path, target: str) -> None:
     link = root / LATEST
     if link.is_dir() and not link.is_symlink():  # a copy of the run that has followed links
         link.rename(unused(root, f"{LATEST}.copied"))
-    fresh = root / f".{LATEST}.{os.getpid()}.new"
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(target)
-    fresh.replace(link)
-    fsync(root)
+    swap_link(link, target)
+
+
+def set_latest(path: Path) -> None:
+    """Make `latest` name this one, if it does not already."""
+    if latest(path.parent) != path:
+        point_latest(path.parent, path.name)
 
 
 def unused(root: Path, name: str) -> Path:
@@ -102,66 +90,109 @@ def unused(root: Path, name: str) -> Path:
     return next(path for path in tries if not path.exists())
 
 
+# --- Choosing ---
+
+
 def latest(root: Path) -> Path | None:
     """The directory in `root` that `latest` names, None when there is none or it dangles."""
     target = root / (root / LATEST).resolve().name
-    return target if COMPLETE.fullmatch(target.name) and (target / MANIFEST).is_file() else None
+    return target if step_of(target.name) is not None and (target / MANIFEST).is_file() else None
+
+
+class _Commit(NamedTuple):
+    """What a manifest says about the history. Without a readable one, time is None."""
+
+    step: int
+    parent: int  # the step that was loaded or saved before this one; -1: none
+    time: float | None
+
+    def may_follow(self, other: _Commit) -> bool:
+        """Can `other` be an ancestor of this one?"""
+        older = self.time is None or other.time is None or other.time < self.time
+        return other.step <= self.parent and older
+
+
+def branches(root: Path) -> tuple[list[Path], list[Path]]:
+    """The checkpoints from which the run has come to where `latest` is, newest first, and those of
+    branches that it has left by going back.
+
+    A younger checkpoint of a branch that was left holds what the run went back to avoid.
+    """
+    if not root.is_dir():
+        return [], []
+    found = {
+        path: _read_commit(path, step)
+        for path in root.iterdir()
+        if (step := step_of(path.name)) is not None and path.is_dir()
+    }
+    newest_first = sorted(found, key=lambda p: (found[p].time or 0.0, found[p].step), reverse=True)
+    head = latest(root)
+    named = step_of((root / LATEST).resolve().name)
+    if head is None and named is None and newest_first:
+        head = newest_first[0]
+    at = found[head] if head else _Commit(0, named or 0, None)
+    branch = [head] if head else []
+    while ancestors := [
+        path for path in found if path not in branch and at.may_follow(found[path])
+    ]:
+        branch.append(max(ancestors, key=lambda path: found[path].step))
+        at = found[branch[-1]]
+    return branch, [path for path in newest_first if path not in branch]
 
 
 def complete(root: Path) -> list[Path]:
-    """The checkpoints worth trying, best first: `latest`, then the others from new to old."""
-    if not root.is_dir():
-        return []
-    newest_first = sorted(
-        (p for p in root.iterdir() if COMPLETE.fullmatch(p.name) and p.is_dir()),
-        key=lambda path: int(path.name[5:]),
-        reverse=True,
-    )
-    first = latest(root)
-    return sorted(newest_first, key=lambda path: path != first)
+    """The checkpoints in the order in which to try them: `latest`, its ancestors, the others."""
+    branch, left = branches(root)
+    return branch + left
+
+
+def _read_commit(path: Path, step: int) -> _Commit:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        return _Commit(step, int(manifest["parent"]), float(manifest["time"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return _Commit(step, step - 1, None)
+
+
+# --- Reading ---
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises ValueError when it is missing, torn, or of another format."""
+    """Raises Damaged when it is missing or torn, ConfigError when it is of another format."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
-        if not isinstance(manifest["files"], dict):
-            raise ValueError("its list of files is damaged")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / MANIFEST}: {error}") from None
+        version = manifest["format"]
+        if not isinstance(version, int):
+            raise ValueError("its format is not a number")
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path / MANIFEST}: {type(error).__name__}: {error}") from None
+    if version != FORMAT:
+        other = "an older" if version < FORMAT else "a newer"
+        raise ConfigError(
+            f"{path} was written by {other} version of this program: it has format {version}, this "
+            f"version reads format {FORMAT}. Continue it with that version, or start over in "
+            "another directory: --run.dir=runs/NAME"
+        )
     return manifest  # type: ignore[no-any-return]
 
 
-def verify(path: Path, files: dict[str, dict[str, int]]) -> list[str]:
-    """What is wrong with these files of a checkpoint: missing, of another size, or changed."""
-    wrong = []
-    for name, expected in files.items():
-        try:
-            found = checksum(path / name)
-        except OSError as error:
-            wrong.append(f"{name}: {error.strerror}")
-            continue
-        if found != expected:
-            what = "bytes" if found["bytes"] != expected["bytes"] else "crc32"
-            wrong.append(f"{name}: {what} {found[what]}, the manifest says {expected[what]}")
-    return wrong
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint out of the way; nothing is deleted."""
-    target = unused(path.parent, f"{path.name}.corrupt")
-    path.rename(target)
-    fsync(path.parent)
-    return target
+def read_listed(path: Path, manifest: dict[str, Any], name: str) -> bytes:
+    """One of the small files that the manifest lists. Raises Damaged."""
+    try:
+        content, expected = (path / name).read_bytes(), manifest["files"][name]
+        whole = expected == {"bytes": len(content), "crc32": zlib.crc32(content)}
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError) as error:
+        raise Damaged(f"{path / name}: {type(error).__name__}: {error}") from None
+    if not whole:
+        raise Damaged(f"{path / name}: size or CRC-32 differ from those in {MANIFEST}")
+    return content
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Hold a checkpoint against retention while it is read (a shared lock on its manifest)."""
+    """Protect a checkpoint from retention while it is read (a shared lock on its manifest)."""
     with contextlib.ExitStack() as held:
-        # No manifest: the reader will say so. No locks on this file system: nobody is kept out.
+        # Without a manifest the reader fails by itself; without locks nothing can be protected.
         with contextlib.suppress(OSError):
             file = held.enter_context(open(path / MANIFEST))
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -170,7 +201,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def is_read(path: Path) -> bool:
     try:
-        with open(path / MANIFEST, "r+") as file:  # NFS locks for writing only what is open for it
+        with open(path / MANIFEST, "r+") as file:  # NFS needs it open for writing to lock it so
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -179,26 +210,45 @@ def is_read(path: Path) -> bool:
     return False
 
 
+# --- Removing ---
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint; nothing is deleted. `latest` moves to the one before it: which
+    one that is, only its manifest says."""
+    branch, _ = branches(path.parent)
+    if branch[1:] and branch[0] == path:
+        point_latest(path.parent, branch[1].name)
+    target = unused(path.parent, f"{path.name}.corrupt")
+    path.rename(target)
+    fsync(path.parent)
+    return target
+
+
 def prune(root: Path, keep_last_n: int, keep_every: int) -> None:
-    """Retention: the newest `keep_last_n`, multiples of `keep_every`, `latest`, and what somebody
-    reads stay."""
-    for path in complete(root)[keep_last_n:]:
-        step = int(path.name[5:])
-        if (keep_every and step % keep_every == 0) or is_read(path) or path == latest(root):
+    """Retention. What stays: the newest `keep_last_n` of the run's own branch, multiples of
+    `keep_every`, `latest`, and what is being read."""
+    branch, left = branches(root)
+    for path in branch[keep_last_n:] + left:
+        step = step_of(path.name)
+        if (keep_every and step and step % keep_every == 0) or is_read(path):
             continue
-        with contextlib.suppress(OSError):  # it stays, and the next save tries again
-            remove(path)
+        if path != latest(root):
+            with contextlib.suppress(OSError):  # it stays, and the next retention tries again
+                doom(path)
+    for path in root.glob("*.deleted"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint: renamed first, so that none is ever half there."""
-    doomed = path.with_name(f"{path.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
-    shutil.rmtree(path.rename(doomed), ignore_errors=True)
+def doom(path: Path) -> None:
+    """Rename a checkpoint before it is deleted, so that none is ever half there."""
+    target = path.with_name(f"{path.name}.deleted")
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
 
 
 def clean(root: Path) -> list[str]:
-    """Remove what a killed run has left; returns the names. At a start, before anything is read."""
+    """Remove what a killed run has left; returns the names. Called before anything is read."""
     if not root.is_dir():
         return []
     left = [p for p in root.iterdir() if p.name.endswith((".partial", ".deleted", ".new"))]

@@ -9,10 +9,10 @@ from kempner.config.option import option
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    dir: str = option("", "checkpoint directory; unset: <run.dir>/checkpoints")
-    interval: int = option(500, "steps between checkpoints; 0: only at the end", minimum=0)
-    async_save: bool = option(True, "write in the background while training continues")
-    keep_last_n: int = option(2, "number of newest checkpoints to keep", minimum=1)
+    dir: str = option("", "directory of the checkpoints; unset: <run.dir>/checkpoints")
+    interval: int = option(500, "steps between saves; 0: only at the end", minimum=0)
+    async_save: bool = option(True, "write in the background, the step goes on after a copy")
+    keep_last_n: int = option(2, "newest checkpoints that stay", minimum=1)
     keep_every: int = option(
-        0, "also keep every checkpoint whose step is a multiple of this; 0: none", minimum=0
+        0, "also keep every checkpoint at a multiple of this; 0: none", minimum=0
     )

@@ -3,8 +3,11 @@ writes.
 
 The memory of a rank is the image of the file that it writes: each tensor between the bytes that
 torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP)
-reads it. The training stands still for the copy alone. Who writes which tensor is planned by DCP,
-once, and kept. docs/async-save.md has the measurements.
+can read it. The training waits for that copy alone. docs/benchmarks.md has the measurements.
+
+Behind the image, the file ends with its own index as JSON, and a footer that says where it begins:
+
+    image, whole pages | index | zeros | footer
 """
 
 from __future__ import annotations
@@ -14,31 +17,29 @@ import errno
 import fcntl
 import functools
 import io
+import json
 import math
 import mmap
 import os
-import pickle
+import struct
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.crc import crc32
+from kempner.checkpoint.layout import Box, Table, chunks_of
 
 PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths, at most, on known file systems
 ALIGN = 64  # torch.save's alignment of the data
-CHUNK = 1 << 26  # a write: large for the device, and so short that its bytes are summed from cache
-
-
-def file_of(rank: int) -> str:
-    return f"__{rank}_0.distcp"
+WRITE = 1 << 26  # bytes of a write: large for the device, and summed while they are in the cache
+BLOCK = 1 << 23  # bytes that share a CRC-32: a reader of a part verifies no more than it needs
+FOOTER = struct.Struct("<8sQQI4x")  # MAGIC, offset and length of the index, its CRC-32
+MAGIC = b"kempner2"
 
 
 # --- The image of a file ---
@@ -75,80 +76,119 @@ def frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     return bytes(stream.before), bytes(stream.after)
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in the file: [offset] before [data] data [.. + size] after."""
+class Slot(NamedTuple):
+    """Where a part of a tensor is in the file: [offset] before [data] data [.. + size] after."""
 
-    of: MetadataIndex
-    shape: torch.Size
+    key: str  # in the table
+    name: str  # on disk
     dtype: torch.dtype
+    shape: torch.Size  # of the whole tensor
+    box: Box  # the part of it that is here
     offset: int
     data: int
     size: int
     length: int
 
+    @property
+    def local_shape(self) -> torch.Size:
+        return torch.Size(length for _, length in self.box)
 
-def lay_out(items: list[WriteItem]) -> list[Place]:
-    """The places of tensors in the order of the plan; a function of shapes and dtypes alone."""
-    places, at = [], 0
-    for item in items:
-        if item.tensor_data is None:
-            raise TypeError(f"{item.index.fqn} is no tensor: only tensors go into a checkpoint")
-        shape, dtype = item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
-        before, after = frame(shape, dtype)
-        size = math.prod(shape) * dtype.itemsize
+    def entry(self) -> dict[str, Any]:
+        """In the index of the file."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": self.shape,
+            "start": [start for start, _ in self.box],
+            "size": self.local_shape,
+            "at": self.data,
+            "bytes": self.size,
+            "framed": [self.offset, self.length],  # as torch.save has it, for readers of DCP
+        }
+
+
+FilePlan = list[Slot]
+
+
+def plan_file(table: Table, rank: int) -> FilePlan:
+    """What a rank writes, and where: from the table alone, without asking anybody."""
+    plan, at = [], 0
+    for key, box in chunks_of(table, rank):
+        stored = table[key]
+        shape = torch.Size(length for _, length in box)
+        before, after = frame(shape, stored.dtype)
+        size = math.prod(shape) * stored.dtype.itemsize
         length = len(before) + size + len(after)
-        places.append(Place(item.index, shape, dtype, at, at + len(before), size, length))
+        name = key.replace("*", str(rank)) if stored.layout is None else key
+        data = at + len(before)
+        plan.append(Slot(key, name, stored.dtype, stored.shape, box, at, data, size, length))
         at += -(-length // ALIGN) * ALIGN
-    return places
+    return plan
 
 
 class Image:
-    """This rank's file in memory. Never staged into while it is being written: the caller waits."""
+    """This rank's file in memory. The caller never stages into it while it is being written."""
 
-    def __init__(self, items: list[WriteItem], pinned: bool) -> None:
-        """`pinned`: a GPU copies into it by itself."""
-        places = lay_out(items)
-        end = places[-1].offset + places[-1].length if places else 0
+    def __init__(
+        self, plan: FilePlan, device: torch.device | None, warn: Callable[[str], None]
+    ) -> None:
+        """`device`: the GPU that copies into it by itself, None on a CPU. May run in a thread.
+
+        Pinning can fail where the rest of a save does not (a limit on locked memory, a virtual
+        machine). Then the memory stays pageable, with a warning: the copies are slower.
+        """
+        end = plan[-1].offset + plan[-1].length if plan else 0
         memory = torch.frombuffer(pages(end), dtype=torch.uint8)
+        memory[::PAGE] = 0  # fault the pages in now, so that the first save does not
         self.bytes = memory.numpy().data[: -(-end // PAGE) * PAGE]
+        self.entries = {slot.name: slot.entry() for slot in plan}
         self.targets: dict[str, Tensor] = {}
-        for place in places:
-            before, after = frame(place.shape, place.dtype)
-            self.bytes[place.offset : place.data] = before
-            self.bytes[place.data + place.size : place.offset + place.length] = after
-            if place.size:
-                data = memory[place.data : place.data + place.size]
-                self.targets[place.of.fqn] = data.view(place.dtype).view(place.shape)
-        self.pinned = memory if pinned else None
-        if pinned:
-            cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        for slot in plan:
+            before, after = frame(slot.local_shape, slot.dtype)
+            self.bytes[slot.offset : slot.data] = before
+            self.bytes[slot.data + slot.size : slot.offset + slot.length] = after
+            if slot.size:
+                data = memory[slot.data : slot.data + slot.size]
+                self.targets[slot.key] = data.view(slot.dtype).view(slot.local_shape)
+        self._pinned = memory if device is not None and pin(memory, device, warn) else None
 
     def close(self) -> None:
-        """Give the pinned memory back; the rest goes with the object."""
-        if self.pinned is not None:
+        """Unpin the memory; it is freed with the object."""
+        if self._pinned is not None:
             cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cuda.cudaHostUnregister(self.pinned.data_ptr())
-            self.pinned = None
+            cuda.cudaHostUnregister(self._pinned.data_ptr())
+            self._pinned = None
 
     @torch.no_grad()
     def stage(self, state: dict[str, Tensor]) -> None:
         """Copy the tensors of this moment in; when it returns, the training may change them."""
-        sources = [local(state[name]) for name in self.targets]
-        asynchronous = self.pinned is not None
+        sources = [local(state[key]) for key in self.targets]
+        asynchronous = self._pinned is not None
         if sources:
             torch._foreach_copy_(list(self.targets.values()), sources, non_blocking=asynchronous)
         if asynchronous:
             torch.cuda.current_stream().synchronize()
 
 
+def pin(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bool:
+    """Lock memory in place for a GPU; False, after a warning, when the driver refuses."""
+    torch.cuda.set_device(device)  # this thread's: the default would open a context on GPU 0
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
+        warn(
+            f"WARNING: the memory for checkpoints cannot be pinned (CUDA error {code} for "
+            f"{memory.nbytes / 1e9:.1f} GB): saves copy more slowly; see `ulimit -l`"
+        )
+    return code == 0
+
+
 def pages(size: int) -> mmap.mmap:
-    """Zeroed memory for at least `size` bytes, whole pages."""
+    """Zeroed memory for at least `size` bytes, in whole pages."""
     size = max(-(-size // PAGE) * PAGE, PAGE)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a kernel without them
+    with contextlib.suppress(AttributeError, OSError):  # a kernel without it
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults at the first save
-        memory.madvise(mmap.MADV_DONTFORK)  # a child would make every page be copied once more
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork must not copy these pages
     return memory
 
 
@@ -157,86 +197,60 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-# --- The plan ---
-
-
-class Plan(NamedTuple):
-    """Who writes what. `metadata`: the contents of .metadata, the same for each save; rank 0's."""
-
-    items: list[WriteItem]
-    metadata: bytes
-
-
-def geometry_of(state: dict[str, Tensor]) -> list[Any]:
-    """All that a plan depends on, to compare: name, shape, dtype, and how it is cut."""
-    return [
-        (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None))
-        for name, tensor in state.items()
-    ]
-
-
-def make_plan(state: dict[str, Tensor], ranks: _DistWrapper) -> Plan:
-    """Let DCP plan on all ranks: of replicas one is written, and each rank writes about as much.
-
-    Raises CheckpointException on all ranks when one fails.
-    """
-    planner, metadata = DefaultSavePlanner(), b""
-
-    def of_rank() -> SavePlan:
-        detached = {name: tensor.detach() for name, tensor in state.items()}
-        planner.set_up_planner(detached, is_coordinator=ranks.is_coordinator)
-        return planner.create_local_plan()
-
-    def of_all(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, whole = planner.create_global_plan(plans)
-        whole.storage_data = {
-            place.of: _StorageInfo(file_of(rank), place.offset, place.length)
-            for rank, plan in enumerate(plans)
-            for place in lay_out(plan.items)
-        }
-        whole.storage_meta = StorageMeta()
-        metadata = pickle.dumps(whole)
-        return plans
-
-    items = ranks.reduce_scatter("plan", of_rank, of_all).items
-    return Plan(items, metadata)
-
-
 # --- The file ---
 
 
-def write_file(path: Path, data: memoryview) -> dict[str, int]:
-    """Write whole pages to a new file and make them durable; returns its size and CRC-32.
+def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
+    """Write the image, whole pages, and the index with its sums to a new file; make it durable.
 
-    Past the page cache where the file system allows it: the cache would cost another copy, and
-    memory that the training's files are in. Raises OSError, also when the disk is full.
+    It bypasses the page cache where the file system allows it: the cache would cost another copy,
+    and memory that the training's files are in. Raises OSError with the path, also when the disk
+    is full.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        set_direct(fd, True)
-        done = crc = 0
-        while done < len(data):
-            try:
-                written = os.pwrite(fd, data[done : done + CHUNK], done)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not set_direct(fd, False):
-                    raise
-                continue
-            crc = crc32(data[done : done + written], crc)
-            done += written
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return {"bytes": done, "crc32": crc}
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            set_direct(fd, True)
+            sums: list[int] = []
+            for start in range(0, len(data), WRITE):
+                part = data[start : start + WRITE]
+                _write(fd, part, start)
+                sums += [crc32(part[k : k + BLOCK]) for k in range(0, len(part), BLOCK)]
+            index = {**index, "bytes": len(data), "block": BLOCK, "crc32": sums}
+            _write(fd, _trailer(index, len(data)), len(data))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _trailer(index: dict[str, Any], at: int) -> memoryview:
+    """The index and the footer, which is at the end of a page."""
+    text = json.dumps(index, separators=(",", ":")).encode()
+    length = -(-(len(text) + FOOTER.size) // PAGE) * PAGE
+    memory = memoryview(pages(length))
+    memory[: len(text)] = text
+    memory[length - FOOTER.size : length] = FOOTER.pack(MAGIC, at, len(text), zlib.crc32(text))
+    return memory[:length]
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(fd, data[done:], at + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not set_direct(fd, False):
+                raise
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Turn O_DIRECT on or off; returns whether that changed something."""
+    """Turn O_DIRECT on or off; returns whether that changed anything."""
     before = fcntl.fcntl(fd, fcntl.F_GETFL)
     after = before | os.O_DIRECT if on else before & ~os.O_DIRECT
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, after)
-    except OSError:  # EINVAL: this file system has no such thing
+    except OSError:  # EINVAL: this file system does not support it
         return False
     return before != after

@@ -20,19 +20,20 @@ DEAD_S = 45.0  # a lock that nobody has touched for so long is a dead one's
 
 
 class RunLock:
-    """The file `lock` in a run directory, held by rank 0 of the job that trains in it."""
+    """The file `lock` in a run or checkpoint directory, held by rank 0 of the job that uses it."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Take it. Raises ConfigError, which names the holder, when another job holds it."""
-        self.path = run_dir / "lock"
+    def __init__(self, directory: Path, option: str = "--run.dir=runs/NAME") -> None:
+        """Take it. Raises ConfigError when another job holds it, which names the holder and the
+        option that gives another directory."""
+        self.path = directory / "lock"
         self._text = json.dumps(_self())
         while not self._create():
             holder = _read(self.path)
             if holder is not None and not _is_dead(self.path, holder):
                 name = f"job {holder['job']}" if holder["job"] else f"process {holder['pid']}"
                 raise ConfigError(
-                    f"{run_dir} is in use by {name} on {holder['host']}: wait for it or cancel it, "
-                    "or give this run a directory of its own: --run.dir=runs/NAME"
+                    f"{directory} is in use by {name} on {holder['host']}: wait for it or cancel "
+                    f"it, or give this run a directory of its own: {option}"
                 )
             self._remove(holder)
         self._stop = threading.Event()

@@ -23,7 +23,7 @@ from kempner import slurm
 if TYPE_CHECKING:
     import torch
 
-    from kempner.checkpoint.dcp import Checkpointer
+    from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.progress import Progress
     from kempner.run_directory import Run
 
@@ -178,7 +178,7 @@ def final_verdict(
     its last step is durable."""
     if verdict.save:  # nothing new, unless a step was left undone: then the one before it
         checkpointer.save(progress.step, progress.record())
-    checkpointer.wait(seconds)
+    checkpointer.close(seconds, prune=verdict.state != "interrupted")
     step = progress.step
     if verdict.state == "failed" or checkpointer.saved_step == step:
         return verdict if verdict.state else DONE

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import errno
+import json
 import os
 import pickle
 import re
@@ -16,14 +17,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from kempner.checkpoint import commit
+from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.checkpoint.dcp import Checkpointer, TensorReader
+from kempner.checkpoint.reader import DataFile
+from kempner.checkpoint.state import ModelState, run_state
 from kempner.config.option import ConfigError
 
+DATA = "ranks-000/__0_0.distcp"
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
@@ -33,14 +35,17 @@ pytestmark = pytest.mark.usefixtures("one_process")
 class Job:
     """A model, its optimizer, and their Checkpointer: what one start of a run has."""
 
-    def __init__(self, root: Path, seed: int = 0, dim: int = 64, **cfg: Any) -> None:
+    def __init__(
+        self, root: Path, seed: int = 0, dim: int = 64, run: str = "a", **cfg: Any
+    ) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.log: list[str] = []
-        contents = {"config.toml": "[model]\n"}, {"fixed": {"model": {"dim": dim}}}
+        contents = {"config.toml": "[model]\n"}, {"run": run, "fixed": {"model": {"dim": dim}}}
+        state = run_state(self.model, self.optimizer)
         self.checkpointer = Checkpointer(
-            CheckpointConfig(**cfg), root, self.model, self.optimizer, contents, self.log.append
+            CheckpointConfig(**cfg), root, state, contents, self.log.append
         )
 
     def train(self, steps: int = 1) -> None:
@@ -95,7 +100,9 @@ def test_async_equals_sync_although_the_steps_go_on(tmp_path: Path) -> None:
         job.checkpointer.save(2, {"samples": 16})
         job.train(5)  # while the file is written
         job.checkpointer.close()
-        sums.append(commit.read_manifest(tmp_path / name / "latest")["files"]["__0_0.distcp"])
+        latest = tmp_path / name / "latest"
+        with DataFile(latest, commit.read_manifest(latest), 0) as file:
+            sums.append(file.index["crc32"])
     assert sums[0] == sums[1]
 
 
@@ -172,8 +179,8 @@ def test_a_save_that_fails_is_counted_and_latest_stays(tmp_path: Path, async_sav
         assert f"WARNING: the checkpoint of step {step} failed: rank 0:" in job.log[-1]
         assert "File too large" in job.log[-1]
         assert commit.latest(tmp_path) == tmp_path / "step_00000001"
-        partial = [path.name for path in tmp_path.glob("*.partial")]
-        assert partial == [f"step_{step:08d}.partial"]  # the one before has made room
+        assert f"step_{step:08d}.partial/ranks-000/__0_0.distcp" in job.log[-1]
+        assert not list(tmp_path.glob("*.partial"))  # it must not keep the disk full
     job.save(4)
     assert job.checkpointer.failed_saves == 0 and job.checkpointer.saved_step == 4
     assert commit.latest(tmp_path) == tmp_path / "step_00000004"
@@ -197,29 +204,73 @@ def test_one_without_a_manifest_gives_way_to_the_one_before(tmp_path: Path) -> N
     job = Job(tmp_path)
     manifest = job.checkpointer.load()
     assert manifest is not None and manifest["step"] == 1
-    assert "step_00000002 cannot be used" in job.log[0]
+    assert "step_00000002 is damaged" in job.log[0]
     names = ["latest", "step_00000001", "step_00000002.corrupt"]
     assert sorted(os.listdir(tmp_path)) == names
     assert commit.latest(tmp_path) == tmp_path / "step_00000001"
 
 
-def test_one_that_dcp_cannot_read_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    """Every file is as it was written, but a tensor is not among them."""
-    path = two_saves(tmp_path)
-    metadata = TensorReader(path).read_metadata()
-    lost = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
-    del metadata.state_dict_metadata[lost]
-    replace_metadata(path, pickle.dumps(metadata))
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "other-step"])
+def test_a_damaged_data_file_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
+    file = two_saves(tmp_path) / DATA
+    content = bytearray(file.read_bytes())
+    content[20_000] ^= 1
+    if damage == "remove":
+        file.unlink()
+    elif damage == "other-step":
+        file.write_bytes((tmp_path / "step_00000001" / DATA).read_bytes())
+    else:
+        file.write_bytes(content if damage == "flip" else content[:-1])
     job = Job(tmp_path)
     manifest = job.checkpointer.load()
     assert manifest is not None and manifest["step"] == 1
-    assert lost in job.log[0]
+    assert f"step_00000002 is damaged ({file}" in job.log[0]
+    assert (tmp_path / "step_00000002.corrupt").is_dir()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), OSError(errno.EIO, "Input/output error")],
+    ids=["memory", "disk"],
+)
+def test_what_does_not_prove_damage_leaves_checkpoints_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    two_saves(tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(DataFile, "read", fail)
+    with pytest.raises(type(error)):
+        Job(tmp_path).checkpointer.load()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001", "step_00000002"]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_format_is_refused_and_stays(tmp_path: Path, version: int) -> None:
+    manifest = two_saves(tmp_path) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": version}))
+    with pytest.raises(ConfigError, match=f"format {version}, this version reads format 2"):
+        Job(tmp_path).checkpointer.load()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_a_tensor_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_saves(tmp_path)
+    tensors = ModelState.tensors
+    monkeypatch.setattr(ModelState, "tensors", lambda self: {"new": torch.ones(1), **tensors(self)})
+    with pytest.raises(ConfigError, match=r"has no model\.new of"):
+        Job(tmp_path).checkpointer.load()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001", "step_00000002"]
 
 
 def test_when_none_holds_no_start_begins_from_nothing(tmp_path: Path) -> None:
     path = two_saves(tmp_path)
     for name in ("step_00000001", "step_00000002"):
-        (tmp_path / name / "__0_0.distcp").write_bytes(b"")
+        (tmp_path / name / DATA).write_bytes(b"")
     for _ in range(2):  # the first start has set them aside; the second must not overlook that
         with pytest.raises(RuntimeError, match=r"(?s)step_00000001.*run\.dir|step_00000002"):
             Job(tmp_path).checkpointer.load()
@@ -229,7 +280,7 @@ def test_when_none_holds_no_start_begins_from_nothing(tmp_path: Path) -> None:
         "step_00000002.corrupt",
     ]
     aside.rename(path)  # repaired and renamed back, as the message says
-    (path / "__0_0.distcp").write_bytes(b"")
+    (path / DATA).write_bytes(b"")
     with pytest.raises(RuntimeError):
         Job(tmp_path).checkpointer.load()
 
@@ -241,7 +292,32 @@ def test_one_of_another_model_is_refused_and_stays(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001", "step_00000002"]
 
 
-# --- Files that would run code ------------------------------------------------------------------
+def test_another_runs_checkpoints_are_refused(tmp_path: Path) -> None:
+    two_saves(tmp_path)
+    with pytest.raises(ConfigError, match=r"id a, this run has id b\).*checkpoint\.dir"):
+        Job(tmp_path, run="b").checkpointer.load()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_two_live_runs_cannot_share_a_directory(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    held = Job(root, dir=str(root))
+    with pytest.raises(ConfigError, match=r"is in use by .*--checkpoint\.dir=DIR"):
+        Job(root, dir=str(root))
+    held.checkpointer.close()
+    Job(root, dir=str(root)).checkpointer.close()
+
+
+def test_no_file_can_run_code(tmp_path: Path) -> None:
+    """`.metadata`, the one pickle, is for other programs: loading does not read it."""
+    root, marker = tmp_path / "checkpoints", tmp_path / "was-run"
+    path = two_saves(root)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    job = Job(root)
+    manifest = job.checkpointer.load()
+    assert manifest is not None and manifest["step"] == 2 and not marker.exists()
+    pickle.loads((path / ".metadata").read_bytes())  # the attack works where nobody guards
+    assert marker.exists()
 
 
 class Evil:
@@ -254,45 +330,46 @@ class Evil:
         return os.mkdir, (str(self.marker),)
 
 
-def replace_metadata(path: Path, content: bytes) -> None:
-    """As somebody who can write into the directory would: the manifest agrees."""
-    manifest = commit.read_manifest(path)
-    (path / ".metadata").write_bytes(content)
-    manifest["files"] = {name: commit.checksum(path / name) for name in manifest["files"]}
-    commit.write_atomic(path / commit.MANIFEST, commit.json.dumps(manifest))
+# --- Going back ---------------------------------------------------------------------------------
 
 
-def attack(path: Path, where: str, marker: Path) -> None:
-    metadata = TensorReader(path).read_metadata()
-    if where == "metadata":
-        replace_metadata(path, pickle.dumps(Evil(marker)))
-        return
-    shard = io.BytesIO()
-    torch.save(Evil(marker), shard)
-    (path / "__0_0.distcp").write_bytes(shard.getvalue())
-    for index in metadata.storage_data:
-        metadata.storage_data[index] = _StorageInfo("__0_0.distcp", 0, len(shard.getvalue()))
-    if where == "object":  # DCP unpickles what is no tensor without asking
-        name = next(iter(metadata.state_dict_metadata))
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-    replace_metadata(path, pickle.dumps(metadata))
+def test_a_restart_knows_what_to_leave_out(tmp_path: Path) -> None:
+    """The run goes back, dies before its next save, and starts again."""
+    two_saves(tmp_path)
+    job = Job(tmp_path)
+    job.checkpointer.load()
+    job.checkpointer.remember_skip([[16, 24]])
+    again = Job(tmp_path)
+    manifest = again.checkpointer.load()
+    assert manifest is not None and manifest["skip"] == [[16, 24]]
+    again.save(3)
+    manifest = Job(tmp_path).checkpointer.load()  # from here on it is in the manifest itself
+    assert manifest is not None and manifest["step"] == 3 and "skip" not in manifest
 
 
-@pytest.mark.parametrize("where", ["metadata", "tensor", "object"])
-def test_loading_never_runs_code(tmp_path: Path, where: str) -> None:
-    root, marker = tmp_path / "checkpoints", tmp_path / "was-run"
-    path = two_saves(root)
-    attack(path, where, marker)
-    job = Job(root)
-    manifest = job.checkpointer.load()
-    assert manifest is not None and manifest["step"] == 1
-    assert not marker.exists() and "step_00000002 cannot be used" in job.log[0]
-    aside = root / "step_00000002.corrupt"  # the attack works where nobody guards
-    if where == "metadata":
-        pickle.loads((aside / ".metadata").read_bytes())
-    else:
-        torch.load(aside / "__0_0.distcp", weights_only=False)
-    assert marker.exists()
+# --- Retention ----------------------------------------------------------------------------------
+
+
+def test_deleting_is_not_part_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the next save wait for it, nor a job that has to leave."""
+    may_delete, began = threading.Event(), threading.Event()
+    real = commit.prune
+
+    def slow(*args: Any) -> None:
+        began.set()
+        assert may_delete.wait(60)
+        real(*args)
+
+    monkeypatch.setattr(commit, "prune", slow)
+    job = Job(tmp_path, keep_last_n=1)
+    job.save(1)
+    job.checkpointer.poll()
+    assert began.wait(60)
+    job.save(2)
+    assert job.checkpointer.saved_step == 2
+    job.checkpointer.close(prune=False)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001", "step_00000002"]
+    may_delete.set()
 
 
 # --- The page -----------------------------------------------------------------------------------

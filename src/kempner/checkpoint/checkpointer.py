@@ -1,0 +1,290 @@
+"""Saves and loads a run: its providers of state under the commit protocol, on all ranks at once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kempner.checkpoint import commit, layout
+from kempner.checkpoint.choose import best, remember_skip, set_aside
+from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint.config import CheckpointConfig
+from kempner.checkpoint.layout import Table
+from kempner.checkpoint.metadata import dcp_metadata
+from kempner.checkpoint.ranks import Ranks
+from kempner.checkpoint.reader import TENSORS, read_wanted
+from kempner.checkpoint.state import StateProvider, collect, targets
+from kempner.checkpoint.writer import Image, local, plan_file, write_file
+from kempner.resilience.lock import RunLock
+from kempner.slurm import short_window
+
+LAST_PRUNE_S = 10.0
+
+
+class Checkpointer:
+    """All ranks call the same methods in the same order.
+
+    Its collectives run on a gloo group of its own, so that a save in the background never meets
+    those of the training. They are few and of constant size.
+    """
+
+    def __init__(
+        self,
+        cfg: CheckpointConfig,
+        root: Path,
+        providers: Mapping[str, StateProvider],
+        contents: tuple[dict[str, str], dict[str, Any]],
+        log: Callable[[str], None],
+    ) -> None:
+        """`contents`: texts that go into each checkpoint, by file name, and facts for its manifest.
+        Of these, "run" (the identity of the run) and "fixed" (sections of values) must be the same
+        when it is loaded; rank 0's count.
+
+        Raises ConfigError on all ranks when another live job uses `root`.
+        """
+        self.cfg, self.root, self.providers, self.log = cfg, root, providers, log
+        self.texts, self.about = contents
+        # A slow file system makes ranks wait for each other longer than a step ever may.
+        self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+        self.rank, self.world_size = self._ranks.rank, self._ranks.size
+        self._background = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._retention = futures.ThreadPoolExecutor(1, "retention")
+        self._pruning: futures.Future[None] | None = None
+        self._prune_due = False
+        self._table: Table | None = None  # what the image is made for
+        self._built: futures.Future[tuple[Image, bytes | None]] | None = None
+        self.saved_step = -1  # newest step that is durable
+        self.failed_saves = 0  # in a row
+        self._step_time = 0.0
+        self._warned_of = 0.0  # seconds of a save that the signal window is too short for
+        self.seconds: float | None = None  # that the newest save took until it was durable
+        self._pending: tuple[int, float, futures.Future[float]] | None = None
+        self._lock: RunLock | None = None
+        self._ranks.on_first(self._take_lock)
+
+    def _take_lock(self) -> None:
+        """By default the directory is inside run.dir, which has its own lock."""
+        if not self.cfg.dir:
+            return
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.root, "--checkpoint.dir=DIR")
+        except OSError as error:  # a full disk: train on, as when a save fails
+            self.log(f"WARNING: no lock in {self.root}, nothing keeps other runs out: {error}")
+
+    # --- saving ---
+
+    def save(self, step: int, position: dict[str, Any]) -> None:
+        """Start to save after `step` steps, or do it, when async_save is off. `position` goes into
+        the manifest.
+
+        A step that is saved, or being saved, is not saved again. A failed save is logged and
+        counted; the run continues, and `latest` stays what it was.
+        """
+        if step == self.saved_step or (self._pending and self._pending[0] == step):
+            return
+        self.wait()
+        began = time.monotonic()
+        problem = self._stage()
+        position = copy.deepcopy(position)  # the caller keeps mutating its dict
+        future = self._background.submit(self._write, step, position, problem)
+        if not self.cfg.async_save:
+            futures.wait([future])
+        self._pending = (step, began, future)
+        self.poll()
+
+    def poll(self, step_time: float = 0.0) -> None:
+        """See whether the save in flight has ended. Call it after every step, with its seconds: the
+        first call also prepares the memory of the first save, in the background."""
+        self._step_time = step_time
+        if self._built is None:
+            self._prepare()
+        self._see()
+        if self._prune_due and self.rank == 0 and (not self._pruning or self._pruning.done()):
+            self._prune_due = False
+            self._pruning = self._retention.submit(self._prune)
+
+    def _see(self) -> None:
+        if self._pending is None or not self._pending[2].done():
+            return
+        step, began, future = self._pending
+        self._pending = None
+        if error := future.exception():
+            self.failed_saves += 1
+            self.log(
+                f"WARNING: the checkpoint of step {step} failed: {self._ranks.describe(error)}; "
+                "the one before stays"
+            )
+            return
+        self.saved_step, self.failed_saves, self._prune_due = step, 0, True
+        self.seconds = future.result() - began
+        self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
+        if self.seconds > 1.2 * self._warned_of and (
+            warning := short_window(self.seconds, self._step_time)
+        ):
+            self._warned_of = self.seconds
+            self.log(warning)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until the save in flight is durable or has failed, at most so long; see `saved_step`."""
+        if self._pending is not None:
+            with contextlib.suppress(futures.TimeoutError):
+                self._pending[2].exception(seconds)
+            self._see()
+
+    def close(self, seconds: float | None = None, prune: bool = True) -> None:
+        """wait(), and the last retention: a job that has to leave now does without it."""
+        self.wait(seconds)
+        if prune and self._prune_due and self.rank == 0:
+            futures.wait([self._retention.submit(self._prune)], LAST_PRUNE_S)
+        for executor in (self._background, self._retention):
+            executor.shutdown(wait=False)
+        if self._pending is None:
+            self._unpin()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _prune(self) -> None:
+        """Not part of the save: deleting takes minutes on a parallel file system."""
+        with contextlib.suppress(OSError):  # what cannot be deleted is no reason to fail
+            commit.prune(self.root, self.cfg.keep_last_n, self.cfg.keep_every)
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(TypeError):  # the save says what cannot be stored
+            shared, own = collect(self.providers)
+            self._build(layout.make_table(shared, own, self.world_size), shared)
+
+    def _build(self, table: Table, state: dict[str, Tensor]) -> None:
+        """Plan and allocate for this table, in the background."""
+        self._unpin()
+        on_gpu = (local(tensor).device for tensor in state.values() if tensor.is_cuda)
+        device = next(on_gpu, None)
+
+        def build() -> tuple[Image, bytes | None]:
+            image = Image(plan_file(table, self.rank), device, self.log)
+            return image, dcp_metadata(table, self.world_size) if self.rank == 0 else None
+
+        self._table, self._built = table, self._background.submit(build)
+
+    def _unpin(self) -> None:
+        if self._built is not None and not self._built.exception():
+            self._built.result()[0].close()
+
+    def _stage(self) -> Exception | None:
+        """Copy the state as it is now. An error is returned: all ranks hear of it in _write."""
+        try:
+            shared, own = collect(self.providers)
+            table = layout.make_table(shared, own, self.world_size)
+            if table != self._table or self._built is None or self._built.exception():
+                self._build(table, shared)
+            assert self._built is not None
+            self._built.result()[0].stage(shared | own)
+        except Exception as error:
+            return error
+        return None
+
+    def _write(self, step: int, position: dict[str, Any], problem: Exception | None) -> float:
+        """Make the staged state the newest checkpoint; returns the time when it was durable.
+
+        Runs on a thread, with few and long operations: a thread that often wants the interpreter
+        slows the steps. Raises on all ranks when one has failed.
+        """
+        partial = commit.partial_of(self.root, step)
+
+        def begin() -> None:  # an earlier attempt's files must not mix with ours
+            shutil.rmtree(partial, ignore_errors=True)
+            for rank in range(0, self.world_size, layout.FOLDER):
+                (partial / layout.file_of(rank)).parent.mkdir(parents=True)
+
+        def write() -> None:
+            if problem is not None:
+                raise problem
+            assert self._built is not None
+            image = self._built.result()[0]
+            index = {"step": step, "rank": self.rank, "tensors": image.entries}
+            write_file(partial / layout.file_of(self.rank), image.bytes, index)
+
+        try:
+            self._ranks.on_first(begin)
+            self._ranks.on_all(write)
+            self._ranks.on_first(lambda: self._commit(step, position))
+        except Exception:
+            if self.rank == 0:  # it must not keep the disk full until the next save
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return time.monotonic()
+
+    def _commit(self, step: int, position: dict[str, Any]) -> None:
+        assert self._built is not None and self._table is not None
+        texts = {name: text.encode() for name, text in self.texts.items()}
+        texts[TENSORS] = json.dumps(layout.to_json(self._table)).encode()
+        if (metadata := self._built.result()[1]) is not None:
+            texts[".metadata"] = metadata
+        facts = {
+            "world_size": self.world_size,
+            "torch": torch.__version__,
+            "parent": self.saved_step,
+            **position,
+            **self.about,
+        }
+        commit.commit(self.root, step, texts, facts)
+
+    # --- loading ---
+
+    def load(self) -> dict[str, Any] | None:
+        """Load the best checkpoint there is; returns its manifest, None when there is none.
+
+        Rank 0 chooses. A checkpoint that proves to be damaged is set aside for the one before; any
+        other error ends the attempt and leaves it alone. Raises ConfigError when a checkpoint does
+        not fit this run or this version, RuntimeError when there are checkpoints and none can be
+        loaded: also at the next start, which must not begin from nothing because the first one has
+        set them aside.
+        """
+        self.wait()  # a run that goes back: what is in flight is the newest checkpoint
+        futures.wait([self._pruning] if self._pruning else [])
+        self._ranks.on_first(self._clean)
+        while choice := self._ranks.on_first(lambda: best(self.root, self.about, self.log)):
+            path, manifest, _ = choice
+            held = commit.reading(path) if self.rank == 0 else contextlib.nullcontext()
+            try:
+                with held:
+                    self._ranks.on_all(partial(self._read, *choice))
+            except Damaged as error:
+                self._ranks.on_first(partial(set_aside, path, error, self.log))
+                continue
+            self._ranks.on_first(partial(commit.set_latest, path))
+            self.saved_step = int(manifest["step"])
+            return manifest
+        return None
+
+    def _clean(self) -> None:
+        if left := commit.clean(self.root):
+            self.log(f"removed what an earlier attempt left: {', '.join(left)}")
+
+    def remember_skip(self, skip: list[list[int]]) -> None:
+        """Make durable that the run, since it went back to the checkpoint that it has just loaded,
+        leaves these samples out: load() puts them into the manifest, also after a restart."""
+        if self.rank == 0:
+            try:
+                remember_skip(self.root, self.saved_step, skip)
+            except OSError as error:
+                self.log(f"WARNING: a restart will not know the samples to leave out: {error}")
+
+    def _read(self, path: Path, manifest: dict[str, Any], table: Table) -> None:
+        wants = targets(self.providers, table, manifest["world_size"], self.rank, self.world_size)
+        read_wanted(path, manifest, table, wants, near=self.rank % manifest["world_size"])
+        for provider in self.providers.values():
+            provider.restored()

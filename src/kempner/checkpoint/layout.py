@@ -1,0 +1,216 @@
+"""Which rank writes which part of which tensor: arithmetic that each rank does alone.
+
+A table lists every tensor of a checkpoint once, with its global shape and the mesh that cuts it.
+From the table alone follow the contents of every rank's file (when saving) and the files that hold
+any part of any tensor (when loading), in time that does not grow with the number of ranks. Nothing
+is gathered, and no rank knows all files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+SMALL = 1 << 16  # bytes: every rank writes its copy of a replicated tensor of at most this size
+SPREAD = 16  # copies that share the writing, at most: a rank that loads opens as many files
+FOLDER = 256  # data files in one directory
+
+Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimension
+
+
+class Layout(NamedTuple):
+    """A mesh over all ranks in row-major order. `cuts`: for each axis of the mesh the dimension of
+    the tensor that it shards, None where it replicates."""
+
+    mesh: tuple[int, ...]
+    cuts: tuple[int | None, ...]
+
+
+class StoredTensor(NamedTuple):
+    """`layout` is None for a tensor that each rank has for itself; the `*` in its name then stands
+    for the rank. `turn` decides which of the replicas writes it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: Layout | None
+    turn: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> Box:
+        return tuple((0, length) for length in self.shape)
+
+    @property
+    def everywhere(self) -> bool:
+        """Every rank writes it, so that no rank has to open another's file for a few bytes."""
+        cut = self.layout is None or any(dim is not None for dim in self.layout.cuts)
+        return not cut and self.nbytes <= SMALL
+
+
+Table = dict[str, StoredTensor]
+
+
+def file_of(rank: int) -> str:
+    """The data file of a rank, relative to the checkpoint: a directory of 16,000 files is slow on
+    every parallel file system."""
+    return f"ranks-{rank // FOLDER:03d}/__{rank}_0.distcp"
+
+
+# --- From tensors to a table ---
+
+
+def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: int) -> Table:
+    """`shared`: tensors that all ranks hold parts or copies of. `own`: those of this rank alone,
+    with a `*` in the name. Equal on all ranks.
+
+    Raises TypeError for a DTensor that is spread in a way that cannot be stored.
+    """
+    meshes: dict[DeviceMesh, tuple[int, ...]] = {}
+    by_size = sorted(shared, key=lambda name: (-shared[name].nbytes, name))
+    turns = {name: turn for turn, name in enumerate(by_size)}
+    table = {
+        name: StoredTensor(t.shape, t.dtype, _layout_of(name, t, world, meshes), turns[name])
+        for name, t in shared.items()
+    }
+    return table | {name: StoredTensor(t.shape, t.dtype, None, 0) for name, t in own.items()}
+
+
+def _layout_of(
+    name: str, tensor: Tensor, world: int, meshes: dict[DeviceMesh, tuple[int, ...]]
+) -> Layout:
+    if not isinstance(tensor, DTensor):
+        return Layout((world,), (None,))
+    mesh, cuts = tensor.device_mesh, list[int | None]()
+    if mesh not in meshes:
+        if mesh.mesh.flatten().tolist() != list(range(world)):
+            raise TypeError(f"{name}: its mesh does not hold all {world} ranks in order")
+        meshes[mesh] = tuple(mesh.mesh.shape)
+    for placement in tensor.placements:
+        if type(placement) is not Shard and not isinstance(placement, Replicate):
+            raise TypeError(f"{name}: cannot store the placement {placement}")
+        cuts.append(placement.dim if type(placement) is Shard else None)
+    return Layout(meshes[mesh], tuple(cuts))
+
+
+def own_box(stored: StoredTensor, rank: int) -> Box:
+    """The part of a tensor that a rank holds, as torch.chunk cuts it."""
+    if stored.layout is None:
+        return stored.whole
+    box = list(stored.whole)
+    for size, dim, index in zip(*stored.layout, _coordinate(rank, stored.layout.mesh), strict=True):
+        if dim is not None:
+            start, length = box[dim]
+            step = -(-length // size)
+            box[dim] = (start + min(index * step, length), max(0, min(step, length - index * step)))
+    return tuple(box)
+
+
+def _coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
+    at = []
+    for size in reversed(mesh):
+        rank, index = divmod(rank, size)
+        at.append(index)
+    return tuple(reversed(at))
+
+
+def _writing_replica(turn: int, size: int) -> int:
+    """Of `size` replicas the one that writes: few enough to read from, far enough from each other
+    to be on different hosts, and each with about as many bytes (turns go by size)."""
+    count = min(size, SPREAD)
+    return turn % count * size // count
+
+
+# --- What a rank writes, and who has what ---
+
+
+def chunks_of(table: Table, rank: int) -> list[tuple[str, Box]]:
+    """The names and boxes of what is in a rank's file, in order."""
+    boxes = ((name, _written_box(stored, rank)) for name, stored in table.items())
+    return [(name, box) for name, box in boxes if box is not None]
+
+
+def _written_box(stored: StoredTensor, rank: int) -> Box | None:
+    if stored.layout is None or stored.everywhere:
+        return stored.whole
+    mesh, cuts = stored.layout
+    at = _coordinate(rank, mesh)
+    for size, dim, index in zip(mesh, cuts, at, strict=True):
+        if dim is None and index != _writing_replica(stored.turn, size):
+            return None
+    box = own_box(stored, rank)
+    if all(length for _, length in box):
+        return box
+    # A tensor without elements is written once, so that readers of the checkpoint see its name.
+    first = all(index == 0 for dim, index in zip(cuts, at, strict=True) if dim is not None)
+    return box if stored.nbytes == 0 and first else None
+
+
+def ranks_with(stored: StoredTensor, box: Box, near: int) -> Iterator[int]:
+    """The ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer where
+    every rank has a copy."""
+    assert stored.layout is not None
+    mesh, cuts = stored.layout
+    if not all(length for _, length in box):
+        return
+    if stored.everywhere:
+        yield near
+        return
+
+    def walk(axis: int, rank: int, held: Box) -> Iterator[int]:
+        if axis == len(mesh):
+            yield rank
+            return
+        size, dim = mesh[axis], cuts[axis]
+        if dim is None:
+            yield from walk(axis + 1, rank * size + _writing_replica(stored.turn, size), held)
+            return
+        start, length = held[dim]
+        step = max(1, -(-length // size))
+        first = max(box[dim][0] - start, 0)
+        end = min(sum(box[dim]) - start, length)
+        for index in range(first // step, -(-end // step)):
+            part = (start + index * step, min(step, length - index * step))
+            yield from walk(axis + 1, rank * size + index, (*held[:dim], part, *held[dim + 1 :]))
+
+    yield from walk(0, 0, stored.whole)
+
+
+# --- The table as JSON ---
+
+
+def to_json(table: Table) -> dict[str, Any]:
+    layouts = list(dict.fromkeys(stored.layout for stored in table.values()))
+    return {
+        "layouts": layouts,
+        "tensors": {
+            name: [str(s.dtype).removeprefix("torch."), s.shape, layouts.index(s.layout), s.turn]
+            for name, s in table.items()
+        },
+    }
+
+
+def from_json(content: dict[str, Any]) -> Table:
+    layouts = [
+        None if entry is None else Layout(*map(tuple, entry)) for entry in content["layouts"]
+    ]
+    return {
+        name: StoredTensor(torch.Size(shape), dtype_of(dtype), layouts[layout], turn)
+        for name, (dtype, shape, layout, turn) in content["tensors"].items()
+    }
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ValueError when there is no such dtype in this version of torch."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype

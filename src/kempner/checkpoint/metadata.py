@@ -1,0 +1,87 @@
+"""The metadata by which torch's distributed checkpoint (DCP) and its tools read our checkpoints.
+
+    python -m kempner.checkpoint.metadata runs/70b/checkpoints/step_00001000
+
+It is one pickle that lists every part of every tensor, so it grows with ranks x tensors. Our own
+loading does not need it. A save writes it up to LIMIT, and beyond that this command writes it
+afterwards, from the indices of the data files.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.layout import Table, dtype_of, file_of
+from kempner.checkpoint.reader import DataFile
+from kempner.checkpoint.writer import plan_file
+from kempner.files import write_atomic
+
+LIMIT = 100_000  # ranks x tensors: about 2 s, in the background, once per run
+
+Part = tuple[str, str, dict[str, Any]]  # file, tensor, its entry in the index of the file
+
+
+def dcp_metadata(table: Table, world: int) -> bytes | None:
+    """From the table alone: what the ranks are going to write. None over the limit."""
+    if world * len(table) > LIMIT:
+        return None
+    return _pickled(
+        (file_of(rank), slot.name, slot.entry())
+        for rank in range(world)
+        for slot in plan_file(table, rank)
+    )
+
+
+def _pickled(parts: Iterable[Part]) -> bytes:
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for file, name, entry in parts:
+        start, size = torch.Size(entry["start"]), torch.Size(entry["size"])
+        place = MetadataIndex(name, start)
+        if place in places:  # a small tensor, of which every rank has a copy
+            continue
+        places[place] = _StorageInfo(file, *entry["framed"])
+        stored = tensors.setdefault(
+            name,
+            TensorStorageMetadata(
+                TensorProperties(dtype=dtype_of(entry["dtype"])), torch.Size(entry["shape"]), []
+            ),
+        )
+        stored.chunks.append(ChunkStorageMetadata(start, size))
+    return pickle.dumps(
+        Metadata(tensors, {name: (name,) for name in tensors}, places, StorageMeta())
+    )
+
+
+def write_metadata(path: Path) -> None:
+    """Add `.metadata` to a checkpoint that lacks it. Raises Damaged, ConfigError, OSError."""
+    manifest = commit.read_manifest(path)
+
+    def parts() -> Iterator[Part]:
+        for rank in range(manifest["world_size"]):
+            with DataFile(path, manifest, rank) as file:
+                for name, entry in file.index["tensors"].items():
+                    yield file_of(rank), name, entry
+
+    with commit.reading(path):
+        write_atomic(path / ".metadata", _pickled(parts()))
+
+
+if __name__ == "__main__":
+    write_metadata(Path(sys.argv[1]))

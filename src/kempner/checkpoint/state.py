@@ -1,0 +1,165 @@
+"""What goes into a checkpoint: named providers of state.
+
+A name on disk is the provider's name, a dot, and the tensor's name: model.NAME, optim.NAME.KEY,
+rng.RANK.KIND. Only tensors are stored; everything else goes into the manifest as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box
+from kempner.checkpoint.reader import Want
+from kempner.config.option import ConfigError
+from kempner.parallel.build import parameter_names
+
+
+class StateProvider(Protocol):
+    """One part of the state of a run. All ranks give the same names."""
+
+    per_rank: bool
+    """Whether each rank has tensors of its own. Otherwise a plain tensor is equal on all ranks."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What to save now."""
+
+    def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """Tensors to be filled, which may be DTensors on any mesh. `stored`: what there is."""
+
+    def restored(self) -> None:
+        """They are filled."""
+
+
+class ModelState:
+    """The parameters, by their names without wrappers."""
+
+    per_rank = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = parameter_names(model)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.parameters.items()}
+
+    def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        return self.tensors()
+
+    def restored(self) -> None:
+        pass
+
+
+class OptimizerState:
+    """The tensors that an optimizer keeps for each parameter: NAME.KEY."""
+
+    per_rank = False
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.parameters, self.optimizer = parameter_names(model), optimizer
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{key}": value
+            for name, p in self.parameters.items()
+            for key, value in self.optimizer.state.get(p, {}).items()
+        }
+
+    def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """The optimizer makes its state at its first step; here it gets the stored shapes."""
+        self.optimizer.state.clear()
+        targets = {}
+        for full, entry in stored.items():
+            name, _, key = full.rpartition(".")
+            if (p := self.parameters.get(name)) is None:
+                continue
+            targets[full] = self.optimizer.state[p][key] = (
+                torch.empty_like(p, dtype=entry.dtype, requires_grad=False)
+                if entry.shape == p.shape
+                else torch.empty(entry.shape, dtype=entry.dtype, device=p.device)
+            )
+        return targets
+
+    def restored(self) -> None:
+        pass
+
+
+class RandomState:
+    """torch's random generators of this rank."""
+
+    per_rank = True
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Tensor] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        self._loaded = {kind: state for kind, state in self.tensors().items() if kind in stored}
+        return self._loaded
+
+    def restored(self) -> None:
+        if "cpu" in self._loaded:
+            torch.set_rng_state(self._loaded["cpu"])
+        if "cuda" in self._loaded:
+            torch.cuda.set_rng_state(self._loaded["cuda"])
+
+
+def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateProvider]:
+    """The providers of a plain training run."""
+    return {
+        "model": ModelState(model),
+        "optim": OptimizerState(model, optimizer),
+        "rng": RandomState(),
+    }
+
+
+def collect(
+    providers: Mapping[str, StateProvider],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What all ranks share, and what this rank has for itself, by key in the table."""
+    shared: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    for prefix, provider in providers.items():
+        for name, tensor in provider.tensors().items():
+            if provider.per_rank:
+                own[f"{prefix}.*.{name}"] = tensor
+            else:
+                shared[f"{prefix}.{name}"] = tensor
+    return shared, own
+
+
+def targets(
+    providers: Mapping[str, StateProvider], table: Table, stored_world: int, rank: int, world: int
+) -> list[Want]:
+    """What this rank has to read, and where to. `stored_world`: ranks that wrote the checkpoint.
+
+    Raises ConfigError when a provider wants what is not stored in this shape.
+    """
+    wants = []
+    for prefix, provider in providers.items():
+        start = f"{prefix}.*." if provider.per_rank else f"{prefix}."
+        stored = {key.removeprefix(start): of for key, of in table.items() if key.startswith(start)}
+        if provider.per_rank and rank >= stored_world:
+            stored = {}
+        wanted = provider.restore(stored)
+        here = make_table(wanted, {}, world)
+        for name, tensor in wanted.items():
+            shape, dtype = here[name][:2]
+            if name not in stored or stored[name][:2] != (shape, dtype):
+                raise ConfigError(
+                    f"the checkpoint has no {start}{name} of shape {tuple(shape)} and {dtype}: it "
+                    "was written by another version of this program, or with another model or "
+                    "optimizer"
+                )
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            disk = f"{prefix}.{rank}.{name}" if provider.per_rank else f"{prefix}.{name}"
+            wants.append(Want(start + name, disk, part.detach(), own_box(here[name], rank)))
+    return wants
