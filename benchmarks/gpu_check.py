@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
             elif left < LEAST_S:
                 results[name] = {"status": "skipped", "why": OUT_OF_TIME, "seconds": 0.0}
             else:
-                results[name] = run_apart(name, min(check.limit, left), Path(work), options)
+                limit = left if options.quick else min(check.limit, left)  # a busy machine is slow
+                results[name] = run_apart(name, limit, Path(work), options)
             print(row(name, results[name]), flush=True)
     record = {
         "date": time.strftime("%Y-%m-%d %H:%M"),

@@ -25,7 +25,7 @@ def gpu_check(
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, object]]]:
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(out), *words]
     done = subprocess.run(
-        command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=580
     )
     report = out / "report.json"
     return done, json.loads(report.read_text())["checks"] if report.exists() else {}
