@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_checks import CHECKS, ROOT, Failed, Job, Skipped, gpu_count
+from benchmarks.gpu_checks import CHECKS, ROOT, Failed, Job, Skipped
 
 SECONDS = 470.0  # in all
 LEAST_S = 10.0  # no check starts with less than that
@@ -33,8 +33,10 @@ OUT_OF_TIME = "out of time"
 def main(argv: list[str]) -> int:
     options = parse(argv)
     if options.check:
-        return run_here(options.check, Job(options.work, options.device, options.quick))
-    if options.device == "cuda" and not gpu_count():
+        job = Job(options.work, options.device, options.quick, options.ranks)
+        return run_here(options.check, job)
+    options.ranks = gpu_count() if options.device == "cuda" else 2
+    if not options.ranks:
         fix = "--device cpu --quick checks what can be checked without one"
         print(f"gpu_check: error: torch sees no GPU on this machine; {fix}", file=sys.stderr)
         return 2
@@ -78,7 +80,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)  # run_apart() gives them
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def gpu_count() -> int:
+    """Asked here once: a check that forks must not have touched CUDA."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def run_here(name: str, job: Job) -> int:
@@ -102,7 +112,8 @@ def run_apart(name: str, limit: float, work: Path, options: argparse.Namespace) 
     """One check in a process of its own; never raises."""
     log = options.out / f"{name.replace(' ', '-')}.log"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--check", name, "--work", str(work)]
-    command += ["--device", options.device, *(["--quick"] if options.quick else [])]
+    command += ["--device", options.device, "--ranks", str(options.ranks)]
+    command += ["--quick"] if options.quick else []
     began = time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(

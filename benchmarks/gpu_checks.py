@@ -46,32 +46,23 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(frozen=True)
 class Job:
-    """What a check is given. `work`: a directory that all checks share."""
+    """What a check is given. `work`: a directory that all checks share; `ranks`: the GPUs, or the
+    processes of a distributed check on CPUs."""
 
     work: Path
     device: str
     quick: bool
+    ranks: int
 
     @property
     def data(self) -> str:
         return f"--data.dataset_path={self.work / 'data'}"
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the distributed checks."""
-        return gpu_count() if self.device == "cuda" else 2
 
     def words(self, name: str, *more: str) -> list[str]:
         """Arguments of scripts/train.py for a small run."""
         size = TINY if self.quick else ()
         where = (f"--run.dir={self.work / name}", f"--distributed.device={self.device}", self.data)
         return [*SMALL, *size, *where, *more]
-
-
-def gpu_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 # --- the trainer as a user starts it ----------------------------------------------------------
@@ -257,13 +248,14 @@ def distributed(job: Job) -> Figures:
     steps = ["--train.max_steps=20", "--checkpoint.interval=0"]
     log = job.work / "nccl.log"
     env = {**LOG_SETTINGS, "NCCL_DEBUG_FILE": f"{log}.%p"} if job.device == "cuda" else {}
-    train(job, job.words("distributed", *steps), job.ranks, **env)
-    name = f"{job.ranks} ranks"
+    ranks = 1 << (job.ranks.bit_length() - 1)  # the batch divides by powers of two
+    train(job, job.words("distributed", *steps), ranks, **env)
+    name = f"{ranks} ranks"
     worst = compare(name, losses(job.work / "distributed"), losses(job.work / "unbroken"))
     text = "".join(path.read_text() for path in sorted(job.work.glob("nccl.log.*")))
     if job.device == "cuda" and "NCCL INFO" not in text:
         raise Failed("NCCL did not start: its log is empty")
-    return {"ranks": job.ranks, "loss_difference": worst, "transport": transport_of(text) or None}
+    return {"ranks": ranks, "loss_difference": worst, "transport": transport_of(text) or None}
 
 
 def preflight(job: Job) -> Figures:
@@ -396,18 +388,17 @@ def attention(job: Job) -> Figures:
 
 def bench(job: Job, shape: str, accumulate: int) -> Figures:
     """Tokens/s of a shipped configuration, compiled as it is shipped, on all GPUs."""
-    import torch
-
     from kempner.config.loading import load
     from kempner.run import RunConfig
 
     file = ROOT / f"configs/train/{shape}.toml"
     cfg = load(RunConfig, [str(file)])
-    memory = torch.cuda.get_device_properties(0).total_memory
-    state = 16 * cfg.model.count_parameters() / job.ranks  # fp32 weights, gradients, two moments
+    # Read from a file: a CUDA context of this process would take memory from the trainer's.
+    environment = json.loads((job.work / "environment.result.json").read_text())
+    memory = environment["figures"]["memory_gib"]
+    state = 16 * cfg.model.count_parameters() / job.ranks / 2**30  # fp32: weights, gradients, AdamW
     if state > 0.85 * memory:
-        need, have = state / 2**30, memory / 2**30
-        raise Skipped(f"does not fit: {need:.0f} GiB of state per GPU, {have:.0f} GiB of memory")
+        raise Skipped(f"does not fit: {state:.0f} GiB of state per GPU, {memory:.0f} GiB of memory")
     sequences = (cfg.train.micro_batch or 1) * accumulate * job.ranks
     run_dir = job.work / f"bench-{shape}"
     words = [
@@ -424,7 +415,7 @@ def bench(job: Job, shape: str, accumulate: int) -> Figures:
             time.sleep(0.2)
     if process.returncode != -signal.SIGKILL:
         if "out of memory" in log.read_text().lower():
-            raise Skipped(f"does not fit: out of memory with {memory / 2**30:.0f} GiB per GPU")
+            raise Skipped(f"does not fit: out of memory with {memory:.0f} GiB per GPU")
         raise failure(log)
     return {
         "tokens_per_s": statistics.median(x["tokens_per_s"] for x in lines),

@@ -65,7 +65,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_check_that_hangs_or_breaks_does_not_stop_the_others(tmp_path: Path) -> None:
-    options = argparse.Namespace(device="cpu", quick=True, out=tmp_path)
+    options = argparse.Namespace(device="cpu", quick=True, ranks=2, out=tmp_path)
     late = run_apart("environment", 0.05, tmp_path, options)
     assert late["status"] == "FAIL" and late["why"] == "not over after 0 s"
     broken = run_apart("preflight", 60, tmp_path / "nowhere", options)

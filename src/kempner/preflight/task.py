@@ -35,9 +35,9 @@ GPU_FAULTS = {
     "remapped_rows.failure": ("No", "0"),
     "remapped_rows.pending": ("No", "0"),
     "retired_pages.pending": ("No", "0"),
-    "clocks_throttle_reasons.hw_slowdown": ("Not Active",),
-    "clocks_throttle_reasons.hw_thermal_slowdown": ("Not Active",),
-    "clocks_throttle_reasons.hw_power_brake_slowdown": ("Not Active",),
+    "clocks_event_reasons.hw_slowdown": ("Not Active",),
+    "clocks_event_reasons.hw_thermal_slowdown": ("Not Active",),
+    "clocks_event_reasons.hw_power_brake_slowdown": ("Not Active",),
 }
 UNKNOWN = ("[N/A]", "N/A", "[Not Supported]", "[Unknown Error]")
 
@@ -118,7 +118,8 @@ def gpu_faults() -> list[str]:
     """The errors that the GPUs of this node report, one line each."""
     faults = []
     for name, good in GPU_FAULTS.items():
-        for gpu, value in enumerate(query_gpus(name)):
+        old_name = name.replace("event", "throttle")  # before driver 535
+        for gpu, value in enumerate(query_gpus(name) or query_gpus(old_name)):
             if value not in (*good, *UNKNOWN):
                 faults.append(f"GPU {gpu}: {name} = {value}")
     return faults
