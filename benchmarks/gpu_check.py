@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_checks import CHECKS, ROOT, Failed, Job, Skipped
+from benchmarks.gpu_checks import CHECKS
+from benchmarks.gpu_job import ROOT, Failed, Job, Skipped
 
 SECONDS = 470.0  # in all
 LEAST_S = 10.0  # no check starts with less than that
