@@ -1,16 +1,22 @@
-# make train   a language model learns on this machine; again: it goes on, or says that it is complete
-# make test    everything, also on a real Slurm of several hosts, whose packages it installs where it may
-# make soak    the faults of tests/fault that take longer, too, and 30 random ones in one run
-# make check   ruff, mypy, shellcheck, shfmt
-# make cluster / make cluster-down   a real Slurm of virtual hosts on this machine (root)
-.PHONY: train test soak check cluster cluster-down
+# make train          train a small model on this machine and sample from it; run it again to resume
+# make test           all tests, also on a real Slurm of several hosts (as root on Debian, installs Slurm)
+# make soak           the slow fault tests, and one run that survives 30 random faults
+# make check          the linters: ruff, mypy, shellcheck, shfmt
+# make gpu-check      check and measure the trainer on this machine's GPUs in under eight minutes
+# make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
+# make cluster-down   shut that cluster down
+#
+# Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
+# gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
+.PHONY: train test soak check gpu-check cluster cluster-down
 .ONESHELL:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
 PYTHON ?= python3
 PY := .venv/bin/python
-# Elsewhere the tests on Slurm are skipped, and say why.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The tests on Slurm need root to boot their clusters; elsewhere they are skipped and say why.
 INSTALL_SLURM := if [[ $$EUID == 0 ]] && command -v apt-get >/dev/null; then bash scripts/slurm/testbed.sh install; fi
 SHELL_FILES := $(wildcard scripts/slurm/*.sh benchmarks/*.sh) .ci/run
 
@@ -44,6 +50,19 @@ check: .venv/dev
 	.venv/bin/shellcheck -x $(SHELL_FILES)
 	.venv/bin/shfmt -i 4 -ci -d $(SHELL_FILES)
 
+# A GPU machine may have no network: a Python that has torch is used as it is, with nothing installed.
+gpu-check:
+	@if [[ -x $(PY) ]]; then
+	    python=$(PY)
+	elif $(PYTHON) -c 'import torch' 2>/dev/null; then
+	    python=$(PYTHON)
+	else
+	    echo "make gpu-check: there is no .venv and $(PYTHON) has no torch; run 'make .venv/train' first, or" \
+	        "'make gpu-check PYTHON=...' with a Python that has torch" >&2
+	    exit 2
+	fi
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} "$$python" -m benchmarks.gpu_check $(ARGS)
+
 cluster: .venv/train data/stdlib/dataset.json
 	@bash scripts/slurm/testbed.sh install
 	bash scripts/slurm/testbed.sh up
@@ -51,12 +70,19 @@ cluster: .venv/train data/stdlib/dataset.json
 cluster-down:
 	@bash scripts/slurm/testbed.sh down
 
-# torch==2.13.0 of constraints.txt: a looser word would bring another build on some machines.
+# constraints.txt pins torch==2.13.0: anything looser installs another build on some machines.
 .venv/train: pyproject.toml constraints.txt
-	@[[ -x $(PY) ]] || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+	    echo "make: $(PYTHON) is not Python 3.10 or later; run 'make $(MAKECMDGOALS) PYTHON=...' with one that is" >&2
+	    exit 2
+	}
+	[[ -x .venv/bin/pip ]] || $(PYTHON) -m venv .venv || {
+	    echo "make: $(PYTHON) -m venv failed; on Debian and Ubuntu it needs 'apt-get install python3-venv'" >&2
+	    exit 2
+	}
+	$(PIP) -e '.[plot,data]'
 	touch $@
 
 .venv/dev: .venv/train
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,data,ray,dev]'
+	@$(PIP) -e '.[plot,data,ray,dev]'
 	touch $@

@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        print("\nno picture: it needs matplotlib; install it by `pip install -e '.[plot]'`")
+        fix = ".venv/bin/pip install -c constraints.txt -e '.[plot]'"
+        print(f"\nno plot: matplotlib is not installed; run {fix}")
         return 0
     except OSError as error:
         return fail(f"{out}: {error.strerror}; name another file by --out")

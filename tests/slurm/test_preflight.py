@@ -51,7 +51,7 @@ def shaped(hosts: Cluster, node: str, rate: str) -> Iterator[None]:
         hosts.testbed("exec", node, "tc", "qdisc", "del", *port)
 
 
-def test_all_is_well(hosts: Cluster, tmp_path: Path) -> None:
+def test_healthy_nodes(hosts: Cluster, tmp_path: Path) -> None:
     code, log, told = preflight(hosts, tmp_path, tasks=2)
     assert code == 0, log
     assert told["bad"] == "" and told["seconds"] < 60
@@ -72,16 +72,16 @@ def test_a_slow_network_is_named(hosts: Cluster, tmp_path: Path) -> None:
         code, log, told = preflight(hosts, tmp_path)
     assert code == 1 and told["bad"] == "node2", log
     assert "node2: all-reduce between nodes: with node1" in log
-    assert "not to be used: node2 (sbatch --exclude=node2)" in log
+    assert "exclude: node2 (sbatch --exclude=node2)" in log
     assert told["seconds"] < 60
 
 
 def test_a_slow_network_of_two_nodes(hosts: Cluster, tmp_path: Path) -> None:
-    """Nobody can say which one it is."""
+    """Neither can be blamed."""
     with shaped(hosts, "node1", "1mbit"):
         code, log, told = preflight(hosts, tmp_path, nodes=2)
     assert code == 1 and told["bad"] == "", log
-    assert "under 12.5 MB/s; with three nodes or more the slow one is found" in log
+    assert "under 12.5 MB/s; with three or more nodes preflight finds the slow one" in log
 
 
 def test_an_unplugged_network_is_named(hosts: Cluster, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_directory_that_is_not_shared_is_named(hosts: Cluster, tmp_path: Path)
     finally:
         hosts.testbed("exec", "node3", "umount", shared)
     assert code == 1 and told["bad"] == "node3", log
-    assert f"what the first node has written to {shared} is not here" in log
+    assert f"what the first node wrote to {shared} is not visible on this node" in log
 
 
 def test_missing_gpus_are_named(hosts: Cluster, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_training_leaves_the_bad_node_out(hosts: Cluster, tmp_path: Path) -> N
     assert "node2: failed the preflight, excluded" in log
 
 
-def test_no_other_nodes(hosts: Cluster, tmp_path: Path) -> None:
+def test_no_spare_nodes(hosts: Cluster, tmp_path: Path) -> None:
     """All three are needed: the job ends, and says why."""
     code, log = train_without_a_network(hosts, tmp_path, 3, "--train.global_batch=12")
     assert code == 1, log

@@ -9,30 +9,31 @@ from typing import Any
 
 import pytest
 
-from kempner.preflight.__main__ import rounds
-from kempner.preflight.allreduce import measure_apart
-from kempner.preflight.verdict import Node, Report, compare, slow_nodes
+from kempner.preflight.__main__ import rounds, take_transport
+from kempner.preflight.allreduce import connect_limit, run_in_child
+from kempner.preflight.verdict import NodeResult, Report, compare, slow_nodes
 
 
-def node(name: str, **facts: Any) -> Node:
+def node(name: str, **facts: Any) -> NodeResult:
     usual: dict[str, Any] = {
         "gpus": 4,
         "gpu_faults": [],
         "memory_free": 100 << 30,
         "network": "InfiniBand",
         "interface": "ib0",
+        "nccl_setting": "",
         "ports": ["mlx5_0:1 400 Gb/sec"],
         "python": "3.11.7",
         "packages": {"torch": "2.13.0", "numpy": "2.3"},
     }
-    return Node(name, [0], usual | facts, clock_s=0.0)
+    return NodeResult(name, [0], usual | facts, clock_s=0.0)
 
 
 def figure(rate: float) -> dict[str, Any]:
     return {"bus_bytes_per_s": rate, "latency_s": 1e-4, "bytes": 1 << 24}
 
 
-def judge(*nodes: Node, **more: Any) -> Report:
+def judge(*nodes: NodeResult, **more: Any) -> Report:
     report = Report(list(nodes), gpus=4, **more)
     compare(report)
     return report
@@ -43,7 +44,7 @@ def test_every_node_meets_two_others(count: int) -> None:
     met: dict[int, set[int]] = {k: set() for k in range(count)}
     for pairs in rounds(count):
         once = list(itertools.chain(*pairs))
-        assert len(set(once)) == len(once)  # nobody is in two pairs at a time
+        assert len(set(once)) == len(once)  # no node is in two pairs at a time
         for a, b in pairs:
             met[a].add(b)
             met[b].add(a)
@@ -51,7 +52,7 @@ def test_every_node_meets_two_others(count: int) -> None:
     assert len(rounds(count)) <= 3
 
 
-def test_equal_nodes_are_well() -> None:
+def test_equal_nodes_are_ok() -> None:
     report = judge(node("a"), node("b"), node("c"), whole=figure(1e9))
     assert not report.faulty and report.record()["bad"] == ""
 
@@ -78,7 +79,7 @@ def test_the_one_that_differs_is_named(facts: dict[str, Any], said: str) -> None
         assert any(said in fault for fault in nodes[place].faults), nodes[place].faults
 
 
-def test_of_two_nobody_can_say_who_is_right() -> None:
+def test_of_two_that_differ_neither_is_blamed() -> None:
     report = judge(node("a"), node("b", python="3.10.1"))
     assert report.record()["bad"] == "" and report.faulty
     assert report.faults == ["Python: a has 3.11.7, b has 3.10.1"]
@@ -115,7 +116,7 @@ def test_the_slow_one_is_found_and_its_neighbours_are_not_blamed(count: int) -> 
     assert slow_nodes(ring(*[1e9] * count)) == []
 
 
-def test_the_least_counts_for_all() -> None:
+def test_the_minimum_applies_to_all() -> None:
     assert len(slow_nodes(ring(1e6, 1e6, 1e6, least=12.5e6))) == 3
 
 
@@ -123,27 +124,78 @@ def test_a_group_that_fails_as_a_whole() -> None:
     report = judge(node("a"), node("b"), whole={"error": "timeout"})
     assert report.faults == ["all-reduce of all tasks: timeout"]
     report = judge(node("a"), node("b"), whole=figure(1e6), least=12.5e6)
-    assert "under 12.5 MB/s; with three nodes or more the slow one is found" in report.faults[0]
+    assert (
+        "under 12.5 MB/s; with three or more nodes preflight finds the slow one" in report.faults[0]
+    )
 
 
 def test_table_of_a_node_that_does_not_answer() -> None:
-    gone = Node("b", [], faults=["1 of 1 task(s) did not answer"])
+    gone = NodeResult("b", [], faults=["1 of 1 task(s) did not answer"])
     report = judge(node("a"), gone)
     text = report.table()
     assert "b: 1 of 1 task(s) did not answer" in text and "sbatch --exclude=b" in text
-    assert text.splitlines()[1].startswith("a") and text.splitlines()[1].endswith("well")
+    assert text.splitlines()[1].startswith("a") and text.splitlines()[1].endswith("ok")
     assert text.splitlines()[2].endswith("FAULTY")
 
 
+def test_nccl_on_tcp_beside_a_fast_network() -> None:
+    """NCCL falls back without an error, so that preflight has to say it."""
+    slow, usual = node("a"), node("b")
+    slow.transport, usual.transport = "Socket", "IB"
+    report = judge(slow, usual)
+    assert report.record()["bad"] == "a"
+    assert slow.faults[0].startswith("NCCL uses Socket, not the node's InfiniBand")
+    assert "ib0 InfiniBand (NCCL: Socket)" in report.table()
+    asked = node("a", nccl_setting="NCCL_NET=Socket")
+    asked.transport = "Socket"
+    assert not judge(asked, usual).faulty
+    assert asked.notes == ["NCCL uses Socket, not the node's InfiniBand: NCCL_NET=Socket is set"]
+    for network, used in (
+        ("Ethernet", "Socket"),
+        ("given", "Socket"),
+        ("EFA", "OFI"),
+        ("RoCE", ""),
+    ):
+        fine = [node(name, network=network) for name in "ab"]
+        for one in fine:
+            one.transport = used
+        assert not judge(*fine).faulty, (network, used)
+    alone = node("a")
+    alone.transport = "Socket"  # NCCL names a network that a single node never uses
+    assert not judge(alone).faulty
+
+
+def test_transport_of_each_node() -> None:
+    """Ranks that reach their neighbours inside the node name no network."""
+    nodes = [NodeResult("a", [0, 1]), NodeResult("b", [2, 3]), NodeResult("c", [4, 5])]
+    nodes[2].transport = "IB"  # from an earlier group
+    figure: dict[str, Any] = {"transports": ["", "IB", "Socket", "Socket", "", ""]}
+    take_transport(figure, nodes)
+    assert [one.transport for one in nodes] == ["IB", "Socket", "IB"] and not figure
+    take_transport({"error": "timeout"}, nodes)
+    assert [one.transport for one in nodes] == ["IB", "Socket", "IB"]
+
+
 def test_a_measurement_that_hangs_dies_or_fails() -> None:
-    """It costs its time and no more, and says what happened."""
+    """It costs its time and no more, and the error says in which phase."""
     began = time.monotonic()
-    assert measure_apart(lambda: time.sleep(60) or {}, 0.5) == {"error": "not over after 0.5 s"}
-    assert time.monotonic() - began < 5
-    assert measure_apart(lambda: {"a": 1}, 5.0) == {"a": 1}
-    assert measure_apart(lambda: 1 / 0, 5.0) == {  # type: ignore[arg-type,return-value]
+    hang = "not connected after 0.5 s"
+    assert run_in_child(lambda _: time.sleep(60) or {}, 0.5, 60) == {"error": hang}
+    hang = "no result after 0.5 s"
+    assert run_in_child(lambda ok: ok() or time.sleep(60) or {}, 60, 0.5) == {"error": hang}  # type: ignore[func-returns-value]
+    assert time.monotonic() - began < 10
+    assert run_in_child(lambda ok: ok() or {"a": 1}, 5, 5) == {"a": 1}  # type: ignore[func-returns-value]
+    assert run_in_child(lambda _: 1 / 0, 5, 5) == {  # type: ignore[arg-type,return-value]
         "error": "ZeroDivisionError: division by zero"
     }
-    assert measure_apart(lambda: os._exit(3), 5.0) == {  # type: ignore[arg-type,return-value]
+    assert run_in_child(lambda _: os._exit(3), 5, 5) == {  # type: ignore[arg-type,return-value]
         "error": "the process that measures died"
     }
+
+
+def test_connecting_has_a_limit_of_its_own() -> None:
+    """A slow start must not use up the time of the measurement, nor be taken for a fault."""
+    slow_start = run_in_child(lambda ok: time.sleep(1) or ok() or {"a": 1}, 30, 0.5)  # type: ignore[func-returns-value]
+    assert slow_start == {"a": 1}
+    assert connect_limit(2, "cuda") >= 60 and connect_limit(1024, "cuda") > 250
+    assert connect_limit(2, "cpu") < 15 and connect_limit(16384, "cuda") == 600

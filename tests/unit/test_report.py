@@ -289,7 +289,7 @@ def test_without_matplotlib_the_table_and_how_to_get_it(resumed: Path, tmp_path:
     done = report(resumed, PYTHONPATH=f"{missing}:{ROOT / 'src'}")
     assert done.returncode == 0, done.stderr
     assert rows(done.stdout)["step"] == "50 of 50"
-    assert "pip install -e '.[plot]'" in done.stdout
+    assert ".venv/bin/pip install -c constraints.txt -e '.[plot]'" in done.stdout
     assert not (resumed / "report.png").exists()
 
 

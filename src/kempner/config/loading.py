@@ -207,7 +207,7 @@ def _why_not_read(path: Path, error: OSError) -> str:
 def _why_not_toml(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "not a TOML file: it is not UTF-8 text; save it as UTF-8"
-    return f"not a TOML file: {error}; correct it there"  # tomli says line and column
+    return f"not a TOML file: {error}; correct it there"  # the parser says line and column
 
 
 def _one_line(word: str) -> str:

@@ -1,12 +1,12 @@
-"""Prove the nodes of a job: kp_prove_nodes of scripts/slurm/lib.sh starts this on the batch host.
+"""Check the nodes of a job: kp_prove_nodes of scripts/slurm/lib.sh starts this on the batch host.
 
     python -m kempner.preflight --nodes node1,node2 --tasks 4 --gpus 4 --device auto \\
         --dir RUN --json FILE --meet DIR
 
 Writes its port to DIR/port, for the tasks (kempner.preflight.task) that srun then starts; DIR/ended
-says that srun is gone. Asks the tasks (kempner.preflight.channel), prints a table and writes the
-same as JSON. Exit code 0: every node is well; 1: some are not, named in "bad" of the JSON; 2: bad
-input.
+appears when srun has ended. Queries the tasks (kempner.preflight.channel), prints a table and
+writes the same as JSON. Exit code 0: no faults; 1: faults, with the faulty nodes in "bad" of the
+JSON; 2: bad input.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from pathlib import Path
 from typing import Any
 
 from kempner.files import write_atomic
+from kempner.preflight.allreduce import MEASURE_S, connect_limit
 from kempner.preflight.channel import Answer, Driver
-from kempner.preflight.verdict import Node, Report, compare, slow_nodes
+from kempner.preflight.verdict import NodeResult, Report, compare, slow_nodes
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
 STRAGGLERS_S = 20.0  # and then for the other half
-MEASURE_S = 10.0  # one group's all-reduces, with the time to connect
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("preflight", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nodes", required=True, help="as Slurm names them, in its order")
-    parser.add_argument("--tasks", type=int, required=True, help="of a node")
-    parser.add_argument("--gpus", type=int, required=True, help="of a node")
+    parser.add_argument("--nodes", required=True, help="their Slurm names, in Slurm's order")
+    parser.add_argument("--tasks", type=int, required=True, help="tasks on each node")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs on each node")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--dir", type=Path, required=True, help="has to be shared and writable")
+    parser.add_argument("--dir", type=Path, required=True, help="must be shared and writable")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument(
         "--least", type=float, default=12.5, metavar="MB/S",
-        help="bus bandwidth that every node must reach (default: 12.5, that of 100 Mbit/s)",
+        help="bus bandwidth that every node must reach (default: 12.5, which is 100 Mbit/s)",
     )  # fmt: skip
-    parser.add_argument("--meet", type=Path, required=True, help="where the port is written")
+    parser.add_argument("--meet", type=Path, required=True, help="directory for the port file")
     options = parser.parse_args(argv)
     began = time.monotonic()
     driver = Driver()
     write_atomic(options.meet / "port", f"{driver.port}\n")
     nodes = check_in(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
     report = Report(nodes)
-    if any(node.here for node in nodes):
+    if any(node.answered for node in nodes):
         check_clocks(driver, nodes)
         check_directory(driver, nodes, options.dir)
         kind = "cuda" if options.device != "cpu" and options.gpus else "cpu"
@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
     return 1 if report.faulty else 0
 
 
-def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[Node]:
-    """Wait until the tasks are there. Those that do not come make their node faulty."""
+def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[NodeResult]:
+    """Wait for the tasks. One that does not answer makes its node faulty."""
     everyone = range(len(names) * tasks)
     keys = driver.ask(everyone, {"what": "node"})
     deadline = time.monotonic() + CHECK_IN_S
@@ -77,7 +77,7 @@ def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[
     nodes = []
     for k, name in enumerate(names):
         ranks = range(k * tasks, (k + 1) * tasks)  # srun fills one node after the other
-        node = Node(name, [rank for rank in ranks if rank in answers])
+        node = NodeResult(name, [rank for rank in ranks if rank in answers])
         if len(node.ranks) < tasks:
             missing_tasks = tasks - len(node.ranks)
             why = " before srun ended" if ended.exists() else ""
@@ -88,10 +88,10 @@ def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[
     return nodes
 
 
-def check_clocks(driver: Driver, nodes: list[Node]) -> None:
-    """Clock of each node less this host's, as NTP tells it: the answer is of the middle of the
-    round trip."""
-    for node in filter(lambda node: node.here, nodes):
+def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
+    """Each node's clock minus this host's, as NTP estimates it: the answer is taken to be from the
+    middle of the round trip."""
+    for node in filter(lambda node: node.answered, nodes):
         asked = time.time()
         keys = driver.ask([node.first], {"what": "time"})
         answer = driver.answers(keys, time.monotonic() + 2.0).get(node.first)
@@ -99,10 +99,10 @@ def check_clocks(driver: Driver, nodes: list[Node]) -> None:
             node.clock_s = answer["time"] - (asked + time.time()) / 2
 
 
-def check_directory(driver: Driver, nodes: list[Node], folder: Path) -> None:
-    """The first node writes a token, all the others have to see it."""
+def check_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> None:
+    """The first node writes a token that all others must see."""
     token = {"path": str(folder / ".preflight"), "text": secrets.token_hex(8)}
-    here = [node for node in nodes if node.here]
+    here = [node for node in nodes if node.answered]
     for what, group in (("write", here[:1]), ("read", here)):
         keys = driver.ask([node.first for node in group], {"what": what, **token})
         answers = driver.answers(keys, time.monotonic() + 15.0)
@@ -113,39 +113,52 @@ def check_directory(driver: Driver, nodes: list[Node], folder: Path) -> None:
     Path(token["path"]).unlink(missing_ok=True)
 
 
-def measure_all(driver: Driver, nodes: list[Node], kind: str, least: float) -> Report:
-    """All-reduces inside each node, between neighbours, and of all together."""
+def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float) -> Report:
+    """All-reduces inside each node, between neighbours, and of all tasks."""
     report = Report(nodes, kind=kind, least=least)
-    here = [node for node in nodes if node.here]
+    here = [node for node in nodes if node.answered]
     if any(len(node.ranks) > 1 for node in here):
         groups = [node.ranks for node in here]
-        for node, figure in zip(here, measure(driver, "inside", groups, kind), strict=True):
+        figures = measure_groups(driver, "inside", groups, kind)
+        for node, figure in zip(here, figures, strict=True):
             node.inside = figure
+            take_transport(figure, [node])
             if "error" in figure:
                 node.faults.append(f"all-reduce inside the node: {figure['error']}")
     for number, pairs in enumerate(rounds(len(here))):
         groups = [here[a].ranks + here[b].ranks for a, b in pairs]
-        figures = measure(driver, f"round{number}", groups, kind)
+        figures = measure_groups(driver, f"round{number}", groups, kind)
         for (a, b), figure in zip(pairs, figures, strict=True):
+            take_transport(figure, [here[a], here[b]])
             report.add_pair(here[a], here[b], figure)
-    # What was slow beside other pairs is asked again, alone, with the best of the others.
+    # What was slow while other pairs were busy is measured again, alone, with the best node.
     suspects = slow_nodes(report)
-    well = [node for node in here if node not in suspects]
-    if len(well) * 2 > len(here):
-        best = max(well, key=lambda node: node.best)
+    good = [node for node in here if node not in suspects]
+    if len(good) * 2 > len(here):
+        best = max(good, key=lambda node: node.best)
         for node in suspects:
-            figure = measure(driver, f"again-{node.name}", [best.ranks + node.ranks], kind)[0]
+            ranks = [best.ranks + node.ranks]
+            figure = measure_groups(driver, f"again-{node.name}", ranks, kind)[0]
+            take_transport(figure, [best, node])
             report.add_pair(best, node, figure)
     if len(here) > 1:
         everyone = [rank for node in here for rank in node.ranks]
-        report.whole = measure(driver, "whole", [everyone], kind)[0]
+        report.whole = measure_groups(driver, "whole", [everyone], kind)[0]
+        take_transport(report.whole, here)
     return report
 
 
+def take_transport(figure: dict[str, Any], nodes: list[NodeResult]) -> None:
+    """Note what NCCL uses on the nodes of a group that was measured."""
+    used = iter(figure.pop("transports", []))
+    for node in nodes:
+        node.transport = next(filter(None, [next(used, "") for _ in node.ranks]), node.transport)
+
+
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours on a ring of `count` nodes (3 or more), in rounds in which each node is
-    at most in one pair. In the end each node has met two others, so that one bad partner does not
-    make it look bad."""
+    """Pairs of neighbours on a ring of `count` nodes (3 or more), in rounds in which each node has
+    at most one partner. Each node meets two others, so that one bad partner does not make it look
+    bad."""
     if count < 3:
         return []
     edges = [(k, (k + 1) % count) for k in range(count)]
@@ -153,19 +166,24 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [part for part in (edges[::2], edges[1::2], last) if part]
 
 
-def measure(driver: Driver, name: str, groups: list[list[int]], kind: str) -> list[dict[str, Any]]:
-    """All groups at once; of each the figures of its first rank, or the first error."""
+def measure_groups(
+    driver: Driver, name: str, groups: list[list[int]], kind: str
+) -> list[dict[str, Any]]:
+    """Measure all groups at once; returns each group's figures of its first rank, or its first
+    error. "transports" says what NCCL uses on each rank."""
     keys: dict[int, str] = {}
+    limit = MEASURE_S + max(connect_limit(len(ranks), kind) for ranks in groups)
     for number, ranks in enumerate(groups):
         question = {"what": "measure", "name": f"{name}-{number}", "ranks": ranks, "kind": kind}
-        keys |= driver.ask(ranks, {**question, "limit": MEASURE_S})
-    answers = driver.answers(keys, time.monotonic() + MEASURE_S + 3.0)
+        keys |= driver.ask(ranks, question)
+    answers = driver.answers(keys, time.monotonic() + limit + 3.0)
     figures = []
     for ranks in groups:
-        silent = {"error": f"no answer after {MEASURE_S:.0f} s"}
-        told = [answers.get(rank, silent) for rank in ranks]
-        errors = [figure for figure in told if "error" in figure]
-        figures.append(errors[0] if errors else told[0])
+        silent = {"error": f"no answer after {limit:.0f} s"}
+        results = [answers.get(rank, silent) for rank in ranks]
+        errors = [figure for figure in results if "error" in figure]
+        used = [figure.pop("transport", "") for figure in results]
+        figures.append(errors[0] if errors else {**results[0], "transports": used})
     return figures
 
 

@@ -20,7 +20,7 @@ POLL_S = 0.005
 
 
 class Driver:
-    """The one side: asks."""
+    """The driver's side: asks questions."""
 
     def __init__(self) -> None:
         self.store = dist.TCPStore(
@@ -30,7 +30,7 @@ class Driver:
         self._asked: dict[int, int] = {}
 
     def ask(self, ranks: Iterable[int], question: dict[str, Any]) -> dict[int, str]:
-        """Put a question to some ranks; returns where each will answer."""
+        """Put a question to some ranks; returns the key under which each will answer."""
         keys = {}
         for rank in ranks:
             number = self._asked[rank] = self._asked.get(rank, -1) + 1
@@ -53,7 +53,7 @@ class Driver:
 
 
 class Task:
-    """The other side: answers."""
+    """A task's side: answers them."""
 
     def __init__(self, address: str, port: int, rank: int) -> None:
         self.store = dist.TCPStore(address, port, None, False, timedelta(seconds=120))
@@ -61,11 +61,11 @@ class Task:
         self._next = 0
 
     def question(self) -> dict[str, Any]:
-        """Wait for the next one. Raises DistStoreError when the driver is gone."""
+        """Wait for the next question. Raises DistStoreError when the driver is gone."""
         question: dict[str, Any] = json.loads(self.store.get(f"ask/{self.rank}/{self._next}"))
         return question
 
     def answer(self, answer: Answer) -> None:
-        with contextlib.suppress(dist.DistError):  # the driver has given up on us
+        with contextlib.suppress(dist.DistError):  # the driver no longer waits
             self.store.set(f"answer/{self.rank}/{self._next}", json.dumps(answer))
         self._next += 1

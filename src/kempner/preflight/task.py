@@ -1,8 +1,8 @@
-"""One task of the preflight step: looks at its node, measures with others, answers the driver.
+"""One task of the preflight step: describes its node, measures with others, answers the driver.
 
     srun ... task.sh python -m kempner.preflight.task
 
-The first task of a node speaks for the node; all of them take part in the all-reduces.
+The first task of each node describes the node; all tasks take part in the all-reduces.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from kempner.preflight.allreduce import measure, measure_apart
+from kempner.nccl_transport import chosen_by_user
+from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
 from kempner.preflight.channel import Task
-from kempner.process_group import discover
+from kempner.process_group import World, discover
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
-# Asked of nvidia-smi one by one, because it refuses the whole query for one name that it does not
-# know. A value other than these means a fault.
+# Queried one by one, because nvidia-smi refuses a whole query for one name that it does not know.
+# Any value other than these is a fault.
 GPU_FAULTS = {
     "ecc.errors.uncorrected.volatile.total": ("0",),
     "remapped_rows.failure": ("No", "0"),
     "remapped_rows.pending": ("No", "0"),
     "retired_pages.pending": ("No", "0"),
-    "clocks_throttle_reasons.hw_slowdown": ("Not Active",),
-    "clocks_throttle_reasons.hw_thermal_slowdown": ("Not Active",),
-    "clocks_throttle_reasons.hw_power_brake_slowdown": ("Not Active",),
+    "clocks_event_reasons.hw_slowdown": ("Not Active",),
+    "clocks_event_reasons.hw_thermal_slowdown": ("Not Active",),
+    "clocks_event_reasons.hw_power_brake_slowdown": ("Not Active",),
 }
 UNKNOWN = ("[N/A]", "N/A", "[Not Supported]", "[Unknown Error]")
 
@@ -51,27 +53,33 @@ def main() -> int:
         if what == "end":
             return 0
         if what == "node":
-            answer = look(local_rank=world.local_rank)
+            answer = describe_node(local_rank=world.local_rank)
         elif what == "time":
             answer = {"time": time.time()}
         elif what == "write":
-            answer = write(**question)
+            answer = write_token(**question)
         elif what == "read":
-            answer = read(**question)
+            answer = read_token(**question)
         else:
-            name, ranks = question["name"], question["ranks"]
-            kind, limit = question["kind"], question["limit"]
-
-            def run() -> dict[str, Any]:
-                store = dist.PrefixStore(name, dist.TCPStore(address, port))  # noqa: B023
-                return measure(store, ranks, world.rank, world.local_rank, kind, limit)  # noqa: B023
-
-            answer = measure_apart(run, limit)
+            answer = measure(f"{address}:{port}", world, **question)
         task.answer(answer)
 
 
-def look(local_rank: int) -> dict[str, Any]:
-    """What this node is: the parts that the driver compares. Only the first task looks closely."""
+def measure(server: str, world: World, name: str, ranks: list[int], kind: str) -> dict[str, Any]:
+    """All-reduce with the other `ranks`; `name` keeps this group's keys in the store apart."""
+    address, _, port = server.rpartition(":")
+
+    def run(connected: Callable[[], None]) -> dict[str, Any]:
+        store = dist.PrefixStore(name, dist.TCPStore(address, int(port)))
+        return measure_allreduce(store, ranks, world.rank, world.local_rank, kind, log, connected)
+
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        log = Path(folder) / "nccl.log"
+        return run_in_child(run, connect_limit(len(ranks), kind), MEASURE_S)
+
+
+def describe_node(local_rank: int) -> dict[str, Any]:
+    """What the driver compares between nodes; of tasks other than the first only who they are."""
     node: dict[str, Any] = {"host": socket.gethostname(), "local_rank": local_rank}
     if local_rank:
         return node
@@ -81,6 +89,7 @@ def look(local_rank: int) -> dict[str, Any]:
         "memory_free": memory_free(),
         "network": os.environ.get("KEMPNER_NETWORK", ""),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        "nccl_setting": chosen_by_user(),
         "ports": active_ports(),
         "python": platform.python_version(),
         "packages": packages(),
@@ -88,7 +97,7 @@ def look(local_rank: int) -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """The version of each package, as Python would import it: the first one on its path."""
+    """Version of each installed package; of several, of the one that Python imports."""
     found: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         if package.name:
@@ -97,40 +106,43 @@ def packages() -> dict[str, str]:
 
 
 def gpus_seen() -> int | None:
-    """Those that nvidia-smi lists; without it those that Slurm has given to the task, None when it
-    has given none."""
-    if listed := smi("index"):
+    """How many GPUs nvidia-smi lists; without it, how many Slurm gave to the task, or None where
+    Slurm set nothing."""
+    if listed := query_gpus("index"):
         return len(listed)
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len([gpu for gpu in given.split(",") if gpu]) if given is not None else None
 
 
 def gpu_faults() -> list[str]:
+    """The errors that the GPUs of this node report, one line each."""
     faults = []
     for name, good in GPU_FAULTS.items():
-        for gpu, value in enumerate(smi(name)):
+        old_name = name.replace("event", "throttle")  # before driver 535
+        for gpu, value in enumerate(query_gpus(name) or query_gpus(old_name)):
             if value not in (*good, *UNKNOWN):
                 faults.append(f"GPU {gpu}: {name} = {value}")
     return faults
 
 
-def smi(name: str) -> list[str]:
-    """One figure of every GPU; empty without nvidia-smi, or when it does not know it."""
+def query_gpus(name: str) -> list[str]:
+    """nvidia-smi's value of `name` for each GPU; empty without nvidia-smi, or where it does not
+    know the name."""
     program = shutil.which("nvidia-smi")
     if not program:
         return []
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             [program, f"--query-gpu={name}", "--format=csv,noheader"],
             capture_output=True, text=True, timeout=20, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in told.stdout.splitlines()]
+    return [line.strip() for line in done.stdout.splitlines()]
 
 
 def memory_free() -> int:
-    """Bytes that can be used without swapping."""
+    """Bytes available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -138,7 +150,7 @@ def memory_free() -> int:
 
 
 def active_ports() -> list[str]:
-    """The RDMA ports that are up, with their rate."""
+    """The active RDMA ports, with their rates."""
     ports = []
     for port in sorted(SYS.glob("class/infiniband/*/ports/*")):
         if (port / "state").read_text().startswith("4:"):
@@ -147,8 +159,8 @@ def active_ports() -> list[str]:
     return ports
 
 
-def write(path: str, text: str) -> dict[str, Any]:
-    """Leave a token for the other nodes."""
+def write_token(path: str, text: str) -> dict[str, Any]:
+    """Write a token for the other nodes to see."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
@@ -157,10 +169,10 @@ def write(path: str, text: str) -> dict[str, Any]:
     return {}
 
 
-def read(path: str, text: str) -> dict[str, Any]:
-    """Is the first node's token here, and may this node write beside it?"""
+def read_token(path: str, text: str) -> dict[str, Any]:
+    """Can this node see the first node's token, and write beside it?"""
     file = Path(path)
-    for _ in range(50):  # NFS may show a new file some seconds late
+    for _ in range(50):  # NFS may take seconds to show a new file
         try:
             os.listdir(file.parent)
             if file.read_text() == text:
@@ -169,12 +181,12 @@ def read(path: str, text: str) -> dict[str, Any]:
             pass
         time.sleep(0.1)
     else:
-        return {"error": f"what the first node has written to {file.parent} is not here"}
+        return {"error": f"what the first node wrote to {file.parent} is not visible on this node"}
     try:
         with tempfile.TemporaryFile(dir=file.parent):
             return {}
     except OSError as error:
-        return {"error": f"{file.parent} cannot be written: {error.strerror}"}
+        return {"error": f"{file.parent} is not writable: {error.strerror}"}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the nodes have answered, which of them are faulty, and the table that says so."""
+"""What the nodes answered, which of them are faulty, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kempner.nccl_transport import expected
+
 Figure = dict[str, Any]
 
 SLOW = 0.5  # of the median node's bandwidth
-CLOCK_S = 5.0  # a save that has to be done before the end of the job reckons with less than that
+CLOCK_S = 5.0  # saves before the end of a job assume that clocks agree better than this
 NETWORKS = ("InfiniBand", "RoCE", "EFA", "Slingshot", "Ethernet", "")
 LITTLE_MEMORY = 0.5  # of the median node's
 
 
 @dataclass
-class Node:
-    """One node, and what is known of it. `ranks`: its tasks that have answered."""
+class NodeResult:
+    """What is known about a node. `ranks`: its tasks that answered. `transport`: what NCCL uses
+    between nodes."""
 
     name: str
     ranks: list[int]
     facts: dict[str, Any] = field(default_factory=dict)
     clock_s: float | None = None
     inside: Figure | None = None
+    transport: str = ""
     pairs: dict[str, Figure] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def here(self) -> bool:
-        """It can be asked: its first task has answered."""
+    def answered(self) -> bool:
+        """Its first task has, so that it can be asked more."""
         return bool(self.facts)
 
     @property
@@ -40,7 +44,7 @@ class Node:
 
     @property
     def best(self) -> float:
-        """Bytes per second of the best pair that it is in."""
+        """Bytes per second of its best pair."""
         return max((f.get("bus_bytes_per_s", 0.0) for f in self.pairs.values()), default=0.0)
 
 
@@ -48,19 +52,19 @@ class Node:
 class Report:
     """The whole job. `least`: bytes per second that any all-reduce between nodes must reach."""
 
-    nodes: list[Node]
+    nodes: list[NodeResult]
     kind: str = "cpu"
     least: float = 0.0
-    gpus: int = 0  # that each node should have; 0: not looked at
+    gpus: int = 0  # expected on each node; 0: not checked
     whole: Figure | None = None
     seconds: float = 0.0
-    faults: list[str] = field(default_factory=list)  # of no single node
+    faults: list[str] = field(default_factory=list)  # that no single node can be blamed for
 
     @property
     def faulty(self) -> bool:
         return bool(self.faults) or any(node.faults for node in self.nodes)
 
-    def add_pair(self, a: Node, b: Node, figure: Figure) -> None:
+    def add_pair(self, a: NodeResult, b: NodeResult, figure: Figure) -> None:
         a.pairs[b.name] = b.pairs[a.name] = figure
 
     def record(self) -> dict[str, Any]:
@@ -77,6 +81,7 @@ class Report:
                     "notes": node.notes,
                     "clock_s": node.clock_s,
                     "inside": node.inside,
+                    "transport": node.transport,
                     "pairs": node.pairs,
                     **node.facts,
                 }
@@ -85,21 +90,22 @@ class Report:
         }
 
     def table(self) -> str:
-        """For people: a row for each node, and a line for each fault."""
+        """A row for each node and a line for each fault."""
         rows = [("node", "GPUs", "memory", "clock", "network", "inside", "best pair", "")]
         for node in self.nodes:
             facts = node.facts
             gpus = facts.get("gpus")
+            used = f"(NCCL: {node.transport})" if node.transport else ""
             clock = "-" if node.clock_s is None else f"{node.clock_s:+.3f} s"
             rows.append((
                 node.name,
                 "-" if not self.gpus else f"{gpus or 0}/{self.gpus}",
                 f"{facts['memory_free'] / 2**30:.0f} GiB" if "memory_free" in facts else "-",
                 clock,
-                " ".join(filter(None, (facts.get("interface"), facts.get("network")))) or "-",
+                " ".join(filter(None, (facts.get("interface"), facts.get("network"), used))) or "-",
                 show(node.inside),
                 show(max(node.pairs.values(), key=bandwidth, default=None)),
-                "FAULTY" if node.faults else "well",
+                "FAULTY" if node.faults else "ok",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
@@ -114,7 +120,7 @@ class Report:
         lines += self.faults
         bad = self.record()["bad"]
         if bad:
-            lines.append(f"not to be used: {bad} (sbatch --exclude={bad})")
+            lines.append(f"exclude: {bad} (sbatch --exclude={bad})")
         lines.append(f"preflight took {self.seconds:.1f} s")
         return "\n".join(lines)
 
@@ -133,8 +139,8 @@ def show(figure: Figure | None) -> str:
     return f"{text}, {figure['latency_s'] * 1e6:,.0f} us"
 
 
-def slow_nodes(report: Report) -> list[Node]:
-    """Those that are slow with every partner: under half of the median node, or under the least."""
+def slow_nodes(report: Report) -> list[NodeResult]:
+    """Nodes that are slow with every partner: under half of the median node, or under `least`."""
     paired = [node for node in report.nodes if node.pairs]
     if not paired:
         return []
@@ -143,9 +149,10 @@ def slow_nodes(report: Report) -> list[Node]:
 
 
 def compare(report: Report) -> None:
-    """Find what is unlike the others, or not enough; adds to the faults and notes."""
-    here = [node for node in report.nodes if node.here]
-    for node in here:
+    """Find the nodes that differ from the others or fall short; adds to the faults and notes."""
+    answered = [node for node in report.nodes if node.answered]
+    for node in answered:
+        check_transport(node, alone=len(answered) == 1)
         gpus = node.facts["gpus"] or 0
         if report.gpus and gpus != report.gpus:
             node.faults.append(f"{gpus} GPU(s) seen, {report.gpus} expected")
@@ -159,22 +166,34 @@ def compare(report: Report) -> None:
         lambda node: ", ".join(sorted(port.partition(" ")[2] for port in node.facts["ports"])),
     )
     unlike(report, "Python", lambda node: node.facts["python"])
-    names = sorted({name for node in here for name in node.facts["packages"]})
+    names = sorted({name for node in answered for name in node.facts["packages"]})
     for name in names:
         unlike(report, name, lambda node, name=name: node.facts["packages"].get(name, ""))  # type: ignore[misc]
-    if here:
-        median = statistics.median([node.facts["memory_free"] for node in here])
-        for node in here:
+    if answered:
+        median = statistics.median([node.facts["memory_free"] for node in answered])
+        for node in answered:
             if node.facts["memory_free"] < LITTLE_MEMORY * median:
                 node.notes.append(f"{node.facts['memory_free'] / 2**30:.1f} GiB of memory free")
     for node in slow_nodes(report):
-        told = "; ".join(f"with {name} {show(figure)}" for name, figure in node.pairs.items())
-        node.faults.append(f"all-reduce between nodes: {told}")
+        pairs = "; ".join(f"with {name} {show(figure)}" for name, figure in node.pairs.items())
+        node.faults.append(f"all-reduce between nodes: {pairs}")
     check_whole(report)
 
 
+def check_transport(node: NodeResult, alone: bool) -> None:
+    """Does NCCL use the fast network that the node has? It falls back to TCP without an error."""
+    network, used = node.facts["network"], node.transport
+    if alone or not used or used in (expected(network) or (used,)):
+        return
+    what = f"NCCL uses {used}, not the node's {network}"
+    if setting := node.facts["nccl_setting"]:
+        node.notes.append(f"{what}: {setting} is set")
+    else:
+        node.faults.append(f"{what}; see its log with NCCL_DEBUG=INFO (docs/debugging.md)")
+
+
 def check_whole(report: Report) -> None:
-    """All together; of two nodes nobody can say which one is slow."""
+    """The all-reduce of all tasks; of two slow nodes neither can be blamed."""
     if report.whole is None or any(node.faults for node in report.nodes):
         return
     if "error" in report.whole:
@@ -182,17 +201,17 @@ def check_whole(report: Report) -> None:
     elif bandwidth(report.whole) < report.least:
         report.faults.append(
             f"all-reduce of all tasks: {show(report.whole)}, under {report.least / 1e6:g} MB/s; "
-            "with three nodes or more the slow one is found"
+            "with three or more nodes preflight finds the slow one"
         )
 
 
 def unlike(
-    report: Report, what: str, value: Callable[[Node], str], best: Sequence[str] = ()
+    report: Report, what: str, value: Callable[[NodeResult], str], best: Sequence[str] = ()
 ) -> None:
-    """Those whose value is not that of most nodes. Where there is no majority, it is the one that
-    comes later in `best`, or nobody can say."""
-    here = [node for node in report.nodes if node.here]
-    values = {node.name: value(node) for node in here}
+    """Blame the nodes whose value is not that of most. Without a majority, blame the one that comes
+    later in `best`; otherwise the fault belongs to no single node."""
+    answered = [node for node in report.nodes if node.answered]
+    values = {node.name: value(node) for node in answered}
     if len(set(values.values())) < 2:
         return
     (usual, count), (second, next_count), *_ = collections.Counter(values.values()).most_common()
@@ -203,7 +222,7 @@ def unlike(
             )
             return
         usual = min(usual, second, key=best.index)
-    for node in here:
+    for node in answered:
         if values[node.name] != usual:
             have, others = values[node.name] or "none", usual or "none"
             node.faults.append(f"{what}: {have}; the other nodes have {others}")

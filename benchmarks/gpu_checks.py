@@ -1,0 +1,352 @@
+"""The checks of benchmarks/gpu_check.py, each of which runs in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gpu_job import (
+    ROOT,
+    Failed,
+    Figures,
+    Job,
+    Skipped,
+    compare,
+    failure,
+    losses,
+    metrics,
+    train,
+    trainer,
+)
+
+WARM_UP = 3  # steps of a benchmark that do not count
+BENCH_S, BENCH_STEPS = 10.0, 4  # a benchmark measures at least this long, and as many steps
+
+
+def environment(job: Job) -> Figures:
+    import torch
+
+    found: Figures = {"python": sys.version.split()[0], "torch": torch.__version__}
+    if job.device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError):
+            done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+            found["driver"] = done.stdout.split("\n")[0].strip()
+        found |= {
+            "gpu": torch.cuda.get_device_name(0),
+            "gpus": torch.cuda.device_count(),
+            "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+        torch.ones(8, device="cuda").sum().item()  # the driver really works
+    return found
+
+
+def data(job: Job) -> Figures:
+    source = ["src"] if job.quick else ["--source", "stdlib"]
+    command = ["scripts/prepare_data.py", *source, "--out", str(job.work / "data")]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    sidecar = json.loads((job.work / "data/dataset.json").read_text())
+    return {"tokens": sum(shard["tokens"] for shard in sidecar["splits"]["train"])}
+
+
+def save(job: Job) -> Figures:
+    """A run that saves from pinned memory. It is also what the other runs are compared with."""
+    rate = pinned_rate() if job.device == "cuda" else None
+    train(job, job.words("unbroken", *kill_words(job)))
+    lines = {line["step"]: line for line in metrics(job.work / "unbroken")}
+    if not lines[max(lines)]["loss"] < lines[1]["loss"] - 0.3:
+        raise Failed(f"the loss fell only from {lines[1]['loss']} to {lines[max(lines)]['loss']}")
+    later = range(save_interval(job) + 2, len(lines) + 1)  # the first save also makes the buffer
+    return {
+        "loss": f"{lines[1]['loss']:.3f} -> {lines[max(lines)]['loss']:.3f}",
+        "step_ms": 1e3 * statistics.median(line["step_time"] for line in lines.values()),
+        "longest_save_stall_ms": 1e3 * max(lines[n]["checkpoint_time"] for n in later),
+        "pinned_copy_gb_per_s": rate,
+    }
+
+
+def pinned_rate() -> float:
+    """GB/s from the GPU into memory that is pinned as the checkpoint's buffer is."""
+    import torch
+
+    size = 1 << 28
+    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    cuda = torch.cuda.cudart()
+    torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), size, 0)))
+    source = torch.ones(size, dtype=torch.uint8, device="cuda")
+    memory.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(4):
+        memory.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return 4 * size / (time.perf_counter() - began) / 1e9
+
+
+def kill_words(job: Job) -> list[str]:
+    """Arguments of the run that is killed, and of the unbroken one: it lasts long enough."""
+    steps = 10 * save_interval(job)
+    interval = f"--checkpoint.interval={save_interval(job)}"
+    return [f"--train.max_steps={steps}", interval, "--train.deterministic"]
+
+
+def save_interval(job: Job) -> int:
+    return 4 if job.quick else 50
+
+
+def resume(job: Job) -> Figures:
+    """Killed after its first checkpoint and started again, a run has the unbroken one's losses."""
+    words = job.words("killed", *kill_words(job))
+    with trainer(words, job.work / "killed.out") as process:
+        latest = job.work / "killed/checkpoints/latest"
+        while process.poll() is None and not latest.exists():
+            time.sleep(0.01)
+        if process.poll() is not None:
+            raise Failed("the run ended before it could be killed")
+    killed_at = max(losses(job.work / "killed"), default=0)
+    out = train(job, words)
+    if "continues after step" not in out:
+        raise Failed("the second start did not resume from the checkpoint")
+    found, unbroken = losses(job.work / "killed"), losses(job.work / "unbroken")
+    differ = [step for step in unbroken if found.get(step) != unbroken[step]]
+    if differ:
+        first = differ[0]
+        raise Failed(
+            f"{len(differ)} of {len(unbroken)} losses differ, the first at step {first}: "
+            f"{found.get(first)} after the resume, {unbroken[first]} unbroken"
+        )
+    return {"killed_at_step": killed_at, "equal_losses": len(unbroken)}
+
+
+def compiled(job: Job) -> Figures:
+    steps = ["--train.max_steps=20", "--checkpoint.interval=0"]
+    began = time.perf_counter()
+    train(job, job.words("compiled", "--train.compile", *steps))
+    worst = compare("compiled", losses(job.work / "compiled"), losses(job.work / "unbroken"))
+    return {"seconds_in_all": time.perf_counter() - began, "loss_difference": worst}
+
+
+def distributed(job: Job) -> Figures:
+    """All GPUs train together; a single one still starts NCCL and sends its all-reduces there."""
+    from kempner.nccl_transport import LOG_SETTINGS, transport_of
+
+    steps = ["--train.max_steps=20", "--checkpoint.interval=0"]
+    log = job.work / "nccl.log"
+    env = {**LOG_SETTINGS, "NCCL_DEBUG_FILE": f"{log}.%p"} if job.device == "cuda" else {}
+    ranks = 1 << (job.ranks.bit_length() - 1)  # the batch divides by powers of two
+    train(job, job.words("distributed", *steps), ranks, **env)
+    name = f"{ranks} ranks"
+    worst = compare(name, losses(job.work / "distributed"), losses(job.work / "unbroken"))
+    text = "".join(path.read_text() for path in sorted(job.work.glob("nccl.log.*")))
+    if job.device == "cuda" and "NCCL INFO" not in text:
+        raise Failed("NCCL did not start: its log is empty")
+    return {"ranks": ranks, "loss_difference": worst, "transport": transport_of(text) or None}
+
+
+def preflight(job: Job) -> Figures:
+    """kempner.preflight and its tasks as lib.sh starts them, on this one host."""
+    meet, report = job.work / "meet", job.work / "preflight.json"
+    meet.mkdir()
+    gpus = job.ranks if job.device == "cuda" else 0
+    driver = subprocess.Popen([
+        sys.executable, "-m", "kempner.preflight", f"--nodes={socket.gethostname()}",
+        f"--tasks={job.ranks}", f"--gpus={gpus}", f"--device={job.device}",
+        f"--dir={job.work}", f"--json={report}", f"--meet={meet}",
+    ])  # fmt: skip
+    while not (meet / "port").exists() and driver.poll() is None:
+        time.sleep(0.05)
+    env = os.environ | {"KEMPNER_PREFLIGHT_PORT": (meet / "port").read_text().strip()}
+    tasks = []
+    for rank in range(job.ranks):
+        world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
+        command = [sys.executable, "-m", "kempner.preflight.task"]
+        tasks.append(subprocess.Popen(command, env=env | world))
+    code = driver.wait()
+    for task in tasks:
+        task.wait()
+    (node,) = json.loads(report.read_text())["nodes"].values()
+    if code:
+        raise Failed("; ".join(node["faults"]) or f"exit code {code}")
+    if job.device == "cuda" and node["gpus"] != gpus:
+        raise Failed(f"preflight sees {node['gpus']} GPU(s), torch {gpus}")
+    figures = node["inside"] or one_rank_allreduce(job)
+    return {
+        "gpus_seen": node["gpus"],
+        "gpu_faults": len(node["gpu_faults"]),
+        "allreduce_ranks": job.ranks,
+        "latency_us": 1e6 * figures["latency_s"],
+        "bus_gb_per_s": figures["bus_bytes_per_s"] / 1e9 if job.ranks > 1 else None,
+    }
+
+
+def one_rank_allreduce(job: Job) -> Figures:
+    """With one GPU preflight measures nothing: this shows that its forked process starts NCCL."""
+    import torch.distributed as dist
+
+    from kempner.preflight.allreduce import measure_allreduce, run_in_child
+
+    def run(connected: Callable[[], None]) -> Figures:
+        log = job.work / "preflight-nccl.log"
+        return measure_allreduce(dist.HashStore(), [0], 0, 0, job.device, log, connected)
+
+    figures = run_in_child(run, 60.0, 20.0)
+    if "error" in figures:
+        raise Failed(f"all-reduce of one rank: {figures['error']}")
+    return figures
+
+
+def synchronization(job: Job) -> Figures:
+    """The real training loop with torch.cuda.set_sync_debug_mode around some of its steps."""
+    import torch
+
+    from kempner.configure import configure
+    from kempner.data.loader import TrainLoader
+    from kempner.resilience import requests
+    from scripts import train as program
+
+    first, last = 5, 10
+    real, calls = TrainLoader.__next__, 0
+    stacks: dict[str, None] = {}
+
+    def watched(loader: TrainLoader) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (first, last) and job.device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn" if calls == first else "default")
+        return real(loader)
+
+    def note(message: Warning | str, *_: object, **__: object) -> None:
+        if "called a synchronizing" in str(message):
+            frames = [f for f in traceback.extract_stack() if str(ROOT) in f.filename][-4:-1]
+            stacks[" > ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)] = None
+
+    TrainLoader.__next__ = watched  # type: ignore[method-assign]
+    warnings.simplefilter("always")
+    warnings.showwarning = note
+    stop = requests.StopRequests()
+    words = job.words("synchronization", "--train.max_steps=12", "--checkpoint.interval=0")
+    code = program.main(configure(words, stop), stop)
+    if code or calls < last:
+        raise Failed(f"exit code {code} after {calls} steps")
+    if stacks:
+        raise Failed(f"the host waits for the GPU in the step, at {'; '.join(stacks)}")
+    if job.device != "cuda":
+        raise Skipped("no GPU: the loop ran, its synchronization could not be checked")
+    return {"steps_without_synchronization": last - first}
+
+
+def attention(job: Job) -> Figures:
+    """Which kernel scaled_dot_product_attention chooses for the shipped shapes, and its speed."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend
+
+    found: Figures = {}
+    shapes = {"125m": (12, 12, 64, 2048), "1b": (32, 8, 64, 4096), "7b": (32, 32, 128, 4096)}
+    for name, (heads, kv_heads, width, length) in shapes.items():
+        q, k, v = (
+            torch.randn(
+                2, n, 64 if job.quick else length, width,
+                device=job.device, dtype=torch.bfloat16, requires_grad=True,
+            )
+            for n in (heads, kv_heads, kv_heads)
+        )  # fmt: skip
+        gqa = heads != kv_heads
+        choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=gqa)
+        backend = SDPBackend(choice).name
+        if backend == "MATH":
+            raise Failed(f"{name}: no fused kernel is chosen (MATH)")
+        found[name] = backend.removesuffix("_ATTENTION").lower()
+        if job.device == "cuda":
+            seconds = []
+            for _ in range(10):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+                torch.autograd.grad(y.sum(), (q, k, v))
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+            flops = 3.5 * 2 * 2 * heads * length**2 * width  # causal; backward is 2.5 forwards
+            found[f"{name}_tflops"] = flops / statistics.median(seconds) / 1e12
+    return found
+
+
+def bench(job: Job, shape: str, accumulate: int) -> Figures:
+    """Tokens/s of a shipped configuration, compiled as it is shipped, on all GPUs."""
+    from kempner.config.loading import load
+    from kempner.run import RunConfig
+
+    file = ROOT / f"configs/train/{shape}.toml"
+    cfg = load(RunConfig, [str(file)])
+    # Read from a file: a CUDA context of this process would take memory from the trainer's.
+    environment = json.loads((job.work / "environment.result.json").read_text())
+    memory = environment["figures"]["memory_gib"]
+    state = 16 * cfg.model.count_parameters() / job.ranks / 2**30  # fp32: weights, gradients, AdamW
+    if state > 0.85 * memory:
+        raise Skipped(f"does not fit: {state:.0f} GiB of state per GPU, {memory:.0f} GiB of memory")
+    sequences = (cfg.train.micro_batch or 1) * accumulate * job.ranks
+    run_dir = job.work / f"bench-{shape}"
+    words = [
+        str(file), job.data, f"--run.dir={run_dir}", "--train.max_steps=100000",
+        f"--train.global_batch_tokens={sequences * cfg.train.seq_len}", "--checkpoint.interval=0",
+        "--eval.interval=0", "--metrics.log_interval=1",
+    ]  # fmt: skip
+    log = job.work / f"bench-{shape}.out"
+    with trainer(words, log, job.ranks) as process:
+        while process.poll() is None:
+            lines = metrics(run_dir)[WARM_UP:]
+            if len(lines) >= BENCH_STEPS and sum(x["step_time"] for x in lines) >= BENCH_S:
+                break  # it is killed: its last save would write all of its state
+            time.sleep(0.2)
+    if process.returncode != -signal.SIGKILL:
+        if "out of memory" in log.read_text().lower():
+            raise Skipped(f"does not fit: out of memory with {memory:.0f} GiB per GPU")
+        raise failure(log)
+    return {
+        "tokens_per_s": statistics.median(x["tokens_per_s"] for x in lines),
+        "mfu": statistics.median(x["mfu"] or 0.0 for x in lines) or None,
+        "memory_gib": max(x["memory_gib"] for x in lines),
+        "step_s": statistics.median(x["step_time"] for x in lines),
+        "tokens_per_step": sequences * cfg.train.seq_len,
+        "ranks": job.ranks,
+    }
+
+
+class Check(NamedTuple):
+    """`limit`: seconds after which it has failed."""
+
+    run: Callable[[Job], Figures]
+    limit: float
+    needs_gpu: bool = False
+
+
+CHECKS = {
+    "environment": Check(environment, 60),
+    "data": Check(data, 60),
+    "save": Check(save, 90),
+    "resume": Check(resume, 120),
+    "distributed": Check(distributed, 90),
+    "preflight": Check(preflight, 120),
+    "synchronization": Check(synchronization, 60),
+    "attention": Check(attention, 45),
+    "compile": Check(compiled, 120, needs_gpu=True),
+    "bench 125m": Check(lambda job: bench(job, "125m", 16), 120, needs_gpu=True),
+    "bench 1b": Check(lambda job: bench(job, "1b", 8), 150, needs_gpu=True),
+    "bench 7b": Check(lambda job: bench(job, "7b", 8), 180, needs_gpu=True),
+}

@@ -1,0 +1,65 @@
+"""Which network NCCL uses between nodes, in its own words.
+
+NCCL falls back to TCP without an error when its InfiniBand or libfabric plugin finds no device, and
+the training then runs at a tenth of its speed. Only its log says so, with NCCL_DEBUG=INFO and
+NCCL_DEBUG_SUBSYS=INIT,NET.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+# Make NCCL write what transport_of() reads; with NCCL_DEBUG_FILE it goes into a file.
+LOG_SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+
+# What connections use ("Channel 00/02 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA"), and what was
+# chosen before any was made ("Using network AWS Libfabric"). A line such as "NET/IB : No device
+# found." only says what was tried.
+_CONNECTED = re.compile(r" via NET/([^/\n]+)/\d")
+_CHOSEN = re.compile(
+    r"NCCL INFO (?:Using network (.+?)|Assigned NET plugin (.+?) to comm)\s*$", re.M
+)
+
+_EXPECTED = {
+    "InfiniBand": ("IB", "UCX"),
+    "RoCE": ("IB", "UCX"),
+    "EFA": ("OFI",),
+    "Slingshot": ("OFI",),
+}
+
+
+def transport_of(text: str) -> str:
+    """NCCL's network transport from its log: IB (also RoCE), OFI (libfabric: EFA and Slingshot),
+    Socket (TCP), or the name of another plugin; "" when the log names none."""
+    if connected := _CONNECTED.findall(text):
+        return _family(connected[-1])
+    if chosen := _CHOSEN.findall(text):
+        return _family("".join(chosen[-1]))
+    return ""
+
+
+def _family(name: str) -> str:
+    """Plugins have names of their own: IBext_v8 is InfiniBand, AWS Libfabric is OFI."""
+    known = name.lower()
+    if "libfabric" in known or "ofi" in known:
+        return "OFI"
+    if "ib" in known:
+        return "IB"
+    return "Socket" if known == "socket" else name
+
+
+def expected(network: str) -> tuple[str, ...]:
+    """The transports that use `network` (KEMPNER_NETWORK, as task.sh found it); empty: any will
+    do."""
+    return _EXPECTED.get(network, ())
+
+
+def chosen_by_user(env: Mapping[str, str] = os.environ) -> str:
+    """The user's own setting that keeps NCCL from choosing, such as NCCL_NET=Socket; "" for
+    none."""
+    for name, off in (("NCCL_NET", ""), ("NCCL_IB_DISABLE", "0")):
+        if env.get(name, off) != off:
+            return f"{name}={env[name]}"
+    return ""
