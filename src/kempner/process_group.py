@@ -1,11 +1,7 @@
 """From SLURM, torchrun or nothing to a process group: who am I, where is rank 0, which device is
 mine.
 
-Ranks come from an srun step, from torchrun's variables, or the process is alone. The rendezvous
-never guesses a port: rank 0 binds one and publishes `address port` in the run directory, which
-every rank shares anyway for checkpoints.
-
-Nothing here costs a rank more as the world grows, but for rank 0, which counts the others.
+Ranks come from an srun step, from torchrun's variables, or the process is alone.
 """
 
 from __future__ import annotations
@@ -17,37 +13,23 @@ import socket
 import sys
 import tempfile
 import threading
-import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kempner import slurm
+from kempner import nccl_transport, rendezvous, slurm
 from kempner.config.option import ConfigError
-from kempner.files import write_atomic
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 FIRST_COLLECTIVE_S = 60.0
-LOCAL_COPY_S = 10.0  # local ranks wait so long for their first rank's copy of the address
-SLOWEST_POLL_S = 1.0
-NAMED_RANKS = 32  # of the missing ones, in a message
 PCI_GPUS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 # From here on a collective may take longer than the watchdog ever waits: see set_timeout().
 LAST_RESORT_S = 60.0
-
-CAUSES = """  likely causes:
-    - a task died or never started: look at the other ranks' logs and at `srun`'s messages above
-    - a firewall or the wrong network between the hosts: GLOO_SOCKET_IFNAME={gloo},
-      NCCL_SOCKET_IFNAME={nccl}
-    - two tasks on one GPU: --ntasks-per-node must equal the GPUs per node
-    - hosts that read different files: the run directory must be on a file system that all hosts
-      share"""
 
 
 @dataclass(frozen=True)
@@ -153,19 +135,23 @@ def start(world: World, device: torch.device, run_dir: str | Path, start_timeout
     if world.size == 1:
         _init(dist.HashStore(), world, device, start_timeout)
         return
-    store = _open_store(world, Path(run_dir), start_timeout)
-    _check_in(store, world, start_timeout)
+    store = rendezvous.open_store(world, Path(run_dir), start_timeout)
+    rendezvous.check_in(store, world, start_timeout)
     # First over gloo alone, so that a network that does not work is found before NCCL hangs in it.
     _init(dist.PrefixStore("prove", store), world, None, FIRST_COLLECTIVE_S)
     _prove(store, world, "cpu", FIRST_COLLECTIVE_S)
     if device.type == "cuda":
         dist.destroy_process_group()
+        log = _log_nccl(world)
         with _or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
         _prove(store, world, "cuda", start_timeout)
+        if log is not None:
+            _check_transport(log.read_text(errors="replace"))
+            log.unlink(missing_ok=True)
     set_timeout(start_timeout)
     if not world.local_rank:
-        _copy_of(Path(run_dir)).unlink(missing_ok=True)
+        rendezvous.copy_of(Path(run_dir)).unlink(missing_ok=True)
 
 
 def _init(
@@ -192,8 +178,12 @@ def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None
     import torch.distributed as dist
 
     def message() -> str:
-        missing = _missing(store, f"proved-{device}", world.size) if world.rank == 0 else []
-        who = f"; ranks still in it: {_named(missing)}" if missing else ""
+        missing = (
+            rendezvous.missing_ranks(store, f"proved-{device}", world.size)
+            if world.rank == 0
+            else []
+        )
+        who = f"; ranks still in it: {rendezvous.named(missing)}" if missing else ""
         return f"the first all-reduce ({device}) has not ended after {seconds:.0f} s{who}"
 
     with _or_exit(seconds + 5, message):
@@ -203,10 +193,38 @@ def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None
             met = int(one.item())  # waits for the device
         except RuntimeError as error:
             raise RuntimeError(
-                f"the first all-reduce ({device}) failed: {error}\n{_causes()}"
+                f"the first all-reduce ({device}) failed: {error}\n{rendezvous.causes()}"
             ) from None
     assert met == world.size
     store.set(f"proved-{device}/{world.rank}", "")
+
+
+def _log_nccl(world: World) -> Path | None:
+    """Make NCCL say, on the first rank of each host, which network it uses: the file that it will
+    write to. None on the other ranks, and where the user has settings of his own for its log."""
+    if world.local_rank or any(name in os.environ for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")):
+        return None
+    fd, name = tempfile.mkstemp(prefix="kempner-nccl-")
+    os.close(fd)
+    os.environ.update(nccl_transport.LOG_SETTINGS, NCCL_DEBUG_FILE=name)
+    return Path(name)
+
+
+def _check_transport(log: str) -> None:
+    """Print NCCL's own word for the network of this host. Raises ConfigError when the fabric that
+    was found here is not the one that NCCL uses: the run would take ten times as long."""
+    used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
+    if not used:  # one host: NVLink or shared memory alone
+        return
+    host = slurm.host_name()
+    print(f"kempner: network of {host}: NCCL uses NET/{used}", file=sys.stderr, flush=True)
+    wanted = nccl_transport.expected(found)
+    if wanted and used not in wanted and not nccl_transport.chosen_by_user():
+        raise ConfigError(
+            f"{host} has {found}, but NCCL uses NET/{used}, not NET/{wanted[0]}: run "
+            f"scripts/slurm/preflight.sh, and see docs/debugging.md; set NCCL_NET={used} to train "
+            "over it all the same"
+        )
 
 
 def allow_open_files() -> None:
@@ -224,7 +242,7 @@ def _or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
     raise."""
 
     def give_up() -> None:
-        text = f"error: {socket.gethostname()}: {{}}\n{_causes()}"
+        text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.causes()}"
         backstop = threading.Timer(10.0, os._exit, (1,))  # the store may hang, too
         backstop.daemon = True
         backstop.start()
@@ -238,109 +256,6 @@ def _or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _causes() -> str:
-    return CAUSES.format(
-        gloo=os.environ.get("GLOO_SOCKET_IFNAME", "(unset)"),
-        nccl=os.environ.get("NCCL_SOCKET_IFNAME", "(unset)"),
-    )
-
-
-# --- the rendezvous ---
-
-
-def _open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
-    import torch.distributed as dist
-
-    env, limit = os.environ, timedelta(seconds=start_timeout)
-    if {"MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        # torchrun's agent serves the store itself and says so; else rank 0 does.
-        serves = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        port = int(env["MASTER_PORT"])
-        shared = dist.TCPStore(env["MASTER_ADDR"], port, None, serves, limit)
-        return dist.PrefixStore(f"kempner-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
-    note = _note_in(run_dir)
-    if world.rank:
-        address, port = _read_note(note, _copy_of(run_dir), world.local_rank, start_timeout)
-        return dist.TCPStore(address, port, None, False, limit)
-    store = dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for place in (note, _copy_of(run_dir)):
-        write_atomic(place, f"{slurm.own_address()} {store.port}\n")
-    return store
-
-
-def _note_in(run_dir: Path) -> Path:
-    return run_dir / f".rendezvous-{slurm.start_name()}"
-
-
-def _copy_of(run_dir: Path) -> Path:
-    """Where the first rank of a host leaves the address for the others of its host. The run is in
-    the name, too: jobs of two clusters may have one number."""
-    run = f"{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
-    return Path(tempfile.gettempdir()) / f"kempner-{os.getuid()}-{run}{_note_in(run_dir).name}"
-
-
-def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
-    """The address that rank 0 has published. Only the first rank of each host asks the shared file
-    system, less and less often, and copies it for the others of its host: the metadata server sees
-    one poller a host, while rank 0 is still importing torch."""
-    began = time.monotonic()
-    pause = 0.05
-    while (waited := time.monotonic() - began) < start_timeout:
-        # A container may give each task a /tmp of its own: then all ask the shared file system.
-        for file in [copy] * (local_rank > 0) + [note] * (not local_rank or waited > LOCAL_COPY_S):
-            with contextlib.suppress(OSError, ValueError):  # not there yet, or stale
-                if file == copy and file.stat().st_uid != os.getuid():
-                    continue
-                address, port = file.read_text().split()
-                if file == note:
-                    with contextlib.suppress(OSError):
-                        write_atomic(copy, f"{address} {port}\n")
-                return address, int(port)
-            if file == note:
-                with contextlib.suppress(OSError):
-                    os.listdir(note.parent)  # NFS forgets its cached "no such file"
-        time.sleep(pause)
-        pause = min(1.2 * pause, SLOWEST_POLL_S)
-    raise RuntimeError(
-        f"rank 0 has published no address in {note} within {start_timeout:.0f} s "
-        f"(distributed.start_timeout)\n{_causes()}"
-    )
-
-
-def _check_in(store: dist.Store, world: World, start_timeout: float) -> None:
-    """Every rank counts itself in; rank 0 waits for the count, and names those that do not come."""
-    store.set(f"here/{world.rank}", socket.gethostname())
-    store.add("here", 1)
-    if world.rank:
-        return
-    deadline = time.monotonic() + start_timeout
-    while store.add("here", 0) < world.size:
-        if time.monotonic() > deadline:
-            missing = _missing(store, "here", world.size)
-            raise RuntimeError(
-                f"ranks {_named(missing)} of {world.size} did not come within "
-                f"{start_timeout:.0f} s (distributed.start_timeout)\n{_causes()}"
-            )
-        time.sleep(0.02)
-
-
-def _missing(store: dist.Store, what: str, size: int) -> list[int]:
-    return [rank for rank in range(size) if not store.check([f"{what}/{rank}"])]
-
-
-def _named(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
-    return f"{ranks[:NAMED_RANKS]}{more}"
-
-
-def forget_rendezvous(run_dir: Path) -> None:
-    """Remove the published addresses, also those that killed starts have left. Rank 0, once all
-    have met."""
-    for note in run_dir.glob(".rendezvous-*"):
-        note.unlink(missing_ok=True)
 
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] = ()) -> None:

@@ -31,7 +31,8 @@ from kempner.configure import what_changed
 from kempner.data.sidecar import copy_tokenizer, open_sidecar
 from kempner.files import write_atomic
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
-from kempner.process_group import World, forget_rendezvous
+from kempner.process_group import World
+from kempner.rendezvous import forget_rendezvous
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
 from kempner.run import RunConfig

@@ -9,6 +9,7 @@ FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the 
     nan from=64 to=96                       the loss of these samples is NaN
     ignore from=64 to=96                    every label of these samples is ignored
     slow ms=30                              every step waits so long for its data
+    slow_forward ms=900                     and every forward of a micro-batch
     slow_validation ms=30                   and every batch of a validation
 """
 
@@ -121,6 +122,21 @@ def slow(fault: dict[str, str]) -> None:
     loader.TrainLoader.__next__ = following  # type: ignore[method-assign]
 
 
+def slow_forward(fault: dict[str, str]) -> None:
+    """For the whole of the process that it strikes."""
+    from kempner.model.decoder import Decoder
+
+    real, struck = Decoder.forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if struck or strikes(fault):
+            struck.append(True)
+            time.sleep(float(fault["ms"]) / 1000)
+        return real(*args, **kwargs)
+
+    Decoder.forward = forward  # type: ignore[method-assign]
+
+
 def slow_validation(fault: dict[str, str]) -> None:
     from kempner import evaluate
 
@@ -142,6 +158,7 @@ KINDS = {
     "fail": fail,
     "nan": nan,
     "slow": slow,
+    "slow_forward": slow_forward,
     "slow_validation": slow_validation,
 }
 

@@ -100,6 +100,20 @@ def test_one_rank_alone(broken_run: Submit) -> None:
     assert run.events("end")[0]["state"] == "interrupted"
 
 
+def test_in_the_middle_of_a_long_step(broken_run: Submit, tmp_path: Path) -> None:
+    """Of four micro-batches of two seconds: the rest of the step may be all the time there is."""
+    faults = f"slow_forward ms=2000 once={tmp_path}/once rank=0"
+    run = broken_run("--train.micro_batch=1", "--train.max_steps=8", faults=faults)
+    run.wait_for_step(3)
+    time.sleep(3)  # step 4 is in its second micro-batch
+    warn(run)
+    assert run.wait() == 0
+    first = run.events("end")[0]
+    assert (first["state"], first["step"]) == ("interrupted", 3)
+    assert [event["step"] for event in run.events("start")] == [0, 3]
+    assert status(run.dir)["state"] == "done" and run.recomputed() == 0
+
+
 @pytest.mark.soak
 def test_ranks_at_different_steps_and_twice(broken_run: Submit) -> None:
     run = broken_run(tasks=2, faults="slow ms=200 rank=3")

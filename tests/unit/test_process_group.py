@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner import configure, process_group
+from kempner import configure, process_group, rendezvous
 from kempner.config.option import ConfigError
 from kempner.process_group import World, discover, pick_device
 from kempner.slurm import job_name
@@ -128,6 +129,28 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_in_a_job_with_gpus(
     assert pick_device("auto", 0) == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("used", "found", "user", "fits"),
+    [
+        ("IB", "InfiniBand", "", True),
+        ("Socket", "InfiniBand", "", False),
+        ("Socket", "InfiniBand", "Socket", True),
+        ("Socket", "EFA", "", False),
+        ("AWS Libfabric", "EFA", "", True),
+        ("Socket", "Ethernet", "", True),
+    ],
+)
+def test_a_fabric_that_nccl_does_not_use_is_an_error(
+    used: str, found: str, user: str, fits: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("KEMPNER_NETWORK", found)
+    monkeypatch.setenv("NCCL_NET", user) if user else monkeypatch.delenv("NCCL_NET", False)
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="NCCL_NET=Socket"):
+        process_group._check_transport(f"node1:1:1 [0] NCCL INFO Using network {used}\n")
+    assert "NCCL uses NET/" in capsys.readouterr().err
+
+
 # --- The rendezvous -----------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -177,7 +200,7 @@ def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
     assert said == {0: 3.0, 1: 3.0, 2: 3.0}
     notes = {".rendezvous-77.0.3", ".rendezvous-77.1.3"}
     assert {path.name for path in run_dir.iterdir()} == notes
-    process_group.forget_rendezvous(run_dir)
+    rendezvous.forget_rendezvous(run_dir)
     assert not list(run_dir.iterdir())
 
 
@@ -185,7 +208,7 @@ def test_only_the_first_rank_of_a_host_asks_the_shared_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others read its copy on the host's own disk, and nothing is left of it."""
-    monkeypatch.setattr(process_group, "LOCAL_COPY_S", 0.2)
+    monkeypatch.setattr(rendezvous, "LOCAL_COPY_S", 0.2)
     note, copy = tmp_path / "shared", tmp_path / "local"
     opened: list[Path] = []
     real = Path.read_text
@@ -196,13 +219,13 @@ def test_only_the_first_rank_of_a_host_asks_the_shared_file_system(
 
     monkeypatch.setattr(Path, "read_text", read_text)
     copy.write_text("10.0.0.1 4711\n")
-    assert process_group._read_note(note, copy, 3, 5.0) == ("10.0.0.1", 4711)
+    assert rendezvous._read_note(note, copy, 3, 5.0) == ("10.0.0.1", 4711)
     assert opened == [copy]
     copy.unlink()
     note.write_text("10.0.0.2 4712\n")  # a container with a /tmp of its own
-    assert process_group._read_note(note, copy, 3, 5.0) == ("10.0.0.2", 4712)
+    assert rendezvous._read_note(note, copy, 3, 5.0) == ("10.0.0.2", 4712)
     copy.unlink()
-    assert process_group._read_note(note, copy, 0, 5.0) == ("10.0.0.2", 4712)
+    assert rendezvous._read_note(note, copy, 0, 5.0) == ("10.0.0.2", 4712)
     assert copy.read_text() == note.read_text()
 
 
@@ -232,8 +255,8 @@ def hang_in_nccl(log: Path) -> None:
     sys.stderr = open(log, "w")  # noqa: SIM115
     store = types.SimpleNamespace()
     quiet: Any = lambda *_: None  # noqa: E731
-    process_group._open_store = lambda *_: store  # type: ignore[assignment,return-value]
-    process_group._check_in = process_group._prove = quiet
+    rendezvous.open_store = lambda *_: store  # type: ignore[assignment,return-value]
+    rendezvous.check_in = process_group._prove = quiet
     torch.distributed.destroy_process_group = quiet
     torch.distributed.PrefixStore = quiet  # type: ignore[misc]
 

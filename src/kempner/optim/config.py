@@ -10,7 +10,6 @@ from kempner.config.option import option
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: str = option("adamw", "optimizer", choices=("adamw",))
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
     betas: tuple[float, float] = option((0.9, 0.95), "decay rates of the first and second moments")
     eps: float = option(1e-8, "added to the denominator for numerical stability", minimum=0.0)

@@ -1,0 +1,137 @@
+"""How the ranks of a start find each other: rank 0 publishes its address in the run directory, the
+others come to its store, and rank 0 counts them.
+
+No port is ever guessed. Nothing here costs a rank more as the world grows, but for rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import time
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kempner import slurm
+from kempner.files import write_atomic
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from kempner.process_group import World
+
+LOCAL_COPY_S = 10.0  # local ranks wait so long for their first rank's copy of the address
+SLOWEST_POLL_S = 1.0
+NAMED_RANKS = 32  # of the missing ones, in a message
+
+CAUSES = """  likely causes:
+    - a task died or never started: look at the other ranks' logs and at `srun`'s messages above
+    - a firewall or the wrong network between the hosts: GLOO_SOCKET_IFNAME={gloo},
+      NCCL_SOCKET_IFNAME={nccl}
+    - two tasks on one GPU: --ntasks-per-node must equal the GPUs per node
+    - hosts that read different files: the run directory must be on a file system that all hosts
+      share"""
+
+
+def causes() -> str:
+    return CAUSES.format(
+        gloo=os.environ.get("GLOO_SOCKET_IFNAME", "(unset)"),
+        nccl=os.environ.get("NCCL_SOCKET_IFNAME", "(unset)"),
+    )
+
+
+def open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
+    import torch.distributed as dist
+
+    env, limit = os.environ, timedelta(seconds=start_timeout)
+    if {"MASTER_ADDR", "MASTER_PORT"} <= env.keys():
+        # torchrun's agent serves the store itself and says so; else rank 0 does.
+        serves = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        port = int(env["MASTER_PORT"])
+        shared = dist.TCPStore(env["MASTER_ADDR"], port, None, serves, limit)
+        return dist.PrefixStore(f"kempner-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+    note = _note_in(run_dir)
+    if world.rank:
+        address, port = _read_note(note, copy_of(run_dir), world.local_rank, start_timeout)
+        return dist.TCPStore(address, port, None, False, limit)
+    store = dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for place in (note, copy_of(run_dir)):
+        write_atomic(place, f"{slurm.own_address()} {store.port}\n")
+    return store
+
+
+def _note_in(run_dir: Path) -> Path:
+    return run_dir / f".rendezvous-{slurm.start_name()}"
+
+
+def copy_of(run_dir: Path) -> Path:
+    """Where the first rank of a host leaves the address for the others of its host. The run is in
+    the name, too: jobs of two clusters may have one number."""
+    run = f"{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
+    return Path(tempfile.gettempdir()) / f"kempner-{os.getuid()}-{run}{_note_in(run_dir).name}"
+
+
+def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
+    """The address that rank 0 has published. Only the first rank of each host asks the shared file
+    system, less and less often, and copies it for the others of its host: the metadata server sees
+    one poller a host, while rank 0 is still importing torch."""
+    began = time.monotonic()
+    pause = 0.05
+    while (waited := time.monotonic() - began) < start_timeout:
+        # A container may give each task a /tmp of its own: then all ask the shared file system.
+        for file in [copy] * (local_rank > 0) + [note] * (not local_rank or waited > LOCAL_COPY_S):
+            with contextlib.suppress(OSError, ValueError):  # not there yet, or stale
+                if file == copy and file.stat().st_uid != os.getuid():
+                    continue
+                address, port = file.read_text().split()
+                if file == note:
+                    with contextlib.suppress(OSError):
+                        write_atomic(copy, f"{address} {port}\n")
+                return address, int(port)
+            if file == note:
+                with contextlib.suppress(OSError):
+                    os.listdir(note.parent)  # NFS forgets its cached "no such file"
+        time.sleep(pause)
+        pause = min(1.2 * pause, SLOWEST_POLL_S)
+    raise RuntimeError(
+        f"rank 0 has published no address in {note} within {start_timeout:.0f} s "
+        f"(distributed.start_timeout)\n{causes()}"
+    )
+
+
+def check_in(store: dist.Store, world: World, start_timeout: float) -> None:
+    """Every rank counts itself in; rank 0 waits for the count, and names those that do not come."""
+    store.set(f"here/{world.rank}", socket.gethostname())
+    store.add("here", 1)
+    if world.rank:
+        return
+    deadline = time.monotonic() + start_timeout
+    while store.add("here", 0) < world.size:
+        if time.monotonic() > deadline:
+            missing = missing_ranks(store, "here", world.size)
+            raise RuntimeError(
+                f"ranks {named(missing)} of {world.size} did not come within "
+                f"{start_timeout:.0f} s (distributed.start_timeout)\n{causes()}"
+            )
+        time.sleep(0.02)
+
+
+def missing_ranks(store: dist.Store, what: str, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([f"{what}/{rank}"])]
+
+
+def named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
+    return f"{ranks[:NAMED_RANKS]}{more}"
+
+
+def forget_rendezvous(run_dir: Path) -> None:
+    """Remove the published addresses, also those that killed starts have left. Rank 0, once all
+    have met."""
+    for note in run_dir.glob(".rendezvous-*"):
+        note.unlink(missing_ok=True)
