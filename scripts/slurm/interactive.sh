@@ -6,8 +6,8 @@
 # Ctrl-C asks the ranks to save and stop; a second one ends them at once. The job itself is left alone.
 set -euo pipefail
 
-# shellcheck source-path=SCRIPTDIR source=lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
 
 (($# >= 2)) || kp_die "usage: bash scripts/slurm/interactive.sh JOBID CONFIG [OVERRIDES]"
 kp_use_job "$1" # as if this shell were in it

@@ -10,10 +10,10 @@
 # When the run starts again, the logs of the new attempt are followed by themselves.
 set -euo pipefail
 
-# shellcheck source-path=SCRIPTDIR source=lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-# shellcheck source-path=SCRIPTDIR source=runs.sh
-source "$(dirname "${BASH_SOURCE[0]}")/runs.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/find_run.sh"
 
 readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R] [--warnings] [--no-follow]"
 WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|killed|cancelled|failed|timed out'

@@ -7,10 +7,10 @@
 #   bash scripts/slurm/tmux.sh RUN --figures      the live figures alone, in this terminal, without tmux
 set -euo pipefail
 
-# shellcheck source-path=SCRIPTDIR source=lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-# shellcheck source-path=SCRIPTDIR source=runs.sh
-source "$(dirname "${BASH_SOURCE[0]}")/runs.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/find_run.sh"
 
 readonly USAGE="usage: bash scripts/slurm/tmux.sh RUN|JOBID [--detached | --figures]"
 readonly FIGURES_S=5

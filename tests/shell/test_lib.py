@@ -1,4 +1,4 @@
-"""lib.sh without Slurm: what a request means, and the srun command that it becomes."""
+"""scripts/slurm/lib without Slurm: what a request means, and the srun command that it becomes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIB = ROOT / "scripts/slurm/lib.sh"
+LIB = ROOT / "scripts/slurm/lib/all.sh"
 
 # What `scontrol show job -d` says; the parts that differ are filled in.
 JOB = """JobId=7 JobName=kempner
@@ -28,11 +28,9 @@ JOB = """JobId=7 JobName=kempner
 
 
 def test_an_old_bash_is_told(tmp_path: Path) -> None:
-    """As old as a copy of lib.sh makes this one."""
-    for file in ("lib.sh", "requeue.sh"):
-        text = (LIB.parent / file).read_text().replace(">= 404", ">= 9904")
-        (tmp_path / file).write_text(text)
-    done = subprocess.run(["bash", tmp_path / "lib.sh"], capture_output=True, text=True)
+    """As old as a copy of all.sh makes this one."""
+    (tmp_path / "all.sh").write_text(LIB.read_text().replace(">= 404", ">= 9904"))
+    done = subprocess.run(["bash", tmp_path / "all.sh"], capture_output=True, text=True)
     assert done.returncode == 2 and "is too old: 4.4 is needed" in done.stderr
 
 
@@ -52,7 +50,7 @@ def job(
 
 
 def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A piece of bash with lib.sh sourced, under the options of the launch scripts."""
+    """A piece of bash with lib/all.sh sourced, under the options of the launch scripts."""
     return subprocess.run(
         ["bash", "-c", f'set -euo pipefail; source "{LIB}"\n{script}'],
         env={"PATH": "/usr/bin:/bin", **env},
@@ -161,7 +159,7 @@ env
 --block-signal=TERM,INT,USR1,USR2
 KEMPNER_SIGNALS_WAIT=1
 bash
-ROOT/scripts/slurm/task.sh
+LIB/task.sh
 python
 train.py
 a b
@@ -173,7 +171,7 @@ $HOME
 def srun(**env: str) -> str:
     script = """
         kp_start() { [[ $1 == srun ]]; printf '%s\\n' "${@:2}"; }
-        KP_STEP_NAME=kempner-7.0.1 KP_NODES=2 KP_TASKS=4 KP_CPUS=16 SLURM_JOB_ID=7
+        KP_SRUN_NAME=kempner-7.0.1 KP_NODES=2 KP_TASKS=4 KP_CPUS=16 SLURM_JOB_ID=7
         KEMPNER_ATTEMPT_ID=7.0.1 KP_ROOT=ROOT KP_PYTHON=python
         mkdir "$KP_RUN_DIR/logs"
         kp_srun train.py 'a b' '$HOME' '*'
@@ -184,7 +182,7 @@ def srun(**env: str) -> str:
         done = bash(script, **given, **env, KP_RUN_DIR=run_dir)
     assert done.returncode == 0
     assert done.stderr.split() == ["16", env.get("OMP_NUM_THREADS", "16")]
-    return done.stdout
+    return done.stdout.replace(str(LIB.parent), "LIB")
 
 
 def test_srun_command() -> None:
@@ -242,7 +240,7 @@ def test_a_requeue_does_not_spoil_its_own_record(tmp_path: Path) -> None:
     )
     scontrol.chmod(0o755)
     script = f"""
-        GROUP=$$ KP_BESIDE='' KP_STEP_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
+        GROUP=$$ KP_BESIDE='' KP_COMMITTED_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
         KP_PYTHON=false KP_SRUN_LOG=none
         export GROUP
         trap 'true' TERM
@@ -252,7 +250,7 @@ def test_a_requeue_does_not_spoil_its_own_record(tmp_path: Path) -> None:
     path = f"{tmp_path}:/usr/bin:/bin"
     assert bash(script, **env, PATH=path, KEMPNER_MAX_CRASHES="9").returncode == 0
     lines = map(json.loads, (tmp_path / "attempts.jsonl").read_text().splitlines())
-    made = [(line["decision"], line["job"], line["stalled"]) for line in lines]
+    made = [(line["decision"], line["job"], line["no_progress"]) for line in lines]
     assert made == [("requeue", "7", n) for n in (1, 2, 3)]
 
 

@@ -1,7 +1,6 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # lib.sh reads what is set here
 # --dry-run: what sbatch would be told, the variables that the tasks would see, the srun command. Starts nothing, writes
-# nothing. Sourced by lib.sh.
+# nothing. Sourced by all.sh.
 
 kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS and KP_REQUEST, the options that are sbatch's
     local word
@@ -26,7 +25,7 @@ kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later on
     name=${name#-} name=${name#-}
     case $name in
         N) name=nodes ;; n) name=ntasks ;; p) name=partition ;; A) name=account ;; q) name=qos ;; t) name='time' ;;
-        c) name='cpus-per-task' ;; G) name=gpus ;; J) name=job-name ;; o) name=output ;; w) name=nodelist ;; x) name=exclude ;;
+        c) name='cpus-per-task' ;; G) name=gpus ;; J) name='job-name' ;; o) name=output ;; w) name=nodelist ;; x) name=exclude ;;
     esac
     [[ -n $value || ! $name =~ ^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-node|cpus-per-task)$ ]] ||
         kp_die "--dry-run: write --$name=VALUE as one word"
@@ -77,7 +76,7 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
     SLURM_JOB_ID=JOBID SLURM_NTASKS=${KP_ASKED[ntasks]:-$((nodes * ${KP_ASKED[ntasks_per_node]:-1}))}
     [[ -n ${KP_ASKED[ntasks]:-}${KP_ASKED[ntasks_per_node]:-} ]] || SLURM_NTASKS=0
     [[ -z ${KP_ASKED[cpus_per_task]:-} ]] || SLURM_CPUS_PER_TASK=${KP_ASKED[cpus_per_task]}
-    KEMPNER_ATTEMPT_ID=JOBID.0.0 KP_STEP_NAME=kempner-JOBID.0.0
+    KEMPNER_ATTEMPT_ID=JOBID.0.0 KP_SRUN_NAME=kempner-JOBID.0.0
 }
 
 kp_is_secret() { # <variable>: true when its value must not be shown
@@ -120,7 +119,7 @@ kp_dry_tell() { # says it all, and ends the script
     echo "variables that the script would set, beside your own, which go to every task (secrets as ***):"
     kp_dry_variables
     echo "each node chooses its network by itself; this host would take:"
-    if line=$(KEMPNER_SAID='' bash "$KP_ROOT/scripts/slurm/task.sh" env); then
+    if line=$(KEMPNER_SAID='' bash "$KP_LIB/task.sh" env); then
         printf '%s\n' "$line" | sed -n '1s/^/  /p'
         printf '%s\n' "$line" | sed -nE '2,$s/^((NCCL|GLOO|TP|FI)_[A-Z_]*=)/  \1/p'
     fi

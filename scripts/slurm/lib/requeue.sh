@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The end of a start: what has happened, whether the job is requeued, without which hosts. Sourced by lib.sh.
+# The end of a start: what has happened, whether the job is requeued, without which hosts. Sourced by all.sh.
 # The table of decisions is in docs/slurm.md.
 
 kp_committed_step() { # the step of the newest complete checkpoint, -1 when there is none
@@ -14,16 +14,16 @@ kp_verdict() { # sets KP_STATE to what status.json says of this start, or to not
     [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] && KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
 }
 
-kp_stalled() { # <committed step>: the attempts of this job in a row, with this one, that have made no progress
-    local line stalled=0 pattern='"stalled": ([0-9]+)' job
+kp_no_progress() { # <committed step>: the attempts of this job in a row, with this one, that have made no progress
+    local line no_progress=0 pattern='"no_progress": ([0-9]+)' job
     job="\"job\": \"$(kp_job_id)\""
-    if (($1 <= KP_STEP_BEFORE)); then
+    if (($1 <= KP_COMMITTED_BEFORE)); then
         while read -r line; do
-            [[ $line != *'"event": "decision"'*"$job"* || ! $line =~ $pattern ]] || stalled=${BASH_REMATCH[1]}
+            [[ $line != *'"event": "decision"'*"$job"* || ! $line =~ $pattern ]] || no_progress=${BASH_REMATCH[1]}
         done < <(kp_shielded cat "$KP_RUN_DIR/attempts.jsonl" 2>/dev/null)
-        stalled=$((stalled + 1))
+        no_progress=$((no_progress + 1))
     fi
-    echo "$stalled"
+    echo "$no_progress"
 }
 
 kp_record() { # <requeue, end or leave (to Slurm)> <why>: the one line that says what was decided, in the log and in attempts.jsonl
@@ -31,8 +31,8 @@ kp_record() { # <requeue, end or leave (to Slurm)> <why>: the one line that says
     kp_log "$1: $2"
     printf '{"event": "decision", "decision": "%s", "why": "%s", "job": "%s", "restart": %d, "attempt_id": "%s", ' \
         "$1" "$2" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$KEMPNER_ATTEMPT_ID" >>"$KP_RUN_DIR/attempts.jsonl"
-    printf '"step": %d, "stalled": %d, "blamed": "%s", "excluded": "%s", "batch_began": %d, "time": %(%s)T}\n' \
-        "$KP_STEP" "$KP_STALLED" "$KP_BLAMED" "$KP_EXCLUDED" "${KEMPNER_BATCH_BEGAN:-0}" -1 >>"$KP_RUN_DIR/attempts.jsonl"
+    printf '"step": %d, "no_progress": %d, "blamed": "%s", "excluded": "%s", "batch_began": %d, "time": %(%s)T}\n' \
+        "$KP_COMMITTED" "$KP_NO_PROGRESS" "$KP_BLAMED" "$KP_EXCLUDED" "${KEMPNER_BATCH_BEGAN:-0}" -1 >>"$KP_RUN_DIR/attempts.jsonl"
     [[ -z ${KEMPNER_MAIL:-} || $1 != end ]] || kp_mail "$2"
 }
 
@@ -94,10 +94,10 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
     [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
     trap '' TERM INT HUP USR1 USR2 # a requeue signals this shell, and its subshells would die of it
     kp_verdict
-    KP_STEP=$(kp_committed_step)
-    KP_STALLED=$(kp_stalled "$KP_STEP")
+    KP_COMMITTED=$(kp_committed_step)
+    KP_NO_PROGRESS=$(kp_no_progress "$KP_COMMITTED")
     [[ $KP_STATE != interrupted ]] || what="interrupted and saved"
-    what+=" (newest checkpoint: step $KP_STEP)"
+    what+=" (newest checkpoint: step $KP_COMMITTED)"
     kp_show_job || true
     state=$(kp_field JobState)
     if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
@@ -110,8 +110,8 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         kp_record end "$what; only a batch job is requeued"
     elif [[ $(kp_field Requeue) == 0 ]]; then
         kp_record end "$what; the job was submitted with --no-requeue"
-    elif ((KP_STALLED >= most)); then
-        kp_record end "$what; $KP_STALLED attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
+    elif ((KP_NO_PROGRESS >= most)); then
+        kp_record end "$what; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
     elif kp_blame && [[ -n $KP_PREFLIGHT && -z $KP_EXCLUDED ]]; then
         kp_record end "$what; there are no other nodes to take"
     elif kp_shielded scontrol requeue "$(kp_job_id)"; then
