@@ -18,6 +18,6 @@ kp_setup                      # the repository, its Python, site.env
 kp_tasks                      # nodes, GPUs, one task per GPU: the job's own
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
 kp_banner                     # what runs where
-kp_preflight                  # with KEMPNER_PREFLIGHT=1: proves the nodes first
+kp_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
 kp_run "${KP_ARGUMENTS[@]}"   # srun beside the other steps; passes Ctrl-C on
 kp_finish                     # the exit code

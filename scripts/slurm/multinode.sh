@@ -4,9 +4,9 @@
 #   sbatch scripts/slurm/multinode.sh configs/train/7b.toml --train.max_steps=50000
 #   sbatch --nodes=16 --time=24:00:00 --partition=gpu scripts/slurm/multinode.sh CONFIG [OVERRIDES]
 #   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
-#   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    says what sbatch would do, does nothing
+#   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
-# What sbatch is told on its command line, or by SBATCH_* variables, comes before what stands here: docs/slurm.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=2
 #SBATCH --exclusive
@@ -34,6 +34,6 @@ kp_setup                      # the repository, its Python, site.env
 kp_tasks                      # nodes, GPUs, one task per GPU
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
 kp_banner                     # what runs where
-kp_preflight                  # with KEMPNER_PREFLIGHT=1: proves the nodes first
+kp_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
 kp_run "${KP_ARGUMENTS[@]}"   # srun; passes signals on
 kp_finish                     # requeue or not; the exit code

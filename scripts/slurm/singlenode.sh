@@ -2,11 +2,11 @@
 # Train on one whole node, one process per GPU.
 #
 #   sbatch scripts/slurm/singlenode.sh configs/train/1b.toml --train.max_steps=50000
-#   sbatch --exclusive=oversubscribe --gpus-per-node=2 --cpus-per-gpu=8 --mem=64G scripts/slurm/singlenode.sh CONFIG [OVERRIDES]
+#   sbatch --exclusive=oversubscribe --gpus-per-node=2 --cpus-per-gpu=8 --mem=64G scripts/slurm/singlenode.sh CONFIG
 #   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
-#   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    says what sbatch would do, does nothing
+#   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
-# What sbatch is told on its command line, or by SBATCH_* variables, comes before what stands here: docs/slurm.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=1
 #SBATCH --exclusive
@@ -35,6 +35,6 @@ kp_tasks                      # nodes, GPUs, one task per GPU
 kp_need_one_node              # several: multinode.sh
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
 kp_banner                     # what runs where
-kp_preflight                  # with KEMPNER_PREFLIGHT=1: proves the nodes first
+kp_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
 kp_run "${KP_ARGUMENTS[@]}"   # srun; passes signals on
 kp_finish                     # requeue or not; the exit code

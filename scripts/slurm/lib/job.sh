@@ -1,6 +1,10 @@
 # shellcheck shell=bash
 # The job as Slurm sees it.
 
+KP_JOB=${KP_JOB:-} # what scontrol said about the job last
+KP_ANSWER=''       # of kp_ask
+KP_DEADLINE=''     # in SECONDS: when kp_ask gives up; empty: it waits as long as Slurm's commands do
+
 kp_use_job() { # <job>: makes this shell speak for a running job, whatever job it is in itself
     local name
     for name in "${!SLURM_@}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
@@ -15,7 +19,8 @@ kp_in_job() { # true inside an allocation: a batch script, salloc's shell, or KP
 }
 
 kp_is_batch() { # true in the batch script, the one place that may requeue
-    kp_in_job && [[ -z $KP_BESIDE && -z ${SLURM_STEP_NUM_TASKS:-} && $(kp_field BatchFlag) == 1 ]]
+    # Slurm 24.11 and later count the starts of the script in BatchFlag: 2 after a preemption.
+    kp_in_job && [[ -z $KP_BESIDE && -z ${SLURM_STEP_NUM_TASKS:-} && $(kp_field BatchFlag) == [1-9]* ]]
 }
 
 kp_job_id() { # the job; of an array the one task, because the number alone may mean the whole array
@@ -30,11 +35,33 @@ kp_shielded() { # <command>...: runs it so that the signals that end a job do no
     (trap '' TERM INT HUP USR1 USR2 && exec "$@")
 }
 
-kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails when it says nothing
+kp_ask() { # <command>...: sets KP_ANSWER to its output; shielded; fails when it fails, and at KP_DEADLINE
+    KP_ANSWER=$(trap '' TERM INT HUP USR1 USR2 && kp_until "$KP_DEADLINE" "$@" 2>/dev/null)
+}
+
+kp_until() { # <time in SECONDS, or nothing> <command>...: its output and exit code; kills it at that time and fails
+    local fd text code=0
+    [[ -n $1 ]] || exec "${@:2}"
+    (($1 > SECONDS)) || return 1
+    exec {fd}< <(exec "${@:2}")
+
+    # Not timeout(1): it would pass on, to a command that is to ignore them, the signals that end a job.
+    IFS= read -r -d '' -t $(($1 - SECONDS)) -u "$fd" text || code=$?
+    if ((code > 128)); then
+        kill -KILL "$!"
+        return 1
+    fi
+    printf '%s' "$text"
+    wait "$!"
+}
+
+kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails, and leaves it, when it says nothing
     local tries
     for ((tries = 0; tries < 5; tries++)); do
-        KP_JOB=$(kp_shielded scontrol show job -d "$(kp_job_id)" 2>/dev/null) || KP_JOB=''
-        [[ -z $KP_JOB ]] || return 0
+        if kp_ask scontrol show job -d "$(kp_job_id)" && [[ -n $KP_ANSWER ]]; then
+            KP_JOB=$KP_ANSWER
+            return 0
+        fi
         kp_shielded sleep 0.2
     done
     return 1

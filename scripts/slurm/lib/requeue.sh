@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The end of a start: what has happened, whether the job is requeued, without which hosts. Sourced by all.sh.
+# The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
 # The table of decisions is in docs/slurm.md.
 
 kp_committed_step() { # the step of the newest complete checkpoint, -1 when there is none
@@ -8,31 +8,33 @@ kp_committed_step() { # the step of the newest complete checkpoint, -1 when ther
     [[ $link =~ $pattern ]] && echo "${BASH_REMATCH[1]}" || echo -1
 }
 
-kp_verdict() { # sets KP_STATE to what status.json says of this start, or to nothing
+kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to nothing
     local text='' pattern='"state": *"([a-z]+)"'
     { read -r -d '' text <"$KP_RUN_DIR/status.json"; } 2>/dev/null || true
     [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] && KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
 }
 
-kp_no_progress() { # <committed step>: the attempts of this job in a row, with this one, that have made no progress
-    local line no_progress=0 pattern='"no_progress": ([0-9]+)' job
-    job="\"job\": \"$(kp_job_id)\""
-    if (($1 <= KP_COMMITTED_BEFORE)); then
-        while read -r line; do
-            [[ $line != *'"event": "decision"'*"$job"* || ! $line =~ $pattern ]] || no_progress=${BASH_REMATCH[1]}
-        done < <(kp_shielded cat "$KP_RUN_DIR/attempts.jsonl" 2>/dev/null)
-        no_progress=$((no_progress + 1))
-    fi
-    echo "$no_progress"
+# --- the record --------------------------------------------------------------------------------------------
+
+kp_json() { # <text>: as a JSON string
+    local text=${1//\\/\\\\}
+    text=${text//\"/\\\"}
+    printf '"%s"' "${text//[[:cntrl:]]/ }"
 }
 
-kp_record() { # <requeue, end or leave (to Slurm)> <why>: the one line that says what was decided, in the log and in attempts.jsonl
+kp_record() { # <requeue, end or leave (to Slurm)> <why>: one line in the log, one in attempts.jsonl (history/events.py)
+    local file=$KP_RUN_DIR/attempts.jsonl line
     KP_DECIDED=$1
     kp_log "$1: $2"
-    printf '{"event": "decision", "decision": "%s", "why": "%s", "job": "%s", "restart": %d, "attempt_id": "%s", ' \
-        "$1" "$2" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$KEMPNER_ATTEMPT_ID" >>"$KP_RUN_DIR/attempts.jsonl"
-    printf '"step": %d, "no_progress": %d, "blamed": "%s", "excluded": "%s", "batch_began": %d, "time": %(%s)T}\n' \
-        "$KP_COMMITTED" "$KP_NO_PROGRESS" "$KP_BLAMED" "$KP_EXCLUDED" "${KEMPNER_BATCH_BEGAN:-0}" -1 >>"$KP_RUN_DIR/attempts.jsonl"
+    printf -v line '{"event": "decision", "decision": "%s", "why": %s, "job": "%s", "restart": %d, "attempt_id": %s, ' \
+        "$1" "$(kp_json "$2")" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$(kp_json "$KEMPNER_ATTEMPT_ID")"
+    printf -v line '%s"step": %d, "no_progress": %s, "blamed": %s, "excluded": %s, "batch_began": %d, "time": %(%s)T}' \
+        "$line" "$KP_COMMITTED" "${KP_NO_PROGRESS:-null}" "$(kp_json "$KP_BLAMED")" "$(kp_json "$KP_EXCLUDED")" \
+        "${KEMPNER_BATCH_BEGAN:-0}" -1
+
+    # A rank that was killed may have left half a line: it must not swallow this one.
+    [[ -z $(tail -c 1 -- "$file" 2>/dev/null) ]] || line=$'\n'$line
+    printf '%s\n' "$line" >>"$file"
     [[ -z ${KEMPNER_MAIL:-} || $1 != end ]] || kp_mail "$2"
 }
 
@@ -42,30 +44,45 @@ kp_mail() { # <what happened>: one mail to KEMPNER_MAIL, once the run has ended 
         kp_log "no mail to $KEMPNER_MAIL: 'mail' has failed on $(uname -n)"
 }
 
-kp_blame() { # after a crash or a hang: sets KP_BLAMED, its host, and KP_EXCLUDED, the same when it is to be left out
-    local host=$KP_BAD again=$KP_BAD most=${KEMPNER_EXCLUDE:-2} excluded node left=0 out
-    [[ $KP_STATE != interrupted ]] || return 0
-    if [[ -z $KP_PREFLIGHT ]]; then
-        { read -r host && read -r again; } < <(kp_shielded "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.history.faulty_host \
-            "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG") || true
-    fi
-    KP_BLAMED=${host:-}
-    [[ -n $again && $most != 0 ]] || return 0
-    excluded=$(grep -c "\"job\": \"$(kp_job_id)\".*\"excluded\": \"[^\"]" "$KP_RUN_DIR/attempts.jsonl") || true
-    if ((excluded >= most)); then
-        kp_log "$host: $KP_FAULT, not excluded: $excluded nodes are already (KEMPNER_EXCLUDE=$most)"
+# --- whose fault it was ------------------------------------------------------------------------------------
+
+kp_judge() { # reads the records: sets KP_NO_PROGRESS, KP_FINAL, KP_BLAMED, and KP_EXCLUDED if the host is left out
+    local KP_DEADLINE=$((SECONDS + 20)) KP_ANSWER='' host='' again='' excluded=0 before=0
+    # After an orderly end with a new checkpoint there is nothing to find out, and KillWait may be short.
+    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || [[ $KP_STATE != interrupted ]] || return 0
+    if ! kp_ask "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.history.faulty_host \
+        "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG"; then
+        kp_log "the records of earlier attempts could not be read: no host is blamed"
         return 0
     fi
-    # Fewer nodes than the job needs, and it would wait for ever.
-    out=" ${host//,/ } $(kp_excluded | xargs -r scontrol show hostnames | paste -sd' ') "
+    { read -r before && read -r host && read -r again && read -r excluded && read -r KP_FINAL; } <<<"$KP_ANSWER" || true
+    ((KP_COMMITTED > KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=$((before + 1))
+
+    [[ -z $KP_PREFLIGHT ]] || host=$KP_BAD again=$KP_BAD
+    [[ $KP_STATE != interrupted && -z $KP_FINAL ]] || return 0
+    KP_BLAMED=$host
+    [[ -z $again ]] || kp_leave_out "$host" "$excluded"
+}
+
+kp_leave_out() { # <hosts> <how many the job already does without>: sets KP_EXCLUDED, unless too few others are left
+    local most=${KEMPNER_EXCLUDE:-2} node left=0 out
+    ((most > 0)) || return 0
+    if (($2 >= most)); then
+        kp_log "$1: $KP_FAULT, not excluded: $2 nodes are already (KEMPNER_EXCLUDE=$most)"
+        return 0
+    fi
+
+    # With fewer nodes than it needs, the job would wait for ever.
+    out=" ${1//,/ } $(kp_excluded | xargs -r scontrol show hostnames | paste -sd' ') "
     while read -r node; do
         [[ $out == *" $node "* ]] || left=$((left + 1))
-    done < <(sinfo -h -N -p "$(kp_field Partition)" -o '%N %t' | awk '$2 !~ /down|drain|drng|fail|maint|unk/ { print $1 }' | sort -u)
+    done < <(sinfo -h -N -p "$(kp_field Partition)" -o '%N %t' |
+        awk '$2 !~ /down|drain|drng|fail|maint|unk/ { print $1 }' | sort -u)
     if ((left < KP_NODES)); then
-        kp_log "$host: $KP_FAULT, not excluded: the other nodes of the partition, $left, are too few"
+        kp_log "$1: $KP_FAULT, not excluded: the other nodes of the partition, $left, are too few"
         return 0
     fi
-    KP_EXCLUDED=$host
+    KP_EXCLUDED=$1
 }
 
 kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or nothing
@@ -84,35 +101,39 @@ kp_exclude() { # keeps the requeued job off KP_EXCLUDED: Slurm takes this only o
         fi
         sleep 0.1
     done
-    kp_log "$KP_EXCLUDED: $KP_FAULT, but scontrol did not take it out of the job"
+    kp_log "$KP_EXCLUDED: $KP_FAULT, but scontrol refused to exclude it from the job"
     KP_EXCLUDED=''
 }
 
+# --- the decision ------------------------------------------------------------------------------------------
+
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
-    local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state
-    KP_BLAMED='' KP_EXCLUDED='' KP_FAULT="failed twice in a row"
-    [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
+    local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state=''
     trap '' TERM INT HUP USR1 USR2 # a requeue signals this shell, and its subshells would die of it
+    KP_BLAMED='' KP_EXCLUDED='' KP_FINAL='' KP_NO_PROGRESS='' KP_FAULT="failed twice in a row"
+    [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
     kp_verdict
     KP_COMMITTED=$(kp_committed_step)
-    KP_NO_PROGRESS=$(kp_no_progress "$KP_COMMITTED")
+    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
     [[ $KP_STATE != interrupted ]] || what="interrupted and saved"
     what+=" (newest checkpoint: step $KP_COMMITTED)"
-    kp_show_job || true
-    state=$(kp_field JobState)
+    ! kp_show_job || state=$(kp_field JobState)
+
     if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
         kp_record end "the run is $KP_STATE"
     elif [[ ${KP_CODE:-} == 2 ]]; then
         kp_record end "bad input"
     elif [[ $state != RUNNING && $(kp_field Reason) != TimeLimit ]]; then
-        kp_record leave "Slurm is ending the job (${state:-no answer}); whether it starts again is not up to this script"
+        kp_record leave "Slurm is ending the job (${state:-no answer}), and decides whether it starts again"
     elif ! kp_is_batch; then
         kp_record end "$what; only a batch job is requeued"
     elif [[ $(kp_field Requeue) == 0 ]]; then
         kp_record end "$what; the job was submitted with --no-requeue"
+    elif kp_judge && [[ -n $KP_FINAL ]]; then
+        kp_record end "$KP_FINAL; another attempt would end in the same way"
     elif ((KP_NO_PROGRESS >= most)); then
         kp_record end "$what; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
-    elif kp_blame && [[ -n $KP_PREFLIGHT && -z $KP_EXCLUDED ]]; then
+    elif [[ -n $KP_PREFLIGHT && -z $KP_EXCLUDED ]]; then
         kp_record end "$what; there are no other nodes to take"
     elif kp_shielded scontrol requeue "$(kp_job_id)"; then
         [[ -z $KP_EXCLUDED ]] || kp_exclude
@@ -134,4 +155,14 @@ kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (inte
         *,failed | *,running) exit $((KP_CODE ? KP_CODE : 1)) ;;
     esac
     exit "$KP_CODE"
+}
+
+kp_stay_ended() { # the EXIT trap: makes sure that an end is the end
+    # Slurm 24.05 and later mark a job that was preempted with a grace time, and after our own requeue the mark is
+    # still there: the job would be requeued once more at its next end, even if the run is done.
+    [[ -z $KP_DRY && (-z $KP_DECIDED || $KP_DECIDED == end) ]] && kp_in_job && [[ -z $KP_BESIDE ]] || return 0
+
+    # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which must stay possible.
+    [[ -n $KP_DECIDED ]] || { kp_show_job && [[ $(kp_field JobState) == RUNNING ]]; } || return 0
+    ! kp_is_batch || kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
 }

@@ -12,13 +12,18 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     kp_gpus
     asked=$(kp_tasks_asked)
     KP_TASKS=${asked:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
+    if [[ $KP_GPUS_ASKED == --gpus-per-task=* ]]; then # a whole node may have more
+        KP_GPUS=$((KP_TASKS * ${KP_GPUS_ASKED#*=}))
+    fi
+
     if ((KP_GPUS > 0 && KP_TASKS != KP_GPUS)); then
         [[ -z $KP_GPUS_ASKED && $KP_TASKS -lt $KP_GPUS ]] ||
-            kp_die "$KP_TASKS task(s) per node, but $KP_GPUS GPU(s)${KP_GPUS_ASKED:+ ($KP_GPUS_ASKED)}: one task drives" \
-                "one GPU; give --ntasks-per-node=$KP_GPUS, or --gpus-per-node=$KP_TASKS"
+            kp_die "$KP_TASKS task(s) per node, but $KP_GPUS GPU(s)${KP_GPUS_ASKED:+ ($KP_GPUS_ASKED)}: one task" \
+                "drives one GPU; give --ntasks-per-node=$KP_GPUS, or --gpus-per-node=$KP_TASKS"
         kp_log "note: $KP_TASKS of the $KP_GPUS GPUs of a node are used; without --ntasks-per-node all are"
         KP_GPUS=$KP_TASKS
     fi
+
     cpus=$(($(kp_field NumCPUs) / KP_NODES))
     ((cpus >= KP_TASKS)) ||
         kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS --cpus-per-task=N"
@@ -35,27 +40,32 @@ kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
     fi
 }
 
-kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came with a whole node)
+kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came with the nodes)
     local line counts=() asked
     while read -r line; do
         [[ $line != Nodes=*GRES=* ]] || counts+=("$(kp_count_gpus "${line##*GRES=}")")
     done <<<"$KP_JOB"
     KP_GPUS=${counts[0]:-0} KP_GPUS_ASKED=''
+
     asked=$(kp_field TresPerNode)
     if [[ $asked == *gpu* ]]; then
         KP_GPUS=$(kp_count_gpus "$asked")
         KP_GPUS_ASKED=--gpus-per-node=$KP_GPUS
         return
     fi
+
     asked=$(kp_field TresPerJob)
     if [[ $asked == *gpu* ]]; then
         asked=$(kp_count_gpus "$asked")
         ((asked % KP_NODES == 0)) || kp_die "--gpus=$asked on $KP_NODES nodes: give --gpus-per-node=N instead"
         KP_GPUS_ASKED=--gpus=$asked
     fi
+
+    # srun takes one number for all nodes.
     for line in "${counts[@]}"; do
         [[ $line == "$KP_GPUS" ]] ||
-            kp_die "the nodes have different numbers of GPUs (${counts[*]}): give --gpus-per-node=N${KP_GPUS_ASKED:+ instead of $KP_GPUS_ASKED}"
+            kp_die "the nodes have different numbers of GPUs (${counts[*]}):" \
+                "give --gpus-per-node=N${KP_GPUS_ASKED:+ instead of $KP_GPUS_ASKED}"
     done
     [[ -z $KP_GPUS_ASKED ]] || KP_GPUS=$((asked / KP_NODES))
     asked=$(kp_field TresPerTask)

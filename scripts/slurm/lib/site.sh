@@ -6,11 +6,13 @@ kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads si
     trap 'kp_on_signal TERM || true' TERM USR1 HUP
     trap 'kp_on_signal INT || true' INT
     trap 'kp_on_signal USR2 || true' USR2
+    trap 'kp_stay_ended || true' EXIT
     kp_begin
     kp_enter
+    kp_allocator
 }
 
-kp_begin() { # sets KP_ROOT and the names of this start; reads site.env
+kp_begin() { # sets KP_ROOT and the names of this attempt; reads site.env
     KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
     KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
@@ -31,6 +33,13 @@ kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     fi
 }
 
+kp_allocator() { # exports PyTorch's allocator settings, unless the user has
+    # Segments that grow fragment less: a run near the limit of its memory keeps it. Not PYTORCH_ALLOC_CONF, the newer
+    # name: torch 2.9 ignores it for CUDA (pytorch/pytorch#183387), and 2.9 to 2.13 all read this one.
+    [[ -n ${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_ALLOC_CONF:-} ]] ||
+        export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+}
+
 kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is exported
     local file=${KEMPNER_SITE:-$KP_ROOT/site.env}
     if [[ ! -r $file ]]; then
@@ -48,10 +57,10 @@ kp_source() {  # <file>: sources it; what it sets is exported
 }
 
 kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read
-    local file=${KEMPNER_SECRETS:-} mode
+    local file=${KEMPNER_SECRETS:-} mode pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     [[ -n $file ]] || return 0
     mode=$(stat -L -c %a -- "$file" 2>/dev/null) || kp_die "KEMPNER_SECRETS=$file cannot be read: correct or unset it"
     [[ $mode =~ ^[0-7]00$ ]] || kp_die "KEMPNER_SECRETS=$file may be read by others (mode $mode): chmod 600 '$file'"
     kp_source "$file"
-    KP_SECRET_NAMES=$(sed -nE 's/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p' "$file" | paste -sd' ')
+    KP_SECRET_NAMES=$(sed -nE "$pattern" "$file" | paste -sd' ')
 }
