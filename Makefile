@@ -19,6 +19,8 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 # The tests on Slurm need root to boot their clusters; elsewhere they are skipped and say why.
 INSTALL_SLURM := if [[ $$EUID == 0 ]] && command -v apt-get >/dev/null; then bash scripts/slurm/testbed.sh install; fi
 SHELL_FILES := $(wildcard scripts/slurm/*.sh benchmarks/*.sh) .ci/run
+# Programs of their own; the other parts are checked through the commands that source them.
+SHELL_FILES += $(wildcard scripts/slurm/lib/task.sh scripts/slurm/lib/ray_*.sh)
 
 train: .venv/train data/stdlib/dataset.json
 	@$(PY) scripts/train.py configs/train/quickstart.toml $(ARGS)
@@ -47,8 +49,8 @@ check: .venv/dev
 	@.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/shellcheck -x $(SHELL_FILES)
-	.venv/bin/shfmt -i 4 -ci -d $(SHELL_FILES)
+	.venv/bin/shellcheck -x -a $(SHELL_FILES)
+	.venv/bin/shfmt -i 4 -ci -d $(SHELL_FILES) scripts/slurm/lib
 
 # A GPU machine may have no network: a Python that has torch is used as it is, with nothing installed.
 gpu-check:

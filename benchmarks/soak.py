@@ -432,9 +432,21 @@ def differences(soak: Soak, unbroken: dict[int, float]) -> list[str]:
             f"{len(other)} losses differ, the first that of step {first}: {found[first]!r} "
             f"for {unbroken[first]!r}"
         )
+    wrong += revived(soak.dir)
     left = [*checkpoints.glob("*partial*"), *soak.dir.glob(".rendezvous*"), *soak.dir.glob("lock")]
     if left:
         wrong.append(f"left behind: {', '.join(path.name for path in left)}")
+    return wrong
+
+
+def revived(run_dir: Path) -> list[str]:
+    """Starts after the batch script has decided that the run has ended: Slurm requeued the job."""
+    ended, wrong = "", []
+    for event in read_jsonl(run_dir / "attempts.jsonl"):
+        if event.get("event") == "start" and ended:
+            wrong.append(f"attempt {event.get('attempt')} started after the decision {ended!r}")
+        if event.get("event") == "decision":
+            ended = str(event.get("why")) if event.get("decision") == "end" else ""
     return wrong
 
 

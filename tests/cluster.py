@@ -218,6 +218,17 @@ for word; do
         *) words+=("$word") ;;
     esac
 done
-exec /usr/bin/srun "${{words[@]}}"
+exec {shutil.which("srun")} "${{words[@]}}"
 """
     return program(folder, "srun", text)
+
+
+def calls_of(name: str, folder: Path, before: str = "") -> dict[str, str]:
+    """A shim in front of one of Slurm's commands that writes its arguments to ../calls-NAME, a line
+    each call. `before`: bash that runs first."""
+    text = f"""#!/bin/bash
+echo "$*" >>{folder.parent}/calls-{name}
+{before}
+exec {shutil.which(name)} "$@"
+"""
+    return program(folder, name, text)

@@ -6,8 +6,8 @@
 # Ctrl-C asks the ranks to save and stop; a second one ends them at once. The job itself is left alone.
 set -euo pipefail
 
-# shellcheck source-path=SCRIPTDIR source=lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
 
 (($# >= 2)) || kp_die "usage: bash scripts/slurm/interactive.sh JOBID CONFIG [OVERRIDES]"
 kp_use_job "$1" # as if this shell were in it
@@ -18,6 +18,6 @@ kp_setup                      # the repository, its Python, site.env
 kp_tasks                      # nodes, GPUs, one task per GPU: the job's own
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
 kp_banner                     # what runs where
-kp_preflight                  # with KEMPNER_PREFLIGHT=1: proves the nodes first
+kp_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
 kp_run "${KP_ARGUMENTS[@]}"   # srun beside the other steps; passes Ctrl-C on
 kp_finish                     # the exit code

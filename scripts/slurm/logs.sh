@@ -4,24 +4,26 @@
 #   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, and what comes; Ctrl-C ends it
 #   bash scripts/slurm/logs.sh JOBID              the same, of the run of this job
 #   bash scripts/slurm/logs.sh RUN --rank 3       this rank alone
-#   bash scripts/slurm/logs.sh RUN --warnings     of all, the lines about errors, stragglers, faults, requeues and the like
+#   bash scripts/slurm/logs.sh RUN --warnings     only lines about errors, stragglers, faults, requeues and the like
 #   bash scripts/slurm/logs.sh RUN --no-follow    what is there, and no more
 #
 # When the run starts again, the logs of the new attempt are followed by themselves.
 set -euo pipefail
 
-# shellcheck source-path=SCRIPTDIR source=lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-# shellcheck source-path=SCRIPTDIR source=runs.sh
-source "$(dirname "${BASH_SOURCE[0]}")/runs.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/find_run.sh"
 
 readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R] [--warnings] [--no-follow]"
 WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|killed|cancelled|failed|timed out'
-WARNINGS+='|out of memory|corrupt|no step for|kempner: (requeue|end|leave):|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
+WARNINGS+='|out of memory|corrupt|no step for|kempner: (requeue|end|leave):'
+WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
 readonly WARNINGS
 KP_RANK='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
 KP_FRESH=() KP_ATTEMPT=''
-declare -A KP_SEEN=() KP_TAILS=() KP_GRACE=() # files followed; pid -> its attempt, or "keep"; pid -> rounds that are left
+# Files that are followed; pid -> its attempt, or "keep"; pid -> rounds that are left.
+declare -A KP_SEEN=() KP_TAILS=() KP_GRACE=()
 
 kp_options() { # <arguments>...: sets KP_RANK, KP_WARN, KP_FOLLOW, KP_LINES, and by the one that is left the run
     local run=''
@@ -34,13 +36,13 @@ kp_options() { # <arguments>...: sets KP_RANK, KP_WARN, KP_FOLLOW, KP_LINES, and
             -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "${BASH_SOURCE[0]}" && exit ;;
             -* | '') kp_die "no option '$1'; $USAGE" ;;
             *)
-                [[ -z $run ]] || kp_die "one run, not '$run' and '$1'; $USAGE"
+                [[ -z $run ]] || kp_die "give one run, not both '$run' and '$1'; $USAGE"
                 run=$1
                 ;;
         esac
         shift
     done
-    [[ -z $KP_RANK || $KP_RANK =~ ^[0-9]+$ ]] || kp_die "--rank $KP_RANK: a number from 0 on"
+    [[ -z $KP_RANK || $KP_RANK =~ ^[0-9]+$ ]] || kp_die "--rank $KP_RANK: must be an integer >= 0"
     [[ -n $run ]] || kp_die "$USAGE"
     kp_find_run "$run"
     kp_check_rank
@@ -50,7 +52,8 @@ kp_check_rank() { # stops when the run is known to have no rank KP_RANK
     local ranks
     [[ -n $KP_RANK && -n $KP_RUN_DIR && -e $KP_RUN_DIR/attempts.jsonl ]] || return 0
     ranks=$(sed -n 's/.*"world_size": \([0-9]*\).*/\1/p' -- "$KP_RUN_DIR/attempts.jsonl" | tail -n 1)
-    ((10#$KP_RANK < ${ranks:-10#$KP_RANK + 1})) || kp_die "--rank $KP_RANK: the run has $ranks rank(s), 0 to $((ranks - 1))"
+    ((10#$KP_RANK < ${ranks:-10#$KP_RANK + 1})) ||
+        kp_die "--rank $KP_RANK: the run has $ranks rank(s), 0 to $((ranks - 1))"
     KP_RANK=$((10#$KP_RANK))
 }
 
@@ -111,7 +114,7 @@ kp_name_lines() { # stdin: what tail says of several files; puts the name of the
         G; s/(.*)\n(.*)/\2 \1/'
 }
 
-kp_once() { # stdin: named lines; with --warnings, leaves out what another source has said within 10 s: ranks speak at once
+kp_once() { # stdin: named lines; with --warnings, leaves out what another source has said within 10 s: ranks echo
     local line words source before
     local -A said=() by=()
     [[ -n $KP_WARN ]] || exec cat
@@ -177,7 +180,7 @@ kp_follow() { # shows what is there, then what comes, until Ctrl-C
     done
 }
 
-kp_setup
+kp_begin
 kp_options "$@"
 ulimit -S -n hard 2>/dev/null || true # one open file per rank
 if [[ -n $KP_FOLLOW ]]; then

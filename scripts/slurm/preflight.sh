@@ -16,15 +16,16 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-# sbatch runs a copy of this file out of its spool directory; the job knows where the file came from.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib.sh
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
 if [[ ! -e $lib ]]; then
-    job=$(scontrol show job "$SLURM_JOB_ID")
-    command=${job#*Command=}
-    lib=${command%%/scripts/slurm/*}/scripts/slurm/lib.sh
-    [[ -e $lib ]] || lib=$SLURM_SUBMIT_DIR/scripts/slurm/lib.sh
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: preflight.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/preflight.sh itself, or from the root of the repository" >&2 && exit 2; }
 fi
-# shellcheck source-path=SCRIPTDIR source=lib.sh
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$lib"
 
 kp_setup

@@ -14,15 +14,16 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-# sbatch runs a copy of this file out of its spool directory; the job knows where the file came from.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib.sh
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
 if [[ ! -e $lib ]]; then
-    job=$(scontrol show job "$SLURM_JOB_ID")
-    command=${job#*Command=}
-    lib=${command%%/scripts/slurm/*}/scripts/slurm/lib.sh
-    [[ -e $lib ]] || lib=$SLURM_SUBMIT_DIR/scripts/slurm/lib.sh
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: ray.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/ray.sh itself, or from the root of the repository" >&2 && exit 2; }
 fi
-# shellcheck source-path=SCRIPTDIR source=lib.sh
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$lib"
 
 readonly NOT_UP=75 DIED=70
@@ -51,7 +52,7 @@ ray_defaults() { # the variables that nobody has set; none of them is for Ray's 
         "${HEAD_PORTS[@]}" "${NODE_PORTS[@]}" MIN_WORKER_PORT MAX_WORKER_PORT
 }
 
-ray_names() { # sets lib.sh's variables for what has another name here, and the paths
+ray_names() { # sets the variables of lib/ for what has another name here, and the paths
     RAY_LOGS=$(realpath -m -- "$BASE_LOG_DIR")/$SLURM_JOB_ID-logs${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}
     RAY_ATTACH=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID-attach.sh
     RAY_TOKEN=$RAY_LOGS/.ray-token
@@ -246,7 +247,7 @@ ray_start() { # starts Ray on all nodes
     ray_srun "$KP_NODES"
     # What lasts as long as the cluster ends when one of its tasks does: the others are told by Slurm.
     RAY_SRUN+=(--job-name="ray-$KEMPNER_ATTEMPT_ID" --kill-on-bad-exit=1 --wait=60 "${KP_CONTAINER_FLAGS[@]}")
-    RAY_SRUN+=(env KEMPNER_SIGNALS_WAIT=1 bash "$KP_ROOT/scripts/slurm/task.sh")
+    RAY_SRUN+=(env KEMPNER_SIGNALS_WAIT=1 bash "$KP_ROOT/scripts/slurm/lib/task.sh")
     ((${#KP_CONTAINER_FLAGS[@]} > 0)) || RAY_SRUN+=("${KP_INSIDE[@]}")
     ray_launch ray "${RAY_SRUN[@]}" bash "$KP_ROOT/scripts/slurm/ray_node.sh" "$RAY_LOGS" "$SETUP_COMMAND" "${words[@]}"
 }
@@ -335,11 +336,11 @@ ray_attachable() { # writes JOBID-attach.sh; sets RAY_SRUN, RAY_ENTER and RAY_IN
 
 ray_drive() { # runs COMMAND on the head, as in an attach shell; ends the script with its exit code
     local end
-    KP_STEP_NAME=ray-driver-$KEMPNER_ATTEMPT_ID
+    KP_SRUN_NAME=ray-driver-$KEMPNER_ATTEMPT_ID
     kp_log "driver: $RAY_LOGS/ray-driver.log"
     # It writes its log itself: srun loses the last words of a task that is killed.
     # shellcheck disable=SC2016 # that shell's own parameters
-    ray_launch driver "${RAY_SRUN[@]}" --job-name="$KP_STEP_NAME" --input=none --nodelist="${RAY_NODES[0]}" \
+    ray_launch driver "${RAY_SRUN[@]}" --job-name="$KP_SRUN_NAME" --input=none --nodelist="${RAY_NODES[0]}" \
         "${RAY_ENTER[@]}" "${RAY_PIDS[0]}" "${RAY_INSIDE[@]}" bash -c 'exec >>"$1" 2>&1; exec bash -c "$2"' - "$RAY_LOGS/ray-driver.log" "$COMMAND"
     until [[ -n ${RAY_CODE[driver]:-} ]]; do
         ray_listen || true
@@ -392,7 +393,7 @@ ray_finish() { # whatever ends this script: ends the driver and Ray, removes wha
         # A setup command does not look for ENDED, and a host that is gone does nothing.
         [[ -n $RAY_FAULT ]] || ((${#RAY_PIDS[@]} < KP_NODES)) || patience=15
         if ! : >"$RAY_LOGS/ENDED"; then
-            KP_STEP_NAME=ray-$KEMPNER_ATTEMPT_ID KP_CHILD=${RAY_PID[ray]}
+            KP_SRUN_NAME=ray-$KEMPNER_ATTEMPT_ID KP_CHILD=${RAY_PID[ray]}
             kp_signal TERM &
         fi
         if ! ray_wait_for ray $((start + patience - SECONDS)); then
@@ -415,7 +416,7 @@ RAY_BEGAN=$(date +%s.%N)
 kp_begin # the repository, site.env
 kp_in_job || kp_die "ray.sh runs in a job: sbatch --nodes=N scripts/slurm/ray.sh"
 ray_defaults   # the variables of docs/ray.md
-ray_names      # what lib.sh calls otherwise
+ray_names      # what lib/ names otherwise
 kp_enter       # secrets, container, the job as Slurm sees it
 ray_resources  # CPUs, GPUs, memory of a node
 ray_find_nodes # names and addresses

@@ -2,11 +2,11 @@
 # Train on one whole node, one process per GPU.
 #
 #   sbatch scripts/slurm/singlenode.sh configs/train/1b.toml --train.max_steps=50000
-#   sbatch --oversubscribe --gpus-per-node=2 --cpus-per-gpu=8 --mem=64G scripts/slurm/singlenode.sh CONFIG [OVERRIDES]
+#   sbatch --exclusive=oversubscribe --gpus-per-node=2 --cpus-per-gpu=8 --mem=64G scripts/slurm/singlenode.sh CONFIG
 #   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
-#   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    says what sbatch would do, does nothing
+#   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
-# What sbatch is told on its command line, or by SBATCH_* variables, comes before what stands here: docs/slurm.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=1
 #SBATCH --exclusive
@@ -17,15 +17,16 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-# sbatch runs a copy of this file out of its spool directory; the job knows where the file came from.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib.sh
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
 if [[ ! -e $lib ]]; then
-    job=$(scontrol show job "$SLURM_JOB_ID")
-    command=${job#*Command=}
-    lib=${command%%/scripts/slurm/*}/scripts/slurm/lib.sh
-    [[ -e $lib ]] || lib=$SLURM_SUBMIT_DIR/scripts/slurm/lib.sh
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: singlenode.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/singlenode.sh itself, or from the root of the repository" >&2 && exit 2; }
 fi
-# shellcheck source-path=SCRIPTDIR source=lib.sh
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$lib"
 
 kp_take "$@"                  # train.py's arguments; --dry-run
@@ -34,6 +35,6 @@ kp_tasks                      # nodes, GPUs, one task per GPU
 kp_need_one_node              # several: multinode.sh
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
 kp_banner                     # what runs where
-kp_preflight                  # with KEMPNER_PREFLIGHT=1: proves the nodes first
+kp_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
 kp_run "${KP_ARGUMENTS[@]}"   # srun; passes signals on
 kp_finish                     # requeue or not; the exit code

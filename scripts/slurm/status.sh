@@ -5,8 +5,8 @@
 #   bash scripts/slurm/status.sh RUN...       these
 set -euo pipefail
 
-# shellcheck source-path=SCRIPTDIR source=lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
 
 kp_setup
 exec "$KP_PYTHON" "$KP_ROOT/scripts/status.py" "$@"

@@ -203,7 +203,8 @@ up() { # [nodes] [gpus per node]
         die "cluster $ID is up: export SLURM_CONF=$SLURM_CONF; or take it down; or KEMPNER_TESTBED=$((ID % 250 + 1))"
     fi
     down # what a crash may have left
-    [[ -z $(ip -o route show "10.77.$ID.0/24") ]] || die "10.77.$ID.0/24 is in use here: set KEMPNER_TESTBED to another number"
+    [[ -z $(ip -o route show "10.77.$ID.0/24") ]] ||
+        die "10.77.$ID.0/24 is in use here: set KEMPNER_TESTBED to another number"
     trap down EXIT # nothing stays behind when it cannot boot
     mkdir -m 755 "$STATE"
     mkdir "$STATE"/{ctld,spool,pid,log,dev,sys,munge}
@@ -278,7 +279,8 @@ install() {
     local packages=(tmux) # a cluster does without it: scripts/slurm/tmux.sh and its tests want it
     if [[ -n $(missing_commands) ]]; then
         [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
-        command -v apt-get >/dev/null || die "no apt-get here: install slurmctld, slurmd, the Slurm clients, munge and iproute2 by hand"
+        command -v apt-get >/dev/null ||
+            die "no apt-get here: install slurmctld, slurmd, the Slurm clients, munge and iproute2 by hand"
         packages+=(slurmctld slurmd slurm-client munge iproute2 util-linux)
     elif command -v tmux >/dev/null || [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
         return 0

@@ -7,10 +7,10 @@
 #   bash scripts/slurm/tmux.sh RUN --figures      the live figures alone, in this terminal, without tmux
 set -euo pipefail
 
-# shellcheck source-path=SCRIPTDIR source=lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-# shellcheck source-path=SCRIPTDIR source=runs.sh
-source "$(dirname "${BASH_SOURCE[0]}")/runs.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/find_run.sh"
 
 readonly USAGE="usage: bash scripts/slurm/tmux.sh RUN|JOBID [--detached | --figures]"
 readonly FIGURES_S=5
@@ -26,7 +26,7 @@ kp_options() { # <arguments>...: sets KP_ASKED_RUN, as the user names it, and KP
             -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "${BASH_SOURCE[0]}" && exit ;;
             -* | '') kp_die "no option '$word'; $USAGE" ;;
             *)
-                [[ -z $KP_ASKED_RUN ]] || kp_die "one run, not '$KP_ASKED_RUN' and '$word'; $USAGE"
+                [[ -z $KP_ASKED_RUN ]] || kp_die "give one run, not both '$KP_ASKED_RUN' and '$word'; $USAGE"
                 KP_ASKED_RUN=$word
                 ;;
         esac
@@ -36,8 +36,7 @@ kp_options() { # <arguments>...: sets KP_ASKED_RUN, as the user names it, and KP
 
 kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
     local text size
-    kp_setup
-    trap - INT TERM HUP USR1 USR2
+    kp_begin
     while true; do
         [[ -n ${KP_RUN_DIR:-} ]] || kp_find_run "$KP_ASKED_RUN"
         size=$(stty size 2>/dev/null) || size='0 160'
@@ -49,7 +48,7 @@ kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
 }
 
 kp_identity() { # one line, the same for each way to name the run: the directory's full path, or the job without one yet
-    kp_setup
+    kp_begin
     kp_find_run "$KP_ASKED_RUN"
     if [[ -n $KP_RUN_DIR ]]; then realpath -- "$KP_RUN_DIR"; else echo "job-$KP_ASKED_RUN"; fi
 }
@@ -69,7 +68,7 @@ kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's sessi
     return 1
 }
 
-kp_words() { # <command>...: sets KP_WORDS, the command for tmux: it takes words, without a shell; with this shell's settings
+kp_words() { # <command>...: sets KP_WORDS, the command for tmux, which takes words, with this shell's settings
     local name number
     KP_WORDS=(env "PATH=$PATH") # a server that is running already has its own
     for name in "${!KEMPNER_@}" SLURM_CONF; do

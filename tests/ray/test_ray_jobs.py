@@ -26,7 +26,7 @@ def driver(job_folder: Path, *words: str) -> str:
 def all_nodes_at(address: str, folder: Path) -> dict[str, str]:
     """A shim in front of the real scontrol: every node has this NodeAddr."""
     text = f"""#!/bin/bash
-/usr/bin/scontrol "$@" | sed 's/NodeAddr=[^ ]*/NodeAddr={address}/'
+{shutil.which("scontrol")} "$@" | sed 's/NodeAddr=[^ ]*/NodeAddr={address}/'
 """
     return program(folder, "scontrol", text)
 
@@ -345,7 +345,7 @@ def test_two_nodes_on_one_host(
 
 def test_two_jobs_on_the_same_hosts(submit: Submit, tmp_path: Path) -> None:
     """The end of one leaves the other alone; `ray stop` would not."""
-    shared = "--oversubscribe --cpus-per-task=2 --mem=1G --nodelist=node1,node2"
+    shared = "--exclusive=oversubscribe --cpus-per-task=2 --mem=1G --nodelist=node1,node2"
     moved = {
         "PORT": "44514", "RAY_CLIENT_SERVER_PORT": "11001", "DASHBOARD_AGENT_LISTEN_PORT": "42365",
         "NODE_MANAGER_PORT": "43001", "OBJECT_MANAGER_PORT": "43003",

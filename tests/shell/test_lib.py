@@ -1,16 +1,17 @@
-"""lib.sh without Slurm: what a request means, and the srun command that it becomes."""
+"""scripts/slurm/lib without Slurm: what a request means, and the srun command that it becomes."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIB = ROOT / "scripts/slurm/lib.sh"
+LIB = ROOT / "scripts/slurm/lib/all.sh"
 
 # What `scontrol show job -d` says; the parts that differ are filled in.
 JOB = """JobId=7 JobName=kempner
@@ -28,11 +29,9 @@ JOB = """JobId=7 JobName=kempner
 
 
 def test_an_old_bash_is_told(tmp_path: Path) -> None:
-    """As old as a copy of lib.sh makes this one."""
-    for file in ("lib.sh", "requeue.sh"):
-        text = (LIB.parent / file).read_text().replace(">= 404", ">= 9904")
-        (tmp_path / file).write_text(text)
-    done = subprocess.run(["bash", tmp_path / "lib.sh"], capture_output=True, text=True)
+    """As old as a copy of all.sh makes this one."""
+    (tmp_path / "all.sh").write_text(LIB.read_text().replace(">= 404", ">= 9904"))
+    done = subprocess.run(["bash", tmp_path / "all.sh"], capture_output=True, text=True)
     assert done.returncode == 2 and "is too old: 4.4 is needed" in done.stderr
 
 
@@ -52,7 +51,7 @@ def job(
 
 
 def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A piece of bash with lib.sh sourced, under the options of the launch scripts."""
+    """A piece of bash with lib/all.sh sourced, under the options of the launch scripts."""
     return subprocess.run(
         ["bash", "-c", f'set -euo pipefail; source "{LIB}"\n{script}'],
         env={"PATH": "/usr/bin:/bin", **env},
@@ -107,6 +106,7 @@ FOUR = ("gpu:h100:4(IDX:0-3)", "gpu:h100:4(IDX:0-3)")
         (job(*FOUR, asked="TresPerNode=gres/gpu:2"), "2 2 2 32"),  # fewer than the whole node has
         (job(*FOUR, asked="TresPerJob=gres:gpu:4"), "2 2 2 32"),
         (job(*FOUR, tasks=4, asked="TresPerTask=gres:gpu:1"), "2 4 4 16"),
+        (job(*FOUR, tasks=2, asked="TresPerTask=gres:gpu:1"), "2 2 2 32"),  # two stay unused
         (job(*FOUR, tasks=4, asked="TresPerNode=gres:gpu:4"), "2 4 4 16"),
         (job(*FOUR, tasks=2), "2 2 2 32"),  # GPUs that nobody asked for need not be used
         (job("", ""), "2 1 0 64"),
@@ -137,6 +137,8 @@ def test_requests_that_contradict_themselves(text: str, advice: str) -> None:
 def test_ntasks_is_spread_over_the_nodes() -> None:
     assert tasks(job("", ""), SLURM_NTASKS="8") == "2 4 0 16"
     assert "--ntasks-per-node=N" in tasks(job("", ""), SLURM_NTASKS="5")
+    eight = ("gpu:h100:8(IDX:0-7)", "gpu:h100:8(IDX:0-7)")
+    assert tasks(job(*eight, asked="TresPerTask=gres/gpu:1"), SLURM_NTASKS="4") == "2 2 2 32"
     assert "give --ntasks-per-node=4" in tasks(
         job(*FOUR, asked="TresPerNode=gres:gpu:4"), SLURM_NTASKS="2"
     )
@@ -161,7 +163,7 @@ env
 --block-signal=TERM,INT,USR1,USR2
 KEMPNER_SIGNALS_WAIT=1
 bash
-ROOT/scripts/slurm/task.sh
+LIB/task.sh
 python
 train.py
 a b
@@ -173,7 +175,7 @@ $HOME
 def srun(**env: str) -> str:
     script = """
         kp_start() { [[ $1 == srun ]]; printf '%s\\n' "${@:2}"; }
-        KP_STEP_NAME=kempner-7.0.1 KP_NODES=2 KP_TASKS=4 KP_CPUS=16 SLURM_JOB_ID=7
+        KP_SRUN_NAME=kempner-7.0.1 KP_NODES=2 KP_TASKS=4 KP_CPUS=16 SLURM_JOB_ID=7
         KEMPNER_ATTEMPT_ID=7.0.1 KP_ROOT=ROOT KP_PYTHON=python
         mkdir "$KP_RUN_DIR/logs"
         kp_srun train.py 'a b' '$HOME' '*'
@@ -184,7 +186,7 @@ def srun(**env: str) -> str:
         done = bash(script, **given, **env, KP_RUN_DIR=run_dir)
     assert done.returncode == 0
     assert done.stderr.split() == ["16", env.get("OMP_NUM_THREADS", "16")]
-    return done.stdout
+    return done.stdout.replace(str(LIB.parent), "LIB")
 
 
 def test_srun_command() -> None:
@@ -242,9 +244,9 @@ def test_a_requeue_does_not_spoil_its_own_record(tmp_path: Path) -> None:
     )
     scontrol.chmod(0o755)
     script = f"""
-        GROUP=$$ KP_BESIDE='' KP_STEP_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
-        KP_PYTHON=false KP_SRUN_LOG=none
-        export GROUP
+        GROUP=$$ KP_BESIDE='' KP_COMMITTED_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
+        KP_PYTHON={sys.executable} KP_SRUN_LOG=none
+        export GROUP PYTHONPATH={ROOT}/src
         trap 'true' TERM
         for attempt in 1 2 3; do kp_decide "the step ended" >/dev/null; done
     """
@@ -252,7 +254,7 @@ def test_a_requeue_does_not_spoil_its_own_record(tmp_path: Path) -> None:
     path = f"{tmp_path}:/usr/bin:/bin"
     assert bash(script, **env, PATH=path, KEMPNER_MAX_CRASHES="9").returncode == 0
     lines = map(json.loads, (tmp_path / "attempts.jsonl").read_text().splitlines())
-    made = [(line["decision"], line["job"], line["stalled"]) for line in lines]
+    made = [(line["decision"], line["job"], line["no_progress"]) for line in lines]
     assert made == [("requeue", "7", n) for n in (1, 2, 3)]
 
 
@@ -305,3 +307,63 @@ def test_container_runtime_is_found(tmp_path: Path) -> None:
     assert bash(ask, PATH=path, **given).stdout == "singularity\n"
     bad = bash("KP_ROOT=/r; kp_choose_python", **{**given, "KEMPNER_CONTAINER_RUNTIME": "docker"})
     assert bad.returncode == 2 and "apptainer, singularity or pyxis" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ([], "no configuration given: name one after the script"),
+        (["x.toml", "--nodes=4"], "'--nodes=4' is an option of sbatch: put it before the script"),
+        (["x.toml", "-N", "4"], "'-N' is an option of sbatch"),
+    ],
+)
+def test_arguments_that_the_trainer_would_misread(words: list[str], fix: str) -> None:
+    done = subprocess.run(
+        ["bash", ROOT / "scripts/slurm/multinode.sh", *words], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kempner: error: ") and done.stderr.count("\n") == 1
+    assert fix in done.stderr
+
+
+@pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "preflight.sh"])
+def test_a_script_that_was_copied_elsewhere(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text((ROOT / "scripts/slurm" / name).read_text())
+    env = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", tmp_path / name, "x.toml"], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and f"REPOSITORY/scripts/slurm/{name}" in done.stderr
+
+
+def test_a_clone_without_its_python(tmp_path: Path) -> None:
+    """Without .venv it is the machine's python3, which may lack what the kit needs."""
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # no site-packages
+    python.chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = bash(f"KP_ROOT={tmp_path}; kp_choose_python; kp_check x.toml", PATH=path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert f"'python3' lacks torch, numpy: run make .venv/train in {tmp_path}" in done.stderr
+
+
+def test_a_wrapper_of_python(tmp_path: Path) -> None:
+    """KEMPNER_PYTHON="uv run python": the interpreter behind it is what runs."""
+    tools = tmp_path / "some tools"
+    tools.mkdir()
+    wrapper = f'#!/bin/sh\n[ "$1 $2" = "run python" ] && shift 2 && exec {sys.executable} "$@"\n'
+    (tools / "uv").write_text(wrapper)
+    (tools / "uv").chmod(0o755)
+    ask = 'kp_choose_python; echo "$KP_PYTHON"; kp_python -c "print(6 * 7)"'
+    path = f"{tools}:/usr/bin:/bin"
+    done = bash(ask, PATH=path, KEMPNER_PYTHON="uv run python")
+    assert done.stdout == f"{sys.executable}\n42\n", done.stderr
+    (tools / "python").symlink_to(sys.executable)
+    plain = bash('kp_choose_python; echo "$KP_PYTHON"', KEMPNER_PYTHON=f"{tools}/python")
+    assert plain.stdout == f"{tools}/python\n", "a path with a blank is one word"
+    missing = bash("kp_choose_python", KEMPNER_PYTHON="nosuch run python")
+    assert missing.returncode == 2 and "there is no 'nosuch'" in missing.stderr
+    broken = bash("kp_choose_python", PATH=path, KEMPNER_PYTHON="uv walk python")
+    assert broken.returncode == 2 and "does not start Python" in broken.stderr

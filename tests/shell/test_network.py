@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TASK = Path(__file__).parents[2] / "scripts/slurm/task.sh"
+TASK = Path(__file__).parents[2] / "scripts/slurm/lib/task.sh"
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 PREFIXES = ("NCCL_", "GLOO_", "TP_", "FI_")  # of what task.sh may set
 

@@ -7,6 +7,7 @@ its restart count (the last one from there on):
     wait              until a signal: SIGINT makes it stopped, SIGTERM saved and interrupted; 0
     save              a checkpoint, then a crash: exit code 1, nothing in status.json
     crash, input      exit code 1, 2, nothing in status.json
+    oom               exit code 1 and a fault that is final in attempts.jsonl
 """
 
 import json
@@ -45,6 +46,10 @@ def act(word: str, run_dir: Path, attempt: int) -> int:
         time.sleep(0.05)
     if word == "save" or signal.SIGTERM in signals:
         save(run_dir, attempt)
+    if word == "oom":
+        event = {"event": "fault", "kind": "oom", "final": True, "reason": "CUDA out of memory"}
+        event |= {"time": time.time(), "attempt_id": os.environ["KEMPNER_ATTEMPT_ID"]}
+        (run_dir / "attempts.jsonl").write_text(json.dumps(event) + "\n")
     states = {"done": "done", "stop": "stopped", "fail": "failed"}
     if word == "wait":
         print("got", signal.Signals(signals[0]).name)
@@ -52,7 +57,7 @@ def act(word: str, run_dir: Path, attempt: int) -> int:
     if word in states:
         record = {"state": states[word], "attempt_id": os.environ["KEMPNER_ATTEMPT_ID"]}
         (run_dir / "status.json").write_text(json.dumps(record))
-    return {"fail": 1, "save": 1, "crash": 1, "input": 2}.get(word, 0)
+    return {"fail": 1, "save": 1, "crash": 1, "oom": 1, "input": 2}.get(word, 0)
 
 
 def main() -> int:

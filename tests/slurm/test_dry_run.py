@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import SCRIPTS, Cluster
+from tests.cluster import SCRIPTS, Cluster, program
 
 HOSTILE = ["--data.dataset_path=two 'words' $HOME `id` *"]
 
@@ -65,7 +66,10 @@ def test_whole_nodes(cluster: Cluster, tmp_path: Path) -> None:
     [
         (["--nodes=4"], "sbatch would refuse this request"),  # there are two
         (["--ntasks-per-node=3", "--gpus-per-node=2"], "give --ntasks-per-node=2"),
-        (["--partition=nosuch", "--gpus-per-node=1"], "sbatch would refuse this request"),
+        (["--partition=nosuch"], "no such partition; choose from gpu urgent"),
+        (["--nodes=x"], "--nodes=x: must be a number of nodes"),
+        (["--gpus-per-node=-1"], "--gpus-per-node=-1: must be a whole number"),
+        (["nowhere.toml"], "nowhere.toml: no such file"),
         (["--train.max_step=2"], "train.max_step"),
         (["--nodes"], "write --nodes=VALUE as one word"),
         (["--distributed.dp_shard=3", "--gpus-per-node=2"], "does not make the world of 4 ranks"),
@@ -76,6 +80,27 @@ def test_what_would_fail(cluster: Cluster, tmp_path: Path, words: list[str], pro
     done = dry(cluster, tmp_path, "multinode.sh", *arguments, "--dry-run", *words)
     assert done.returncode == 2
     assert problem in done.stderr + done.stdout
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
+def test_without_a_controller(cluster: Cluster, tmp_path: Path) -> None:
+    """All that can be said is said."""
+    tools = tmp_path / "bin"
+    for name in ("sinfo", "scontrol", "sbatch"):
+        program(tools, name, "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    env = {"PATH": f"{tools}:{os.environ['PATH']}"}
+    arguments = cluster.debug_run(tmp_path / "run")
+    request = ["--nodes=2", "--gpus-per-node=4"]
+    done = dry(cluster, tmp_path, "multinode.sh", *arguments, "--dry-run", *request, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no Slurm controller answers here" in done.stdout
+    assert "2 nodes x 4 tasks = world size 8, 4 GPU(s) a node" in done.stdout
+    assert "--gpus-per-node=4" in command(done.stdout)
+    assert "\n  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" in done.stdout
+    assert "not asked" in done.stdout.split("the command:")[1]
+    given = {**env, "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
+    done = dry(cluster, tmp_path, "multinode.sh", *arguments, "--dry-run", *request, env=given)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in done.stdout
 
 
 def test_interactive(cluster: Cluster, tmp_path: Path) -> None:

@@ -145,7 +145,12 @@ def test_tasks_have_their_share_of_the_cpus(cluster: Cluster, tmp_path: Path) ->
 
 def test_two_jobs_share_a_node(cluster: Cluster, tmp_path: Path) -> None:
     """Each has GPUs of its own: one that took GPU 0 by habit would disturb the other."""
-    options = ["--oversubscribe", "--gpus-per-node=2", "--cpus-per-gpu=1", "--nodelist=node1"]
+    options = [
+        "--exclusive=oversubscribe",
+        "--gpus-per-node=2",
+        "--cpus-per-gpu=1",
+        "--nodelist=node1",
+    ]
     runs = [tmp_path / "a", tmp_path / "b"]
     jobs = []
     for run in runs:
@@ -257,7 +262,7 @@ def test_site_file_and_another_directory(cluster: Cluster, tmp_path: Path) -> No
 
 
 def test_singlenode_refuses_several_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.sbatch("singlenode.sh", options=["--nodes=2"], cwd=tmp_path, env=FAKE)
+    job = cluster.sbatch("singlenode.sh", "x", options=["--nodes=2"], cwd=tmp_path, env=FAKE)
     assert cluster.wait(job) == 2
     assert "submit multinode.sh" in (tmp_path / f"kempner-{job}.out").read_text()
 

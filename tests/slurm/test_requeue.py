@@ -8,16 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import FAKE_TRAINER, Cluster
+from tests.cluster import FAKE_TRAINER, Cluster, calls_of
 
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 
 
 def submit(cluster: Cluster, tmp_path: Path, plan: str, *options: str) -> str:
+    """The fake trainer; each call of scontrol is written down."""
     arguments = [f"--run.dir={tmp_path / 'run'}", f"--plan={plan}"]
-    return cluster.sbatch(
-        "singlenode.sh", *arguments, options=["--gpus-per-node=2", *options], cwd=tmp_path, env=FAKE
-    )
+    env = {**FAKE, **calls_of("scontrol", tmp_path / "bin")}
+    options = ("--gpus-per-node=2", *options)
+    return cluster.sbatch("singlenode.sh", *arguments, options=options, cwd=tmp_path, env=env)
+
+
+def changes(tmp_path: Path) -> list[str]:
+    """What the batch script has asked of the controller. Requeue=0 before an end that is final: a
+    job that was preempted would be requeued by Slurm 24.05 and later at its next end, whatever that
+    end is."""
+    calls = (tmp_path / "calls-scontrol").read_text().splitlines()
+    return [call.split()[-1] if call.startswith("update") else "requeue"
+            for call in calls if call.startswith(("update", "requeue"))]  # fmt: skip
 
 
 def decisions(tmp_path: Path) -> list[dict[str, object]]:
@@ -32,6 +42,7 @@ def decisions(tmp_path: Path) -> list[dict[str, object]]:
         ("stop", 0, 1, "the run is stopped"),
         ("fail", 1, 1, "the run is failed"),
         ("input", 2, 1, "bad input"),
+        ("oom", 1, 1, "CUDA out of memory; another attempt would end in the same way"),
         (
             "crash,crash,crash,crash",
             1,
@@ -48,6 +59,7 @@ def test_end_of_a_run(
     assert cluster.wait(job) == code
     made = decisions(tmp_path)
     assert [d["decision"] for d in made] == ["requeue"] * (starts - 1) + ["end"]
+    assert changes(tmp_path) == ["requeue"] * (starts - 1) + ["Requeue=0"]
     assert str(made[-1]["why"]).endswith(why)
     log = (tmp_path / f"kempner-{job}.out").read_text()
     assert (
@@ -66,6 +78,34 @@ def test_warning_saves_and_requeues(cluster: Cluster, tmp_path: Path) -> None:
     assert "got SIGTERM" in log.read_text()
     assert [d["decision"] for d in decisions(tmp_path)] == ["requeue", "end"]
     assert str(decisions(tmp_path)[0]["why"]).startswith("interrupted and saved")
+    assert changes(tmp_path) == ["requeue", "Requeue=0"]
+
+
+def test_bad_input_before_the_run_is_final_too(cluster: Cluster, tmp_path: Path) -> None:
+    """The check of the configuration fails; there is no run directory to record a decision in."""
+    env = calls_of("scontrol", tmp_path / "bin")
+    job = cluster.sbatch("singlenode.sh", "nowhere.toml", cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 2
+    assert changes(tmp_path) == ["Requeue=0"]
+
+
+def test_a_controller_that_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:
+    """The warning comes while it is away: the ranks get it through srun, and save in time."""
+    away = tmp_path / "away"
+    wait = f"while [[ -e {away} ]]; do sleep 0.2; done"
+    env = dict(FAKE)
+    for name in ("scontrol", "squeue", "scancel"):
+        env |= calls_of(name, tmp_path / "bin", wait)
+    arguments = [f"--run.dir={tmp_path / 'run'}", "--plan=wait,done"]
+    job = cluster.sbatch("singlenode.sh", *arguments, cwd=tmp_path, env=env)
+    log = tmp_path / f"kempner-{job}.out"
+    cluster.wait_for("here is attempt 0", log)
+    away.touch()
+    cluster.ask("scancel", "--batch", "--signal=TERM", job)
+    cluster.wait_for("got SIGUSR1", log)
+    away.unlink()
+    assert cluster.wait(job) == 0
+    assert [d["decision"] for d in decisions(tmp_path)] == ["requeue", "end"]
 
 
 def test_the_time_limit_itself_requeues(cluster: Cluster, tmp_path: Path) -> None:
@@ -88,6 +128,7 @@ def test_scancel_never_comes_back(cluster: Cluster, tmp_path: Path, late: bool) 
     cluster.wait(job)
     assert cluster.state(job) == "CANCELLED"
     assert "requeue" not in [d["decision"] for d in decisions(tmp_path)] or late
+    assert "Requeue=0" not in changes(tmp_path)
 
 
 def test_no_requeue_is_respected(cluster: Cluster, tmp_path: Path) -> None:
@@ -140,3 +181,4 @@ def test_a_job_that_slurm_requeues_goes_on(cluster: Cluster, tmp_path: Path) -> 
     assert cluster.wait(job) == 0
     assert cluster.field(job, "Restarts") == "1"
     assert [d["decision"] for d in decisions(tmp_path)] == ["leave", "end"]
+    assert changes(tmp_path) == ["Requeue=0"]

@@ -183,7 +183,7 @@ def test_a_node_that_names_its_port_differently(cluster: Cluster, tmp_path: Path
 def test_three_jobs_on_the_same_hosts(cluster: Cluster, tmp_path: Path, times: int) -> None:
     """They start at once, and every rank meets the ranks of its own job."""
     env = {"KEMPNER_TRAIN": str(Path(__file__).parent / "meet.py")}
-    options = ["--oversubscribe", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1G"]
+    options = ["--exclusive=oversubscribe", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1G"]
     for k in range(times):
         jobs = [
             cluster.sbatch(

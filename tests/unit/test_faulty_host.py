@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kempner.history.faulty_host import blamed_before, host_of
+from kempner.history.faulty_host import blamed_before, final_reason, host_of, main, no_progress
 
 KILLED = """\
 Some warning of a rank
@@ -33,6 +35,7 @@ def fault(kind: str, *hosts: str, lost_peer: bool = False) -> dict[str, Any]:
         ([], "srun: error: node1: task 0: Exited with exit code 1\n", ""),
         ([], "srun: error: n-1: tasks 0-3,7: Segmentation fault (core dumped)\n", "n-1"),
         ([], "srun: error: node1: task 0: Terminated\n", ""),
+        ([], "srun: error: node7: task 12: Aborted (core dumped)\n", ""),  # it waited for another
         ([fault("crash")], "", ""),
         ([], 2 * "srun: error: n1: task 0: Killed\n", "n1"),
         ([], "srun: error: n1: task 0: Killed\nsrun: error: n2: task 1: Killed\n", ""),
@@ -42,10 +45,43 @@ def test_host_of(faults: list[dict[str, Any]], log: str, host: str) -> None:
     assert host_of(faults, log) == host
 
 
-def test_only_the_newest_decision_about_this_job_counts() -> None:
-    made = [
-        {"event": "decision", "job": job, "blamed": host}
-        for job, host in (("1", "a"), ("1", "b"), ("2", "c"))
+def decision(job: str, **values: object) -> dict[str, object]:
+    return {"event": "decision", "job": job, "time": 1.0, **values}
+
+
+def test_attempts_without_progress() -> None:
+    def count(*values: int | None) -> int:
+        return no_progress([decision("1", no_progress=value) for value in values])
+
+    assert [count(), count(1, 2), count(2, 0), count(2, 0, None, None)] == [0, 2, 0, 2]
+    assert no_progress([{"event": "decision"}]) == 1  # of an older version
+
+
+def test_the_last_blamed_host() -> None:
+    assert blamed_before([decision("1", blamed="a"), decision("1", blamed="b")]) == "b"
+    assert blamed_before([decision("1", blamed="a"), decision("1")]) == ""
+    assert blamed_before([]) == ""
+
+
+def test_a_final_fault() -> None:
+    oom = fault("oom", "node1") | {"final": True, "reason": "CUDA out of memory:\n7 GiB"}
+    assert final_reason([fault("crash"), oom]) == "CUDA out of memory: 7 GiB"
+    assert final_reason([fault("crash"), oom | {"final": False}]) == ""
+    assert host_of([oom], "") == ""
+
+
+def test_what_the_batch_script_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only decisions about this job, only faults of this attempt; always five lines."""
+    records = [
+        decision("1", no_progress=5, blamed="node9", excluded="node9"),
+        decision("2", no_progress=1, blamed="node8", excluded="node8"),
+        decision("2", no_progress=2, blamed="node3"),
+        fault("crash", "node9") | {"attempt_id": "2.0.1"},
+        fault("crash", "node3") | {"attempt_id": "2.2.7"},
     ]
-    assert [blamed_before(made, job) for job in ("1", "2", "3")] == ["b", "c", ""]
-    assert blamed_before([*made, {"event": "decision", "job": "1"}], "1") == ""
+    text = "".join(json.dumps(record) + "\n" for record in records) + '{"event": "fau'
+    (tmp_path / "attempts.jsonl").write_text(text)
+    main(tmp_path, "2", "2.2.7", tmp_path / "no log")
+    assert capsys.readouterr().out == "2\nnode3\nagain\n1\n\n"
+    main(tmp_path / "nowhere", "2", "2.2.7", tmp_path / "no log")
+    assert capsys.readouterr().out == "0\n\n\n0\n\n"

@@ -1,4 +1,4 @@
-"""Check the nodes of a job: kp_prove_nodes of scripts/slurm/lib.sh starts this on the batch host.
+"""Check the nodes of a job: kp_prove_nodes in scripts/slurm/lib starts this on the batch host.
 
     python -m kempner.preflight --nodes node1,node2 --tasks 4 --gpus 4 --device auto \\
         --dir RUN --json FILE --meet DIR

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Which run is meant: by its directory, or by a job's number. Sourced by logs.sh and tmux.sh, after lib.sh.
+# Which run is meant: by its directory, or by a job's number. Sourced by logs.sh and tmux.sh, after all.sh.
 
 kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR; of a job that has none yet KP_BATCH_LOG, where it will be named
     KP_RUN_DIR='' KP_BATCH_LOG=''

@@ -1,11 +1,10 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # lib.sh reads what is set here
-# --dry-run: what sbatch would be told, the variables that the tasks would see, the srun command. Starts nothing, writes
-# nothing. Sourced by lib.sh.
+# --dry-run: what sbatch would be told, the variables that the tasks would see, the srun command. It starts and writes
+# nothing, and where no controller answers it still says all that it can. Sourced by kp_take.
 
 kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS and KP_REQUEST, the options that are sbatch's
     local word
-    KP_ARGUMENTS=() KP_REQUEST=()
+    KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY=''
     declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
     for word; do
         case ${word%%=*} in
@@ -26,15 +25,31 @@ kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later on
     name=${name#-} name=${name#-}
     case $name in
         N) name=nodes ;; n) name=ntasks ;; p) name=partition ;; A) name=account ;; q) name=qos ;; t) name='time' ;;
-        c) name='cpus-per-task' ;; G) name=gpus ;; J) name=job-name ;; o) name=output ;; w) name=nodelist ;; x) name=exclude ;;
+        c) name='cpus-per-task' ;; G) name=gpus ;; J) name='job-name' ;; o) name=output ;;
+        w) name=nodelist ;; x) name=exclude ;;
     esac
-    [[ -n $value || ! $name =~ ^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-node|cpus-per-task)$ ]] ||
+    [[ -n $value || ! $name =~ ^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-.*|cpus-per-task)$ ]] ||
         kp_die "--dry-run: write --$name=VALUE as one word"
+    kp_dry_check "$name" "$value"
     name=${name//-/_}
     KP_ASKED[$name]=$value KP_FROM[$name]=$1
 }
 
-kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variables and the command line, the last one first
+kp_dry_check() { # <option> <value>: stops at a number that is none; what else sbatch refuses, it says itself
+    local number='[1-9][0-9]{0,5}'
+    case $1 in
+        nodes) [[ $2 =~ ^$number(-$number)?$ ]] || kp_die "--nodes=$2: must be a number of nodes, such as 4 or 2-4" ;;
+        ntasks | ntasks-per-node | cpus-per-task)
+            [[ $2 =~ ^$number$ ]] || kp_die "--$1=$2: must be a whole number from 1"
+            ;;
+        gpus | gpus-per-node | gpus-per-task)
+            [[ $2 =~ ^([A-Za-z][^:,=]*:)?(0|$number)$ ]] ||
+                kp_die "--$1=$2: must be a whole number, with or without a type: 8 or h100:8"
+            ;;
+    esac
+}
+
+kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variables and the command line
     local line name
     while read -r line; do
         [[ $line != '#SBATCH '* ]] || kp_dry_ask "the header" "${line#'#SBATCH '}"
@@ -47,37 +62,56 @@ kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variab
     for line in "${KP_REQUEST[@]}"; do kp_dry_ask "the command line" "$line"; done
 }
 
-kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can be known before
-    local nodes asked gres='' cpus=1 partition line
-    kp_dry_request
-    nodes=${KP_ASKED[nodes]:-1} nodes=${nodes%%-*}
-    partition=${KP_ASKED[partition]:-$(sinfo -h -o '%P' 2>/dev/null | sed -n 's/\*$//p' | head -n 1)}
-    if [[ -n $partition ]] && line=$(sinfo -h -p "$partition" -o '%c %G' 2>/dev/null | head -n 1) && [[ -n $line ]]; then
-        cpus=${line%% *} gres=${line#* } cpus=${cpus%+}
-        KP_DRY_NODE="a node of partition $partition: $cpus CPUs, $gres"
-    else
-        KP_DRY_NODE="sinfo does not tell what the nodes have${partition:+ (partition $partition)}: ask for --gpus-per-node=N --cpus-per-task=N"
-        cpus=4096
+kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and KP_DRY_PARTITION, _CPUS and _GRES, or KP_DRY_AWAY
+    # sinfo may try for a minute.
+    local KP_DEADLINE=$((SECONDS + 10)) partitions partition=${KP_ASKED[partition]:-}
+    KP_DRY_PARTITION=$partition KP_DRY_CPUS='' KP_DRY_GRES='' KP_DRY_AWAY=''
+    if ! kp_ask sinfo -h -o %P; then
+        KP_DRY_AWAY=1
+        KP_DRY_NODE="no Slurm controller answers here: what the nodes have is unknown. One CPU per task is assumed, and"
+        KP_DRY_NODE+=" only the GPUs that you request (--gpus-per-node=N)."
+        return
     fi
-    asked=${KP_ASKED[gpus_per_node]:-}
-    [[ -z $asked ]] || asked=gres:gpu:${asked##*:}
-    [[ -n $asked ]] || asked=${KP_ASKED[gres]:-}
-    KP_JOB="JobId=JOBID NodeList=$(sinfo -h -N -p "$partition" -o %N 2>/dev/null | sort -u | head -n "$nodes" | paste -sd,)"
-    KP_JOB+=" JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes NumCPUs=$((cpus * nodes)) Requeue=1 BatchFlag=0"
-    KP_JOB+="${asked:+ TresPerNode=$asked}${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
+    partitions=$KP_ANSWER
+    [[ -n $partition ]] || partition=$(sed -n 's/\*$//p' <<<"$partitions" | head -n 1)
+    [[ $partition == *,* || $'\n'${partitions//\*/}$'\n' == *$'\n'"$partition"$'\n'* ]] ||
+        kp_die "--partition=$partition: there is no such partition; choose from $(paste -sd' ' <<<"${partitions//\*/}")"
+    kp_ask sinfo -h -p "$partition" -o '%c %G' || true
+    KP_DRY_PARTITION=$partition KP_DRY_CPUS=${KP_ANSWER%%[ +]*}
+    KP_DRY_GRES=${KP_ANSWER%%$'\n'*} KP_DRY_GRES=${KP_DRY_GRES#* }
+    KP_DRY_NODE="a node of partition $partition: $KP_DRY_CPUS CPUs, $KP_DRY_GRES"
+}
+
+kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can be known before
+    local nodes gpus gres tasks names=''
+    kp_dry_request
+    kp_dry_node
+    nodes=${KP_ASKED[nodes]:-1} nodes=${nodes%%-*}
+    [[ -n $KP_DRY_AWAY ]] ||
+        names=$(sinfo -h -N -p "$KP_DRY_PARTITION" -o %N 2>/dev/null | sort -u | head -n "$nodes" | paste -sd,) || true
+
+    gpus=${KP_ASKED[gpus_per_node]:-}
+    gres=${gpus:+gres:gpu:${gpus##*:}}
+    gres=${gres:-${KP_ASKED[gres]:-}}
+    tasks=${KP_ASKED[ntasks_per_node]:-$(kp_count_gpus "${gres:-$KP_DRY_GRES}")}
+    KP_DRY_CPUS=${KP_DRY_CPUS:-$(((tasks > 0 ? tasks : 1) * ${KP_ASKED[cpus_per_task]:-1}))}
+    KP_JOB="JobId=JOBID NodeList=$names JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes"
+    KP_JOB+=" NumCPUs=$((KP_DRY_CPUS * nodes)) Requeue=1 BatchFlag=0"
+    KP_JOB+="${gres:+ TresPerNode=$gres}${KP_ASKED[gpus]:+ TresPerJob=gres:gpu:${KP_ASKED[gpus]##*:}}"
     KP_JOB+="${KP_ASKED[gpus_per_task]:+ TresPerTask=gres:gpu:${KP_ASKED[gpus_per_task]##*:}}"
     KP_JOB+="${KP_ASKED[ntasks_per_node]:+ NtasksPerN:B:S:C=${KP_ASKED[ntasks_per_node]}:0:*:*}"
+
     # Without a request the GPUs come with the whole node.
-    if [[ -z $asked && -z ${KP_ASKED[gpus]:-} && -n ${KP_ASKED[gpus_per_task]:-} ]]; then
-        gres=gpu:$((${KP_ASKED[gpus_per_task]##*:} * ${KP_ASKED[ntasks_per_node]:-1}))
-    elif [[ -z $asked && -n ${KP_ASKED[gpus]:-} ]]; then
-        gres=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
+    if [[ -z $gres && -n ${KP_ASKED[gpus]:-} ]]; then
+        KP_DRY_GRES=gpu:$((${KP_ASKED[gpus]##*:} / nodes))
     fi
+    gres=${gres:-$KP_DRY_GRES}
     [[ $gres != *gpu* ]] || KP_JOB+=$'\n'"  Nodes=node GRES=$gres"
+
     SLURM_JOB_ID=JOBID SLURM_NTASKS=${KP_ASKED[ntasks]:-$((nodes * ${KP_ASKED[ntasks_per_node]:-1}))}
     [[ -n ${KP_ASKED[ntasks]:-}${KP_ASKED[ntasks_per_node]:-} ]] || SLURM_NTASKS=0
     [[ -z ${KP_ASKED[cpus_per_task]:-} ]] || SLURM_CPUS_PER_TASK=${KP_ASKED[cpus_per_task]}
-    KEMPNER_ATTEMPT_ID=JOBID.0.0 KP_STEP_NAME=kempner-JOBID.0.0
+    KEMPNER_ATTEMPT_ID=JOBID.0.0 KP_SRUN_NAME=kempner-JOBID.0.0
 }
 
 kp_is_secret() { # <variable>: true when its value must not be shown
@@ -95,10 +129,11 @@ kp_dry_variables() { # the variables that differ from those before the script
 
 kp_dry_tell() { # says it all, and ends the script
     local name line code=0
-    KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ')
+    [[ -n $KP_DRY_AWAY ]] || KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ') || true
     KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
-    export KEMPNER_PEERS KEMPNER_SIGNAL_LEAD
+    export KEMPNER_PEERS=${KEMPNER_PEERS:-} KEMPNER_SIGNAL_LEAD
     kp_srun_command "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
+
     echo "dry run: nothing is started, nothing is written"
     echo
     if ((${#KP_ASKED[@]} > 0)); then
@@ -110,20 +145,23 @@ kp_dry_tell() { # says it all, and ends the script
     else
         echo "inside job $(kp_job_id), as Slurm has it: nodes $(kp_field NodeList), time limit $(kp_field TimeLimit)"
     fi
+
     echo
     echo "the configuration fits: $KP_NODES nodes x $KP_TASKS tasks = world size $((KP_NODES * KP_TASKS))," \
         "$KP_GPUS GPU(s) a node, $KP_CPUS CPU(s) a task; device $KP_DEVICE"
     line=$(kp_committed_step)
     if ((line < 0)); then line="no checkpoint yet"; else line="newest checkpoint: step $line"; fi
     echo "run directory $KP_RUN_DIR ($line)"
+
     echo
-    echo "variables that the script would set, beside your own, which go to every task (secrets as ***):"
+    echo "variables that the script would set, in addition to your own, which go to every task (secrets as ***):"
     kp_dry_variables
     echo "each node chooses its network by itself; this host would take:"
-    if line=$(KEMPNER_SAID='' bash "$KP_ROOT/scripts/slurm/task.sh" env); then
+    if line=$(KEMPNER_SAID='' bash "$KP_LIB/task.sh" env); then
         printf '%s\n' "$line" | sed -n '1s/^/  /p'
         printf '%s\n' "$line" | sed -nE '2,$s/^((NCCL|GLOO|TP|FI)_[A-Z_]*=)/  \1/p'
     fi
+
     echo
     echo "the command:"
     printf ' '
@@ -131,13 +169,13 @@ kp_dry_tell() { # says it all, and ends the script
     echo
     ((${#KP_ASKED[@]} > 0)) || exit 0
     echo
-    if command -v sbatch >/dev/null; then
+    if [[ -z $KP_DRY_AWAY ]]; then
         echo "sbatch --test-only says:"
         line=$(sbatch --test-only "${KP_REQUEST[@]}" "$0" "${KP_ARGUMENTS[@]}" 2>&1) || code=2
         printf '%s\n' "$line" | sed 's/^/  /'
-        ((code == 0)) || kp_die "sbatch would refuse this request: correct the option that it names"
+        ((code == 0)) || kp_die "sbatch would refuse this request: see its message above"
     else
-        echo "no sbatch here: not asked whether Slurm would take it"
+        echo "sbatch --test-only: not asked, because no Slurm controller answers here"
     fi
     exit 0
 }

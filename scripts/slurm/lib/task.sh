@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# One task of a step: finds the fast network of its node, then becomes the command.
+# One task of a step: chooses the fast network of its node, then becomes the command.
 #
 #   srun ... task.sh COMMAND...     without a command: only say which network this node would use
 #
-# A value that the user has set stays. Otherwise, in this order: an InfiniBand interface that is up and has an
-# address; RoCE; EFA; Slingshot; the interface that leads to the other nodes (KEMPNER_PEERS: their addresses).
+# Values that the user has set are kept. Otherwise it takes, in this order: an InfiniBand interface that is up and has
+# an address; RoCE; EFA; Slingshot; the interface that leads to the other nodes (KEMPNER_PEERS: their addresses).
 set -euo pipefail
-# The trainer answers these as soon as Python runs; until then they must not end the task. srun has started us with
-# them blocked, so that they wait; where env cannot do that (coreutils before 8.31), they are lost.
+# The trainer handles these as soon as Python runs; until then they must not end the task. srun started us with them
+# blocked, so that they wait; where env cannot block them (coreutils before 8.31), they are lost.
 [[ -n ${KEMPNER_SIGNALS_WAIT:-} ]] || trap '' TERM INT USR1 USR2
 
 readonly SYS=${KEMPNER_SYS:-/sys} PROC=${KEMPNER_PROC:-/proc} # a test puts trees of its own here
@@ -20,11 +20,14 @@ read_line() { # <file>: its first line, or nothing
 
 # --- what the node has -----------------------------------------------------------------------------------------------
 
-list_addresses() { # a line "interface address" for each global address; "?" where there is no iproute2, as in containers
+list_addresses() { # a line "interface address" for each global address; "?" where there is no iproute2
     if command -v ip >/dev/null; then
-        ip -o addr show up scope global 2>/dev/null | awk '$3 ~ /^inet/ { sub(/@.*/, "", $2); sub(/\/.*/, "", $4); print $2, $4 }'
+        ip -o addr show up scope global 2>/dev/null |
+            awk '$3 ~ /^inet/ { sub(/@.*/, "", $2); sub(/\/.*/, "", $4); print $2, $4 }'
     else # an interface with a route of its own has an address
-        { awk 'NR > 1 { print $1, "?" }' "$PROC/net/route" && awk '$4 == "00" { print $6, "?" }' "$PROC/net/if_inet6"; } 2>/dev/null
+        {
+            awk 'NR > 1 { print $1, "?" }' "$PROC/net/route" && awk '$4 == "00" { print $6, "?" }' "$PROC/net/if_inet6"
+        } 2>/dev/null
     fi
 }
 
@@ -65,7 +68,7 @@ subnet_of() { # <device:port>: the subnet prefix of an InfiniBand port: ports of
     echo "${gid%:*:*:*:*}"
 }
 
-find_fabric() { # sets FABRIC, the InfiniBand ports that can reach each other, and FABRICS, how many such groups there are
+find_fabric() { # sets FABRIC, the InfiniBand ports that can reach each other, and FABRICS, the number of such groups
     local port subnet ports
     declare -A group=()
     FABRIC=()
@@ -167,7 +170,8 @@ take_given() { # <variable>: checks the user's value; sets INTERFACE to the firs
             [[ $1 != NCCL* || $value == =* || $name != "$item"* ]] || found=${found:-$name}
         done
         if [[ -z $found ]]; then
-            echo "kempner: error: $1=$value: $(uname -n) has no interface '$item'; it has ${ALL[*]}: name one of them, or unset $1" >&2
+            echo "kempner: error: $1=$value: $(uname -n) has no interface '$item'; it has ${ALL[*]}:" \
+                "name one of them, or unset $1" >&2
             exit 2
         fi
         INTERFACE=${INTERFACE:-$found}
@@ -201,7 +205,8 @@ set_fabric() { # what the fabric needs beside an interface
             # fabric. "=" takes the names as they are: mlx5_1 is not mlx5_10.
             local hca
             hca="=$(IFS=, && echo "${FABRIC[*]}")"
-            if ((${#FABRIC[@]} > 0)) && [[ -z ${NCCL_IB_HCA:-} ]] && { ((FABRICS > 1)) || [[ -n $(find_ports Ethernet) ]]; }; then
+            if ((${#FABRIC[@]} > 0)) && [[ -z ${NCCL_IB_HCA:-} ]] &&
+                { ((FABRICS > 1)) || [[ -n $(find_ports Ethernet) ]]; }; then
                 export NCCL_IB_HCA=$hca
                 WHY+=", NCCL_IB_HCA=$hca keeps NCCL off the other RDMA ports"
             fi
@@ -270,7 +275,8 @@ set_network() { # exports the choice of this node for NCCL, gloo and TensorPipe
 
 set_network
 if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # one line per node
+    address=${ADDRESS[${INTERFACE:-none}]:-}
     printf '[%(%T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
-        "${INTERFACE:-left to NCCL and gloo}${ADDRESS[${INTERFACE:-none}]:+ (${ADDRESS[${INTERFACE:-none}]})}: ${WHY}$(passed_over)"
+        "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)"
 fi
 (($# == 0)) || exec "$@"

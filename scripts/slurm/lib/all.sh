@@ -1,0 +1,38 @@
+# shellcheck shell=bash
+# What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in docs/slurm.md.
+
+KP_BESIDE=${KP_BESIDE:-}                # not empty: the job is someone else's; interactive.sh runs beside it
+KP_DRY=''                               # not empty: --dry-run
+KP_INSIDE=() KP_CONTAINER_FLAGS=()      # the words that put Python into a container
+KP_CHILD='' KP_PENDING='' KP_SIGNAL=''  # the running srun; a signal that came before it; the last signal
+KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' # the decision; "failed", and the nodes that failed
+KP_SRUN_LOG='' KP_SECRET_NAMES=''
+KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+kp_log() { # <message>
+    printf '[%(%T)T] kempner: %s\n' -1 "$*"
+}
+
+kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad input
+    printf 'kempner: error: %s\n' "$*" >&2
+    exit 2
+}
+
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || kp_die "bash $BASH_VERSION is too old: 4.4 is needed"
+
+# shellcheck source-path=SCRIPTDIR source=lib/site.sh
+source "$KP_LIB/site.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/container.sh
+source "$KP_LIB/container.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/job.sh
+source "$KP_LIB/job.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/resources.sh
+source "$KP_LIB/resources.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/launch.sh
+source "$KP_LIB/launch.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/check_nodes.sh
+source "$KP_LIB/check_nodes.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/signals.sh
+source "$KP_LIB/signals.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/requeue.sh
+source "$KP_LIB/requeue.sh"

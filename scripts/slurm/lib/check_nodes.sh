@@ -1,0 +1,56 @@
+# shellcheck shell=bash
+# The preflight checks before a run, and of scripts/slurm/preflight.sh.
+
+kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are faulty, requeues without them, or ends
+    [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
+    kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" --device "$KP_DEVICE"
+    ((KP_CODE != 0)) || return 0
+    if ((KP_CODE != 1)); then
+        kp_log "preflight itself has failed (exit code $KP_CODE): the run starts nevertheless"
+        return 0
+    fi
+    KP_PREFLIGHT=failed
+    kp_decide "preflight: ${KP_BAD:-the network} failed" || true
+    kp_finish
+}
+
+kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all pass, and KP_BAD
+    local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries text='' pattern='"bad": "([^"]*)"'
+    KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
+    kp_srun_command -m kempner.preflight.task
+    KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # the others have to say what they see
+    KP_SRUN_NAME=$name KP_CODE=0
+
+    mkdir -p -- "$meet" || kp_die "$meet cannot be made: submit from a directory that can be written"
+    kp_python -m kempner.preflight --meet "$meet" --json "$json" \
+        --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
+        ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
+    driver=$!
+
+    # The driver may be in a container, where there is no srun: it says its port, and is told when srun has ended.
+    while kill -0 "$driver" 2>/dev/null; do
+        if [[ -z $step && -s $meet/port ]]; then
+            KEMPNER_PREFLIGHT_PORT=$(<"$meet/port") "${KP_SRUN[@]}" </dev/null &
+            step=$!
+        elif [[ -n $step ]] && ! kill -0 "$step" 2>/dev/null; then
+            : >"$meet/ended"
+        fi
+        kp_shielded sleep 0.1
+    done
+    wait "$driver" || KP_CODE=$?
+
+    if [[ -n $step ]]; then # a task that does not come back must not keep the job
+        for ((tries = 0; tries < 100; tries++)); do
+            kill -0 "$step" 2>/dev/null || break
+            ((tries != 50)) || kill -TERM "$step" || true # srun then kills its tasks
+            kp_shielded sleep 0.1
+        done
+        kill -KILL "$step" 2>/dev/null || true
+        wait "$step" || true
+    fi
+
+    rm -rf -- "$meet"
+    ((KP_CODE != 2)) || exit 2
+    { read -r -d '' text <"$json"; } 2>/dev/null || true
+    [[ ! $text =~ $pattern ]] || KP_BAD=${BASH_REMATCH[1]}
+}

@@ -1,0 +1,72 @@
+# shellcheck shell=bash
+# The job as Slurm sees it.
+
+KP_JOB=${KP_JOB:-} # what scontrol said about the job last
+KP_ANSWER=''       # of kp_ask
+KP_DEADLINE=''     # in SECONDS: when kp_ask gives up; empty: it waits as long as Slurm's commands do
+
+kp_use_job() { # <job>: makes this shell speak for a running job, whatever job it is in itself
+    local name
+    for name in "${!SLURM_@}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
+    SLURM_JOB_ID=$1 KP_BESIDE=1
+    kp_show_job || kp_die "no job '$1': squeue --me lists yours"
+    [[ $(kp_field JobState) == RUNNING ]] || kp_die "job $1 is $(kp_field JobState), not RUNNING: wait until it runs"
+    SLURM_JOB_ID=$(kp_field JobId) # srun wants the number, also for a task of an array
+}
+
+kp_in_job() { # true inside an allocation: a batch script, salloc's shell, or KP_BESIDE a running job
+    [[ -n ${SLURM_JOB_ID:-} ]]
+}
+
+kp_is_batch() { # true in the batch script, the one place that may requeue
+    # Slurm 24.11 and later count the starts of the script in BatchFlag: 2 after a preemption.
+    kp_in_job && [[ -z $KP_BESIDE && -z ${SLURM_STEP_NUM_TASKS:-} && $(kp_field BatchFlag) == [1-9]* ]]
+}
+
+kp_job_id() { # the job; of an array the one task, because the number alone may mean the whole array
+    if [[ -n ${SLURM_ARRAY_JOB_ID:-} && -z $KP_BESIDE ]]; then
+        echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    else
+        echo "$SLURM_JOB_ID"
+    fi
+}
+
+kp_shielded() { # <command>...: runs it so that the signals that end a job do not end it first
+    (trap '' TERM INT HUP USR1 USR2 && exec "$@")
+}
+
+kp_ask() { # <command>...: sets KP_ANSWER to its output; shielded; fails when it fails, and at KP_DEADLINE
+    KP_ANSWER=$(trap '' TERM INT HUP USR1 USR2 && kp_until "$KP_DEADLINE" "$@" 2>/dev/null)
+}
+
+kp_until() { # <time in SECONDS, or nothing> <command>...: its output and exit code; kills it at that time and fails
+    local fd text code=0
+    [[ -n $1 ]] || exec "${@:2}"
+    (($1 > SECONDS)) || return 1
+    exec {fd}< <(exec "${@:2}")
+
+    # Not timeout(1): it would pass on, to a command that is to ignore them, the signals that end a job.
+    IFS= read -r -d '' -t $(($1 - SECONDS)) -u "$fd" text || code=$?
+    if ((code > 128)); then
+        kill -KILL "$!"
+        return 1
+    fi
+    printf '%s' "$text"
+    wait "$!"
+}
+
+kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails, and leaves it, when it says nothing
+    local tries
+    for ((tries = 0; tries < 5; tries++)); do
+        if kp_ask scontrol show job -d "$(kp_job_id)" && [[ -n $KP_ANSWER ]]; then
+            KP_JOB=$KP_ANSWER
+            return 0
+        fi
+        kp_shielded sleep 0.2
+    done
+    return 1
+}
+
+kp_field() { # <name>: that field of KP_JOB, or nothing
+    [[ ! $KP_JOB =~ (^|[[:space:]])"$1"=([^[:space:]]*) ]] || echo "${BASH_REMATCH[2]}"
+}

@@ -1,0 +1,168 @@
+# shellcheck shell=bash
+# The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
+# The table of decisions is in docs/slurm.md.
+
+kp_committed_step() { # the step of the newest complete checkpoint, -1 when there is none
+    local link pattern='step_0*([0-9]+)/*$'
+    link=$(kp_shielded readlink "$KP_CHECKPOINTS/latest") || true
+    [[ $link =~ $pattern ]] && echo "${BASH_REMATCH[1]}" || echo -1
+}
+
+kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to nothing
+    local text='' pattern='"state": *"([a-z]+)"'
+    { read -r -d '' text <"$KP_RUN_DIR/status.json"; } 2>/dev/null || true
+    [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] && KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
+}
+
+# --- the record --------------------------------------------------------------------------------------------
+
+kp_json() { # <text>: as a JSON string
+    local text=${1//\\/\\\\}
+    text=${text//\"/\\\"}
+    printf '"%s"' "${text//[[:cntrl:]]/ }"
+}
+
+kp_record() { # <requeue, end or leave (to Slurm)> <why>: one line in the log, one in attempts.jsonl (history/events.py)
+    local file=$KP_RUN_DIR/attempts.jsonl line
+    KP_DECIDED=$1
+    kp_log "$1: $2"
+    printf -v line '{"event": "decision", "decision": "%s", "why": %s, "job": "%s", "restart": %d, "attempt_id": %s, ' \
+        "$1" "$(kp_json "$2")" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$(kp_json "$KEMPNER_ATTEMPT_ID")"
+    printf -v line '%s"step": %d, "no_progress": %s, "blamed": %s, "excluded": %s, "batch_began": %d, "time": %(%s)T}' \
+        "$line" "$KP_COMMITTED" "${KP_NO_PROGRESS:-null}" "$(kp_json "$KP_BLAMED")" "$(kp_json "$KP_EXCLUDED")" \
+        "${KEMPNER_BATCH_BEGAN:-0}" -1
+
+    # A rank that was killed may have left half a line: it must not swallow this one.
+    [[ -z $(tail -c 1 -- "$file" 2>/dev/null) ]] || line=$'\n'$line
+    printf '%s\n' "$line" >>"$file"
+    [[ -z ${KEMPNER_MAIL:-} || $1 != end ]] || kp_mail "$2"
+}
+
+kp_mail() { # <what happened>: one mail to KEMPNER_MAIL, once the run has ended for good
+    printf '%s\nrun directory %s\n' "$1" "$KP_RUN_DIR" |
+        kp_shielded mail -s "job $(kp_job_id) ($(kp_field JobName)): $1" -- "$KEMPNER_MAIL" ||
+        kp_log "no mail to $KEMPNER_MAIL: 'mail' has failed on $(uname -n)"
+}
+
+# --- whose fault it was ------------------------------------------------------------------------------------
+
+kp_judge() { # reads the records: sets KP_NO_PROGRESS, KP_FINAL, KP_BLAMED, and KP_EXCLUDED if the host is left out
+    local KP_DEADLINE=$((SECONDS + 20)) KP_ANSWER='' host='' again='' excluded=0 before=0
+    # After an orderly end with a new checkpoint there is nothing to find out, and KillWait may be short.
+    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || [[ $KP_STATE != interrupted ]] || return 0
+    if ! kp_ask "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.history.faulty_host \
+        "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG"; then
+        kp_log "the records of earlier attempts could not be read: no host is blamed"
+        return 0
+    fi
+    { read -r before && read -r host && read -r again && read -r excluded && read -r KP_FINAL; } <<<"$KP_ANSWER" || true
+    ((KP_COMMITTED > KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=$((before + 1))
+
+    [[ -z $KP_PREFLIGHT ]] || host=$KP_BAD again=$KP_BAD
+    [[ $KP_STATE != interrupted && -z $KP_FINAL ]] || return 0
+    KP_BLAMED=$host
+    [[ -z $again ]] || kp_leave_out "$host" "$excluded"
+}
+
+kp_leave_out() { # <hosts> <how many the job already does without>: sets KP_EXCLUDED, unless too few others are left
+    local most=${KEMPNER_EXCLUDE:-2} node left=0 out
+    ((most > 0)) || return 0
+    if (($2 >= most)); then
+        kp_log "$1: $KP_FAULT, not excluded: $2 nodes are already (KEMPNER_EXCLUDE=$most)"
+        return 0
+    fi
+
+    # With fewer nodes than it needs, the job would wait for ever.
+    out=" ${1//,/ } $(kp_excluded | xargs -r scontrol show hostnames | paste -sd' ') "
+    while read -r node; do
+        [[ $out == *" $node "* ]] || left=$((left + 1))
+    done < <(sinfo -h -N -p "$(kp_field Partition)" -o '%N %t' |
+        awk '$2 !~ /down|drain|drng|fail|maint|unk/ { print $1 }' | sort -u)
+    if ((left < KP_NODES)); then
+        kp_log "$1: $KP_FAULT, not excluded: the other nodes of the partition, $left, are too few"
+        return 0
+    fi
+    KP_EXCLUDED=$1
+}
+
+kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or nothing
+    local list
+    list=$(kp_field ExcNodeList)
+    [[ $list == '(null)' ]] || echo "$list"
+}
+
+kp_exclude() { # keeps the requeued job off KP_EXCLUDED: Slurm takes this only once the job is pending again
+    local tries list
+    list=$(kp_excluded)
+    for ((tries = 0; tries < 30; tries++)); do
+        if scontrol update JobId="$(kp_job_id)" ExcNodeList="${list:+$list,}$KP_EXCLUDED" 2>/dev/null; then
+            kp_log "$KP_EXCLUDED: $KP_FAULT, excluded from the next starts of this job (KEMPNER_EXCLUDE=0: never)"
+            return 0
+        fi
+        sleep 0.1
+    done
+    kp_log "$KP_EXCLUDED: $KP_FAULT, but scontrol refused to exclude it from the job"
+    KP_EXCLUDED=''
+}
+
+# --- the decision ------------------------------------------------------------------------------------------
+
+kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
+    local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state=''
+    trap '' TERM INT HUP USR1 USR2 # a requeue signals this shell, and its subshells would die of it
+    KP_BLAMED='' KP_EXCLUDED='' KP_FINAL='' KP_NO_PROGRESS='' KP_FAULT="failed twice in a row"
+    [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
+    kp_verdict
+    KP_COMMITTED=$(kp_committed_step)
+    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
+    [[ $KP_STATE != interrupted ]] || what="interrupted and saved"
+    what+=" (newest checkpoint: step $KP_COMMITTED)"
+    ! kp_show_job || state=$(kp_field JobState)
+
+    if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
+        kp_record end "the run is $KP_STATE"
+    elif [[ ${KP_CODE:-} == 2 ]]; then
+        kp_record end "bad input"
+    elif [[ $state != RUNNING && $(kp_field Reason) != TimeLimit ]]; then
+        kp_record leave "Slurm is ending the job (${state:-no answer}), and decides whether it starts again"
+    elif ! kp_is_batch; then
+        kp_record end "$what; only a batch job is requeued"
+    elif [[ $(kp_field Requeue) == 0 ]]; then
+        kp_record end "$what; the job was submitted with --no-requeue"
+    elif kp_judge && [[ -n $KP_FINAL ]]; then
+        kp_record end "$KP_FINAL; another attempt would end in the same way"
+    elif ((KP_NO_PROGRESS >= most)); then
+        kp_record end "$what; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
+    elif [[ -n $KP_PREFLIGHT && -z $KP_EXCLUDED ]]; then
+        kp_record end "$what; there are no other nodes to take"
+    elif kp_shielded scontrol requeue "$(kp_job_id)"; then
+        [[ -z $KP_EXCLUDED ]] || kp_exclude
+        kp_record requeue "$what"
+    else
+        kp_record end "$what; scontrol requeue was refused"
+    fi
+}
+
+kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code
+    if kp_in_job; then
+        [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
+    else
+        kp_verdict
+    fi
+    case $KP_DECIDED,$KP_STATE in
+        requeue,* | *,done | *,stopped) exit 0 ;;
+        *,interrupted) exit 75 ;;
+        *,failed | *,running) exit $((KP_CODE ? KP_CODE : 1)) ;;
+    esac
+    exit "$KP_CODE"
+}
+
+kp_stay_ended() { # the EXIT trap: makes sure that an end is the end
+    # Slurm 24.05 and later mark a job that was preempted with a grace time, and after our own requeue the mark is
+    # still there: the job would be requeued once more at its next end, even if the run is done.
+    [[ -z $KP_DRY && (-z $KP_DECIDED || $KP_DECIDED == end) ]] && kp_in_job && [[ -z $KP_BESIDE ]] || return 0
+
+    # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which must stay possible.
+    [[ -n $KP_DECIDED ]] || { kp_show_job && [[ $(kp_field JobState) == RUNNING ]]; } || return 0
+    ! kp_is_batch || kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
+}

@@ -1,0 +1,96 @@
+# shellcheck shell=bash
+# Nodes, tasks, GPUs and CPUs of this run, from the request. One task drives one GPU.
+
+kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives one GPU
+    local asked cpus
+    if ! kp_in_job; then
+        KP_NODES=1 KP_GPUS=$(kp_gpus_here)
+        KP_TASKS=${KEMPNER_NPROC:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
+        return
+    fi
+    KP_NODES=$(kp_field NumNodes)
+    kp_gpus
+    asked=$(kp_tasks_asked)
+    KP_TASKS=${asked:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
+    if [[ $KP_GPUS_ASKED == --gpus-per-task=* ]]; then # a whole node may have more
+        KP_GPUS=$((KP_TASKS * ${KP_GPUS_ASKED#*=}))
+    fi
+
+    if ((KP_GPUS > 0 && KP_TASKS != KP_GPUS)); then
+        [[ -z $KP_GPUS_ASKED && $KP_TASKS -lt $KP_GPUS ]] ||
+            kp_die "$KP_TASKS task(s) per node, but $KP_GPUS GPU(s)${KP_GPUS_ASKED:+ ($KP_GPUS_ASKED)}: one task" \
+                "drives one GPU; give --ntasks-per-node=$KP_GPUS, or --gpus-per-node=$KP_TASKS"
+        kp_log "note: $KP_TASKS of the $KP_GPUS GPUs of a node are used; without --ntasks-per-node all are"
+        KP_GPUS=$KP_TASKS
+    fi
+
+    cpus=$(($(kp_field NumCPUs) / KP_NODES))
+    ((cpus >= KP_TASKS)) ||
+        kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS --cpus-per-task=N"
+    KP_CPUS=${SLURM_CPUS_PER_TASK:-$((cpus / KP_TASKS))}
+}
+
+kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
+    local pattern='NtasksPerN:B:S:C=([1-9][0-9]*)' tasks=${SLURM_NTASKS:-0}
+    if [[ $KP_JOB =~ $pattern ]]; then
+        echo "${BASH_REMATCH[1]}"
+    elif ((tasks > KP_NODES)) || { ((tasks > 0)) && kp_is_batch; }; then # salloc sets it unasked
+        ((tasks % KP_NODES == 0)) || kp_die "--ntasks=$tasks on $KP_NODES nodes: give --ntasks-per-node=N instead"
+        echo $((tasks / KP_NODES))
+    fi
+}
+
+kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came with the nodes)
+    local line counts=() asked
+    while read -r line; do
+        [[ $line != Nodes=*GRES=* ]] || counts+=("$(kp_count_gpus "${line##*GRES=}")")
+    done <<<"$KP_JOB"
+    KP_GPUS=${counts[0]:-0} KP_GPUS_ASKED=''
+
+    asked=$(kp_field TresPerNode)
+    if [[ $asked == *gpu* ]]; then
+        KP_GPUS=$(kp_count_gpus "$asked")
+        KP_GPUS_ASKED=--gpus-per-node=$KP_GPUS
+        return
+    fi
+
+    asked=$(kp_field TresPerJob)
+    if [[ $asked == *gpu* ]]; then
+        asked=$(kp_count_gpus "$asked")
+        ((asked % KP_NODES == 0)) || kp_die "--gpus=$asked on $KP_NODES nodes: give --gpus-per-node=N instead"
+        KP_GPUS_ASKED=--gpus=$asked
+    fi
+
+    # srun takes one number for all nodes.
+    for line in "${counts[@]}"; do
+        [[ $line == "$KP_GPUS" ]] ||
+            kp_die "the nodes have different numbers of GPUs (${counts[*]}):" \
+                "give --gpus-per-node=N${KP_GPUS_ASKED:+ instead of $KP_GPUS_ASKED}"
+    done
+    [[ -z $KP_GPUS_ASKED ]] || KP_GPUS=$((asked / KP_NODES))
+    asked=$(kp_field TresPerTask)
+    [[ $asked != *gpu* ]] || KP_GPUS_ASKED=--gpus-per-task=$(kp_count_gpus "$asked")
+}
+
+kp_count_gpus() { # <GRES or TRES>: the GPUs in it: gpu, gpu:4, gpu:h100:4(IDX:0-3), gres/gpu=4, several types
+    local text=$1 count=0 pattern='gpu([:=/][A-Za-z][^:=,(]*)?([:=]([0-9]+))?(.*)'
+    while [[ $text =~ $pattern ]]; do
+        count=$((count + ${BASH_REMATCH[3]:-1}))
+        text=${BASH_REMATCH[4]}
+    done
+    echo "$count"
+}
+
+kp_gpus_here() { # the GPUs of this machine that a process may see
+    local list
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        IFS=, read -ra list <<<"${CUDA_VISIBLE_DEVICES/#-1*/}"
+        echo "${#list[@]}"
+    else
+        nvidia-smi -L 2>/dev/null | grep -c ^GPU || true
+    fi
+}
+
+kp_need_one_node() { # stops when the job has several
+    ((KP_NODES == 1)) || kp_die "singlenode.sh on $KP_NODES nodes: give --nodes=1, or submit multinode.sh"
+}

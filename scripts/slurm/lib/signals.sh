@@ -1,0 +1,73 @@
+# shellcheck shell=bash
+# Signals to the batch script become requests to the ranks.
+
+readonly KP_PATIENCE=5 # seconds that a handler may wait for Slurm's answers, all of them together
+
+kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is already ending the job
+    # A controller that is away lets each question wait for 20 s: the warning would be spent on them.
+    local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
+    if [[ -z $KP_CHILD ]]; then
+        [[ $1 != INT ]] || exit 130
+        KP_PENDING=$1 # the ranks get it as soon as they are there
+        return
+    fi
+    [[ -z $KP_DECIDED ]] || return 0
+
+    if [[ $1 == TERM ]] && kp_is_batch && kp_show_job && [[ $(kp_field JobState) != RUNNING ]]; then
+        KP_DEADLINE=''
+        kp_decide "the time limit was reached" # Slurm has signaled the ranks itself
+        return
+    fi
+
+    if [[ $1 == INT && $KP_SIGNAL == INT ]] && ! kp_is_batch; then
+        kp_log "second Ctrl-C: ending the run at once"
+        kp_signal KILL
+    else
+        KP_SIGNAL=$1
+        case $1 in
+            INT) kp_log "SIGINT: the run saves and stops; a second one ends it at once" ;;
+            TERM) kp_log "SIGTERM: the run saves and stops, to be resumed later" ;;
+            USR2) kp_log "SIGUSR2: the run saves and continues" ;;
+        esac
+        kp_signal "$1"
+    fi
+}
+
+kp_signal() { # <signal>: sends it to this run's ranks alone
+    local step='' tries ranks asked=''
+    if ! kp_in_job; then
+        ranks=("$KP_CHILD")
+        ((KP_TASKS == 1)) || read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children" || true
+        kill -s "$1" "${ranks[@]}" 2>/dev/null || true
+        return
+    fi
+
+    # Slurm refuses the signal while the step is still being started on some node: try again.
+    for ((tries = 0; tries < 10; tries++)); do
+        if kp_ask squeue -h -s -j "$(kp_job_id)" -o '%i %j'; then
+            asked=1 step=''
+            [[ ! $'\n'$KP_ANSWER$'\n' =~ $'\n'([^[:space:]]+)" $KP_SRUN_NAME"$'\n' ]] || step=${BASH_REMATCH[1]}
+        fi
+        [[ -z $step ]] || ! kp_ask scancel --signal="$1" "$step" || return 0
+        kill -0 "$KP_CHILD" 2>/dev/null || return 0
+        [[ -z $KP_DEADLINE ]] || ((SECONDS < KP_DEADLINE)) || break
+        kp_shielded sleep 0.5
+    done
+
+    if [[ -n $asked && -z $step ]]; then
+        kp_log "the step has not started: nothing to save"
+        kill -TERM "$KP_CHILD" 2>/dev/null || true
+    elif [[ -n $KP_DEADLINE ]]; then
+        kp_signal_by_srun "$1"
+    fi
+}
+
+kp_signal_by_srun() { # <signal>: as kp_signal, without the controller: srun passes USR1 and USR2 on, and no other
+    kp_log "Slurm has not answered for $KP_PATIENCE s: asking the ranks through srun"
+    case $1 in
+        TERM) kill -USR1 "$KP_CHILD" ;; # to the trainer the same as TERM
+        USR2) kill -USR2 "$KP_CHILD" ;;
+        KILL) kill -TERM "$KP_CHILD" ;; # srun then kills the ranks
+        INT) : >"$KP_RUN_DIR/STOP" ;;   # the trainer's other way to be stopped
+    esac || true
+}

@@ -1,0 +1,66 @@
+# shellcheck shell=bash
+# Where the script runs: the repository, its Python, site.env, the secrets.
+
+kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
+    # "|| true": a command that fails in there must not end this shell, as errexit would have it
+    trap 'kp_on_signal TERM || true' TERM USR1 HUP
+    trap 'kp_on_signal INT || true' INT
+    trap 'kp_on_signal USR2 || true' USR2
+    trap 'kp_stay_ended || true' EXIT
+    kp_begin
+    kp_enter
+    kp_allocator
+}
+
+kp_begin() { # sets KP_ROOT and the names of this attempt; reads site.env
+    KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
+    printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
+    KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
+    export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
+    KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
+    kp_read_site
+}
+
+kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
+    kp_read_secrets
+    KP_TRAIN=${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}
+    kp_choose_python
+    export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
+    if kp_in_job; then
+        kp_show_job || kp_die "scontrol knows no job $(kp_job_id)"
+    elif [[ -n $KP_DRY ]]; then
+        kp_dry_job
+    fi
+}
+
+kp_allocator() { # exports PyTorch's allocator settings, unless the user has
+    # Segments that grow fragment less: a run near the limit of its memory keeps it. Not PYTORCH_ALLOC_CONF, the newer
+    # name: torch 2.9 ignores it for CUDA (pytorch/pytorch#183387), and 2.9 to 2.13 all read this one.
+    [[ -n ${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_ALLOC_CONF:-} ]] ||
+        export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+}
+
+kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is exported
+    local file=${KEMPNER_SITE:-$KP_ROOT/site.env}
+    if [[ ! -r $file ]]; then
+        [[ -z ${KEMPNER_SITE:-} ]] || kp_die "KEMPNER_SITE=$file cannot be read: correct or unset it"
+        return 0
+    fi
+    kp_source "$file"
+}
+
+kp_source() {  # <file>: sources it; what it sets is exported
+    set +eu -a # modules and the like are not written for errexit and nounset
+    # shellcheck source=/dev/null
+    source "$1"
+    set -eu +a
+}
+
+kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read
+    local file=${KEMPNER_SECRETS:-} mode pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
+    [[ -n $file ]] || return 0
+    mode=$(stat -L -c %a -- "$file" 2>/dev/null) || kp_die "KEMPNER_SECRETS=$file cannot be read: correct or unset it"
+    [[ $mode =~ ^[0-7]00$ ]] || kp_die "KEMPNER_SECRETS=$file may be read by others (mode $mode): chmod 600 '$file'"
+    kp_source "$file"
+    KP_SECRET_NAMES=$(sed -nE "$pattern" "$file" | paste -sd' ')
+}
