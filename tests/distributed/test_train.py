@@ -4,15 +4,19 @@ not matter."""
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import kempner
 from kempner.checkpoint.reader import read_tensors
-from tests.conftest import TINY, Train, losses, start_train, status
+from tests.conftest import ROOT, TINY, Train, clean_env, losses, start_train, status
 
 
 def checkpoints(run_dir: Path) -> list[str]:
@@ -78,6 +82,37 @@ def same_tensors(first: Path, second: Path) -> bool:
     )
 
 
+SYSTEM_PYTHON = "/usr/bin/python3"
+
+
+def test_another_python_resumes(train: Train, data_dir: Path, tmp_path: Path) -> None:
+    """Checkpoints of one Python are loaded by another, and the reverse: Python 3.11.2 pickles an
+    enum in another way than 3.11.7, for one."""
+    paths = [str(Path(module.__file__).parents[1]) for module in (kempner, torch)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ask = [SYSTEM_PYTHON, "-c", "import sys, torch, kempner.run; print(sys.version)"]
+    try:
+        found = subprocess.run(ask, env=env, capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        pytest.skip(f"there is no {SYSTEM_PYTHON}")
+    if found.returncode or found.stdout.strip() == sys.version:
+        pytest.skip(f"{SYSTEM_PYTHON} is the same version, or cannot import torch")
+    more = ("--schedule.name=constant", f"--run.dir={tmp_path / 'run'}")
+    train(tmp_path / "run", *more, "--train.max_steps=3")
+    words = [*TINY, f"--data.dataset_path={data_dir}", *more, "--train.max_steps=5"]
+    command = [SYSTEM_PYTHON, "scripts/train.py", *words]
+    other = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=clean_env(PYTHONPATH=env["PYTHONPATH"]),
+        capture_output=True,
+        text=True,
+    )
+    assert "continues after step 3" in other.stdout, other.stderr
+    assert "continues after step 5" in train(tmp_path / "run", *more).stdout
+    assert checkpoints(tmp_path / "run") == ["latest", "step_00000005", "step_00000008"]
+
+
 def test_an_async_save_holds_the_step_that_it_names(train: Train, tmp_path: Path) -> None:
     """Steps go on while the data is written: what is written must be the state of the save's
     step."""
@@ -115,12 +150,14 @@ def one_process(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 def test_world_size_may_change_at_every_resume(
     train: Train, tmp_path: Path, one_process: dict[int, float]
 ) -> None:
-    """4 -> 2 -> 8 processes: the samples that are left, and the losses of the unbroken run."""
-    for steps, nproc in ((3, 4), (5, 2), (8, 8)):
+    """4 -> 2 -> 8 processes, on other meshes: the samples that are left, and the losses of the
+    unbroken run."""
+    for steps, nproc, replicas in ((3, 4, 2), (5, 2, 1), (8, 8, 4)):
         # The schedule looks at max_steps: a stop by file leaves it as it is.
         (tmp_path / "run").mkdir(exist_ok=True)
         more = () if steps == 8 else (f"--train.max_steps={steps}",)
-        train(tmp_path / "run", *more, "--schedule.name=constant", nproc=nproc)
+        mesh = f"--distributed.dp_replicate={replicas}"
+        train(tmp_path / "run", *more, mesh, "--schedule.name=constant", nproc=nproc)
     train(tmp_path / "unbroken", "--schedule.name=constant")
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "unbroken"), rel=1e-5)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -222,6 +259,18 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert (run_dir / "checkpoints/step_00000008/manifest.json").is_file()
 
 
+def test_checkpoints_of_another_run_are_refused(train: Train, tmp_path: Path) -> None:
+    """Two runs with one checkpoint.dir: the second must not continue the first."""
+    shared = f"--checkpoint.dir={tmp_path / 'shared'}"
+    train(tmp_path / "first", shared)
+    refused = train(tmp_path / "second", shared, code=2)
+    assert "is of another run" in refused.stderr and "--checkpoint.dir" in refused.stderr
+    mine = (tmp_path / "first/id").read_text()
+    (tmp_path / "second/id").write_text(mine)  # as the message says, for a run that has moved
+    assert "the run is complete: 8 of 8" in train(tmp_path / "second", shared).stdout
+    assert sorted(os.listdir(tmp_path / "shared")) == ["latest", "step_00000008"]
+
+
 def test_weights_that_are_spoilt(train: Train, tmp_path: Path) -> None:
     """A learning rate that throws the weights to infinity: every update after it is skipped; the
     run goes back once, leaves those samples out, and fails at the second time. While steps are
@@ -238,6 +287,8 @@ def test_weights_that_are_spoilt(train: Train, tmp_path: Path) -> None:
     assert records[-1]["skipped"] >= 6 and records[-1]["loss"] is None
     names = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
     assert names == ["step_00000001"]
+    skip = json.loads((run_dir / "checkpoints/skip.json").read_text())  # for a restart in between
+    assert skip == {"checkpoint": "step_00000001", "skip": [[8, 32]]}
     failed = train(tmp_path / "other", *words, code=1)
     assert "no checkpoint to go back to" in failed.stdout
     assert status(tmp_path / "other")["state"] == "failed"

@@ -32,7 +32,7 @@ from kempner.checkpoint.reader import DataFile
 from kempner.checkpoint.writer import plan_file
 from kempner.files import write_atomic
 
-LIMIT = 100_000  # ranks x tensors: about 2 s, in the background, once per run
+LIMIT = 50_000  # ranks x tensors: about 2 s, in the background, once per run
 
 Part = tuple[str, str, dict[str, Any]]  # file, tensor, its entry in the index of the file
 
@@ -57,13 +57,10 @@ def _pickled(parts: Iterable[Part]) -> bytes:
         if place in places:  # a small tensor, of which every rank has a copy
             continue
         places[place] = _StorageInfo(file, *entry["framed"])
-        stored = tensors.setdefault(
-            name,
-            TensorStorageMetadata(
-                TensorProperties(dtype=dtype_of(entry["dtype"])), torch.Size(entry["shape"]), []
-            ),
-        )
-        stored.chunks.append(ChunkStorageMetadata(start, size))
+        if name not in tensors:
+            properties = TensorProperties(dtype=dtype_of(entry["dtype"]))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), [])
+        tensors[name].chunks.append(ChunkStorageMetadata(start, size))
     return pickle.dumps(
         Metadata(tensors, {name: (name,) for name in tensors}, places, StorageMeta())
     )
