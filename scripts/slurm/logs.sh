@@ -75,9 +75,9 @@ kp_look() { # sets KP_FRESH, the files that are there and not followed yet, and 
     if [[ -n $KP_RUN_DIR && -e $KP_RUN_DIR/logs/latest ]]; then
         KP_ATTEMPT=$KP_RUN_DIR/logs/$(readlink -- "$KP_RUN_DIR/logs/latest")
         if [[ -n $KP_RANK ]]; then
-            files+=("$KP_ATTEMPT/rank-$KP_RANK.log")
+            files+=("$KP_ATTEMPT/rank-$KP_RANK.log" "$KP_ATTEMPT"/*/"rank-$KP_RANK.log")
         else
-            files+=("$KP_ATTEMPT"/rank-?.log "$KP_ATTEMPT"/rank-??.log "$KP_ATTEMPT"/rank-???*.log)
+            files+=("$KP_ATTEMPT"/rank-?.log "$KP_ATTEMPT"/rank-??.log "$KP_ATTEMPT"/rank-???*.log "$KP_ATTEMPT"/*/rank-*.log)
         fi
     fi
     for file in "${files[@]}"; do

@@ -149,6 +149,20 @@ def test_logs_are_followed_into_the_next_attempt(
     )
 
 
+def test_the_logs_of_a_large_world(tmp_path: Path, env: dict[str, str]) -> None:
+    """More than 64 ranks: in a directory for each host."""
+    begin_attempt(tmp_path / "run", 0)
+    for rank, host in ((0, "n1"), (70, "n2")):
+        (tmp_path / f"run/logs/attempt-0/{host}").mkdir()
+        write(tmp_path / f"run/logs/attempt-0/{host}/rank-{rank}.log", "hello")
+    for words, expected in (([], ["rank-0", "rank-70"]), (["--rank", "70"], ["rank-70"])):
+        done = subprocess.run(
+            ["bash", str(LOGS), "run", "--no-follow", *words],
+            env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        assert [line.split()[0] for line in done.stdout.splitlines()] == expected, done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_no_process_stays_behind(
     number: signal.Signals, code: int, tmp_path: Path, follow: Callable[..., Follower]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    Average = Callable[[list[float]], float]
+    Average = Callable[[np.ndarray], np.floating[Any]]
 
 SMOOTH_FROM = 150  # points; fewer are shown as they are
 MARK_UNTIL = 25  # points; fewer get a dot each, for a line through one point is nothing
@@ -59,9 +58,9 @@ def draw(runs: list[History], out: Path) -> None:
     alone = len(runs) == 1
     for i, (run, name) in enumerate(zip(runs, short_names(runs), strict=True)):
         color = colors[i % len(colors)]
-        curve(loss, run.losses, "loss", statistics.fmean, color, "training" if alone else name)
-        curve(rate, run.losses, "tokens_per_s", statistics.median, color)
-        curve(lr, run.losses, "lr", statistics.median, color)
+        curve(loss, run.losses, "loss", np.mean, color, "training" if alone else name)
+        curve(rate, run.losses, "tokens_per_s", np.median, color)
+        curve(lr, run.losses, "lr", np.median, color)
         loss.plot(
             [line["step"] for line in run.validations],
             [
@@ -113,13 +112,15 @@ def smoothed(
 ) -> tuple[list[int], list[float]]:
     """The average around some 400 of the points, over a 40th of all. The window is centered, so
     that the curve does not lag; in the beginning, where it falls steeply, it grows from nothing."""
+    known = np.array(values)
     last = len(values) - 1
     centers = [*range(0, last, max(1, last // 400)), last]
     result = []
     for i in centers:
         reach = min(max(2, last // 80), i)
-        window = [v for v in values[i - reach : i + reach + 1] if math.isfinite(v)]
-        result.append(average(window) if window else math.nan)
+        window = known[i - reach : i + reach + 1]
+        window = window[np.isfinite(window)]
+        result.append(float(average(window)) if len(window) else math.nan)
     return [steps[i] for i in centers], result
 
 

@@ -112,7 +112,8 @@ def _mark_kept(attempts: list[Attempt], stretches: list[list[Stretch]], newest: 
         kept = math.inf if newest is None else newest  # the rest would have to be done again
     for attempt, found in zip(reversed(attempts), reversed(stretches), strict=True):
         for i in reversed(range(len(found))):
-            found[i] = found[i]._replace(kept=kept)
+            if kept < found[i].last:
+                found[i] = found[i]._replace(kept=kept)
             kept = min(kept, found[i].first)
         kept = kept if attempt.began is None else min(kept, attempt.first_step)
 
@@ -142,11 +143,15 @@ class _Phases:
         stepping -= stalled
         lost = stepping * stretch.lost / (stretch.last - stretch.first)
         end = self.at + seconds
-        self.until(self.at + stalled, "stalled")
+        if stalled:
+            self.until(self.at + stalled, "stalled")
         self.until(self.at + stepping - lost, "training")
-        self.until(min(end, self.at + lost), "lost")
-        self.until(min(end, self.at + stretch.saving), "saving")
-        self.until(end if stretch.validation else self.at, "validation")
+        if lost:
+            self.until(min(end, self.at + lost), "lost")
+        if stretch.saving:
+            self.until(min(end, self.at + stretch.saving), "saving")
+        if stretch.validation:
+            self.until(end, "validation")
 
 
 def _seconds(stretch: Stretch) -> float:
@@ -173,8 +178,8 @@ def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[St
 
 def _pace(line: Record) -> float:
     """Seconds of a step alone."""
-    others = sum(line.get(f"{part}_time", 0.0) for part in ("checkpoint", "eval"))
-    pace: float = line["step_time"] - others
+    pace: float = line["step_time"]
+    pace -= line.get("checkpoint_time", 0.0) + line.get("eval_time", 0.0)
     return max(0.0, pace)
 
 
@@ -210,9 +215,8 @@ def _stretches(
                 at = middle
             done = back
         if step > done:
-            saving, validation = (
-                line.get(f"{k}_time", 0.0) * count for k in ("checkpoint", "eval")
-            )
+            saving = line.get("checkpoint_time", 0.0) * count
+            validation = line.get("eval_time", 0.0) * count
             found.append(Stretch(i, done, step, at, when, saving, validation))
             at = when
         counted = reached = step
