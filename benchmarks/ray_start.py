@@ -1,9 +1,9 @@
-"""How long a Ray cluster takes: the script's start to "ready", its shutdown, a whole job.
+"""Time a Ray cluster: from the start of the script to "ready", its shutdown, and a whole job.
 
     .venv/bin/python -m benchmarks.ray_start --hosts 2 4 --times 3
 
-Boots the test bed (root) and submits scripts/slurm/ray.sh with the empty command `true`. The times
-are of the lines in the batch log and of Slurm's own record of the job.
+Boots the test bed (root) and submits scripts/slurm/ray.sh with the command `true`. The first two
+times are read from the batch log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ask(*command: object, **more: object) -> str:
 
 
 def measure(hosts: int, env: dict[str, str], folder: Path) -> tuple[float, float, float]:
-    """Seconds until ready, from the end of the command to the end of the job, and in all."""
+    """Seconds from the script's start to ready, of its shutdown, and of the whole job."""
     script = ROOT / "scripts/slurm/ray.sh"
     submitted = time.time()
     job = ask("sbatch", "--parsable", f"--nodes={hosts}", script, cwd=folder, env=env)
@@ -55,8 +55,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--testbed", default=str(os.getpid() % 250 + 1), help="its number")
-    parser.add_argument("--dashboard", action="store_true", help="with it, as by default")
+    parser.add_argument(
+        "--testbed", default=str(os.getpid() % 250 + 1), help="number of the test bed"
+    )
+    parser.add_argument("--dashboard", action="store_true", help="start the dashboard too")
     given = parser.parse_args()
     env = {**os.environ, **JOB, "KEMPNER_TESTBED": given.testbed, "KEMPNER_PYTHON": sys.executable}
     env |= {"KEMPNER_SITE": os.devnull, "KEMPNER_TESTBED_OWNER": str(os.getpid())}

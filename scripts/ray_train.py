@@ -1,10 +1,10 @@
-"""Train from a Ray program: one actor for each rank, with scripts/train.py in a process of its own.
+"""Train from a Ray program: one actor per rank, each running scripts/train.py in its own process.
 
     COMMAND="python scripts/ray_train.py configs/train/7b.toml --train.max_steps=500" \\
         sbatch --nodes=4 scripts/slurm/ray.sh
 
-What stands behind the options is train.py's. --workers: the ranks; unset, one for each GPU of the
-cluster, or one for each node where there is none.
+All other arguments go to train.py. --workers: the number of ranks; by default one for each GPU of
+the cluster, or one for each node if there are no GPUs.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ TRAIN = Path(__file__).resolve().parent / "train.py"
 
 @ray.remote
 class Rank:
-    """A place on some node, with a GPU of its own if there are any."""
+    """One rank, on a node and a GPU that Ray has assigned."""
 
     def where(self) -> tuple[str, int]:
-        """Its node's address, and a port that is free there: where rank 0 can be met."""
+        """Its node's address, and a port that is free there: the rendezvous, if it is rank 0."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def train(self, variables: dict[str, str], arguments: list[str]) -> int:
-        """train.py's exit code. It takes its rank from these variables, as from torchrun's."""
+        """Run train.py, which takes its rank from these variables, as from torchrun's; returns
+        its exit code."""
         command = [sys.executable, str(TRAIN), *arguments]
         return subprocess.run(command, env={**os.environ, **variables}).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int)
+    parser.add_argument("--workers", type=int, help="ranks; default: one per GPU, else per node")
     given, arguments = parser.parse_known_args()
     ray.init()
     gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -68,7 +69,7 @@ def main() -> int:
         on_node[node] += 1
         running.append(rank.train.remote({n: str(v) for n, v in variables.items()}, arguments))
     code = 0
-    while running and not code:  # the first that fails ends it: the others would wait for it
+    while running and not code:  # the first failure ends the run: the other ranks would wait for it
         done, running = ray.wait(running)
         code = ray.get(done[0])
     return code

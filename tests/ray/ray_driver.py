@@ -1,4 +1,4 @@
-"""A Ray program for the tests: what it finds on each node goes to a JSON file.
+"""A Ray program for the tests: writes what it finds on each node to a JSON file.
 
 python ray_driver.py REPORT [--exit CODE] [--stay]
 """
@@ -24,7 +24,8 @@ SIZE = 5 << 20
 @ray.remote(num_cpus=1)
 def look() -> dict[str, object]:
     names = [n for n in os.environ if n.startswith(("SLURM", "PMI", "SRUN_", "SBATCH_"))]
-    names += [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if n in os.environ]
+    others = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "COMMAND", "DASHBOARD_PORT", "PORT")
+    names += [n for n in others if n in os.environ]
     return {
         "host": socket.gethostname(),
         "foreign": names,
@@ -45,13 +46,13 @@ def make() -> tuple[str, bytes]:
 
 @ray.remote(num_cpus=1)
 def measure(made: tuple[str, bytes]) -> tuple[str, str, int]:
-    """Where an object comes from, where it is read, its size."""
+    """Where an object was made, where it is read, and its size."""
     return made[0], socket.gethostname(), len(made[1])
 
 
 @ray.remote(num_cpus=1)
 class Stubborn:
-    """An actor that no SIGTERM ends, with a daemon that is as stubborn."""
+    """An actor that ignores SIGTERM, with a daemon that does, too."""
 
     def start(self) -> str:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,10 +1,10 @@
-"""Waits until every node of a Ray cluster is alive with all of its CPUs and GPUs; 75 when time is
-up.
+"""Waits until every node of a Ray cluster is alive with all of its CPUs and GPUs; exits with 75
+at the deadline.
 
     python -m kempner.ray.ready NAME=ADDRESS:PORT ... --cpus 8 --gpus 4 --began T --deadline T
 
-The nodes, in order, the head first, each with the port of its node manager; the CPUs and GPUs of
-each. It tells ray.sh the result through file descriptor 3 (see kempner.ray.node).
+The ports are those of the node managers, the head comes first, and --cpus and --gpus are those of
+each node. Reports to ray.sh through file descriptor 3 (see kempner.ray.node).
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import sys
 import time
 from collections.abc import Iterator
 
-from kempner.ray.node import EVENTS, NOT_UP
-
-TICK_S = 0.2
+from kempner.ray.node import NOT_UP, TICK_S, emit
 
 Census = dict[str, tuple[float, float]]  # CPUs and GPUs of each live node, by address:port
 
 
 def count(address: str) -> Census:
-    """Ask the cluster who is alive. `ray status` is text, late, and counts no CPUs of a node."""
-    from ray._raylet import GcsClient  # answers before any raylet is there; no driver is registered
+    """Ask the GCS which nodes are alive. `ray status` prints text, late, without a node's CPUs."""
+    # Unlike ray.init() this works before any raylet is up, and registers no driver.
+    from ray._raylet import GcsClient
 
     client = GcsClient(address=address)
     alive = [node for node in client.get_all_node_info(timeout=5).values() if node.state == 0]
@@ -38,8 +37,7 @@ def count(address: str) -> Census:
 
 
 def missing(nodes: dict[str, str], wanted: Census, found: Census) -> Iterator[str]:
-    """What a cluster lacks: nodes that are not there, and CPUs and GPUs that a node has too few
-    of."""
+    """What is missing from a cluster: nodes, and CPUs and GPUs of a node."""
     for name, place in nodes.items():
         if place not in found:
             yield name
@@ -65,18 +63,18 @@ def main() -> int:
         try:
             lacks = list(missing(nodes, wanted, count(os.environ["RAY_ADDRESS"])))
             error = ""
-        except Exception as problem:  # Ray's are of many types, and most say: not yet
+        except Exception as problem:  # Ray raises many types, and most only mean "not yet"
             error = f"; Ray says {str(problem) or repr(problem)}"[:300].replace("\n", " ")
         if not lacks:
             cpus, gpus = (sum(column) for column in zip(*wanted.values(), strict=True))
             took = time.time() - given.began
             text = f"{len(nodes)} node(s), {cpus:.0f} CPUs, {gpus:.0f} GPUs, after {took:.1f} s"
-            os.write(EVENTS, f"READY {text}\n".encode())
+            emit("READY", text)
             return 0
         time.sleep(TICK_S)
     took = given.deadline - int(given.began)
     text = f"not complete after {took:.0f} s (START_TIMEOUT); missing: {', '.join(lacks)}{error}"
-    os.write(EVENTS, f"FAULT {NOT_UP} {text}\n".encode())
+    emit("FAULT", NOT_UP, text)
     return NOT_UP
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Become a command, or a shell, in the environment of a node of ray.sh's cluster: as it is there, not as it was written down.
+# Become a command, or a shell, in the environment of a node of ray.sh's cluster, taken from the live process.
 #
 #   srun ... ray_enter.sh PID JOB DIRECTORY [WORDS_INTO_THE_CONTAINER...] -- [COMMAND...]
 #
-# PID: that of kempner.ray.node on this host. SLURM_* are those of this step, which is one task: it is no rank of anything.
+# PID: that of kempner.ray.node on this host. SLURM_* are those of this step: a single task, not a rank of the job.
 set -euo pipefail
 
 pid=$1 job=$2 directory=$3 words=()
@@ -17,9 +17,10 @@ if [[ ! -e /proc/$pid ]]; then
     echo "kempner: error: the Ray of job $job on $(uname -n) has ended" >&2
     exit 70
 fi
+
 if ((${#words[@]} > 0)); then
-    # Inside, the other container's environment cannot be read: its user namespace is another one.
-    [[ ${words[0]} != enroot ]] || words+=("$pid") # that of pyxis is entered as it is
+    # Read outside: inside, another container's environment is unreadable, because its user namespace differs.
+    [[ ${words[0]} != enroot ]] || words+=("$pid") # enters the running container of pyxis
     KEMPNER_ENVIRON=$(base64 -w 0 "/proc/$pid/environ") exec "${words[@]}" bash "$0" "$pid" "$job" "$directory" -- "$@"
 fi
 if [[ -n ${KEMPNER_ENVIRON:-} ]]; then
@@ -32,7 +33,7 @@ kp_variables+=("${step[@]}")
 cd -- "$directory"
 (($# == 0)) || exec env -i "${kp_variables[@]}" "$@"
 
-# ~/.bashrc comes first: what it makes of PATH must not win.
+# ~/.bashrc runs first, and often replaces PATH: set the job's variables again after it.
 exec env -i "${kp_variables[@]}" TERM="${TERM:-dumb}" bash --rcfile <(
     cat <<RC
 [[ ! -r ~/.bashrc ]] || . ~/.bashrc

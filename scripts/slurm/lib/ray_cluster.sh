@@ -1,0 +1,129 @@
+# shellcheck shell=bash
+# Ray on the nodes of the job: starts it as one step, and follows what its nodes report.
+
+readonly NOT_UP=75 DIED=70 # exit codes
+
+RAY_PIDS=()                       # of each node's kempner.ray.node, on its own host
+RAY_READY=''                      # not empty: the cluster is complete; what it has
+RAY_SIGNAL=''                     # the signal that ends the job
+RAY_SIGNALED=()                   # the nodes that a signal has reached
+RAY_FAULT='' RAY_FAULT_CODE=''    # the first fault, and the exit code for it
+declare -A RAY_PID=() RAY_CODE=() # of the steps "ray" and "driver": their srun, and its exit code
+
+ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each node, next to whatever runs there
+    local more
+    read -ra more <<<"${KEMPNER_SRUN:-}"
+    RAY_SRUN=(
+        srun --jobid="$SLURM_JOB_ID" --overlap --nodes="$1" --ntasks="$1" --ntasks-per-node=1
+        --cpus-per-task="$CPUS_PER_WORKER" --mpi=none --export=ALL
+    )
+    ((GPUS_PER_NODE == 0)) || RAY_SRUN+=(--gpus-per-node="$GPUS_PER_NODE")
+    RAY_SRUN+=("${more[@]}")
+}
+
+ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of srun and its exit code arrive as events
+    # Not as a child of this shell: Slurm sends SIGTERM to all of its descendants, and srun would force the end of its
+    # step.
+    # shellcheck disable=SC2016 # that shell's own variables
+    (setsid bash -c '"${@:2}" &
+        echo "PID $1 $!"
+        code=0
+        wait "$!" || code=$?
+        echo # srun may have died in the middle of a line
+        echo "CODE $1 $code"' - "$@" </dev/null >&"$RAY_EVENTS" &)
+}
+
+ray_poll() { # takes one line from the steps, waiting 0.2 s at most; fails when there is none
+    local line rest
+    if ! read -r -t 0 -u "$RAY_EVENTS"; then
+        # A read that times out in the middle of a line would lose a part of it: wait on another pipe instead.
+        read -r -t 0.2 -u "$RAY_CLOCK" || true
+        read -r -t 0 -u "$RAY_EVENTS" || return 1
+    fi
+    IFS= read -r -u "$RAY_EVENTS" line
+    rest=${line#* }
+    case $line in
+        'UP '*) RAY_PIDS[${rest%% *}]=${rest#* } ;;
+        'PID '*) RAY_PID[${rest%% *}]=${rest#* } ;;
+        'CODE '*) RAY_CODE[${rest%% *}]=${rest#* } ;;
+        'READY '*) RAY_READY=$rest ;;
+        'SIGNAL '*)
+            RAY_SIGNALED[${rest%% *}]=1
+            # When one node dies, Slurm signals the others. A signal to all nodes is a request to end the job.
+            ((${#RAY_SIGNALED[@]} < KP_NODES)) || RAY_SIGNAL=${RAY_SIGNAL:-${rest#* }}
+            ;;
+        'FAULT '*) [[ -n $RAY_FAULT ]] || RAY_FAULT_CODE=${rest%% *} RAY_FAULT=${rest#* } ;;
+        ?*) printf '%s\n' "$line" ;;
+    esac
+}
+
+ray_start() { # starts Ray on all nodes
+    local words
+    # A pipe that this shell reads and its steps write, and one that nobody writes.
+    exec {RAY_EVENTS}<> <(:) {RAY_CLOCK}<> <(:)
+    RAY_DEADLINE=$((${RAY_BEGAN%.*} + START_TIMEOUT))
+    words=(
+        --job="$SLURM_JOB_ID" --nodes "${RAY_PLACES[@]}" --ports="$RAY_PORTS" --dedicated-head="$DEDICATED_RAY_HEAD"
+        --logs="$RAY_LOGS" --cpus="$CPUS_PER_WORKER" --gpus="$GPUS_PER_NODE" --object-store="${OBJECT_STORE_MEMORY:-0}"
+        --memory="$RAY_MEMORY" --began="$RAY_BEGAN" --deadline="$RAY_DEADLINE" --log-sync="$RAY_LOG_SYNC_FREQUENCY"
+    )
+    kp_log "job $SLURM_JOB_ID, restart count ${SLURM_RESTART_COUNT:-0}: Ray on ${RAY_NODES[*]}," \
+        "$CPUS_PER_WORKER CPU(s) and $GPUS_PER_NODE GPU(s) each"
+    kp_log "head ${RAY_NODES[0]} ($RAY_ADDRESS), logs $RAY_LOGS"
+
+    # The flags say everything about the request; its variables would contradict them. Labels and redirections would
+    # change the output of srun, which is read here.
+    unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}"
+    unset SLURM_LABELIO "${!SLURM_STD@}"
+
+    ray_srun "$KP_NODES"
+    # If one task exits, end the whole step: Slurm signals the others.
+    RAY_SRUN+=(--job-name="ray-$KEMPNER_ATTEMPT_ID" --kill-on-bad-exit=1 --wait=60 "${KP_CONTAINER_FLAGS[@]}")
+    RAY_SRUN+=(env KEMPNER_SIGNALS_WAIT=1 bash "$KP_LIB/task.sh")
+    ((${#KP_CONTAINER_FLAGS[@]} > 0)) || RAY_SRUN+=("${KP_INSIDE[@]}")
+    ray_launch ray "${RAY_SRUN[@]}" bash "$KP_LIB/ray_node.sh" "$RAY_LOGS" "$SETUP_COMMAND" "${words[@]}"
+}
+
+ray_ended() { # true when Ray, a signal or the file ENDED ends the job; sets RAY_FAULT when it is Ray
+    local k silent=''
+    [[ -z $RAY_SIGNAL && -z $RAY_FAULT ]] || return 0
+    if [[ -n ${RAY_CODE[ray]:-} ]]; then
+        [[ -e $RAY_LOGS/ENDED ]] ||
+            RAY_FAULT="Ray's step has ended with exit code ${RAY_CODE[ray]}: see srun's messages above"
+        return 0
+    fi
+    # The head reports a missing node itself; this is for the case that it cannot.
+    [[ -z $RAY_READY ]] && printf -v k '%(%s)T' -1 && ((k > RAY_DEADLINE + 5)) || return 1
+    for k in "${!RAY_NODES[@]}"; do [[ -n ${RAY_PIDS[k]:-} ]] || silent+=" ${RAY_NODES[k]}"; done
+    RAY_FAULT="not complete after $START_TIMEOUT s (START_TIMEOUT); nothing was heard from:${silent:- (all are there)}"
+}
+
+ray_exit_if_ended() { # ends the script when the cluster has ended
+    ray_ended || return 0
+    [[ -z $RAY_SIGNAL ]] || exit $((128 + $(kill -l "$RAY_SIGNAL")))
+    if [[ -n $RAY_FAULT ]]; then
+        kp_log "$RAY_FAULT"
+        [[ -n $RAY_READY ]] || exit "${RAY_FAULT_CODE:-$NOT_UP}"
+        exit "$DIED"
+    fi
+    kp_log "ENDED: the end was requested by that file"
+    [[ -z ${RAY_PID[driver]:-} ]] || exit 143 # the command was still running
+    exit 0
+}
+
+ray_wait_until_ready() { # waits until every node is alive with all of its CPUs and GPUs
+    while [[ -z $RAY_READY ]]; do
+        ray_poll || true
+        ray_exit_if_ended
+    done
+    kp_log "ready: $RAY_READY"
+}
+
+ray_log_dashboard() { # logs how to reach the dashboard, which listens only on the head's loopback
+    local me jump=''
+    [[ $DASHBOARD_PORT != 0 ]] || return 0
+    me=$(id -un)
+    [[ -z ${SLURM_SUBMIT_HOST:-} ]] || jump="-J $me@$SLURM_SUBMIT_HOST "
+    kp_log "dashboard: ssh -N -L $DASHBOARD_PORT:127.0.0.1:$DASHBOARD_PORT $jump$me@${RAY_NODES[0]}"
+    kp_log "then http://127.0.0.1:$DASHBOARD_PORT; it asks for the token, which is in $RAY_TOKEN"
+}

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# One node of ray.sh's cluster: runs the setup command, finds a Python with Ray, then becomes kempner.ray.node.
+#
+#   srun ... ray_node.sh LOG_DIR SETUP_COMMAND OPTIONS_OF_KEMPNER.RAY.NODE...
+#
+# The environment that it leaves is that of Ray, of its workers, of the driver and of the attach shells.
+set -euo pipefail
+
+kp_logs=$1 kp_setup=$2 kp_root=${BASH_SOURCE[0]%/scripts/*}
+shift 2
+kp_options=("--index=$SLURM_NODEID" "$@")
+set -- # conda's `source activate` would take the arguments for its own
+kp_name=${SLURMD_NODENAME:-$(uname -n)}
+kp_log=$kp_logs/ray-worker-$SLURM_NODEID.log
+((SLURM_NODEID > 0)) || kp_log=$kp_logs/ray-head.log
+exec 3>&1 >>"$kp_log" 2>&1 # srun's output carries the reports to ray.sh: see kempner.ray.node
+
+fault() { # <what is wrong; what to do>: reports to ray.sh that this node cannot come up, and ends
+    trap - EXIT
+    echo "FAULT 75 $kp_name: $*" >&3
+    echo "fault: $*"
+    sleep 1 # srun loses the last lines of a task that fails and so ends the step
+    exit 75
+}
+
+print_python() { # <Python>...: prints its path if it has Ray; fails when it has not, or only a directory called ray
+    "$@" -c 'import importlib.util, sys
+found = importlib.util.find_spec("ray")
+if not (found and found.origin):
+    sys.exit(1)
+print(sys.executable)' 2>/dev/null
+}
+
+find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH, else that of the repository
+    local python words
+    if [[ -n ${KEMPNER_PYTHON:-} ]]; then
+        read -ra words <<<"$KEMPNER_PYTHON"                                    # "uv run python"
+        ! command -v "$KEMPNER_PYTHON" >/dev/null || words=("$KEMPNER_PYTHON") # a path with spaces
+        print_python "${words[@]}"
+        return
+    fi
+    for python in python python3 "$kp_root/.venv/bin/python"; do
+        ! print_python "$python" || return 0
+    done
+    return 1
+}
+
+strip_variables() { # removes what would make a program in an actor take itself for a rank: srun's, MPI's, torchrun's
+    unset "${!SLURM@}" "${!SRUN_@}" "${!SBATCH_@}" "${!PMI@}" "${!OMPI_@}"
+    unset KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN KEMPNER_SIGNALS_WAIT
+    unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT # pyxis sets them for PyTorch images
+}
+
+[[ -z ${UV_CACHE_DIR:-} ]] || mkdir -p -- "$UV_CACHE_DIR" ||
+    fault "UV_CACHE_DIR_OVERRIDE=$UV_CACHE_DIR cannot be created: give another"
+if [[ -n $kp_setup ]]; then
+    trap 'fault "SETUP_COMMAND has ended this node with exit code $?: see $kp_log"' EXIT
+    kp_code=0
+    set +eu # modules and the like are not written for errexit and nounset
+    eval "$kp_setup"
+    kp_code=$?
+    set -eu
+    trap - EXIT
+    ((kp_code == 0)) || fault "SETUP_COMMAND has failed with exit code $kp_code: see $kp_log"
+fi
+kp_python=$(find_python) || fault "no Python with Ray${KEMPNER_PYTHON:+ (KEMPNER_PYTHON=$KEMPNER_PYTHON)}: in $kp_root" \
+    "run .venv/bin/pip install -c constraints.txt -e '.[ray]', or set KEMPNER_PYTHON to a Python that has it"
+# The command's `python`, too, is the one with Ray.
+[[ $(command -v "${kp_python##*/}") == "$kp_python" ]] || PATH=${kp_python%/*}:$PATH
+[[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] || export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}
+strip_variables
+exec "$kp_python" -m kempner.ray.node "${kp_options[@]}"

@@ -1,0 +1,62 @@
+"""The processes that Ray starts on a node: all of them can be found, and all of them end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RAY_STOPS_S = 2.0  # from SIGTERM to SIGKILL; must be shorter than Slurm's own KillWait
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Processes:
+    """All descendants of this process. It is their subreaper: a daemon that detaches from its
+    parent becomes a child of this process, so nothing can escape."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.codes: dict[int, int] = {}
+
+    def start(self, command: list[str], fds: tuple[int, ...] = (), **env: str) -> int:
+        """Start a command that inherits `fds` and has `env` on top of ours; returns its pid."""
+        # In its own session: a signal that it sends to its process group must not reach us.
+        variables = {**os.environ, **env}
+        process = subprocess.Popen(command, pass_fds=fds, env=variables, start_new_session=True)
+        return process.pid
+
+    def exit_code(self, pid: int) -> int | None:
+        """The exit code of a child that has ended; reaps all that have."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self.codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        return self.codes.get(pid)
+
+    def descendants(self, pid: int) -> Iterator[int]:
+        text = ""
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                text += Path(f"/proc/{pid}/task/{task}/children").read_text()
+        for child in map(int, text.split()):
+            yield child
+            yield from self.descendants(child)
+
+    def terminate(self, main: int) -> None:
+        """SIGTERM to `main`, time for it to end its own children, SIGKILL to all that are left."""
+        if main and self.exit_code(main) is None:
+            os.kill(main, signal.SIGTERM)
+            end = time.monotonic() + RAY_STOPS_S
+            while self.exit_code(main) is None and time.monotonic() < end:
+                time.sleep(0.05)
+        end = time.monotonic() + RAY_STOPS_S
+        while (left := list(self.descendants(os.getpid()))) and time.monotonic() < end:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.exit_code(0)
+            time.sleep(0.02)
