@@ -125,7 +125,7 @@ def files(job: str) -> Iterator[str]:
     """Files that a Ray job may leave on this machine, but not those of other jobs."""
     for place in {Path("/tmp"), Path(tempfile.gettempdir())}:
         for file in place.glob("ray*"):
-            if not re.match(rf"ray-(?!{job}\.)\d+\.", file.name):
+            if re.match(rf"ray($|_|-{job}\.)", file.name):
                 yield str(file)
     for file in Path("/dev/shm").iterdir():
         # Any Python on this machine makes those: multiprocessing's, and PyTorch's.

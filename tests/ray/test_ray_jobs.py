@@ -239,12 +239,12 @@ ON_THE_SECOND = "((SLURM_NODEID != 1)) ||"
 
 @pytest.mark.job(
     make=lambda submit: submit(
-        2, "touch ran", SETUP_COMMAND=f"{ON_THE_SECOND} sleep 600", START_TIMEOUT="30"
+        2, "touch ran", SETUP_COMMAND=f"{ON_THE_SECOND} sleep 600", START_TIMEOUT="40"
     )
 )
 def test_a_node_that_never_joins(job: RayJob) -> None:
     assert job.end() == 75, job.all()
-    message = f"not complete after 30 s (START_TIMEOUT); missing: {job.nodes[1]}"
+    message = f"not complete after 40 s (START_TIMEOUT); missing: {job.nodes[1]}"
     assert message in job.text(), job.all()
     assert not (job.folder / "ran").exists()
 
