@@ -165,15 +165,13 @@ class Run:
         self._console.update(step)
 
     def went_back(self, to: int, skip: list[int], reason: str) -> None:
-        """The run continues after step `to`, without the samples skip[0] to skip[1] - 1. It is
-        recorded at once: a restart before the next checkpoint must leave them out too."""
+        """The run continues after step `to`, without the samples skip[0] to skip[1] - 1."""
         self.announce(
             f"{reason}: back to step {to}, without the samples {skip[0]} to {skip[1] - 1}"
         )
         if self.world.rank == 0:
             head = self._records.head(self.step)
             self._records.event(GoBack(**head, to=to, skip=tuple(skip), reason=reason))
-            self.background.flush(LAST_WORDS_S)
 
     def contents(self) -> tuple[dict[str, str], dict[str, Any]]:
         """What a checkpoint holds beside tensors: files by name, and facts for its manifest. Those
