@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from kempner import process
+from kempner.checkpoint.ranks import PeerFailed
 from kempner.config.loading import config_hash, to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import what_changed
@@ -230,7 +231,7 @@ class Run:
                     kind="oom" if no_memory else "crash",
                     ranks=(self.world.rank,),
                     hosts=(host_name(),),
-                    lost_peer=any(words in detail for words in LOST_PEER),
+                    lost_peer=isinstance(error, PeerFailed) or any(w in detail for w in LOST_PEER),
                     final=final,
                     reason=reason,
                 )
