@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Prove nodes before they train: GPUs, memory, clock, shared directory, versions, network. A table, and a JSON file.
+# Check nodes before they train: GPUs, memory, clock, shared directory, versions, network. A table, and a JSON file.
 #
-#   sbatch --nodes=4 scripts/slurm/preflight.sh                 the directory to be shared is runs/
+#   sbatch --nodes=4 scripts/slurm/preflight.sh                 the shared directory is runs/
 #   sbatch --nodes=4 scripts/slurm/preflight.sh --dir /scratch/me --device cpu
 #   bash scripts/slurm/preflight.sh                             in a shell of salloc
 #
-# Exit code 0: all is well; 1: not, and the last lines name the nodes. KEMPNER_PREFLIGHT=1 does the same at the
+# Exit code 0: all nodes pass; 1: some do not, and the last lines name them. KEMPNER_PREFLIGHT=1 does the same at the
 # start of each training job: docs/preflight.md.
 #SBATCH --job-name=preflight
 #SBATCH --nodes=2
@@ -30,6 +30,7 @@ source "$lib"
 
 kp_setup
 kp_in_job || kp_die "preflight.sh looks at the nodes of a job: sbatch --nodes=N scripts/slurm/preflight.sh"
+kp_need_packages
 kp_tasks
 KEMPNER_PEERS=$(kp_peers | paste -sd' ')
 export KEMPNER_PEERS

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All my runs in one screen, and which of them need a hand: scripts/status.py.
+# All my runs in one screen, and which of them need attention: scripts/status.py.
 #
 #   bash scripts/slurm/status.sh              every run in runs/
 #   bash scripts/slurm/status.sh RUN...       these

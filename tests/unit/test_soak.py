@@ -1,11 +1,18 @@
-"""What the soak test refuses to accept."""
+"""The plan of the soak, which the seed alone decides, and what the soak refuses to accept."""
 
-from __future__ import annotations
-
+import itertools
 import json
 from pathlib import Path
 
-from benchmarks.soak import revived
+from benchmarks.soak import GAP, KINDS, draw, revived
+
+
+def test_plan() -> None:
+    plan = draw(40, seed=3)
+    assert plan == draw(40, seed=3) != draw(40, seed=4)
+    assert {fault.kind for fault in plan[:20]} == set(KINDS)
+    steps = [0.0, *(fault.step for fault in plan)]
+    assert all(b - a >= GAP[0] - 0.1 for a, b in itertools.pairwise(steps))
 
 
 def test_a_start_after_the_end_is_found(tmp_path: Path) -> None:
