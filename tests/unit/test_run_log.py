@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kempner.hosts import all_hosts
 from kempner.process_group import World
-from kempner.run_directory import all_hosts
 from kempner.run_log import log_path
 from kempner.run_records import count_attempts
 
