@@ -77,7 +77,8 @@ kp_look() { # sets KP_FRESH, the files that are there and not followed yet, and 
         if [[ -n $KP_RANK ]]; then
             files+=("$KP_ATTEMPT/rank-$KP_RANK.log" "$KP_ATTEMPT"/*/"rank-$KP_RANK.log")
         else
-            files+=("$KP_ATTEMPT"/rank-?.log "$KP_ATTEMPT"/rank-??.log "$KP_ATTEMPT"/rank-???*.log "$KP_ATTEMPT"/*/rank-*.log)
+            files+=("$KP_ATTEMPT"/rank-?.log "$KP_ATTEMPT"/rank-??.log "$KP_ATTEMPT"/rank-???*.log)
+            files+=("$KP_ATTEMPT"/*/rank-*.log) # a large world: in a directory for each host
         fi
     fi
     for file in "${files[@]}"; do

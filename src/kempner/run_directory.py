@@ -17,7 +17,6 @@ import os
 import traceback
 import uuid
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -32,6 +31,7 @@ from kempner.configure import what_changed
 from kempner.data.sidecar import copy_tokenizer, open_sidecar
 from kempner.files import write_atomic
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
+from kempner.hosts import all_hosts, ask_hosts
 from kempner.process_group import World
 from kempner.rendezvous import forget_rendezvous
 from kempner.resilience.lock import RunLock
@@ -180,18 +180,22 @@ class Run:
         is refused."""
         sidecar = open_sidecar(self.cfg.data.dataset_path)
         shards = json.dumps([asdict(shard) for shard in sidecar.splits["train"]])
-        return {"config.toml": to_toml(self.cfg)}, {
-            "run": run_id(self.dir) if self.world.rank == 0 else "",
-            "config_hash": config_hash(self.cfg),
-            "fixed": {
-                "model": asdict(self.cfg.model),
-                "train": {"seq_len": self.cfg.train.seq_len},
-                "data": {
-                    "seed": self.cfg.data.seed,
-                    "tokens": hashlib.sha256(shards.encode()).hexdigest()[:16],
+        return (
+            {"config.toml": to_toml(self.cfg)},
+            {
+                "run": run_id(self.dir) if self.world.rank == 0 else "",
+                "config_hash": config_hash(self.cfg),
+                "dataset": str(Path(self.cfg.data.dataset_path).absolute()),  # for messages
+                "fixed": {
+                    "model": asdict(self.cfg.model),
+                    "train": {"seq_len": self.cfg.train.seq_len},
+                    "data": {
+                        "seed": self.cfg.data.seed,
+                        "tokens": hashlib.sha256(shards.encode()).hexdigest()[:16],
+                    },
                 },
             },
-        }
+        )
 
     # --- the end ---
 
@@ -249,7 +253,7 @@ class Run:
         hosts = {known[rank] for rank in silent if rank in known}
         if unknown := [rank for rank in silent if rank not in known]:
             with contextlib.suppress(RuntimeError):
-                hosts.update(ask_hosts(unknown))
+                hosts.update(ask_hosts(unknown, LAST_WORDS_S))
         head = self._records.head(self.step)
         fault = Fault(
             **head, kind="hang", ranks=tuple(silent), hosts=tuple(sorted(hosts)), reason=reason
@@ -266,29 +270,6 @@ class Run:
         elif self._lock is not None:
             with contextlib.suppress(OSError):
                 self._lock.release()
-
-
-# --- where the ranks are -------------------------------------------------------------------------
-
-
-def all_hosts(world: World) -> list[str]:
-    """The host of each rank; on other ranks than 0 that of rank 0 alone.
-
-    Each rank puts one small key into the rendezvous store, where a gather would send the whole
-    list to everybody.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"host/{world.rank}", host_name())
-    ranks = range(1 if world.rank else world.size)
-    return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]
-
-
-def ask_hosts(ranks: list[int]) -> list[str]:
-    """The hosts of these ranks, in a hang. It asks on a connection of its own, for the default one
-    may be busy in the very call that hangs; rank 0, which serves the store, has to be well."""
-    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=LAST_WORDS_S))
-    return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in ranks])]
 
 
 def run_id(run_dir: Path) -> str:

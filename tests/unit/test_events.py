@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -89,5 +90,5 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
         batch_began=1_700_000_000,
     )
     record = json.loads((tmp_path / "attempts.jsonl").read_text())
-    fields = set(Decision.__dataclass_fields__) - {"attempt"} | {"event"}
+    fields = {field.name for field in dataclasses.fields(Decision)} - {"attempt"} | {"event"}
     assert set(record) == fields  # none is missing, none is unknown

@@ -22,7 +22,7 @@ LAYERS = (
     {"parallel", "optim", "checkpoint", "resilience"},
     {"run"},
     {"configure", "progress", "step", "evaluate"},
-    {"run_directory", "run_log", "run_records", "recorder"},
+    {"run_directory", "hosts", "run_log", "run_records", "recorder"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {

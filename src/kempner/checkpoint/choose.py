@@ -62,10 +62,15 @@ def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
         for key, value in values.items()
         if manifest["fixed"].get(section, {}).get(key) != value
     ]
+    if any(text.startswith("data.tokens ") for text in differ):
+        differ.append(
+            f"data.dataset_path = {about.get('dataset')} holds other tokens than "
+            f"{manifest.get('dataset')}, on which it was trained"
+        )
     if differ:
         raise ConfigError(
-            f"{path} does not fit this run: {'; '.join(differ)}. Set it as there, or give this run "
-            "a directory of its own: --run.dir=runs/NAME"
+            f"{path} does not fit this run: {'; '.join(differ)}. Use what is there, or give this "
+            "run a directory of its own: --run.dir=runs/NAME"
         )
 
 

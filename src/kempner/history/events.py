@@ -93,7 +93,8 @@ class Decision(Event):
     kind_of_event = "decision"
     decision: Literal["requeue", "end", "leave"] = "end"  # leave: to Slurm
     why: str = ""
-    no_progress: int = 0  # attempts of this job in a row, with this one, without a new checkpoint
+    # Attempts of this job in a row, with this one, without a new checkpoint; None: not counted.
+    no_progress: int | None = None
     blamed: str = ""  # the host that the attempt failed on
     excluded: str = ""  # the same, where the next attempt does without it
     batch_began: float | None = None

@@ -1,14 +1,20 @@
-"""Where the logs of the ranks are, and whose host is whose."""
+"""The run directory: where the logs are, which host is whose, what an error leaves behind."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from kempner.history import events
+from kempner.history.events import Fault
+from kempner.hosts import all_hosts
 from kempner.process_group import World
-from kempner.run_directory import all_hosts
+from kempner.run import RunConfig, RunSection
+from kempner.run_directory import Run
 from kempner.run_log import log_path
 from kempner.run_records import count_attempts
 
@@ -42,3 +48,25 @@ def test_rank_0_knows_the_host_of_each_rank_by_slurms_name(
     monkeypatch.setenv("SLURMD_NODENAME", "gpu-a100-01")
     assert all_hosts(world(0, 1)) == ["gpu-a100-01"]
     assert os.uname().nodename != "gpu-a100-01"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "final"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom", True),
+        (RuntimeError("Connection closed by peer [10.0.0.1]"), "crash", False),
+    ],
+)
+def test_only_what_would_come_again_is_final(
+    one_process: None, tmp_path: Path, error: Exception, kind: str, final: bool
+) -> None:
+    run = Run(RunConfig(run=RunSection(dir=str(tmp_path / "run"))), world(0, 1))
+    assert run.crashed(error) == 1
+    (fault,) = events.of_kind(events.read(tmp_path / "run/attempts.jsonl"), Fault)
+    assert (fault.kind, fault.final, fault.lost_peer) == (kind, final, not final)
+    status = tmp_path / "run/status.json"
+    assert status.exists() == final
+    if final:
+        told = json.loads(status.read_text())
+        assert told["state"] == "failed" and "train.micro_batch" in told["reason"]
+    assert not (tmp_path / "run/lock").exists()
