@@ -50,6 +50,7 @@ from kempner.model.decoder import Decoder
 from kempner.parallel.layout import Layout
 from kempner.process_group import World
 from kempner.resilience import watchdog
+from kempner.resilience.requests import FLAGS
 from kempner.run_log import log_path
 from kempner.step import reduce_step
 
@@ -197,7 +198,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 def step_bytes(ranks: int) -> float:
     sent, send = list[int](), dist.all_reduce
     dist.all_reduce = lambda t, *a, **k: (sent.append(t.nbytes), send(t, *a, **k))[1]
-    names = ("loss_sum", "tokens", "grad_norm_sq", "leave", "save", "interrupt", "stop", "work")
+    names = ("loss_sum", "tokens", "grad_norm_sq", "work", "step_time", *FLAGS)
     try:
         with fake_world(ranks):
             mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("replicate", "shard"))
