@@ -1,4 +1,4 @@
-"""benchmarks/trainer.py shows that it works; its figures are no test's business."""
+"""benchmarks/trainer.py and scale.py run; their figures are not tested."""
 
 from __future__ import annotations
 
@@ -27,3 +27,16 @@ def test_quick(command: str, data_dir: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(LAST[command]), done.stdout
+
+
+def test_scale_quick() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scale", "--quick", "--before", "docs/scale-before.json"],
+        cwd=ROOT,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("| hang: asking all ranks, s"), done.stdout

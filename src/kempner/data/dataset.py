@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
 
 Tokens = NDArray[np.integer[Any]]
 
+HEADER = re.compile(
+    rb"\{'descr': '([^']+)', 'fortran_order': (?:False|True), 'shape': \(([\d, ]*)\), *\}\s*"
+)
 MOST_MAPS = 32_768  # Linux allows a process 65,530 mappings (vm.max_map_count)
 CHECKERS = 16  # threads: a parallel file system answers an open in milliseconds, but many at once
 
@@ -149,9 +153,7 @@ def _map_shard(directory: Path, shard: Shard, dtype: str) -> Tokens:
         raise DataError(f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {again}")
     try:
         with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
-            shape, _, found = read[version[0]](file)
+            found, shape = _read_header(file)
             size = os.fstat(file.fileno()).st_size - file.tell()
             if found != np.dtype(dtype):
                 raise DataError(f"{path}: holds {found}, the sidecar says {dtype}; {again}")
@@ -165,5 +167,16 @@ def _map_shard(directory: Path, shard: Shard, dtype: str) -> Tokens:
     except OSError as error:
         fix = again if isinstance(error, FileNotFoundError) else "check the file system"
         raise DataError(f"{path}: {error.strerror}; {fix}") from None
-    except (ValueError, KeyError) as error:
+    except (ValueError, TypeError) as error:
         raise DataError(f"{path}: not a .npy file ({error}); {again}") from None
+
+
+def _read_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of a .npy file. NumPy's own reader evaluates the header by `ast`, which fails
+    now and then in Python 3.11 when two threads do so at once."""
+    version, _ = np.lib.format.read_magic(file)
+    size = int.from_bytes(file.read(2 if version == 1 else 4), "little")
+    header = HEADER.fullmatch(file.read(size))
+    if header is None:
+        raise ValueError("its header does not describe an array of numbers")
+    return np.dtype(header[1].decode()), tuple(map(int, re.findall(rb"\d+", header[2])))
