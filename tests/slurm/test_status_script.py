@@ -12,7 +12,9 @@ def test_status_of_a_run_through_a_requeue(cluster: Cluster, tmp_path: Path) -> 
     run_dir = tmp_path / "a run"
 
     def told() -> list[str]:
-        return cluster.ask("bash", SCRIPTS / "status.sh", run_dir).splitlines()[1].split()
+        """The words of the run with its reason, which has a line of its own when it is long."""
+        table = cluster.ask("bash", SCRIPTS / "status.sh", run_dir)
+        return table.partition("\n")[2].split()
 
     arguments = cluster.debug_run(run_dir, "--train.max_steps=300")
     options = ["--gpus-per-node=1", "--time=10"]

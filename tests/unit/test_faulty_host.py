@@ -83,5 +83,5 @@ def test_what_the_batch_script_reads(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "attempts.jsonl").write_text(text)
     main(tmp_path, "2", "2.2.7", tmp_path / "no log")
     assert capsys.readouterr().out == "2\nnode3\nagain\n1\n\n"
-    main(tmp_path / "nowhere", "2", "2.2.7", tmp_path / "no log")
+    main(tmp_path / "nowhere", "2", "2.2.7", Path(""))  # a preflight has no srun log
     assert capsys.readouterr().out == "0\n\n\n0\n\n"

@@ -47,21 +47,20 @@ kp_mail() { # <what happened>: one mail to KEMPNER_MAIL, once the run has ended 
 # --- whose fault it was ------------------------------------------------------------------------------------
 
 kp_judge() { # reads the records: sets KP_NO_PROGRESS, KP_FINAL, KP_BLAMED, and KP_EXCLUDED if the host is left out
-    local KP_DEADLINE=$((SECONDS + 20)) KP_ANSWER='' host='' again='' excluded=0 before=0
+    local KP_DEADLINE=$((SECONDS + 20)) KP_ANSWER='' host='' again='' excluded='' before=''
     # After an orderly end with a new checkpoint there is nothing to find out, and KillWait may be short.
     ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || [[ $KP_STATE != interrupted ]] || return 0
     if ! kp_ask "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.history.faulty_host \
         "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG"; then
-        kp_log "the records of earlier attempts could not be read: no host is blamed"
-        return 0
+        kp_log "the records of earlier attempts could not be read: only a preflight can exclude a host"
     fi
     { read -r before && read -r host && read -r again && read -r excluded && read -r KP_FINAL; } <<<"$KP_ANSWER" || true
-    ((KP_COMMITTED > KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=$((before + 1))
+    [[ -z $before ]] || ((KP_COMMITTED > KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=$((before + 1))
 
     [[ -z $KP_PREFLIGHT ]] || host=$KP_BAD again=$KP_BAD
     [[ $KP_STATE != interrupted && -z $KP_FINAL ]] || return 0
     KP_BLAMED=$host
-    [[ -z $again ]] || kp_leave_out "$host" "$excluded"
+    [[ -z $again ]] || kp_leave_out "$host" "${excluded:-0}"
 }
 
 kp_leave_out() { # <hosts> <how many the job already does without>: sets KP_EXCLUDED, unless too few others are left

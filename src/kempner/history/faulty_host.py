@@ -72,7 +72,7 @@ def main(run_dir: Path, job: str, attempt_id: str, srun_log: Path) -> None:
     records = read_jsonl(run_dir / "attempts.jsonl")
     made = [r for r in records if r.get("event") == "decision" and r.get("job") == job]
     faults = [r for r in records if r.get("event") == "fault" and r.get("attempt_id") == attempt_id]
-    host = host_of(faults, srun_log.read_text(errors="replace") if srun_log.exists() else "")
+    host = host_of(faults, srun_log.read_text(errors="replace") if srun_log.is_file() else "")
     print(no_progress(made))
     print(host)
     print("again" if host and host == blamed_before(made) else "")
