@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kempner.history.state import load_history
+from kempner.history.run_history import load_history
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "scripts/train.py")
