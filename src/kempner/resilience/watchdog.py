@@ -36,6 +36,7 @@ FLOOR_S = 120.0  # no derived limit is shorter
 STEPS = 20  # the derived limit in median step times
 PATIENCE_S = 1800.0  # for a save or a validation
 ANSWER_S = 5.0  # that rank 0 waits for the others' answers, and they for its verdict
+ANSWERS_PER_S = 2000  # that the store takes; rank 0 waits longer in a large world
 WRITE_S = 5.0  # for the logs of a hang: the file system may be what hangs
 EXIT_CODE = 70
 ANSWERS, VERDICT = "hang/answers", "hang/verdict"
@@ -69,7 +70,8 @@ class Watchdog:
         self._off = threading.Event()
         # A connection of its own: the default one may be busy in the very call that hangs.
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=2 * ANSWER_S))
+        self._patience = ANSWER_S + self._world_size / ANSWERS_PER_S
+        self._store.set_timeout(timedelta(seconds=2 * self._patience))
         self._tell_limit(max(self._limit, PATIENCE_S))
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
@@ -126,7 +128,7 @@ class Watchdog:
         in a frozen process, a file system that hangs) has its time and no more."""
         limit, place = self._limit, self._place()
         self._within(WRITE_S, lambda: self._write_stacks(limit))
-        answers = self._within(2 * ANSWER_S + 1, lambda: self._ask(place))
+        answers = self._within(2 * self._patience + 1, lambda: self._ask(place))
         self._within(WRITE_S, lambda: self._record(limit, answers))
         os._exit(EXIT_CODE)
 
@@ -161,7 +163,7 @@ class Watchdog:
                 self._store.wait([VERDICT])
             return answers
         self._store.append(ANSWERS, "")
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + self._patience
         while len(answers) < self._world_size and time.monotonic() < deadline:
             time.sleep(0.2)
             for line in self._store.get(ANSWERS).decode().splitlines():
