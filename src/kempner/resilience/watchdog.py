@@ -70,7 +70,6 @@ class Watchdog:
         self._off = threading.Event()
         # A connection of its own: the default one may be busy in the very call that hangs.
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._patience = ANSWER_S + self._world_size / ANSWERS_PER_S
         self._store.set_timeout(timedelta(seconds=2 * self._patience))
         self._tell_limit(max(self._limit, PATIENCE_S))
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
@@ -90,6 +89,11 @@ class Watchdog:
     def step_time(self) -> float:
         """Seconds of a step, the median of the last ones; 0 before the first."""
         return statistics.median(self._durations) if self._durations else 0.0
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for the answers of all ranks to reach the store."""
+        return ANSWER_S + self._world_size / ANSWERS_PER_S
 
     def _tell_limit(self, seconds: float) -> None:
         if seconds > self._longest:
