@@ -99,18 +99,18 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         checkpointer.poll(watchdog.step_time)
         collect_garbage(step)
 
-        # What earlier steps have said, one step late. Before a save all of it, so that no
-        # checkpoint is ahead of its line in metrics.jsonl; in long steps too, where the wait for
+        # What earlier steps have said, all but the newest one. Before a save that one too, so that
+        # no checkpoint is ahead of its line in metrics.jsonl; and in long steps, where the wait for
         # the device costs nothing and a request to leave must not wait for another step.
         last = step == cfg.train.max_steps
         save_due = last or (cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0)
         verdict = GO_ON
-        while verdict == GO_ON and len(pending) > (0 if save_due or long_steps else 1):
+        while not verdict.final and pending[0 if save_due or long_steps or verdict.save else 1 :]:
             result = pending.pop(0).read()
             recorder.step(result, loader)
             stragglers.update(result.step, result.values["work"])
             long_steps = result.values["step_time"] > LONG_STEP_S
-            verdict = nonfinite.judge(result, not progress.skip) or asked(result.values)
+            verdict = nonfinite.judge(result, not progress.skip) or asked(result.values, verdict)
 
         # Go back, save, validate.
         if verdict.go_back:

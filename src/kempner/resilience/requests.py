@@ -36,6 +36,11 @@ class Verdict(NamedTuple):
     reason: str = ""
     go_back: bool = False  # to the last checkpoint
 
+    @property
+    def final(self) -> bool:
+        """Nothing that a later step says can change it."""
+        return self.go_back or self.state == "failed"
+
 
 GO_ON = Verdict()
 DONE = Verdict(state="done", reason="the last step is done")
@@ -151,10 +156,11 @@ class StopRequests:
         return seconds and max(seconds - MARGIN_S, 0.0)
 
 
-def asked(values: Mapping[str, float]) -> Verdict:
-    """What the ranks have asked for, from the sums of a step; equal on all ranks."""
+def asked(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
+    """What the ranks have asked for, from the sums of a step; equal on all ranks. `before`: what
+    an earlier step has said; a request to leave is in every step after it."""
     found = [request for name, request in zip(FLAGS, REQUESTS, strict=True) if values[name] > 0]
-    return found[-1] if found else GO_ON
+    return found[-1] if found else before
 
 
 def asked_meanwhile(stop: StopRequests, device: torch.device) -> Verdict | None:
