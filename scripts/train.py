@@ -11,17 +11,9 @@ import sys
 
 from kempner import process_group
 from kempner.configure import configure, reject
-from kempner.progress import Progress, go_back, open_loaders, seed_everything
-from kempner.resilience.requests import (
-    GO_ON,
-    LONG_STEP_S,
-    StopRequests,
-    Verdict,
-    asked,
-    asked_meanwhile,
-    end_process,
-    final_verdict,
-)
+from kempner.progress import Progress, go_back, open_checkpointer, open_loaders, seed_everything
+from kempner.resilience import requests
+from kempner.resilience.requests import GO_ON, StopRequests, Verdict
 from kempner.run import RunConfig
 from kempner.slurm import time_to_leave
 
@@ -33,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kempner.checkpoint.checkpointer import Checkpointer
-from kempner.checkpoint.state import run_state
 from kempner.config.option import ConfigError
 from kempner.evaluate import validate
 from kempner.loss import IGNORE
@@ -56,13 +46,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
     model = build_model(cfg.model, layout, cfg.train)
     optimizer = build_optimizer(model, cfg.optimizer)
-    checkpointer = Checkpointer(
-        cfg.checkpoint,
-        cfg.checkpoint_dir,
-        run_state(model, optimizer),
-        run.contents(),
-        run.announce,
-    )
+    checkpointer = open_checkpointer(cfg, run, model, optimizer)
     progress = Progress.of(checkpointer.load())
     step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
@@ -109,8 +93,10 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             result = pending.pop(0).read()
             recorder.step(result, loader)
             stragglers.update(result.step, result.values["work"])
-            long_steps = result.values["step_time"] > LONG_STEP_S
-            verdict = nonfinite.judge(result, not progress.skip) or asked(result.values, verdict)
+            long_steps = result.values["step_time"] > requests.LONG_STEP_S
+            verdict = nonfinite.judge(result, not progress.skip) or requests.asked(
+                result.values, verdict
+            )
 
         # Go back, save, validate.
         if verdict.go_back:
@@ -134,7 +120,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         recorder.step(late.read(), loader)
     loader.close()
     with watchdog.patient():
-        verdict = final_verdict(verdict, progress, checkpointer, stop.seconds_left(run.world.rank))
+        verdict = requests.final_verdict(
+            verdict, progress, checkpointer, stop.seconds_left(run.world.rank)
+        )
     watchdog.stop()
     return verdict
 
@@ -151,7 +139,7 @@ def forward_backward(
     ranks may give up the step instead: then it returns their verdict."""
     loss_sum, tokens = torch.zeros((), device=device), torch.zeros((), device=device)
     for i, (inputs, targets) in enumerate(micro_batches):  # int64 [B, T] each
-        if i and leave is not None and (verdict := asked_meanwhile(leave, device)):
+        if i and leave is not None and (verdict := requests.asked_meanwhile(leave, device)):
             return verdict
         model.set_requires_all_reduce(i == len(micro_batches) - 1)
         targets = targets.to(device, non_blocking=True)
@@ -193,4 +181,4 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main(CFG, STOP))
+    requests.end_process(main(CFG, STOP))

@@ -12,6 +12,9 @@ from kempner.resilience.requests import GO_ON, Verdict
 from kempner.run import RunConfig, TrainConfig, micro_batch
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import MicroBatch, TrainLoader
@@ -55,6 +58,17 @@ def seed_everything(cfg: TrainConfig) -> None:
 
 
 @functools.cache  # for the check of the input, and then for the loaders
+def open_checkpointer(
+    cfg: RunConfig, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Checkpointer:
+    """Saves and loads the weights, the optimizer's state, and each rank's random state."""
+    from kempner.checkpoint.checkpointer import Checkpointer
+    from kempner.checkpoint.state import run_state
+
+    state = run_state(model, optimizer)
+    return Checkpointer(cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
+
+
 def open_data(cfg: RunConfig, rank: int) -> tuple[TokenDataset, TokenDataset | None]:
     """The training split and, when the run validates, the held-out one. Rank 0 checks all shards;
     the others open none before they read from it. Raises ConfigError."""
