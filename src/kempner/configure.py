@@ -42,6 +42,7 @@ def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
     """
     command = parse_command(argv, FLAGS)
     if command.flags["help"]:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`
         print(help_text(RunConfig, USAGE))
         sys.exit(0)
     if not argv:
