@@ -197,7 +197,7 @@ def apptainer(folder: Path, enter: str = "exec") -> dict[str, str]:
     """A shim that takes apptainer's words away, writes them to ../calls, a line each call, and runs
     the rest."""
     text = f"""#!/bin/bash
-printf '%q ' "$@" >>{folder.parent}/calls; echo >>{folder.parent}/calls
+printf '%s\\n' "$(printf '%q ' "$@")" >>{folder.parent}/calls
 while [[ $1 != /images/a.sif ]]; do shift; done
 shift
 {enter} "$@"

@@ -139,7 +139,9 @@ def make(run: Path, case: Case) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def outside_slurm_and_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases were made when this file was collected: perhaps half an hour ago."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     monkeypatch.setenv("COLUMNS", "400")
 
