@@ -148,7 +148,8 @@ def by_turns(repeats: int, argv: list[str]) -> None:
     import torch.distributed as dist
 
     from kempner.configure import configure
-    from kempner.data.loader import MicroBatch, TrainLoader
+    from kempner.data.batch import MicroBatch
+    from kempner.data.loader import TrainLoader
     from kempner.optim.build import build_optimizer
     from kempner.parallel.build import build_model
     from kempner.parallel.layout import build_layout
@@ -173,11 +174,11 @@ def by_turns(repeats: int, argv: list[str]) -> None:
             axes = build_layout(cfg.distributed, dist.get_world_size(), 1, device.type)
             bare.append(build_model(cfg.model, axes, cfg.train))
             bare.append(build_optimizer(bare[0], cfg.optimizer))
-            bare.append([(x.to(device), y.to(device)) for x, y in batches])
+            bare.append([batch.to(device) for batch in batches])
         model, optimizer, batches = bare
         for _ in range(EVERY):
-            for inputs, targets in batches:
-                (model(inputs, targets) / step_tokens).backward()
+            for batch in batches:
+                (model(batch.inputs, batch.targets) / step_tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
 

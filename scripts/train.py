@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.config.option import ConfigError
+from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
 from kempner.loss import IGNORE
 from kempner.optim.build import build_optimizer, set_learning_rate
@@ -129,7 +130,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
 
 def forward_backward(
     model: nn.Module,
-    micro_batches: list[tuple[Tensor, Tensor]],
+    micro_batches: list[MicroBatch],
     device: torch.device,
     step_tokens: int,
     leave: StopRequests | None,
@@ -138,15 +139,15 @@ def forward_backward(
     the number of tokens that count, fp32 [] each. With `leave`, the requests of this rank, all
     ranks may give up the step instead: then it returns their verdict."""
     loss_sum, tokens = torch.zeros((), device=device), torch.zeros((), device=device)
-    for i, (inputs, targets) in enumerate(micro_batches):  # int64 [B, T] each
+    for i, batch in enumerate(micro_batches):
         if i and leave is not None and (verdict := requests.asked_meanwhile(leave, device)):
             return verdict
         model.set_requires_all_reduce(i == len(micro_batches) - 1)
-        targets = targets.to(device, non_blocking=True)
-        loss = model(inputs.to(device, non_blocking=True), targets)
+        batch = batch.to(device)
+        loss = model(batch.inputs, batch.targets, batch.documents)
         (loss / step_tokens).backward()
         loss_sum += loss.detach()
-        tokens += (targets != IGNORE).sum()
+        tokens += (batch.targets != IGNORE).sum()
     return {"loss_sum": loss_sum, "tokens": tokens}
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from kempner.data.batch import MicroBatch
 from kempner.loss import IGNORE
 from kempner.resilience.requests import StopRequests
 
@@ -15,18 +16,18 @@ from kempner.resilience.requests import StopRequests
 @torch.no_grad()
 def validate(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[MicroBatch],
     device: torch.device,
     stop: StopRequests,
 ) -> tuple[float, int]:
     """Mean loss over the held-out tokens of all ranks, and how many they are; when a request to
     leave comes in between, of those until then."""
     totals = torch.zeros(3, dtype=torch.float64)
-    for inputs, targets in batches:
-        targets = targets.to(device)
-        loss = model(inputs.to(device), targets)
+    for batch in batches:
+        batch = batch.to(device)
+        loss = model(batch.inputs, batch.targets, batch.documents)
         leave = loss.new_tensor(stop.wants_to_leave())
-        sums = torch.stack((loss, (targets != IGNORE).sum(), leave)).double()
+        sums = torch.stack((loss, (batch.targets != IGNORE).sum(), leave)).double()
         dist.all_reduce(sums)
         totals += sums.cpu()
         if totals[2] > 0:

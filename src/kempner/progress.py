@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kempner.checkpoint.checkpointer import Checkpointer
+    from kempner.data.batch import MicroBatch
     from kempner.data.dataset import TokenDataset
-    from kempner.data.loader import MicroBatch, TrainLoader
+    from kempner.data.loader import TrainLoader
     from kempner.parallel.layout import Layout
     from kempner.run_directory import Run
 

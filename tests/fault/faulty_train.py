@@ -89,8 +89,8 @@ def change_labels(fault: dict[str, str], label: int) -> None:
     def read(self: Any, position: int) -> Any:
         micro_batches = real(self, position)
         if int(fault["from"]) <= position < int(fault["to"]) and strikes(fault):
-            for _, targets in micro_batches:
-                targets.fill_(label)
+            for batch in micro_batches:
+                batch.targets.fill_(label)
         return micro_batches
 
     loader.TrainLoader._read = read  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kempner.config.option import ConfigError
+from kempner.data.batch import MicroBatch
 from kempner.data.dataset import TokenDataset
 from kempner.data.loader import (
     TrainLoader,
@@ -48,10 +49,11 @@ def loader(data: TokenDataset, **changes: Any) -> TrainLoader:
     return TrainLoader(data, **{**given, **changes})
 
 
-def samples(micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
+def samples(micro_batches: list[MicroBatch]) -> list[int]:
     """Which samples these are; checks that each is whole and the targets are one further."""
     rows = []
-    for inputs, targets in micro_batches:
+    for batch in micro_batches:
+        inputs, targets = batch.inputs, batch.targets
         assert inputs.dtype == targets.dtype == torch.int64
         assert inputs.is_contiguous() and targets.is_contiguous()
         assert torch.equal(targets, inputs + 1)
@@ -213,12 +215,13 @@ def test_validation_counts_the_same_samples_once_for_any_world_size(
         ranks = list(validation(data, world, micro, count))
         assert len({len(batches) for batches in ranks}) == 1
         real = []
-        for inputs, targets in (batch for batches in ranks for batch in batches):
+        for batch in (batch for batches in ranks for batch in batches):
+            inputs, targets = batch.inputs, batch.targets
             assert inputs.shape == targets.shape == (micro, SEQ_LEN)
             kept = (targets != IGNORE).all(dim=1)
             assert torch.equal(kept, (targets != IGNORE).any(dim=1))
             assert inputs.min() >= 0
-            real += samples([(inputs[kept], targets[kept])])
+            real += samples([MicroBatch(inputs[kept], targets[kept])])
         assert len(real) == len(set(real)) == expected
         seen.append(sorted(real))
     assert all(numbers == seen[0] for numbers in seen)

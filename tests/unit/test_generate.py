@@ -87,9 +87,9 @@ def test_the_model_is_that_of_the_run(generate: ModuleType, run: Path, data_dir:
         path = run / "checkpoints" / commit.name_of(step)
         model = generate.load_model(path, commit.read_manifest(path), torch.device("cpu"))
         total = count = 0.0
-        for inputs, targets in val_batches(data, samples=32, micro=8, rank=0, world=1):
-            total += float(model(inputs, targets))
-            count += float((targets != -100).sum())
+        for batch in val_batches(data, samples=32, micro=8, rank=0, world=1):
+            total += float(model(batch.inputs, batch.targets))
+            count += float((batch.targets != -100).sum())
         assert total / count == pytest.approx(expected[step], rel=1e-5)
 
 

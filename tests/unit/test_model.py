@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 
 from kempner.config.loading import load
 from kempner.loss import IGNORE, cross_entropy_sum
+from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.run import RunConfig
@@ -47,12 +50,13 @@ def copy_to_reference(model: Decoder, reference: torch.nn.Module) -> None:
     }  # fmt: skip
     state = {}
     for name, value in model.state_dict().items():
-        head, _, tail = name.removesuffix(".weight").partition(".")
+        module, _, kind = name.rpartition(".")
+        head, _, tail = module.partition(".")
         if head == "blocks":
             index, _, inner = tail.partition(".")
-            state[f"model.layers.{index}.{names[inner]}.weight"] = value
+            state[f"model.layers.{index}.{names[inner]}.{kind}"] = value
         else:
-            state[f"{names[head]}.weight"] = value
+            state[f"{names[head]}.{kind}"] = value
     missing, unexpected = reference.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
 
@@ -62,14 +66,16 @@ SHAPE = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-tied", "llama3-rope", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama-tied", "llama3-rope", "qwen2", "qwen3", "mistral"]
+)
 def test_logits_equal_transformers(case: str) -> None:
     import transformers
 
     common = {
         "vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
         "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 96,
-        "rms_norm_eps": 1e-5, "attention_bias": False,
+        "rms_norm_eps": 1e-5,
     }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if case == "qwen3":
@@ -78,6 +84,17 @@ def test_logits_equal_transformers(case: str) -> None:
             **common, head_dim=16, tie_word_embeddings=False, rope_parameters=rope
         )
         reference = transformers.Qwen3ForCausalLM(settings)
+    elif case == "qwen2":
+        cfg = replace(SHAPE, qkv_bias=True)
+        reference = transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(**common, rope_parameters=rope)
+        )
+    elif case == "mistral":
+        cfg = replace(SHAPE, sliding_window=24)
+        settings = transformers.MistralConfig(
+            **common, sliding_window=24, rope_parameters=rope, attn_implementation="eager"
+        )
+        reference = transformers.MistralForCausalLM(settings)
     else:
         changes: dict[str, object] = {"tie_embeddings": case == "llama-tied"}
         if case == "llama3-rope":
@@ -122,12 +139,68 @@ def test_shape_that_cannot_be_built_is_named(change: dict[str, object], word: st
     assert len(problems) == 1 and word in problems[0]
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("reset", [True, False])
+def test_packed_documents_do_not_see_each_other(window: int | None, reset: bool) -> None:
+    """Each document's logits are those that it has alone; without a reset of the positions too,
+    because rotary positions are relative."""
+    torch.manual_seed(0)
+    model = Decoder(replace(SHAPE, sliding_window=window))
+    tokens = torch.randint(0, 101, (2, 32))
+    lengths = [[7, 1, 24], [32]]
+    index = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
+    documents = Documents.of(index, reset)
+    assert documents.starts.tolist() == [0, 7, 8, 32, 64]
+    with torch.no_grad():
+        packed = model(tokens, documents=documents)
+        for row, sizes in enumerate(lengths):
+            parts = zip(tokens[row].split(sizes), packed[row].split(sizes), strict=True)
+            for alone, logits in parts:
+                torch.testing.assert_close(logits, model(alone[None])[0], atol=1e-5, rtol=1e-4)
+
+
+def test_the_flash_kernel_gets_documents_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What varlen_attn is given on a GPU, by a stand-in that attends to one sequence after the
+    other as its documentation says."""
+
+    def one_by_one(q, k, v, starts, starts_k, longest, longest_k, window_size, enable_gqa):  # type: ignore[no-untyped-def]
+        assert starts is starts_k and longest == longest_k >= int(starts.diff().max())
+        left, right = window_size
+        assert right == 0
+        parts = []
+        for begin, end in pairwise(starts.tolist()):
+            at = torch.arange(end - begin)
+            behind = at[:, None] - at
+            seen = (behind >= 0) & ((behind <= left) | (left < 0))
+            heads = [x[begin:end].transpose(0, 1)[None] for x in (q, k, v)]
+            y = F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=enable_gqa)
+            parts.append(y[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr("kempner.model.attention.varlen_attn", one_by_one)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
+    documents = Documents.of(torch.tensor([[0] * 5 + [1] * 11, [0] * 16]), True)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    for window in (None, 3):
+        dense = visible(tokens, window, documents, flash=False)
+        assert dense.mask is not None
+        flash = Visible(window, starts=documents.starts)
+        torch.testing.assert_close(attend(q, k, v, flash), attend(q, k, v, dense))
+
+
 def test_flops_follow_from_the_shapes() -> None:
     """Six per multiplied weight, and causal attention: count the matrices of the built model."""
     model = Decoder(SHAPE)
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     attention = 6 * SHAPE.n_layers * SHAPE.dim * 32
     assert SHAPE.flops_per_token(32) == 6 * weights + attention
+    biased = replace(SHAPE, qkv_bias=True, qk_norm=True)
+    assert sum(p.numel() for p in Decoder(biased).parameters()) == biased.count_parameters()
+    assert biased.flops_per_token(32) == SHAPE.flops_per_token(32)
+    # A window of 8: 1 + 2 + ... + 8 keys, then 8 each; in half of the units of a whole sequence.
+    seen = replace(SHAPE, sliding_window=8).flops_per_token(32) - 6 * weights
+    assert seen == attention * 2 / 32 * (36 + 24 * 8) / 32
 
 
 def plain_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -15,15 +15,13 @@ from queue import SimpleQueue
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from kempner.data.batch import MicroBatch
 from kempner.data.dataset import TokenDataset
 from kempner.data.permute import Int64, epoch_seed, permute
 from kempner.loss import IGNORE
 
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
-
-MicroBatch = tuple[Tensor, Tensor]  # inputs [B, T], targets [B, T]; int64
 
 
 def sample_numbers(position: int, count: int, n: int, seed: int) -> Int64:
@@ -175,11 +173,12 @@ def val_batches(
     for start in range(0, total, micro * world):
         mine = start + rank * micro
         numbers = sample_numbers(mine, max(0, min(micro, total - mine)), size, VALIDATION_SEED)
-        inputs, targets = _tensors(dataset.read(numbers), pin=False)
+        batch = _tensors(dataset.read(numbers), pin=False)
+        inputs, targets = batch.inputs, batch.targets
         if missing := micro - len(numbers):
             inputs = torch.cat([inputs, inputs.new_zeros(missing, dataset.seq_len)])
             targets = torch.cat([targets, targets.new_full((missing, dataset.seq_len), IGNORE)])
-        yield inputs, targets
+        yield MicroBatch(inputs, targets)
 
 
 def reading_speed(dataset: TokenDataset, micro: int, seconds: float = 2.0) -> float:
@@ -196,4 +195,5 @@ def _tensors(rows: Int64, pin: bool) -> MicroBatch:
     """rows [B, T + 1] -> inputs and targets [B, T], each contiguous."""
     inputs = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
     targets = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
-    return (inputs.pin_memory(), targets.pin_memory()) if pin else (inputs, targets)
+    batch = MicroBatch(inputs, targets)
+    return batch.pin_memory() if pin else batch

@@ -29,6 +29,12 @@ class ModelConfig:
     )
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", minimum=0.0)
     qk_norm: bool = option(False, "apply RMSNorm to queries and keys, per head (Qwen3)")
+    qkv_bias: bool = option(False, "biases of the query, key and value projections (Qwen2)")
+    sliding_window: int | None = option(
+        None,
+        "keys that a query sees, its own among them (Mistral); unset: all before it",
+        minimum=1,
+    )
     tie_embeddings: bool = option(False, "share the embedding's weight with the output layer")
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
     rope_theta: float = option(10000.0, "RoPE base frequency", minimum=1.0)
@@ -81,22 +87,30 @@ class ModelConfig:
     def count_block(self) -> int:
         """Trainable parameters of one block."""
         attention = 2 * self.dim * self.resolved_head_dim * (self.n_heads + self.kv_heads)
+        return attention + 3 * self.dim * self.ffn_dim + self._count_vectors()
+
+    def _count_vectors(self) -> int:
+        """Norms and biases of one block."""
         norms = 2 * self.dim + (2 * self.resolved_head_dim if self.qk_norm else 0)
-        return attention + 3 * self.dim * self.ffn_dim + norms
+        biases = (self.n_heads + 2 * self.kv_heads) * self.resolved_head_dim
+        return norms + (biases if self.qkv_bias else 0)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training operations per token, forward and backward, without recomputation.
 
-        6 per weight that multiplies (all but the input embedding and the norms) plus causal
+        6 per weight that multiplies (all but the input embedding, norms and biases) plus causal
         attention: 6 * n_layers * n_heads * head_dim * seq_len, half of the 12 of full attention
-        (PaLM, arXiv:2204.02311, app. B).
+        (PaLM, arXiv:2204.02311, app. B). With a window w under seq_len a query sees
+        w - w (w - 1) / (2 seq_len) keys on average.
         """
-        norms = (2 * self.n_layers + 1) * self.dim + (
-            2 * self.resolved_head_dim * self.n_layers if self.qk_norm else 0
-        )
         weights = (
             self.count_parameters()
-            - norms
+            - self.n_layers * self._count_vectors()
+            - self.dim
             - (0 if self.tie_embeddings else self.vocab_size * self.dim)
         )
-        return 6.0 * weights + 6.0 * self.n_layers * self.n_heads * self.resolved_head_dim * seq_len
+        keys = seq_len / 2
+        if self.sliding_window is not None and self.sliding_window < seq_len:
+            keys = self.sliding_window * (1 - (self.sliding_window - 1) / (2 * seq_len))
+        attention = 12.0 * self.n_layers * self.n_heads * self.resolved_head_dim * keys
+        return 6.0 * weights + attention

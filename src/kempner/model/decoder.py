@@ -1,5 +1,5 @@
-"""A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; QK-norm and
-tied weights optional.
+"""A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; QK-norm,
+biases of q, k and v, a sliding window, and tied weights optional.
 
 Shapes: B batch, T tokens, D width, H query heads, K key-value heads, E head width, F SwiGLU width,
 V vocabulary. Parameter names and the order of rotary pairs are those of the Hugging Face Llama and
@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kempner.loss import cross_entropy_sum
+from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.config import ModelConfig
+
+FLASH = (torch.bfloat16, torch.float16)
 
 
 def rope_frequencies(cfg: ModelConfig) -> Tensor:
@@ -43,7 +46,8 @@ def rope_table(cfg: ModelConfig) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn the pairs (i, i + E/2) of x [B, H, T, E] by the angles of rope [2, T, E], in fp32."""
+    """Turn the pairs (i, i + E/2) of x [B, H, T, E] by the angles of rope [2, T, E], or
+    [2, B, 1, T, E] where rows differ, in fp32."""
     first, second = x.float().chunk(2, dim=-1)
     return (x * rope[0] + torch.cat((-second, first), dim=-1) * rope[1]).type_as(x)
 
@@ -52,9 +56,9 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.resolved_head_dim = cfg.resolved_head_dim
-        self.wq = nn.Linear(cfg.dim, cfg.n_heads * cfg.resolved_head_dim, bias=False)
-        self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.resolved_head_dim, bias=False)
-        self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.resolved_head_dim, bias=False)
+        self.wq = nn.Linear(cfg.dim, cfg.n_heads * cfg.resolved_head_dim, bias=cfg.qkv_bias)
+        self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.resolved_head_dim, bias=cfg.qkv_bias)
+        self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.resolved_head_dim, bias=cfg.qkv_bias)
         self.wo = nn.Linear(cfg.n_heads * cfg.resolved_head_dim, cfg.dim, bias=False)
         self.q_norm = (
             nn.RMSNorm(cfg.resolved_head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
@@ -63,15 +67,13 @@ class Attention(nn.Module):
             nn.RMSNorm(cfg.resolved_head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         )
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, seen: Visible) -> Tensor:
         heads = (*x.shape[:2], -1, self.resolved_head_dim)
         q = self.q_norm(self.wq(x).view(heads)).transpose(1, 2)  # [B, H, T, E]
         k = self.k_norm(self.wk(x).view(heads)).transpose(1, 2)  # [B, K, T, E]
         v = self.wv(x).view(heads).transpose(1, 2)  # [B, K, T, E]
         q, k = rotate(q, rope), rotate(k, rope)
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        y = attend(q, k, v, seen)
         return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -94,8 +96,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.ffn = FeedForward(cfg)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope)
+    def forward(self, x: Tensor, rope: Tensor, seen: Visible) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, seen)
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
@@ -115,13 +117,18 @@ class Decoder(nn.Module):
         self.register_buffer("rope", rope_table(cfg), persistent=False)
         self.loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy_sum
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """tokens, targets: int64 [B, T]; a target of -100 does not count. Returns logits [B, T, V]
-        or the fp32 loss sum []."""
+        or the fp32 loss sum []. `documents`: what is packed into each row."""
         rope = self.rope[:, : tokens.shape[1]]
+        if documents is not None and documents.positions is not None:
+            rope = self.rope[:, documents.positions].unsqueeze(2)  # [2, B, 1, T, E]
         x = self.embed(tokens)  # [B, T, D]
+        seen = visible(tokens, self.cfg.sliding_window, documents, flash=x.dtype in FLASH)
         for block in self.blocks:
-            x = block(x, rope)
+            x = block(x, rope, seen)
         x = self.norm(x)
         # A tied output layer has no parameter of its own: sharding two modules' one parameter is
         # asking for trouble.
@@ -131,11 +138,12 @@ class Decoder(nn.Module):
         return self.loss_sum(x.flatten(0, 1), weight, targets.flatten())
 
     def init_std(self, name: str) -> float:
-        """Standard deviation of a parameter's initial values; 0 for norms, which start as ones.
+        """Standard deviation of a parameter's initial values; 0 for norms, which start as ones,
+        and for biases, which start as zeros.
 
         What writes into the residual stream is scaled by 1/sqrt(2 n_layers), as GPT-2 does.
         """
-        if "norm" in name:
+        if "norm" in name or name.endswith("bias"):
             return 0.0
         writes = name.endswith(("attention.wo.weight", "ffn.w2.weight"))
         return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers) if writes else self.cfg.init_std

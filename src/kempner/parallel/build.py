@@ -80,7 +80,7 @@ def init_weights(model: Decoder, seed: int) -> None:
     for wrapped, param in model.named_parameters():
         name = wrapped.replace("_checkpoint_wrapped_module.", "")
         if (std := model.init_std(name)) == 0.0:
-            param.fill_(1.0)
+            param.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         generator = torch.Generator(param.device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(param.shape, device=param.device, dtype=param.dtype)

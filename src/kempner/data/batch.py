@@ -1,0 +1,34 @@
+"""What a forward pass takes. B rows, T tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kempner.model.attention import Documents
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    inputs: Tensor  # int64 [B, T]
+    targets: Tensor  # int64 [B, T]; -100 does not count
+    documents: Documents | None = None  # None: each row is one document
+    sources: Tensor | None = None  # int64 [B, T] or [B, 1]: which data source; None: there is one
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """On the device; from pinned memory the host does not wait for the copies."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> MicroBatch:
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        return MicroBatch(
+            change(self.inputs),
+            change(self.targets),
+            None if self.documents is None else self.documents.map(change),
+            None if self.sources is None else change(self.sources),
+        )
