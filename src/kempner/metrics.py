@@ -55,7 +55,7 @@ def peak_flops(cfg: MetricsConfig, device_name: str) -> float | None:
 
 @dataclass
 class Clock:
-    """Splits the wall time of the host into named parts; what is in no part is compute."""
+    """Splits the wall time of the host into named parts; the remainder is compute."""
 
     parts: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)  # newest time of each part
@@ -76,8 +76,8 @@ class Clock:
 
 
 def line(record: dict[str, Any], max_steps: int) -> str:
-    """The console's form of a step's record, in 80 columns. The shares of the step that waited for
-    data or for a checkpoint are there when they matter."""
+    """A step's record as a console line of at most 80 columns. It shows the shares of the step spent
+    waiting for data or a checkpoint when they matter."""
     total = max(record["step_time"], 1e-9)
     shares = {name: record[f"{name}_time"] / total for name in ("data", "checkpoint")}
     parts = [

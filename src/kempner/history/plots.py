@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     Average = Callable[[np.ndarray], np.floating[Any]]
 
 SMOOTH_FROM = 150  # points; fewer are shown as they are
-MARK_UNTIL = 25  # points; fewer get a dot each, for a line through one point is nothing
+MARK_UNTIL = 25  # points; fewer get a dot each: a line through a single point is invisible
 LOG_FROM = 3.0  # largest loss over smallest
 STOP_ROWS = 5  # of numbers above the timeline
-REASONS_UNTIL = 12  # attempts; of more, the reasons are in the table alone
+REASONS_UNTIL = 12  # attempts; with more, only the table has the reasons
 PART_COLORS = {
     "training": "tab:blue",
     "validation": "tab:cyan",
@@ -97,7 +97,7 @@ def draw(runs: list[History], out: Path) -> None:
 def curve(
     axes: Axes, lines: list[Record], key: str, average: Average, color: Any, label: str = ""
 ) -> None:
-    """The values over the steps; many of them pale, under their smoothed form."""
+    """Plot the values against the step; a long series is drawn pale under its moving average."""
     steps = [line["step"] for line in lines]
     values = [math.nan if line[key] is None else line[key] for line in lines]  # a gap
     if len(steps) >= SMOOTH_FROM:
@@ -110,8 +110,9 @@ def curve(
 def smoothed(
     steps: list[int], values: list[float], average: Average
 ) -> tuple[list[int], list[float]]:
-    """The average around some 400 of the points, over a 40th of all. The window is centered, so
-    that the curve does not lag; in the beginning, where it falls steeply, it grows from nothing."""
+    """A moving average over a 40th of the points, evaluated at about 400 of them. The window is
+    centered, so that the curve does not lag; near the start, where the loss falls steeply, it is
+    shorter."""
     known = np.array(values)
     last = len(values) - 1
     centers = [*range(0, last, max(1, last // 400)), last]
@@ -125,15 +126,15 @@ def smoothed(
 
 
 def mark_starts(panels: Any, run: History, color: Any) -> None:
-    """A dotted line where an attempt goes on from."""
+    """Draw a dotted line at the step from which each later attempt resumed."""
     for step in {a.first_step for a in run.attempts[1:] if a.began is not None}:
         for panel in panels:
             panel.axvline(step, color=color, linestyle=":", linewidth=1.0, zorder=1)
 
 
 def scale_loss(axes: Axes, runs: list[History]) -> None:
-    """Logarithmic when the losses span so much that a linear axis would show the first steps
-    alone."""
+    """Use a logarithmic axis when the losses span so much that a linear one would only show the
+    first steps."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     values = [line["loss"] for run in runs for line in run.losses if line["loss"] is not None]
@@ -161,8 +162,8 @@ def legend(axes: Axes, runs: list[History]) -> None:
 
 
 def draw_timeline(run: History, out: Path) -> None:
-    """The steps over the time, with every stop, and below what the time was spent on. Raises as
-    draw does."""
+    """Plot the step against time, with every stop, above a bar of how the time was spent. Raises
+    what draw() raises."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -199,17 +200,17 @@ def draw_timeline(run: History, out: Path) -> None:
 
 
 def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:
-    """The line falls back where a resume has undone steps."""
+    """Plot the step against time. The line drops where a resume has undone steps."""
     kept: list[tuple[float, float]] = []
     lost: list[tuple[float, float]] = []
     gone: list[tuple[float, float]] = []  # between attempts, and back
     gap = (math.nan, math.nan)
     before = None
     for s in time.stretches:
-        stands = s.last - s.lost
-        middle = s.began + (s.ended - s.began) * (stands - s.first) / (s.last - s.first)
-        kept += [(x(s.began), s.first), (x(middle), stands), gap]
-        lost += [(x(middle), stands), (x(s.ended), s.last), gap] if s.lost else []
+        kept_to = s.last - s.lost
+        middle = s.began + (s.ended - s.began) * (kept_to - s.first) / (s.last - s.first)
+        kept += [(x(s.began), s.first), (x(middle), kept_to), gap]
+        lost += [(x(middle), kept_to), (x(s.ended), s.last), gap] if s.lost else []
         if before is not None and (before.ended, before.last) != (s.began, s.first):
             corner = (x(s.began), before.last)
             gone += [(x(before.ended), before.last), corner, (x(s.began), s.first), gap]
@@ -220,8 +221,8 @@ def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:
 
 
 def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
-    """The share of each part in every 600th of the time: what is longer shows as itself, what is
-    shorter as much as it takes."""
+    """Stack the share of each part in every 600th of the time, so that phases shorter than a pixel
+    still show in proportion."""
     zero = time.phases[0].began
     edges = np.linspace(0, time.total, 601)
     base = np.zeros(600)
@@ -241,15 +242,15 @@ def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
 
 
 def mark_stops(axes: Axes, run: History, ends: list[float]) -> None:
-    """A line at each stop and, above, the number of the attempt in the color of its end. Numbers
-    that would lie on each other go into rows."""
+    """Draw a line at each stop and, above it, the number of the attempt in the color of its end.
+    Numbers that would overlap are placed in several rows."""
     width = max(ends) / 38  # of a number
-    rows: list[float] = []  # where the last number of each row stands
+    rows: list[float] = []  # the position of the last number of each row
     for attempt, end in zip(run.attempts, ends, strict=True):
         if attempt.state == "running":
             continue
         row = next((i for i, last in enumerate(rows) if end - last > width), len(rows))
-        if row == STOP_ROWS:  # all are full here: to the right
+        if row == STOP_ROWS:  # all rows are full here: move it to the right
             row = rows.index(min(rows))
         place = max([end, *(last + width for last in rows[row : row + 1])])
         rows[row : row + 1] = [place]
@@ -273,7 +274,7 @@ def mark_stops(axes: Axes, run: History, ends: list[float]) -> None:
 
 
 def short_names(runs: list[History]) -> list[str]:
-    """The last parts of the paths, as few as tell them apart."""
+    """The shortest trailing parts of the paths that tell them apart."""
     paths = [run.path.absolute().parts for run in runs]
     for count in range(1, max(map(len, paths))):
         names = ["/".join(path[-count:]) for path in paths]

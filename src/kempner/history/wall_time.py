@@ -22,13 +22,13 @@ PARTS = (
     "shutdown",
     "not running",
 )
-# From one line to the next, steps that take so many times the median, and seconds more, stood
-# still: a network that was away for a while, a file system that did not answer.
+# Between two lines, steps that take this many times the median, and this many seconds more, have
+# stalled: the network was down for a while, or a file system did not answer.
 STALL, STALL_S = 1.5, 5.0
 
 
 class Phase(NamedTuple):
-    """A piece of the wall time; each begins where the one before has ended. Unix seconds."""
+    """A piece of the wall time; each begins where the previous one ends. Unix seconds."""
 
     part: str  # one of PARTS
     began: float
@@ -36,8 +36,8 @@ class Phase(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Steps in a row of one attempt, from one record to the next: `first` to `last` are the counts
-    before and after. `kept`: those up to this one count; the others were undone by a resume."""
+    """Consecutive steps of one attempt, from one record to the next: `first` and `last` are the step
+    counts before and after. Steps up to `kept` count; a resume has undone the others."""
 
     attempt: int  # its place in the list of attempts
     first: int
@@ -55,12 +55,12 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class WallTime:
-    """The wall time of a run over all attempts, from the first start to the last sign of life."""
+    """The wall time of a run over all attempts, from the first start to the last record."""
 
     phases: list[Phase]
     stretches: list[Stretch]
-    startups: list[float | None]  # seconds until the first step of each attempt; None: none came
-    lost: list[int]  # steps of each attempt that did not last
+    startups: list[float | None]  # seconds until the first step of each attempt; None: no step
+    lost: list[int]  # steps of each attempt that a resume has undone
 
     @property
     def total(self) -> float:
@@ -155,18 +155,18 @@ class _Phases:
 
 
 def _seconds(stretch: Stretch) -> float:
-    """Those of its steps alone."""
+    """Seconds that its steps took, without saves and validation."""
     return max(0.0, stretch.ended - stretch.began - stretch.saving - stretch.validation)
 
 
 def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[Stretch]]:
-    """The steps of each attempt, in the order in which they were done."""
+    """The steps of each attempt, in the order in which they ran."""
     of = by_number(lines)
     timed = {n: [line for line in of[n] if is_known(line, "step_time")] for n in of}
     gaps = [b["step"] - a["step"] for n in of for a, b in itertools.pairwise(timed[n])]
     every = statistics.mode([gap for gap in gaps if gap > 0] or [1])  # metrics.log_interval
     paces = {n: [_pace(line) for line in timed[n]] for n in of}
-    # Not of the first lines, where others tell: a first step may compile.
+    # The first line counts only where there is no other: a first step may compile.
     everybody = [*itertools.chain(*(own[1:] for own in paces.values()))]
     everybody = everybody or [*itertools.chain(*paces.values())] or [math.inf]
     found = []
@@ -177,7 +177,7 @@ def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[St
 
 
 def _pace(line: Record) -> float:
-    """Seconds of a step alone."""
+    """Seconds of a step without saves and validation."""
     pace: float = line["step_time"]
     pace -= line.get("checkpoint_time", 0.0) + line.get("eval_time", 0.0)
     return max(0.0, pace)
@@ -186,11 +186,11 @@ def _pace(line: Record) -> float:
 def _stretches(
     i: int, attempt: Attempt, lines: list[Record], every: int, pace: float
 ) -> list[Stretch]:
-    """The attempt's steps. `every`: steps between its lines; `pace`: seconds of a step that no line
-    tells of.
+    """The attempt's steps. `every`: steps between its lines; `pace`: seconds of a step that has no
+    line.
 
-    A line is written later than its step was done: the numbers are read one step late, and a save
-    may come in between. What its step_time tells, added up from the start, is the right time.
+    A line is written after its step has ended: the numbers are read one step late, and a save may
+    come in between. The sum of step_time since the start gives the right time.
     """
     first = attempt.first_step
     if attempt.began is None or attempt.last_step <= first:
@@ -206,7 +206,7 @@ def _stretches(
         count = max(1, step - counted)
         clock += line["step_time"] * count
         when = max(at, min(line["time"], clock))
-        if step <= counted:  # it went back by itself, after the step `reached`
+        if step <= counted:  # the run went back to a checkpoint after the step `reached`
             back = max((step - 1) // every * every, min(first, step - 1))
             undone = reached - done
             if undone > 0:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-WINDOW = 20  # steps of one comparison
+WINDOW = 10  # steps of one comparison
+SLOW_WINDOWS = 2  # in a row: one alone is noise, such as another job's burst on a shared node
 SLOW = 1.5  # times the mean work of the other ranks
 # Forward and backward of a block are about three times its forward.
 WORK_PER_FORWARD = 3
@@ -128,27 +129,30 @@ class Stragglers:
 
 
 class StragglerReport:
-    """Says who is slow, with exponential back-off, and when it has recovered."""
+    """Reports a rank that stays slow, with exponential back-off, and when it has recovered."""
 
     def __init__(self, hosts: list[str], say: Callable[[str], None]) -> None:
         self._hosts, self._say = hosts, say
         self._rank, self._since = -1, 0  # the slow one, and the first step of its first slow window
+        self._said = False
 
     def update(self, step: int, rank: int, ratio: float, late: float) -> None:
         """The slowest rank of the window that ended with `step`: `late` in seconds a step."""
         slow = rank if ratio > SLOW else -1
         if self._rank >= 0 and slow != self._rank:
-            self._say(
-                f"straggler: rank {self._rank} on {self._hosts[self._rank]} is as fast as the "
-                f"others again, after steps {self._since} to {step}"
-            )
-            self._rank = -1
+            if self._said:
+                self._say(
+                    f"straggler: rank {self._rank} on {self._hosts[self._rank]} is as fast as the "
+                    f"others again, after steps {self._since} to {step}"
+                )
+            self._rank, self._said = -1, False
         if slow < 0:
             return
         if self._rank < 0:
             self._rank, self._since = slow, step - WINDOW + 1
         windows = (step - self._since + 1) // WINDOW
-        if windows & (windows - 1) == 0:  # a power of two
+        if windows >= SLOW_WINDOWS and windows & (windows - 1) == 0:  # a power of two
+            self._said = True
             self._say(
                 f"straggler: rank {slow} on {self._hosts[slow]} is {ratio:.1f} times slower than "
                 f"the other ranks since step {self._since} ({1000 * late:.0f} ms a step)"
