@@ -76,8 +76,8 @@ class Clock:
 
 
 def line(record: dict[str, Any], max_steps: int) -> str:
-    """A step's record as a console line of at most 80 columns. It shows the shares of the step spent
-    waiting for data or a checkpoint when they matter."""
+    """A step's record as a console line of at most 80 columns. The shares of the step that went
+    into waiting for data or a checkpoint are shown when they matter."""
     total = max(record["step_time"], 1e-9)
     shares = {name: record[f"{name}_time"] / total for name in ("data", "checkpoint")}
     parts = [

@@ -36,8 +36,8 @@ class Phase(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Consecutive steps of one attempt, from one record to the next: `first` and `last` are the step
-    counts before and after. Steps up to `kept` count; a resume has undone the others."""
+    """Consecutive steps of one attempt, from one record to the next: `first` and `last` are the
+    step counts before and after. Steps up to `kept` count; a resume has undone the others."""
 
     attempt: int  # its place in the list of attempts
     first: int
