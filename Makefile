@@ -6,6 +6,8 @@
 # make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
 # make cluster-down   shut that cluster down
 #
+# The tests run in two workers: half of the time they wait for Slurm. ARGS="-n 0" runs them in one process.
+#
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
 # gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
 .PHONY: train test soak check gpu-check cluster cluster-down
@@ -38,11 +40,12 @@ data/stdlib/dataset.json: | .venv/train
 
 test: .venv/dev data/stdlib/dataset.json
 	@$(INSTALL_SLURM)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: .venv/dev
 	@$(INSTALL_SLURM)
 	$(PY) -m pytest tests/fault tests/ray -m "soak or not soak" $(ARGS)
+	$(PY) -m pytest tests/distributed --trainer-python=/usr/bin/python3 $(ARGS)
 	$(PY) -m benchmarks.soak --faults 30 --seed 1
 
 check: .venv/dev

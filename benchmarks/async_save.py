@@ -85,7 +85,7 @@ class Job:
         return state
 
 
-Save = Callable[[Path], Future[float]]  # returns when the steps may go on; the future: durable at
+Save = Callable[[Path], Future[float]]  # returns when steps may continue; the future: durable at
 
 
 def timed(future: Future[object]) -> Future[float]:

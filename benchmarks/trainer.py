@@ -121,7 +121,7 @@ def overhead(options: argparse.Namespace, work: Path) -> None:
     """Tokens/s of the trainer over those of a bare loop. That does forward, backward and a fused
     AdamW step, nothing else, with another model of the same kind on one batch.
 
-    Both live in the same processes and go on by turns, a few steps each: what slows the machine
+    Both live in the same processes and take turns, a few steps each: what slows the machine
     for a while slows both.
     """
     print("trainer / bare loop, target 0.980   ratio of the turns        trainer  bare, tokens/s")

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import kempner
 from tests.cluster import cluster
 
 __all__ = ["cluster"]  # a fixture
@@ -58,9 +60,49 @@ def clean_env(**more: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"} | more
 
 
+TRAINER_PYTHON = [sys.executable]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--trainer-python",
+        metavar="PYTHON",
+        help="run scripts/train.py by this Python, with the packages of the one that runs pytest",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (python := config.getoption("--trainer-python")) is None:
+        return
+    if problem := cannot_train(python):
+        pytest.exit(f"--trainer-python: {problem}; nothing to test", returncode=0)
+    TRAINER_PYTHON[:] = [python]
+
+
+def cannot_train(python: str) -> str:
+    """Why the trainer need not, or cannot, be tested by this Python; empty when it can."""
+    ask = [python, "-c", "import sys, torch, kempner.run; print(sys.version)"]
+    try:
+        found = subprocess.run(ask, env=packages(), capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        return f"there is no {python}"
+    if found.returncode:
+        return f"{python} cannot import torch: {found.stderr.splitlines()[-1]}"
+    same = found.stdout.strip() == sys.version
+    return f"{python} is the version that runs the tests" if same else ""
+
+
+def packages() -> dict[str, str]:
+    """An environment in which another Python finds torch and kempner."""
+    paths = [str(Path(module.__file__ or "").parents[1]) for module in (kempner, torch)]
+    return clean_env(PYTHONPATH=os.pathsep.join(paths))
+
+
 def start_train(*args: str, nproc: int = 1, **env: str) -> subprocess.Popen[str]:
     """scripts/train.py in one process, or in several by torchrun."""
-    launcher = [sys.executable]
+    launcher = [*TRAINER_PYTHON]
+    if launcher != [sys.executable]:
+        env = {**packages(), **env}
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     return subprocess.Popen(

@@ -65,7 +65,7 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-# a job starts as soon as there is room, not with the next of the scheduler's rounds
+# start a job as soon as there is room, not at the scheduler's next cycle
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 SlurmdParameters=config_overrides
 GresTypes=gpu
@@ -75,7 +75,7 @@ KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 CONF
-    # As few CPUs as serve one task per GPU: these hosts share the cores of one machine.
+    # Just enough CPUs for one task per GPU: these hosts share the cores of one machine.
     for ((k = 1; k <= nodes; k++)); do
         echo "NodeName=node$k NodeAddr=10.77.$ID.$k CPUs=$((gpus > 4 ? gpus : 4)) RealMemory=16000 $gres State=UNKNOWN"
     done
@@ -111,7 +111,7 @@ start() { # <host> [nsenter option]: its processes live in one PID namespace, so
     echo $! >"$STATE/pid/$1"
 }
 
-init() { # <host>: the first process of a host; ends, and with it the host, when a daemon of it ends
+init() { # <host>: the first process of a host; when a daemon of the host ends, so do this process and the host
     hostname "$1"
     mount --bind "$STATE/hosts" /etc/hosts
     if [[ $1 == head ]]; then
@@ -120,7 +120,7 @@ init() { # <host>: the first process of a host; ends, and with it the host, when
         until [[ -S $STATE/munge/socket ]]; do sleep 0.01; done
         slurmctld -D &
     else
-        # A fresh /sys shows this host's own interfaces; Slurm wants the control groups in it all the same.
+        # A fresh /sys shows this host's own interfaces; Slurm needs the control groups mounted in it, too.
         mount -t sysfs sysfs "$STATE/sys"
         mount --rbind /sys/fs/cgroup "$STATE/sys/fs/cgroup"
         mount --rbind "$STATE/sys" /sys
@@ -202,7 +202,7 @@ up() { # [nodes] [gpus per node]
     if [[ -s $STATE/pid/head ]] && kill -0 "$(<"$STATE/pid/head")" 2>/dev/null; then
         die "cluster $ID is up: export SLURM_CONF=$SLURM_CONF; or take it down; or KEMPNER_TESTBED=$((ID % 250 + 1))"
     fi
-    down # what a crash may have left
+    down # remove what a crash may have left
     [[ -z $(ip -o route show "10.77.$ID.0/24") ]] ||
         die "10.77.$ID.0/24 is in use here: set KEMPNER_TESTBED to another number"
     trap down EXIT # nothing stays behind when it cannot boot
@@ -276,7 +276,7 @@ status() {
 }
 
 install() {
-    local packages=(tmux) # a cluster does without it: scripts/slurm/tmux.sh and its tests want it
+    local packages=(tmux) # only scripts/slurm/tmux.sh and its tests need it
     if [[ -n $(missing_commands) ]]; then
         [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
         command -v apt-get >/dev/null ||

@@ -1,4 +1,4 @@
-"""The real trainer: what it records, what it goes on from, and that the number of processes does
+"""The real trainer: what it records, what it resumes from, and that the number of processes does
 not matter."""
 
 from __future__ import annotations
@@ -7,16 +7,23 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-import kempner
 from kempner.checkpoint.reader import read_tensors
-from tests.conftest import ROOT, TINY, Train, clean_env, losses, start_train, status
+from tests.conftest import (
+    ROOT,
+    TINY,
+    Train,
+    cannot_train,
+    losses,
+    packages,
+    start_train,
+    status,
+)
 
 
 def checkpoints(run_dir: Path) -> list[str]:
@@ -88,26 +95,13 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 def test_another_python_resumes(train: Train, data_dir: Path, tmp_path: Path) -> None:
     """Checkpoints of one Python are loaded by another, and the reverse: Python 3.11.2 pickles an
     enum in another way than 3.11.7, for one."""
-    paths = [str(Path(module.__file__).parents[1]) for module in (kempner, torch)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    ask = [SYSTEM_PYTHON, "-c", "import sys, torch, kempner.run; print(sys.version)"]
-    try:
-        found = subprocess.run(ask, env=env, capture_output=True, text=True, timeout=120)
-    except FileNotFoundError:
-        pytest.skip(f"there is no {SYSTEM_PYTHON}")
-    if found.returncode or found.stdout.strip() == sys.version:
-        pytest.skip(f"{SYSTEM_PYTHON} is the same version, or cannot import torch")
+    if problem := cannot_train(SYSTEM_PYTHON):
+        pytest.skip(problem)
     more = ("--schedule.name=constant", f"--run.dir={tmp_path / 'run'}")
     train(tmp_path / "run", *more, "--train.max_steps=3")
     words = [*TINY, f"--data.dataset_path={data_dir}", *more, "--train.max_steps=5"]
     command = [SYSTEM_PYTHON, "scripts/train.py", *words]
-    other = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=clean_env(PYTHONPATH=env["PYTHONPATH"]),
-        capture_output=True,
-        text=True,
-    )
+    other = subprocess.run(command, cwd=ROOT, env=packages(), capture_output=True, text=True)
     assert "continues after step 3" in other.stdout, other.stderr
     assert "continues after step 5" in train(tmp_path / "run", *more).stdout
     assert checkpoints(tmp_path / "run") == ["latest", "step_00000005", "step_00000008"]

@@ -60,7 +60,7 @@ def test_requeue_without_progress(broken_run: Submit) -> None:
 def test_nan_in_one_ranks_batch_and_a_batch_without_labels(
     broken_run: Submit, unbroken: dict[int, float]
 ) -> None:
-    """Both steps are skipped on all ranks and recorded by their samples; the run goes on."""
+    """Both steps are skipped on all ranks and recorded by their samples; the run continues."""
     run = broken_run(faults="nan rank=1 from=64 to=72\nignore from=96 to=104")
     assert run.wait() == 0
     assert status(run.dir)["state"] == "done"

@@ -70,7 +70,7 @@ def test_crash_of_a_host(broken_run: Submit, host: str) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_frozen_rank(broken_run: Submit, rank: int) -> None:
-    """It is named, and the run goes on without a hand."""
+    """It is named, and the run continues by itself."""
     run = broken_run("--resilience.hang_timeout=6")
     run.wait_for_step(13)
     strike(run, rank, number=signal.SIGSTOP)
@@ -101,7 +101,7 @@ def test_unplugged_network(broken_run: Submit, again: bool) -> None:
 
 @pytest.mark.parametrize("exclude", ["", pytest.param("0", marks=pytest.mark.soak)])
 def test_a_host_that_fails_twice_is_left_out(broken_run: Submit, exclude: str) -> None:
-    """Of two hosts, the job needs one: after two crashes on one it goes on on the other."""
+    """Of two hosts, the job needs one: after two crashes on one it continues on the other."""
     run = broken_run(options=["--nodes=1"], KEMPNER_EXCLUDE=exclude, script="singlenode.sh")
     first = ""
     for step in (13, 23):

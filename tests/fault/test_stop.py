@@ -266,7 +266,7 @@ def test_one_run_on_1_2_4_and_8_tasks_in_turn(broken_run: Submit) -> None:
         run.wait_for_step(step)
         run.cluster.ask("scancel", "--signal=USR1", run.job)
         until(lambda: bool(run.decisions()) and run.decisions()[-1] == "requeue", 90)
-        run.cluster.ask("scancel", run.job)  # to go on in another shape
+        run.cluster.ask("scancel", run.job)  # to continue in another shape
         run.wait()
         run.submit(tasks=tasks, options=[f"--nodes={nodes}"])
     assert run.wait(400) == 0

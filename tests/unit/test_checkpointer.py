@@ -86,7 +86,7 @@ def test_everything_comes_back(tmp_path: Path, async_save: bool) -> None:
     assert manifest is not None and manifest["step"] == 3 and manifest["tokens"] == 240
     assert same(other.state(), expected)
     assert other.checkpointer.saved_step == 3
-    for each in (job, other):  # the optimizer goes on as well, not only its numbers
+    for each in (job, other):  # the optimizer works with the loaded state
         torch.set_rng_state(expected["rng"])
         each.train()
     assert same(other.state(), job.state())

@@ -38,7 +38,7 @@ class MadeUp:
         self.path, self.now, self.number = path, BEGAN, -1
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.done: list[tuple[int, int, float]] = []  # attempt, step, seconds of training
-        self.resumes: list[tuple[int, int]] = []  # attempt, step that it goes on from
+        self.resumes: list[tuple[int, int]] = []  # attempt, step that it resumes from
         self.saved = 0
 
     def write(self, name: str, **record: Any) -> None:

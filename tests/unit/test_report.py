@@ -75,7 +75,7 @@ def write_run(path: Path, metrics: str, attempts: str = "", **status: object) ->
 
 @pytest.fixture
 def resumed(tmp_path: Path) -> Path:
-    """Attempt 0 gets to step 40 and is killed, attempt 1 goes on from 20 and is done at 50. The
+    """Attempt 0 gets to step 40 and is killed, attempt 1 resumes from 20 and is done at 50. The
     clock counts steps, but for 80 s between the two and 10 s at the end."""
     lines = [step_line(step, loss=9.0 - step / 10) for step in (10, 20, 30, 40)]
     lines += ['{"step": 41, "lo\n']  # torn by the kill

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Which run is meant: by its directory, or by a job's number. Sourced by logs.sh and tmux.sh, after all.sh.
+# Find the run that the user names, by its directory or by a job ID. Sourced by logs.sh and tmux.sh, after all.sh.
 
-kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR; of a job that has none yet KP_BATCH_LOG, where it will be named
+kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none yet, KP_BATCH_LOG, which will name it
     KP_RUN_DIR='' KP_BATCH_LOG=''
     if [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]]; then
         kp_find_job "$1"
@@ -20,7 +20,7 @@ kp_find_job() { # <JOBID>: the same for a job
             KP_RUN_DIR=${file%/*}
         fi
     done
-    for file in runs/*/logs/"batch-$1.log"; do # it did not get as far as the first step
+    for file in runs/*/logs/"batch-$1.log"; do # the job has not reached its first step
         [[ -n $KP_RUN_DIR || ! -e $file ]] || KP_RUN_DIR=${file%/logs/*}
     done
     [[ -z $KP_RUN_DIR ]] || return 0

@@ -10,7 +10,7 @@ set -euo pipefail
 # blocked, so that they wait; where env cannot block them (coreutils before 8.31), they are lost.
 [[ -n ${KEMPNER_SIGNALS_WAIT:-} ]] || trap '' TERM INT USR1 USR2
 
-readonly SYS=${KEMPNER_SYS:-/sys} PROC=${KEMPNER_PROC:-/proc} # a test puts trees of its own here
+readonly SYS=${KEMPNER_SYS:-/sys} PROC=${KEMPNER_PROC:-/proc} # tests provide trees of their own
 
 read_line() { # <file>: its first line, or nothing
     local line=''
@@ -91,7 +91,7 @@ on_fabric() { # <interface>: true unless it is known to sit on another InfiniBan
     [[ -z $known || " ${FABRIC[*]}" == *" $known:"* || $FABRICS -lt 2 ]]
 }
 
-has_efa() { # true when there is an Elastic Fabric Adapter, whatever udev has called it
+has_efa() { # true when there is an Elastic Fabric Adapter, whatever name udev gave it
     local device
     for device in "$SYS"/class/infiniband/*; do
         [[ ${device##*/} != efa* && $(readlink "$device/device/driver") != */efa ]] || return 0
@@ -129,7 +129,7 @@ route_to_peer() { # the interface that leads to the first peer that is another h
 
 # --- the choice ------------------------------------------------------------------------------------------------------
 
-choose() { # sets INTERFACE (empty: none will do), NETWORK (its kind) and WHY
+choose() { # sets INTERFACE (empty: none is usable), NETWORK (its kind) and WHY
     local name port
     for name in "${UP[@]}"; do
         if [[ $name == ib* || $(read_line "$SYS/class/net/$name/type") == 32 ]] && on_fabric "$name"; then
@@ -161,7 +161,7 @@ choose() { # sets INTERFACE (empty: none will do), NETWORK (its kind) and WHY
 
 take_given() { # <variable>: checks the user's value; sets INTERFACE to the first interface that it names
     local item name found items value=${!1}
-    [[ $value != ^* ]] || return 0 # NCCL's "any but these" names none
+    [[ $value != ^* ]] || return 0 # NCCL's "^" excludes interfaces and names none
     IFS=, read -ra items <<<"${value#=}"
     for item in "${items[@]}"; do
         found=''
@@ -178,13 +178,13 @@ take_given() { # <variable>: checks the user's value; sets INTERFACE to the firs
     done
 }
 
-is_prefix() { # <interface>: true when another one's name begins with it
+is_prefix() { # <interface>: true when another interface's name begins with this one's
     local name
     for name in "${ALL[@]}"; do [[ $name == "$1" || $name != "$1"* ]] || return 0; done
     return 1
 }
 
-for_nccl() { # <interface>: what NCCL has to be told, which takes a name as a prefix: ib1 would be ib10 too
+for_nccl() { # <interface>: its name for NCCL, which takes a name as a prefix: ib1 would match ib10 too
     if [[ $NETWORK == Slingshot ]]; then
         echo hsn # all of them, hsn0 to hsn3
     elif is_prefix "$1"; then
@@ -198,11 +198,11 @@ set_unset() { # <variable> <value>: exports it unless the user has
     [[ -n ${!1:-} ]] || export "$1=$2"
 }
 
-set_fabric() { # what the fabric needs beside an interface
+set_fabric() { # exports what the fabric needs besides an interface
     case $NETWORK in
         InfiniBand | RoCE)
-            # NCCL takes every active port that it sees: also Ethernet ones beside InfiniBand, and those of another
-            # fabric. "=" takes the names as they are: mlx5_1 is not mlx5_10.
+            # NCCL uses every active port that it sees, Ethernet ports and those of another fabric included. With "="
+            # it takes the names literally: mlx5_1 does not match mlx5_10.
             local hca
             hca="=$(IFS=, && echo "${FABRIC[*]}")"
             if ((${#FABRIC[@]} > 0)) && [[ -z ${NCCL_IB_HCA:-} ]] &&
@@ -229,7 +229,7 @@ set_fabric() { # what the fabric needs beside an interface
     esac
 }
 
-passed_over() { # the other interfaces, and why not: down, without an address, or only not chosen
+passed_over() { # the other interfaces, and why each was not chosen
     local name shown=0 text=''
     for name in "${ALL[@]}"; do
         [[ $name != lo && $name != "$INTERFACE" ]] || continue

@@ -76,7 +76,7 @@ def open_sidecar(directory: str | Path) -> Sidecar:
         return Sidecar.load(path / SIDECAR)
     make = f"`python scripts/prepare_data.py TEXT... --out {directory}`"
     if (path / PROGRESS).is_file():
-        problem = f"the preparation has not finished; run the same {make} again, it goes on"
+        problem = f"the preparation has not finished; run the same {make} again to resume it"
     elif path.is_dir():
         problem = f"no {SIDECAR} in it; make the data by {make}"
     else:
