@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
+from kempner.data.source import IGNORE
 from kempner.evaluate import validate
-from kempner.loss import IGNORE
 from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kempner.data.batch import MicroBatch
-from kempner.loss import IGNORE
+from kempner.data.source import IGNORE
 from kempner.resilience.requests import StopRequests
 
 

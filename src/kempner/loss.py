@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -100  # a target that does not count: padding, another's words
+from kempner.data.source import IGNORE
+
 CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
 TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
 

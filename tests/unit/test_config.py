@@ -572,3 +572,58 @@ def test_the_examples_of_the_page_are_true(tmp_path: Path) -> None:
 
 def load_run(overrides: list[str], *files: Path) -> RunConfig:
     return load(RunConfig, files, ["--data.dataset_path=x", *overrides])
+
+
+# --- Lists of tables --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    path: str = option(REQUIRED, "a directory")
+    weight: float | None = option(None, "its share", minimum=0)
+    sizes: tuple[int, ...] = option((), "any numbers")
+
+
+@dataclass(frozen=True)
+class Mix:
+    seed: int = option(0, "seed")
+    parts: tuple[Part, ...] = option((), "several of them")
+
+
+@dataclass(frozen=True)
+class Mixed:
+    mix: Mix = field(default_factory=Mix)
+
+
+PARTS = (Part("a b"), Part("b", 0.5, (1, 2)))
+
+
+def test_a_list_of_tables_is_read_replaced_and_written_again(folder: Path) -> None:
+    Path("a.toml").write_text(
+        '[mix]\nseed = 1\n[[mix.parts]]\npath = "a b"\n'
+        '[[mix.parts]]\npath = "b"\nweight = 0.5\nsizes = [1, 2]\n'
+    )
+    cfg = read("a.toml", root=Mixed)
+    assert cfg.mix == Mix(1, PARTS)
+    Path("b.toml").write_text(to_toml(cfg))
+    assert read("b.toml", root=Mixed) == cfg and "\n    {path = " in Path("b.toml").read_text()
+    assert as_dict(cfg)["mix"]["parts"][1] == {"path": "b", "weight": 0.5, "sizes": [1, 2]}
+    given = read("a.toml", "--mix.parts=[{path = 'c', weight = 1}]", root=Mixed)
+    assert given.mix.parts == (Part("c", 1.0),) and type(given.mix.parts[0].weight) is float
+    shown = help_text(Mixed, "")
+    assert "--mix.parts [table, ...] []" in shown and "weight float or none [none]" in shown
+
+
+def test_all_that_is_wrong_with_a_list_of_tables_is_said_with_its_place(folder: Path) -> None:
+    Path("a.toml").write_text(
+        '[[mix.parts]]\nwieght = 1\n[[mix.parts]]\npath = 3\nweight = -1\nsizes = ["x"]\n'
+    )
+    assert [line.partition(" must")[0] for line in problems("a.toml", root=Mixed)] == [
+        "a.toml: mix.parts[0].wieght: unknown key; did you mean weight?",
+        "a.toml: mix.parts[0].path:",
+        "a.toml: mix.parts[1].path = 3:",
+        "a.toml: mix.parts[1].weight = -1:",
+        'a.toml: mix.parts[1].sizes = ["x"]:',
+    ]
+    for word in ("--mix.parts=3", "--mix.parts=[3]", "--mix.parts={path = 'a'}"):
+        assert """write '[{path = "a"}]'""" in problem(word, root=Mixed)

@@ -66,9 +66,10 @@ def test_samples_are_windows_of_the_stream_across_shards(
     assert len(data) == (len(stream) - 1) // seq_len
     order = np.random.default_rng(0).permutation(len(data))
     rows = data.read(order)
-    assert rows.dtype == np.int64
-    for i, row in zip(order, rows, strict=True):
-        assert row.tolist() == stream[i * seq_len : (i + 1) * seq_len + 1].tolist()
+    assert rows.inputs.dtype == rows.targets.dtype == np.int64
+    for i, inputs, targets in zip(order, rows.inputs, rows.targets, strict=True):
+        assert inputs.tolist() == stream[i * seq_len : (i + 1) * seq_len].tolist()
+        assert targets.tolist() == stream[i * seq_len + 1 : (i + 1) * seq_len + 1].tolist()
 
 
 def refused(path: Path, *, split: str = "train", seq_len: int = 4, vocab_size: int = 257) -> str:
@@ -177,7 +178,7 @@ def test_rank_0_checks_every_shard_and_other_ranks_open_only_what_they_read(
         open_data(cfg, rank=0)
     data, _ = open_data(cfg, rank=1)
     (path / "train_00001.npy").write_bytes(b"not one")
-    assert data.read(np.array([0]))[0].tolist() == list(range(9))
+    assert data.read(np.array([0])).targets[0].tolist() == list(range(1, 9))
     for sample, problem in ((3, "train_00001.npy: not a .npy file"), (5, "train_00002.npy: No")):
         with pytest.raises(ConfigError, match=problem):
             data.read(np.array([sample]))
@@ -191,11 +192,11 @@ def test_more_shards_than_the_limit_of_open_files(tmp_path: Path) -> None:
         from kempner.data.dataset import TokenDataset
         data = TokenDataset.open(sys.argv[1], "train", 4, 7)
         rows = [data.read(numpy.arange(99)) for _ in range(2)][1]
-        print(rows[[0, 98]].tolist(), "torch" in sys.modules)
+        print(rows.inputs[[0, 98]].tolist(), "torch" in sys.modules)
     """
     run = [sys.executable, "-c", textwrap.dedent(program), str(path)]
     result = subprocess.run(run, capture_output=True, text=True)
-    assert result.stdout.strip() == "[[0, 0, 0, 0, 0], [1, 1, 1, 2, 2]] False", result.stderr
+    assert result.stdout.strip() == "[[0, 0, 0, 0], [1, 1, 1, 2]] False", result.stderr
 
 
 def test_the_section_says_how_to_make_data() -> None:

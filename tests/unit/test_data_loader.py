@@ -25,7 +25,7 @@ from kempner.data.loader import (
     val_batches,
 )
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
-from kempner.loss import IGNORE
+from kempner.data.source import IGNORE, Rows
 
 SEQ_LEN = 3
 SAMPLES = 53  # a prime: epochs end inside batches
@@ -155,7 +155,7 @@ class Slow:
     def __len__(self) -> int:
         return len(self.data)
 
-    def read(self, indices: np.ndarray) -> np.ndarray:
+    def read(self, indices: np.ndarray) -> Rows:
         with self.progress:
             self.reads += 1
             self.progress.notify_all()

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from kempner.config.loading import load
-from kempner.loss import IGNORE, cross_entropy_sum
+from kempner.data.source import IGNORE
+from kempner.loss import cross_entropy_sum
 from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder

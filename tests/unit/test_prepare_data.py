@@ -178,7 +178,7 @@ def test_the_quickstart_source_is_there_and_reads_as_python(tmp_path: Path) -> N
     said = done("--source", "stdlib", "--out", tmp_path / "out", "--workers", "2")
     data = TokenDataset.open(tmp_path / "out", "train", 1024, 257)
     assert len(data) > 3000
-    text = load_tokenizer(tmp_path / "out").decode(data.read(np.arange(20)).ravel().tolist())
+    text = load_tokenizer(tmp_path / "out").decode(data.read(np.arange(20)).inputs.ravel().tolist())
     assert "def " in text and "import " in text
     assert f"--data.dataset_path={tmp_path / 'out'} --model.vocab_size=257" in said
 

@@ -115,14 +115,20 @@ def help_text(root: type, usage: str) -> str:
     for section, options in schema(root).items():
         lines += ["", f"[{section}]"]
         for option in options.values():
-            kind = _type(option)
-            left = f"  --{option.name} {kind} {_default(option)}"
-            limits = f" ({option.limits})" if option.limits and "|" not in kind else ""
-            meaning = textwrap.wrap(option.help + limits, HELP_WIDTH - MEANING_COLUMN)
-            if len(left) < MEANING_COLUMN:
-                left = left.ljust(MEANING_COLUMN) + meaning.pop(0)
-            lines += [left, *(" " * MEANING_COLUMN + line for line in meaning)]
+            lines += _help(option, f"--{option.name}")
+            for key, inner in (option.keys or {}).items():
+                lines += _help(inner, f"  {key}")
     return "\n".join(lines) + "\n"
+
+
+def _help(option: Option, name: str) -> list[str]:
+    kind = _type(option)
+    left = f"  {name} {kind} {_default(option)}"
+    limits = f" ({option.limits})" if option.limits and "|" not in kind else ""
+    meaning = textwrap.wrap(option.help + limits, HELP_WIDTH - MEANING_COLUMN)
+    if len(left) < MEANING_COLUMN:
+        left = left.ljust(MEANING_COLUMN) + meaning.pop(0)
+    return [left, *(" " * MEANING_COLUMN + line for line in meaning)]
 
 
 def _type(option: Option) -> str:

@@ -16,12 +16,12 @@ import difflib
 import hashlib
 import os
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kempner.config import toml
-from kempner.config.option import REQUIRED, ConfigError, Schema, from_text, schema
+from kempner.config.option import REQUIRED, ConfigError, Option, Schema, from_text, schema
 from kempner.config.values import shown, to_text
 
 T = TypeVar("T")
@@ -136,6 +136,10 @@ class _Loader:
             self.values[section][key] = option.convert(value)
         except ValueError as error:
             self._wrong(section, f"{where}: {error}")
+        except ConfigError as error:
+            file_or_word = where.partition(f": {section}.")[0]
+            for problem in error.problems:
+                self._wrong(section, f"{file_or_word}: {problem}")
 
     def _unread(self, problem: str) -> None:
         self.problems.append(problem)
@@ -221,22 +225,34 @@ def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
     """{section: {key: value}} in plain types: what JSON and TOML know, and None."""
     plain: dict[str, dict[str, Any]] = {}
     for section, options in schema(type(cfg)).items():
-        values = {key: getattr(getattr(cfg, section), key) for key in options}
-        plain[section] = {key: _plain(options[key].convert(values[key])) for key in options}
+        plain[section] = _plain_table(getattr(cfg, section), options)
     return plain
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _plain_table(table: Any, options: Mapping[str, Option]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, option in options.items():
+        value = option.convert(getattr(table, key))
+        if option.keys is not None:
+            value = [_plain_table(item, option.keys) for item in value]
+        plain[key] = list(value) if isinstance(value, tuple) else value
+    return plain
 
 
 def to_toml(cfg: Any) -> str:
     """The whole configuration, defaults included, as TOML; load() reads it back to an equal one."""
     blocks = []
     for section, values in as_dict(cfg).items():
-        lines = [f"{key} = {to_text(value)}\n" for key, value in values.items()]
+        lines = [f"{key} = {_lines(value)}\n" for key, value in values.items()]
         blocks.append(f"[{section}]\n" + "".join(lines))
     return "\n".join(blocks)
+
+
+def _lines(value: Any) -> str:
+    """`value` as TOML, each table of a list on a line of its own."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + "".join(f"    {to_text(table)},\n" for table in value) + "]"
+    return to_text(value)
 
 
 def config_hash(cfg: Any) -> str:

@@ -4,7 +4,8 @@
     class TrainConfig:
         max_steps: int = option(1000, "optimizer steps of the whole run", minimum=1)
 
-A field is bool, int, float, str, a tuple of int, float or str, or one of these `| None`.
+A field is bool, int, float, str, a tuple of int, float or str, or one of these `| None`; or a list
+of tables, [[data.sources]]: a tuple of another such dataclass.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import itertools
 import math
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kempner.config import toml
-from kempner.config.values import NOUN, did_you_mean, noun, number, to_text
+from kempner.config.values import NOUN, did_you_mean, noun, number, shown, to_text
 
 EXAMPLE = {bool: "true", int: "1", float: "0.5", str: '"a"'}
 
@@ -71,10 +72,11 @@ class Option:
     choices: Sequence[Any] | None
     minimum: float | None
     maximum: float | None
+    keys: Mapping[str, Option] | None  # of a list of tables: what each may hold; item is its class
 
     @property
     def type_name(self) -> str:
-        name = self.item.__name__
+        name = "table" if self.keys else self.item.__name__
         if self.size is not None:
             name = f"[{name}, ...]" if self.size == 0 else f"[{', '.join([name] * self.size)}]"
         return f"{name} or none" if self.optional else name
@@ -93,13 +95,17 @@ class Option:
     @property
     def example(self) -> str:
         """A value that can stand there, as TOML: the default when it shows the form."""
+        if self.keys is not None:
+            given = [(key, o) for key, o in self.keys.items() if o.default is REQUIRED]
+            return f"[{{{', '.join(f'{key} = {o.example}' for key, o in given)}}}]"
         if self.default and isinstance(self.default, self.item if self.size is None else tuple):
             return to_text(self.default)
         items = ", ".join([EXAMPLE[self.item]] * (self.size or 2))
         return EXAMPLE[self.item] if self.size is None else f"[{items}]"
 
     def convert(self, value: Any) -> Any:
-        """`value` as a value of this option. Raises ValueError("the limit; the fix")."""
+        """`value` as a value of this option. Raises ValueError("the limit; the fix"); of tables
+        ConfigError, with a line for each problem."""
         if self.optional and (value is None or value == "none"):
             return None
         if self.size is None:
@@ -110,7 +116,36 @@ class Option:
             raise ValueError(
                 f"must have {self.size} items, not {len(value)}; write '{self.example}'"
             )
+        if self.keys is not None:
+            return self._tables(value, self.keys)
         return tuple(self._item(item) for item in value)
+
+    def _tables(self, tables: Sequence[Any], keys: Mapping[str, Option]) -> tuple[Any, ...]:
+        result, problems = [], []
+        for i, table in enumerate(tables):
+            if isinstance(table, self.item):
+                result.append(table)
+                continue
+            if not isinstance(table, dict):
+                raise ValueError(f"must be a list of tables; write '{self.example}'")
+            values = {name.replace("-", "_"): value for name, value in table.items()}
+            where, wrong = f"{self.name}[{i}]", []
+            for key, value in values.items():
+                if key not in keys:
+                    wrong.append(f"{where}.{key}: unknown key{did_you_mean(key, keys)}")
+                    continue
+                try:
+                    values[key] = keys[key].convert(value)
+                except ValueError as error:
+                    wrong.append(f"{where}.{key} = {shown(value)}: {error}")
+            for key, option in keys.items():
+                if option.default is REQUIRED and key not in values:
+                    wrong.append(f"{where}.{key}: must be given, {option.type_name}")
+            result += [] if wrong else [self.item(**values)]
+            problems += wrong
+        if problems:
+            raise ConfigError(problems)
+        return tuple(result)
 
     def _item(self, value: Any) -> Any:
         if self.item is float and type(value) is int:
@@ -200,8 +235,14 @@ def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> Option:
         items = typing.get_args(hint)
         size = 0 if items[1:] == (Ellipsis,) else len(items)
         hint = items[0] if size == 0 or len(set(items)) == 1 else None
-    assert hint in (bool, int, float, str), f"{name}: {declared} is not a supported type"
-    result = Option(name, hint, size, optional, field.default, **field.metadata)
+    keys = None
+    if dataclasses.is_dataclass(hint) and size == 0:
+        hints = typing.get_type_hints(hint)
+        columns = dataclasses.fields(hint)
+        keys = {f.name: _option(f"{name}[].{f.name}", hints[f.name], f) for f in columns}
+    else:
+        assert hint in (bool, int, float, str), f"{name}: {declared} is not a supported type"
+    result = Option(name, hint, size, optional, field.default, **field.metadata, keys=keys)
     if field.default is not REQUIRED:
         try:
             result.convert(field.default)

@@ -27,6 +27,8 @@ def to_text(value: Any) -> str:
         return '"none"'
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {to_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import PurePath
 
-from kempner.config.option import option
+from kempner.config.option import REQUIRED, option
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    path: str = option(REQUIRED, "directory of token shards")
+    name: str = option("", "its name in metrics and messages; unset: the last part of path")
+    weight: float | None = option(
+        None, "its share of the samples, relative to the others; unset: its size", minimum=0.0
+    )
+    max_epochs: int | None = option(
+        None, "how often each sample is used at most; the others take its share then", minimum=1
+    )
+
+    @property
+    def label(self) -> str:
+        return self.name or PurePath(self.path).name
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    start_step: int | None = option(None, "the step that begins it, counted from 0", minimum=1)
+    start_token: int | None = option(
+        None, "the number of tokens trained on after which it begins", minimum=1
+    )
+    weights: tuple[float, ...] = option(
+        (), "weights in the order of data.sources; unset: those of the sources", minimum=0.0
+    )
+    lr_scale: float = option(1.0, "factor of the scheduled learning rate", minimum=0.0)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     dataset_path: str = option("", "directory of token shards made by scripts/prepare_data.py")
+    sources: tuple[SourceConfig, ...] = option(
+        (), "several data sets, in place of dataset_path; [[data.sources]] in a file"
+    )
+    temperature: float = option(
+        1.0,
+        "shares are proportional to weight^(1/temperature); large: all alike",
+        minimum=1e-3,
+        maximum=1e6,
+    )
+    phases: tuple[PhaseConfig, ...] = option(
+        (), "changes of the weights or the learning rate; [[data.phases]] in a file"
+    )
     seed: int = option(0, "shuffling seed", minimum=0)
     prefetch: int = option(
         2,
@@ -18,11 +60,39 @@ class DataConfig:
         maximum=1024,
     )
 
+    @property
+    def mixed(self) -> tuple[SourceConfig, ...]:
+        """The sources; dataset_path alone is one."""
+        return self.sources or (SourceConfig(self.dataset_path),)
+
     def problems(self) -> list[str]:
-        if not self.dataset_path:
+        if not self.dataset_path and not self.sources:
             return [
                 'data.dataset_path = "": must name a directory of token shards; make one with '
                 "`python scripts/prepare_data.py TEXT... --out data/NAME` and give "
                 "--data.dataset_path=data/NAME"
             ]
-        return []
+        found = []
+        if self.dataset_path and self.sources:
+            found.append(
+                "data.dataset_path: not together with data.sources; make it one of these, or give "
+                '--data.dataset_path=""'
+            )
+        names = Counter(source.label for source in self.mixed)
+        found += [
+            f"data.sources: {count} have the name {name}; give each a name of its own"
+            for name, count in names.items()
+            if count > 1
+        ]
+        for i, phase in enumerate(self.phases):
+            where = f"data.phases[{i}]"
+            if (phase.start_step is None) == (phase.start_token is None):
+                found.append(f"{where}: must have either start_step or start_token; write one")
+            if len(phase.weights) not in (0, len(self.mixed)):
+                found.append(
+                    f"{where}.weights: {len(phase.weights)} weights for {len(self.mixed)} "
+                    "sources; write one for each, in the order of data.sources"
+                )
+            elif phase.weights and not any(phase.weights):
+                found.append(f"{where}.weights: all are 0; at least one must not be")
+        return found

@@ -8,11 +8,14 @@ cross the end of a shard. The last tokens, too few for a sample, are not used.
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 import re
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
-from kempner.data.permute import Int64
 from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
+from kempner.data.source import Int64, Rows
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -41,6 +44,7 @@ class TokenDataset:
         self, path: Path, sidecar: Sidecar, split: str, seq_len: int, vocab_size: int
     ) -> None:
         """Use open(): it checks what this takes for granted."""
+        self.name = path.name
         self.path = path
         self.sidecar = sidecar
         self.seq_len = seq_len
@@ -89,8 +93,13 @@ class TokenDataset:
         """Samples."""
         return int((self._starts[-1] - 1) // self.seq_len)
 
-    def read(self, indices: Int64) -> Int64:
-        """Samples `indices` [N], in that order: int64 [N, seq_len + 1].
+    def identity(self) -> dict[str, Any]:
+        """The shards, as the sidecar has them: their tokens are the samples."""
+        shards = json.dumps([asdict(shard) for shard in self._shards])
+        return {"tokens": hashlib.sha256(shards.encode()).hexdigest()[:16]}
+
+    def read(self, indices: Int64) -> Rows:
+        """Samples `indices` [N], in that order.
 
         Raises DataError when a shard differs from the sidecar, or, with shard and offset, when a
         token is outside the model's vocabulary.
@@ -108,7 +117,7 @@ class TokenDataset:
                 row[have : len(tokens)] = tokens[have:]
         if rows.size and rows.max() >= self.vocab_size:
             self._complain(indices, rows)
-        return rows
+        return Rows(rows[:, :-1], rows[:, 1:])
 
     @functools.cached_property
     def _map(self) -> Callable[[int], Tokens]:

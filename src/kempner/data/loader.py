@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from kempner.data.batch import MicroBatch
-from kempner.data.dataset import TokenDataset
-from kempner.data.permute import Int64, epoch_seed, permute
-from kempner.loss import IGNORE
+from kempner.data.permute import epoch_seed, permute
+from kempner.data.source import IGNORE, Int64, Rows, Source
 
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
 
@@ -47,7 +46,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: Source,
         *,
         seed: int,
         batch: int,
@@ -111,9 +110,9 @@ class TrainLoader:
 
     def _read(self, position: int) -> list[MicroBatch]:
         indices = self.sample_numbers(position + self._rank * self._share, self._share)
-        rows = self._dataset.read(indices)  # [share, T + 1]
+        rows = self._dataset.read(indices)
         return [
-            _tensors(rows[i : i + self._micro], self._pin)
+            _tensors(rows, slice(i, i + self._micro), self._pin)
             for i in range(0, self._share, self._micro)
         ]
 
@@ -156,7 +155,7 @@ class _Reader:
 
 
 def val_batches(
-    dataset: TokenDataset,
+    dataset: Source,
     *,
     samples: int | None,
     micro: int,
@@ -173,7 +172,7 @@ def val_batches(
     for start in range(0, total, micro * world):
         mine = start + rank * micro
         numbers = sample_numbers(mine, max(0, min(micro, total - mine)), size, VALIDATION_SEED)
-        batch = _tensors(dataset.read(numbers), pin=False)
+        batch = _tensors(dataset.read(numbers), slice(None), pin=False)
         inputs, targets = batch.inputs, batch.targets
         if missing := micro - len(numbers):
             inputs = torch.cat([inputs, inputs.new_zeros(missing, dataset.seq_len)])
@@ -181,7 +180,7 @@ def val_batches(
         yield MicroBatch(inputs, targets)
 
 
-def reading_speed(dataset: TokenDataset, micro: int, seconds: float = 2.0) -> float:
+def reading_speed(dataset: Source, micro: int, seconds: float = 2.0) -> float:
     """Tokens per second that one core reads, shuffles and makes into tensors, without prefetch."""
     loader = TrainLoader(dataset, seed=0, batch=micro, rank=0, world=1, micro=micro, prefetch=0)
     next(loader)
@@ -191,9 +190,9 @@ def reading_speed(dataset: TokenDataset, micro: int, seconds: float = 2.0) -> fl
     return (loader.position - first) * dataset.seq_len / elapsed
 
 
-def _tensors(rows: Int64, pin: bool) -> MicroBatch:
-    """rows [B, T + 1] -> inputs and targets [B, T], each contiguous."""
-    inputs = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
-    targets = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
+def _tensors(rows: Rows, part: slice, pin: bool) -> MicroBatch:
+    """Some of the rows as tensors, each contiguous."""
+    inputs = torch.from_numpy(np.ascontiguousarray(rows.inputs[part]))
+    targets = torch.from_numpy(np.ascontiguousarray(rows.targets[part]))
     batch = MicroBatch(inputs, targets)
     return batch.pin_memory() if pin else batch

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-Int64 = NDArray[np.int64]
+from kempner.data.source import Int64
 
 ROUNDS = 8
 MASK = 2**64 - 1

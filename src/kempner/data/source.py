@@ -1,0 +1,46 @@
+"""What the loader reads from: a data set whose samples are numbered. N samples, T tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+Int32 = NDArray[np.int32]
+
+IGNORE = -100  # a target that does not count: padding, or a masked token
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples as they are read; `targets` are what follows each of `inputs`."""
+
+    inputs: Int64  # [N, T]
+    targets: Int64  # [N, T]; -100 does not count: the loss mask
+    documents: Int32 | None = None  # [N, T]: which document of its row, from 0; None: one a row
+
+
+class Source(Protocol):
+    """A data set of one split, for one sequence length. Reading it is safe in any thread.
+
+    What sample `index` holds follows from the index and the files alone, never from what was read
+    before: the order, the mixture and the share of each rank are the loader's.
+    """
+
+    name: str
+    seq_len: int
+
+    def __len__(self) -> int:
+        """Samples."""
+        ...
+
+    def read(self, indices: Int64) -> Rows:
+        """Samples `indices` [N], each in 0 to len - 1, in that order."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What its samples follow from, as JSON: a run resumes only while this stays the same."""
+        ...
