@@ -79,10 +79,10 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     import torch
 
     host = socket.gethostname()
-    if kind == "auto" and not torch.cuda.is_available() and (gpu := _unusable_gpu()):
+    if kind != "cpu" and not torch.cuda.is_available() and (gpu := gpu_on_the_bus()):
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
         raise ConfigError(
-            f"distributed.device = 'auto': {host} has {gpu} GPUs and the job was given some, but "
+            f"distributed.device = {kind!r}: {host} has {gpu} GPUs and the job was given some, but "
             f"torch {torch.__version__} (built with {build}) cannot use them; look at nvidia-smi "
             "there and install a torch that fits the driver, or set distributed.device=cpu"
         )
@@ -104,7 +104,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-def _unusable_gpu() -> str | None:
+def gpu_on_the_bus() -> str | None:
     """The maker of the GPUs on this host's PCI bus, when SLURM has given some to the job. SLURM
     alone is not enough: a test cluster counts GPUs that do not exist."""
     given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("SLURM_GPUS_ON_NODE")

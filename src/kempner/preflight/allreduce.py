@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from kempner.nccl_transport import LOG_SETTINGS, transport_of
+from kempner.process_group import pick_device
 
 BUDGET_S = 0.5  # for one all-reduce: after one that took longer, no larger message is tried
 REPEATS = 10  # of the largest message, if they fit into the budget; the fastest counts
@@ -101,11 +102,9 @@ def measure_allreduce(
     figure does not depend on the number n of ranks (github.com/NVIDIA/nccl-tests,
     doc/PERFORMANCE.md). With NCCL also transport: what NCCL says it uses between nodes.
     """
-    device = torch.device("cpu")
+    device = pick_device(kind, local_rank)
     if kind == "cuda":
         os.environ.update(LOG_SETTINGS, NCCL_DEBUG_FILE=str(nccl_log))
-        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
-        torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         store=store,

@@ -20,12 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
 from kempner.preflight.channel import Task
-from kempner.process_group import World, discover
+from kempner.process_group import World, discover, gpu_on_the_bus
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
 # Queried one by one, because nvidia-smi refuses a whole query for one name that it does not know.
@@ -85,6 +86,7 @@ def describe_node(local_rank: int) -> dict[str, Any]:
         return node
     return node | {
         "gpus": gpus_seen(),
+        "real_gpus": torch.cuda.is_available() or gpu_on_the_bus() is not None,
         "gpu_faults": gpu_faults(),
         "memory_free": memory_free(),
         "network": os.environ.get("KEMPNER_NETWORK", ""),
