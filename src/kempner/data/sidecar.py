@@ -16,6 +16,8 @@ from kempner.files import write_atomic
 SIDECAR = "dataset.json"
 PROGRESS = "dataset.partial.json"  # the record of a preparation that has not finished
 TOKENIZER = "tokenizer.json"
+BAD_LINES = "bad_lines.txt"  # lines of JSON that were left out, as file:line: reason
+UNITS = "units"  # what the tasks of a job have encoded so far: units.py
 FORMAT = 1
 SPLITS = ("train", "val")
 

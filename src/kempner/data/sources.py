@@ -12,7 +12,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,20 +51,19 @@ class Piece:
 class BadLine:
     """A line of JSON that holds no document."""
 
-    piece: Piece
-    number: int  # in the piece, from 0
+    path: str
+    name: str  # of the source
+    piece: int  # in its unit, from 0
+    number: int  # in that piece, from 0; of Writer.bad_lines: in the file, from 1
     reason: str
 
-    def __str__(self) -> str:
-        """`file:line: reason`; counts the lines before, so only for those that are shown."""
-        with open(self.piece.source.path, "rb") as file:
-            before = sum(
-                chunk.count(b"\n")
-                for chunk in iter(
-                    lambda: file.read(min(1 << 20, self.piece.start - file.tell())), b""
-                )
-            )
-        return f"{self.piece.source.path}:{before + self.number + 1}: {self.reason}"
+
+@dataclass
+class Lines:
+    """What is known of the lines of a piece of JSON when its documents have been read."""
+
+    count: int = 0
+    bad: list[tuple[int, str]] = field(default_factory=list)  # number, from 0, and reason
 
 
 def find(inputs: Iterable[str], exclude: Path) -> list[Source]:
@@ -181,8 +180,8 @@ def _inside(following: bytes) -> int:
     return len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 
-def documents(piece: Piece, text_key: str, bad: list[BadLine]) -> Iterator[str]:
-    """The documents of one piece, empty ones included. Bad lines of JSON are appended to `bad`.
+def documents(piece: Piece, text_key: str, lines: Lines) -> Iterator[str]:
+    """The documents of one piece, empty ones included; those of JSON are counted in `lines`.
     Raises DataError, or Undecodable."""
     if piece.source.kind == "parquet":
         yield from _parquet_documents(piece, text_key)
@@ -195,7 +194,8 @@ def documents(piece: Piece, text_key: str, bad: list[BadLine]) -> Iterator[str]:
     if piece.start == 0:
         data = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     if piece.source.kind == "jsonl":
-        yield from _json_documents(piece, data, text_key, bad)
+        lines.count = data.count(b"\n")
+        yield from _json_documents(data, text_key, lines)
     else:
         yield _decode(piece, data)
 
@@ -213,14 +213,14 @@ def _decode(piece: Piece, data: bytes) -> str:
     raise Undecodable(piece.source.path)
 
 
-def _json_documents(piece: Piece, data: bytes, text_key: str, bad: list[BadLine]) -> Iterator[str]:
+def _json_documents(data: bytes, text_key: str, lines: Lines) -> Iterator[str]:
     for number, line in enumerate(data.split(b"\n")):
         if not line.strip():
             continue
         try:
             yield _text(line, text_key)
         except ValueError as error:
-            bad.append(BadLine(piece, number, str(error)))
+            lines.bad.append((number, str(error)))
 
 
 def _text(line: bytes, text_key: str) -> str:
