@@ -2,6 +2,7 @@
 
     python scripts/prepare_data.py corpus/ more.jsonl --out data/corpus --train-bpe 32000
     python scripts/prepare_data.py --source stdlib --out data/quickstart
+    python scripts/prepare_data.py chat.jsonl --out data/chat --kind chat --tokenizer models/qwen
 
 Inputs: text files of any kind, JSON lines (.jsonl), Parquet (.parquet), directories of these.
 After a kill or an interrupt, run the same command again: it resumes after the last whole shard.
@@ -22,7 +23,7 @@ from typing import Any
 
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.data import encode, sources
+from kempner.data import chat, chat_dataset, encode, sources
 from kempner.data.shards import Writer, earlier, locked, remarks
 from kempner.data.sidecar import (
     PROGRESS,
@@ -30,6 +31,7 @@ from kempner.data.sidecar import (
     SPLITS,
     TOKENIZER,
     DataError,
+    Shard,
     Sidecar,
 )
 from kempner.data.tokenizer import (
@@ -83,6 +85,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--skip-bad-lines", action="store_true", help=skip)
     held_out = "fraction of documents held out for validation (default: 0.01)"
     add("--val-fraction", type=float, default=0.01, help=held_out)
+    chat.add_options(parser)
     tokens = "tokens per shard (default: 100000000)"
     add("--shard-tokens", type=int, default=100_000_000, help=tokens)
     add("--workers", type=int, help="processes (default: the cores of this job)")
@@ -116,7 +119,7 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
             options.workers is not None and options.workers < 1
         ),
     }
-    return [problem for problem, wrong in checks.items() if wrong]
+    return [problem for problem, wrong in checks.items() if wrong] + chat.wrong_options(options)
 
 
 def prepare_data(options: argparse.Namespace, out: Path) -> None:
@@ -126,13 +129,14 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
     settings = {
         **tokenizer,
         "inputs": sources.fingerprint(dict.fromkeys(p.source for unit in units for p in unit)),
-        "text_key": options.text_key,
+        **({"text_key": options.text_key} if options.kind == "text" else chat.settings(options)),
         "val_fraction": options.val_fraction,
         "shard_tokens": options.shard_tokens,
     }
     progress = {"units": 0, "empty": 0, "skipped": 0, "skipped_names": [], "bad_lines": 0}
     prepared = {"settings": settings, "progress": progress}
-    new = Sidecar({}, settings["dtype"], 0, 0, {split: [] for split in SPLITS}, prepared)
+    splits: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+    new = Sidecar({}, settings["dtype"], 0, 0, splits, prepared, options.kind)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         sidecar = earlier(out, new, options.overwrite)
@@ -186,16 +190,19 @@ def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
     path = Path(options.tokenizer).expanduser()
+    if path.is_dir():  # a model's
+        path /= TOKENIZER
     if not path.is_file():
         raise DataError(
-            f"--tokenizer {options.tokenizer}: no such file; give `bytes` or a tokenizer.json"
+            f"--tokenizer {options.tokenizer}: no such file; give `bytes` or a tokenizer.json, or "
+            "a directory that has one"
         )
     copy = Path(options.out).expanduser() / TOKENIZER
     if copy.exists() and copy.samefile(path):
         raise DataError(
             f"--tokenizer {path}: belongs to the data in --out; copy it elsewhere first"
         )
-    return FileTokenizer(path, eod=options.eod)
+    return FileTokenizer(path, eod=chat.end_of_turn(options) or options.eod)
 
 
 def make_tokenizer(
@@ -220,8 +227,9 @@ def make_tokenizer(
     if options.tokenizer == "bytes":
         return ByteTokenizer()
     tokenizer = given_tokenizer(options)
-    content = Path(options.tokenizer).expanduser().read_bytes()
-    write_atomic(out / TOKENIZER, content)
+    write_atomic(out / TOKENIZER, tokenizer.path.read_bytes())
+    if options.kind != "text":
+        chat.write_template(options, out)
     return tokenizer
 
 
@@ -261,6 +269,7 @@ def write_shards(
         dtype=sidecar.dtype,
         text_key=options.text_key,
         val_fraction=options.val_fraction,
+        chat=None if options.kind == "text" else chat.encoding(options, out),
     )
     workers = min(options.workers or len(os.sched_getaffinity(0)), max(1, len(left)))
     size = [sum(piece.size for piece in unit) for unit in units]
@@ -291,7 +300,8 @@ def report(out: Path, sidecar: Sidecar) -> None:
         print(
             f"  {split:5} {tokens:>15,} tokens  {documents:>11,} documents  {len(shards):>5} shards"
         )
-    for remark in remarks(sidecar.prepared["progress"]):
+    packing = [] if sidecar.kind == "text" else chat_dataset.packing_table(out, sidecar)
+    for remark in [*packing, *remarks(sidecar.prepared["progress"])]:
         print(f"  {remark}")
     print(
         f"  tokenizer {sidecar.tokenizer['name']}, vocabulary {sidecar.vocab_size}, {sidecar.dtype}"

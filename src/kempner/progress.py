@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.data.batch import MicroBatch
-    from kempner.data.dataset import TokenDataset
     from kempner.data.loader import TrainLoader
+    from kempner.data.source import Source
     from kempner.parallel.layout import Layout
     from kempner.run_directory import Run
 
@@ -70,14 +70,19 @@ def open_checkpointer(
     return Checkpointer(cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
 
 
-def open_data(cfg: RunConfig, rank: int) -> tuple[TokenDataset, TokenDataset | None]:
+def open_data(cfg: RunConfig, rank: int) -> tuple[Source, Source | None]:
     """The training split and, when the run validates, the held-out one. Rank 0 checks all shards;
     the others open none before they read from it. Raises ConfigError."""
+    from kempner.data.chat_dataset import ChatDataset
     from kempner.data.dataset import TokenDataset
+    from kempner.data.sidecar import open_sidecar
 
-    def split(name: str) -> TokenDataset:
-        return TokenDataset.open(
-            cfg.data.dataset_path, name, cfg.train.seq_len, cfg.model.vocab_size, rank == 0
+    def split(name: str) -> Source:
+        path, seq_len, vocab_size = cfg.data.dataset_path, cfg.train.seq_len, cfg.model.vocab_size
+        if open_sidecar(path).kind == "text":
+            return TokenDataset.open(path, name, seq_len, vocab_size, rank == 0)
+        return ChatDataset.open(
+            path, name, seq_len, vocab_size, rank == 0, too_long=cfg.data.too_long
         )
 
     return split("train"), split("val") if cfg.eval.interval else None

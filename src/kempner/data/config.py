@@ -52,6 +52,11 @@ class DataConfig:
     phases: tuple[PhaseConfig, ...] = option(
         (), "changes of the weights or the learning rate; [[data.phases]] in a file"
     )
+    too_long: str = option(
+        "drop",
+        "what to do with conversations longer than train.seq_len: drop them, or cut off their end",
+        choices=("drop", "cut"),
+    )
     seed: int = option(0, "shuffling seed", minimum=0)
     prefetch: int = option(
         2,

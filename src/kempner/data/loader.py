@@ -19,6 +19,7 @@ import torch
 from kempner.data.batch import MicroBatch
 from kempner.data.permute import epoch_seed, permute
 from kempner.data.source import IGNORE, Int64, Rows, Source
+from kempner.model.attention import Documents
 
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
 
@@ -172,12 +173,10 @@ def val_batches(
     for start in range(0, total, micro * world):
         mine = start + rank * micro
         numbers = sample_numbers(mine, max(0, min(micro, total - mine)), size, VALIDATION_SEED)
-        batch = _tensors(dataset.read(numbers), slice(None), pin=False)
-        inputs, targets = batch.inputs, batch.targets
+        rows = dataset.read(numbers)
         if missing := micro - len(numbers):
-            inputs = torch.cat([inputs, inputs.new_zeros(missing, dataset.seq_len)])
-            targets = torch.cat([targets, targets.new_full((missing, dataset.seq_len), IGNORE)])
-        yield MicroBatch(inputs, targets)
+            rows = _padded(rows, missing)
+        yield _tensors(rows, slice(None), pin=False)
 
 
 def reading_speed(dataset: Source, micro: int, seconds: float = 2.0) -> float:
@@ -194,5 +193,22 @@ def _tensors(rows: Rows, part: slice, pin: bool) -> MicroBatch:
     """Some of the rows as tensors, each contiguous."""
     inputs = torch.from_numpy(np.ascontiguousarray(rows.inputs[part]))
     targets = torch.from_numpy(np.ascontiguousarray(rows.targets[part]))
-    batch = MicroBatch(inputs, targets)
+    documents = None
+    if rows.documents is not None:
+        index = torch.from_numpy(np.ascontiguousarray(rows.documents[part]))
+        documents = Documents.of(index, reset_positions=True)
+    batch = MicroBatch(inputs, targets, documents)
     return batch.pin_memory() if pin else batch
+
+
+def _padded(rows: Rows, missing: int) -> Rows:
+    """With rows that do not count."""
+    more = (missing, rows.inputs.shape[1])
+    documents = rows.documents
+    if documents is not None:
+        documents = np.concatenate([documents, np.zeros(more, np.int32)])
+    return Rows(
+        np.concatenate([rows.inputs, np.zeros(more, np.int64)]),
+        np.concatenate([rows.targets, np.full(more, IGNORE, np.int64)]),
+        documents,
+    )

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kempner.config.option import ConfigError
+from kempner.data import chat_marks
 from kempner.data.encode import SHOWN, Encoded
 from kempner.data.sidecar import (
     PROGRESS,
@@ -86,26 +87,36 @@ class Writer:
             return
         want = round(fraction * total) - self.sidecar.tokens("val")
         tokens = np.concatenate([*self._pending["train"], *self._pending["val"]])
-        train, held_out = split_tail(tokens, want, self.sidecar.eod)
+        if self.sidecar.kind == "text":
+            train, held_out = split_tail(tokens, want, self.sidecar.eod)
+        else:
+            train, held_out = chat_marks.split_tail(tokens, want, self.sidecar.kind)
         self._pending = {"train": [train], "val": [held_out]}
 
     def _flush(self) -> None:
         splits = dict(self.sidecar.splits)
         for split, parts in self._pending.items():
             if sum(map(len, parts)):
-                name = f"{split}_{len(splits[split]):05d}.npy"
-                write_atomic(self.directory / name, _npy(parts))
-                splits[split] = [*splits[split], self._describe(name, parts)]
+                name = f"{split}_{len(splits[split]):05d}"
+                splits[split] = [*splits[split], self._write(name, parts)]
         self._pending = {split: [] for split in SPLITS}
         prepared = {**self.sidecar.prepared, "progress": dict(self._count)}
         self.sidecar = replace(self.sidecar, splits=splits, prepared=prepared)
         self.sidecar.save(self.directory / PROGRESS)
 
-    def _describe(self, name: str, parts: list[Tokens]) -> Shard:
+    def _write(self, name: str, parts: list[Tokens]) -> Shard:
+        if self.sidecar.kind == "text":
+            documents = sum(int(np.count_nonzero(part == self.sidecar.eod)) for part in parts)
+        else:
+            parts, beside = chat_marks.take_apart(parts, self.sidecar.dtype)
+            documents = len(beside["ends"])
+            for what, array in beside.items():
+                write_atomic(self.directory / f"{name}.{what}.npy", _npy([array]))
+        write_atomic(self.directory / f"{name}.npy", _npy(parts))
         return Shard(
-            file=name,
+            file=f"{name}.npy",
             tokens=sum(map(len, parts)),
-            documents=sum(int(np.count_nonzero(part == self.sidecar.eod)) for part in parts),
+            documents=documents,
             max_id=max(int(part.max()) for part in parts if len(part)),
         )
 

@@ -40,6 +40,9 @@ class Sidecar:
     eod: int  # ends each document
     splits: dict[str, list[Shard]]
     prepared: dict[str, Any]  # the settings and inputs that it was made from
+    kind: str = (
+        "text"  # of chat and preference, the shards have `.loss_mask` and `.ends` beside them
+    )
     format: int = FORMAT
 
     def tokens(self, split: str) -> int:

@@ -1,4 +1,5 @@
 """Inputs -> documents. A file is text (one document), JSON lines or Parquet (one document a row).
+Chat data are rows of the latter two.
 
 Work is cut into pieces that any process can read alone: a range of bytes of a text file or of JSON
 lines, a row group of Parquet. The cuts depend on the files alone, never on the number of workers.
@@ -57,6 +58,10 @@ class BadLine:
 
     def __str__(self) -> str:
         """`file:line: reason`; counts the lines before, so only for those that are shown."""
+        if self.piece.source.kind == "parquet":
+            metadata = _parquet(self.piece.source).metadata
+            earlier = sum(metadata.row_group(i).num_rows for i in range(self.piece.start))
+            return f"{self.piece.source.path}: row {earlier + self.number + 1}: {self.reason}"
         with open(self.piece.source.path, "rb") as file:
             before = sum(
                 chunk.count(b"\n")
@@ -187,17 +192,47 @@ def documents(piece: Piece, text_key: str, bad: list[BadLine]) -> Iterator[str]:
     if piece.source.kind == "parquet":
         yield from _parquet_documents(piece, text_key)
         return
+    data = _read(piece)
+    if piece.source.kind == "jsonl":
+        yield from _json_documents(piece, data, text_key, bad)
+    else:
+        yield _decode(piece, data)
+
+
+def rows(piece: Piece, bad: list[BadLine]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of one piece with their numbers in it, from 0. Bad lines of JSON are appended to
+    `bad`. Raises DataError."""
+    if piece.source.kind == "parquet":
+        batches = _parquet(piece.source).iter_batches(row_groups=[piece.start], batch_size=1024)
+        every = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from ((number, _without_none(row)) for number, row in enumerate(every))
+        return
+    if piece.source.kind == "text":
+        raise DataError(
+            f"{piece.source.path}: chat data are rows of .jsonl, .ndjson or .parquet; convert it"
+        )
+    for number, line in enumerate(_read(piece).split(b"\n")):
+        if line.strip():
+            try:
+                yield number, _row(line)
+            except ValueError as error:
+                bad.append(BadLine(piece, number, str(error)))
+
+
+def _without_none(value: Any) -> Any:
+    """Arrow fills in the keys that an object does not have but others of its column do."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _read(piece: Piece) -> bytes:
     with open(piece.source.path, "rb") as file:
         file.seek(piece.start)
         data = file.read(piece.end - piece.start)
     if len(data) != piece.end - piece.start:
         raise DataError(f"{piece.source.path}: became shorter while it was read")
-    if piece.start == 0:
-        data = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-    if piece.source.kind == "jsonl":
-        yield from _json_documents(piece, data, text_key, bad)
-    else:
-        yield _decode(piece, data)
+    return data.removeprefix(b"\xef\xbb\xbf") if piece.start == 0 else data  # a byte order mark
 
 
 def _decode(piece: Piece, data: bytes) -> str:
@@ -223,14 +258,19 @@ def _json_documents(piece: Piece, data: bytes, text_key: str, bad: list[BadLine]
             bad.append(BadLine(piece, number, str(error)))
 
 
-def _text(line: bytes, text_key: str) -> str:
-    """The document in a line of JSON. Raises ValueError that says why there is none."""
+def _row(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"not a JSON object but {type(row).__name__}")
+    return row
+
+
+def _text(line: bytes, text_key: str) -> str:
+    """The document in a line of JSON. Raises ValueError that says why there is none."""
+    row = _row(line)
     if text_key not in row:
         raise ValueError(f"no key {text_key!r} (has: {', '.join(row)}); choose by --text-key")
     text = row[text_key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ BPE_MINIMUM = 257  # 256 bytes and the end of the document
 
 
 Tokens = NDArray[np.integer[Any]]  # 1-D
+Span = tuple[int, int]  # characters, from and to
 
 
 class Tokenizer(Protocol):
@@ -70,6 +71,7 @@ class FileTokenizer:
     def __init__(self, path: Path, *, eod: str | int | None = None, name: str = "") -> None:
         """`eod`: the end-of-document token or its id; None looks for one of the usual names."""
         package = need("tokenizers")
+        self.path = path
         try:
             data = path.read_bytes()
             self._tokenizer = package.Tokenizer.from_buffer(data)
@@ -98,6 +100,16 @@ class FileTokenizer:
             [_clean(text) for text in texts], add_special_tokens=False
         )
         return [np.array([*encoding.ids, self.eod], np.uint32) for encoding in encodings]
+
+    def encode_rendered(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Span]]]:
+        """Ids and the characters that each was made from, for what a chat template has written:
+        there a special token that is spelled out is one."""
+        self._tokenizer.encode_special_tokens = False
+        encodings = self._tokenizer.encode_batch(
+            [_clean(text) for text in texts], add_special_tokens=False
+        )
+        self._tokenizer.encode_special_tokens = True
+        return ((encoding.ids, encoding.offsets) for encoding in encodings)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids))
