@@ -2,18 +2,21 @@
 
     python scripts/prepare_data.py corpus/ more.jsonl --out data/corpus --train-bpe 32000
     python scripts/prepare_data.py --source stdlib --out data/quickstart
-    python scripts/prepare_data.py chat.jsonl --out data/chat --kind chat --tokenizer models/qwen
+    python scripts/prepare_data.py chats.jsonl --out data/chat --kind chat --tokenizer MODEL
 
 Inputs: text files of any kind, JSON lines (.jsonl), Parquet (.parquet), directories of these.
 After a kill or an interrupt, run the same command again: it resumes after the last whole shard.
+On many nodes of a cluster: sbatch --nodes=N scripts/slurm/prepare.sh with the same arguments.
 Exit code 0 done, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -24,12 +27,15 @@ from typing import Any
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data import chat, chat_dataset, encode, sources
-from kempner.data.shards import Writer, earlier, locked, remarks
+from kempner.data.prepare import Work, encode_share, write_shards
+from kempner.data.shards import begun, earlier, locked, remarks
 from kempner.data.sidecar import (
+    BAD_LINES,
     PROGRESS,
     SIDECAR,
     SPLITS,
     TOKENIZER,
+    UNITS,
     DataError,
     Shard,
     Sidecar,
@@ -43,11 +49,12 @@ from kempner.data.tokenizer import (
     tokenizer_of,
     train_bpe,
 )
+from kempner.data.units import number_units
 from kempner.files import write_atomic
+from kempner.process_group import discover
 
 UNIT_BYTES = 4 << 20  # of input to one task of a worker
 BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more hardly changes it
-BAD_LINES = 1000  # of JSON: enough to stop looking for more
 
 
 def main(argv: list[str]) -> int:
@@ -77,11 +84,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", required=True, help="directory for the shards")
     stdlib = "use the source code of Python's standard library in place of inputs"
     add("--source", choices=["stdlib"], help=stdlib)
-    add("--tokenizer", default="bytes", metavar="FILE", help="a tokenizer.json (default: bytes)")
+    given = "a tokenizer.json, or a directory with one, such as a model's (default: bytes)"
+    add("--tokenizer", default="bytes", metavar="FILE", help=given)
     add("--eod", metavar="TOKEN", help="the tokenizer.json's end-of-document token")
     add("--train-bpe", type=int, metavar="N", help="first train a byte-level BPE of N tokens")
     add("--text-key", default="text", help="key or column that holds the text (default: text)")
-    skip = "leave out bad lines of JSON, and count them (default: name them and stop)"
+    skip = f"leave out bad lines of JSON, named in {BAD_LINES} (default: name them and stop)"
     add("--skip-bad-lines", action="store_true", help=skip)
     held_out = "fraction of documents held out for validation (default: 0.01)"
     add("--val-fraction", type=float, default=0.01, help=held_out)
@@ -90,6 +98,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--shard-tokens", type=int, default=100_000_000, help=tokens)
     add("--workers", type=int, help="processes (default: the cores of this job)")
     add("--overwrite", action="store_true", help="replace existing data in --out that differ")
+    only = "one part of the work, as prepare.sh does it: begin, then the units in every task"
+    add("--only", choices=["begin", "units"], help=only)
     options = parser.parse_args(argv)
     if problems := wrong_options(options):
         parser.error("\n  ".join(problems))
@@ -123,28 +133,37 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
 
 
 def prepare_data(options: argparse.Namespace, out: Path) -> None:
-    units, tokenizer = all_or_errors(
+    pieces, tokenizer = all_or_errors(
         lambda: find_units(options, out), lambda: tokenizer_settings(options)
     )
     settings = {
         **tokenizer,
-        "inputs": sources.fingerprint(dict.fromkeys(p.source for unit in units for p in unit)),
+        "inputs": sources.fingerprint(dict.fromkeys(p.source for unit in pieces for p in unit)),
         **({"text_key": options.text_key} if options.kind == "text" else chat.settings(options)),
         "val_fraction": options.val_fraction,
         "shard_tokens": options.shard_tokens,
     }
-    progress = {"units": 0, "empty": 0, "skipped": 0, "skipped_names": [], "bad_lines": 0}
+    nothing = {"units": 0, "empty": 0, "skipped": 0, "skipped_names": []}
+    progress = {**nothing, "bad_lines": 0, "lines": 0}
     prepared = {"settings": settings, "progress": progress}
     splits: dict[str, list[Shard]] = {split: [] for split in SPLITS}
     new = Sidecar({}, settings["dtype"], 0, 0, splits, prepared, options.kind)
     out.mkdir(parents=True, exist_ok=True)
+    if options.only == "units":
+        with locked(out, fcntl.LOCK_SH):
+            encode_share(work(options, out, pieces, begun(out, new)), discover())
+        return
     with locked(out):
         sidecar = earlier(out, new, options.overwrite)
-        if (out / SIDECAR).is_file():
-            (out / PROGRESS).unlink(missing_ok=True)  # killed between the last two operations
+        if (out / SIDECAR).is_file():  # perhaps killed before it had cleaned up
+            (out / PROGRESS).unlink(missing_ok=True)
+            shutil.rmtree(out / UNITS, ignore_errors=True)
             print(f"{out}: complete, nothing to do")
         else:
-            sidecar = write_shards(options, out, units, sidecar)
+            sidecar = begin(options, out, pieces, sidecar)
+            if options.only == "begin":
+                return
+            sidecar = write_shards(work(options, out, pieces, sidecar))
         report(out, sidecar)
 
 
@@ -189,13 +208,15 @@ def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
-    path = Path(options.tokenizer).expanduser()
-    if path.is_dir():  # a model's
-        path /= TOKENIZER
+    path = tokenizer_file(options)
     if not path.is_file():
+        what = "no such file"
+        if path.parent.is_dir() and path.name == TOKENIZER:
+            what = f"no {TOKENIZER} in it, which AutoTokenizer.from_pretrained(...).save_pretrained"
+            what += " writes"
         raise DataError(
-            f"--tokenizer {options.tokenizer}: no such file; give `bytes` or a tokenizer.json, or "
-            "a directory that has one"
+            f"--tokenizer {options.tokenizer}: {what}; give `bytes`, a tokenizer.json or a "
+            "directory with one"
         )
     copy = Path(options.out).expanduser() / TOKENIZER
     if copy.exists() and copy.samefile(path):
@@ -203,6 +224,11 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
             f"--tokenizer {path}: belongs to the data in --out; copy it elsewhere first"
         )
     return FileTokenizer(path, eod=chat.end_of_turn(options) or options.eod)
+
+
+def tokenizer_file(options: argparse.Namespace) -> Path:
+    path = Path(options.tokenizer).expanduser()
+    return path / TOKENIZER if path.is_dir() else path
 
 
 def make_tokenizer(
@@ -227,7 +253,7 @@ def make_tokenizer(
     if options.tokenizer == "bytes":
         return ByteTokenizer()
     tokenizer = given_tokenizer(options)
-    write_atomic(out / TOKENIZER, tokenizer.path.read_bytes())
+    write_atomic(out / TOKENIZER, tokenizer_file(options).read_bytes())
     if options.kind != "text":
         chat.write_template(options, out)
     return tokenizer
@@ -237,32 +263,36 @@ def training_texts(options: argparse.Namespace, pieces: Iterable[sources.Piece])
     """The documents to train a vocabulary on, without those that are held out."""
     for piece in pieces:
         try:
-            for text in sources.documents(piece, options.text_key, bad=[]):
+            for text in sources.documents(piece, options.text_key, sources.Lines()):
                 if not sources.is_held_out(text, options.val_fraction):
                     yield text
         except sources.Undecodable:
             continue
 
 
-def write_shards(
-    options: argparse.Namespace, out: Path, units: list[list[sources.Piece]], sidecar: Sidecar
+def begin(
+    options: argparse.Namespace, out: Path, pieces: list[list[sources.Piece]], sidecar: Sidecar
 ) -> Sidecar:
+    """Make the tokenizer and the record of what is done, unless an earlier start has."""
+    if options.only:
+        (out / UNITS).mkdir(exist_ok=True)
     if sidecar.tokenizer:
-        tokenizer = tokenizer_of(sidecar, out)
-    else:
-        tokenizer = make_tokenizer(options, out, [piece for unit in units for piece in unit])
-        sidecar = replace(
-            sidecar,
-            tokenizer=tokenizer.describe(),
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-        )
-        sidecar.save(out / PROGRESS)
-    writer = Writer(out, sidecar)
-    done, left = units[: writer.units_done], units[writer.units_done :]
-    if done:
-        shards = sum(map(len, sidecar.splits.values()))
-        print(f"{out}: resuming after {shards} shards ({len(done)} of {len(units)} units of input)")
+        return sidecar
+    tokenizer = make_tokenizer(options, out, [piece for unit in pieces for piece in unit])
+    sidecar = replace(
+        sidecar,
+        tokenizer=tokenizer.describe(),
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+    )
+    sidecar.save(out / PROGRESS)
+    return sidecar
+
+
+def work(
+    options: argparse.Namespace, out: Path, pieces: list[list[sources.Piece]], sidecar: Sidecar
+) -> Work:
+    tokenizer = tokenizer_of(sidecar, out)
     how = encode.Encoding(
         tokenizer_file="" if isinstance(tokenizer, ByteTokenizer) else str(out / TOKENIZER),
         eod=tokenizer.eod,
@@ -271,26 +301,8 @@ def write_shards(
         val_fraction=options.val_fraction,
         chat=None if options.kind == "text" else chat.encoding(options, out),
     )
-    workers = min(options.workers or len(os.sched_getaffinity(0)), max(1, len(left)))
-    size = [sum(piece.size for piece in unit) for unit in units]
-    bad, count = list[sources.BadLine](), 0
-    with encode.progress(sum(size), start=sum(size[: len(done)])) as advance:
-        for encoded in encode.encode_all(left, how, workers):
-            bad, count = [*bad, *encoded.bad][: encode.SHOWN], count + encoded.bad_lines
-            if options.skip_bad_lines or not count:
-                writer.add(encoded)
-            elif count >= BAD_LINES:  # a wrong --text-key, say
-                break
-            advance(encoded.size)
-    if count and not options.skip_bad_lines:
-        raise ConfigError(map(str, bad), wrong_lines(count))
-    return writer.finish()
-
-
-def wrong_lines(count: int) -> str:
-    more = f"{count - encode.SHOWN} more such lines; " if count > encode.SHOWN else ""
-    stopped = "stopped looking there; " if count >= BAD_LINES else ""
-    return f"{more}{stopped}correct them, or give --skip-bad-lines to leave them out"
+    workers = options.workers or len(os.sched_getaffinity(0))
+    return Work(out, sidecar, number_units(out, pieces), how, workers, options.skip_bad_lines)
 
 
 def report(out: Path, sidecar: Sidecar) -> None:

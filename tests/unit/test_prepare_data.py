@@ -429,8 +429,9 @@ def test_bad_command_lines(tmp_path: Path) -> None:
         ([*given, "--source", "stdlib"], "give input files or directories, or --source stdlib"),
         ([*given, "--val-fraction", "1.5"], "--val-fraction 1.5: must be from 0 to 0.5"),
         ([*given, "--train-bpe", "100"], "--train-bpe 100: must be at least 257"),
-        ([*given, "--tokenizer", tmp_path / "none.json"], "no such file; give `bytes` or"),
+        ([*given, "--tokenizer", tmp_path / "none.json"], "no such file; give `bytes`"),
         ([*given, "--tokenizer", tmp_path / "a.txt"], "not a tokenizer.json"),
+        ([*given, "--tokenizer", tmp_path], "no tokenizer.json in it, which AutoTokenizer"),
         ([tmp_path / "nowhere", tmp_path / "no", "--out", tmp_path / "out"], "nowhere: no such"),
         ([tmp_path, "--out", tmp_path], "is also an input"),
         ([tmp_path / "a.txt", "--out", tmp_path / "b.txt"], "b.txt: File exists"),
@@ -468,7 +469,7 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> N
 
 
 def test_bad_lines_are_named_and_counted_or_skipped(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": "x" * 1000})] * 20_000  # 20 MB: five pieces
+    lines = [json.dumps({"text": "x" * 1000})] * 20_000  # 20 MB: five pieces and units
     lines[17_000] = '{"text": 5}'
     for number in range(100, 108):
         lines[number] = "{"
@@ -478,18 +479,29 @@ def test_bad_lines_are_named_and_counted_or_skipped(tmp_path: Path) -> None:
     assert [f"a.jsonl:{number}: not JSON" in said for number in range(100, 107)] == [False] + [
         True
     ] * 5 + [False]
-    assert "4 more such lines; correct them, or give --skip-bad-lines to leave them out" in said
+    assert "; correct them, or give --skip-bad-lines to leave them out" in said
+    names = tmp_path / "out/bad_lines.txt"
+    assert f"4 more such lines, all named in {names}" in said
+    numbers = [*range(101, 109), 17_001]
+    assert [
+        int(line.split(":")[1]) for line in names.read_text().splitlines()
+    ] == numbers  # all, also one in the last piece
     assert not (tmp_path / "out/dataset.json").exists()
-    assert "skipped 9 bad lines of JSON" in done(*words, "--skip-bad-lines")
+    (tmp_path / "b.jsonl").write_text('{"text": "good"}\nbad\n')  # a file begins inside a unit
+    words = [tmp_path / "b.jsonl", *words, "--skip-bad-lines", "--shard-tokens", "4000000"]
+    assert "skipped 10 bad lines of JSON: see bad_lines.txt" in done(*words)
+    found = [line.split(":")[:2] for line in names.read_text().splitlines()]
+    assert found == [["b.jsonl", "2"], *(["a.jsonl", str(number)] for number in numbers)]
     splits = json.loads((tmp_path / "out/dataset.json").read_text())["splits"]
-    assert sum(shard["documents"] for shards in splits.values() for shard in shards) == 19_991
+    assert sum(shard["documents"] for shards in splits.values() for shard in shards) == 19_992
+    assert str(tmp_path) not in names.read_text()
 
 
 def test_a_wrong_key_stops_at_the_first_thousand_lines(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n' * 1200)
     said = refused(tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", "1")
     assert "a.jsonl:1: no key 'text' (has: body); choose by --text-key" in said
-    assert "1195 more such lines; stopped looking there" in said
+    assert "1195 more such lines, all named in" in said and "stopped looking there" in said
 
 
 def test_all_wrong_options_and_all_wrong_files_are_named_at_once(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
     KP_COMMITTED=$(kp_committed_step)
     ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
     [[ $KP_STATE != interrupted ]] || what="interrupted and saved"
-    what+=" (newest checkpoint: step $KP_COMMITTED)"
+    what+=" (${KP_MEASURE:-newest checkpoint: step} $KP_COMMITTED)"
     ! kp_show_job || state=$(kp_field JobState)
 
     if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then

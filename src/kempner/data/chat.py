@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from kempner.data.chat_marks import GROUP, IN_LOSS, mark
-from kempner.data.chat_template import CONFIG, ChatTemplate, Message, read_config
-from kempner.data.encode import SHOWN, Encoded, Encoding
-from kempner.data.sidecar import SPLITS
-from kempner.data.sources import BadLine, Piece, is_held_out, rows
+from kempner.data.chat_template import ChatTemplate, Message, read_config
+from kempner.data.encode import Encoded, Encoding
+from kempner.data.sidecar import SPLITS, TOKENIZER_CONFIG
+from kempner.data.sources import BadLine, Lines, Piece, is_held_out, rows
 from kempner.data.tokenizer import FileTokenizer, Span, Tokenizer, Tokens
 from kempner.files import write_atomic
 
@@ -48,10 +48,15 @@ class ChatEncoding:
         assert isinstance(tokenizer, FileTokenizer)
         template = _template(self)
         parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
-        result, bad = Encoded({}), list[BadLine]()
-        for piece in unit:
+        result = Encoded({})
+        for number, piece in enumerate(unit):
             result.size += piece.size
-            rendered = list(self._render(piece, template, bad))
+            lines = Lines()
+            rendered = list(self._render(piece, template, lines))
+            path, name = piece.source.path, piece.source.name
+            result.lines.append((piece.start == 0, lines.count))
+            result.bad += [BadLine(path, name, number, *bad) for bad in lines.bad]
+            result.documents += len(rendered)
             encoded = iter(tokenizer.encode_rendered([text for row in rendered for text, _ in row]))
             for row in rendered:
                 marked = [mark(*next(encoded), spans) for _, spans in row]
@@ -60,23 +65,22 @@ class ChatEncoding:
                     continue
                 held_out = is_held_out(row[0][0], how.val_fraction)
                 parts["val" if held_out else "train"] += marked
-        result.bad, result.bad_lines = bad[:SHOWN], len(bad)
         nothing = np.empty(0, np.uint32)
         result.tokens = {name: np.concatenate([nothing, *arrays]) for name, arrays in parts.items()}
         return result
 
     def _render(
-        self, piece: Piece, template: ChatTemplate, bad: list[BadLine]
+        self, piece: Piece, template: ChatTemplate, lines: Lines
     ) -> Iterator[list[tuple[str, list[Span]]]]:
         """Each row's text, of a preference two, with the spans of it that are in the loss."""
-        for number, row in rows(piece, bad):
+        for number, row in rows(piece, lines):
             try:
                 yield [
                     template.render_with_spans(each.messages, each.tools, each.in_loss)
                     for each in conversations(row, self.kind, self.loss_on)
                 ]
             except ValueError as error:
-                bad.append(BadLine(piece, number, str(error)))
+                lines.bad.append((number, str(error)))
 
 
 @functools.cache  # of this process
@@ -206,7 +210,8 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_template(options: argparse.Namespace, out: Path) -> None:
-    write_atomic(out / CONFIG, json.dumps(_config(options), indent=1, ensure_ascii=False) + "\n")
+    config = json.dumps(_config(options), indent=1, ensure_ascii=False)
+    write_atomic(out / TOKENIZER_CONFIG, f"{config}\n")
 
 
 def encoding(options: argparse.Namespace, out: Path) -> ChatEncoding:

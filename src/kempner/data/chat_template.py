@@ -15,10 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kempner.data.sidecar import DataError
+from kempner.data.sidecar import TOKENIZER_CONFIG, DataError
 from kempner.data.tokenizer import Span, need
 
-CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
            "mask_token")  # fmt: skip
@@ -186,13 +185,13 @@ class ChatTemplate:
 def read_config(directory: Path, template_file: Path | None = None) -> dict[str, Any]:
     """tokenizer_config.json of a directory in Hugging Face's form, with the chat template in it:
     that of `template_file`, of chat_template.jinja, or its own."""
-    path = directory / CONFIG
+    path = directory / TOKENIZER_CONFIG
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; chat data need the directory of a model's tokenizer, with "
-            f"tokenizer.json and {CONFIG}"
+            f"tokenizer.json and {TOKENIZER_CONFIG}"
         ) from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error})") from None

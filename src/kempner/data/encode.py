@@ -15,19 +15,24 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from kempner.data.sidecar import SPLITS
-from kempner.data.sources import BadLine, Piece, Undecodable, documents, is_held_out
+from kempner.data.sources import BadLine, Lines, Piece, Undecodable, documents, is_held_out
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Tokens
 
 if TYPE_CHECKING:
     from kempner.data.chat import ChatEncoding
 
 LOG_SECONDS = 10.0
-SHOWN = 5  # bad lines, and files that are skipped, that a message names
+# A worker ends when its parent does. Not SIGTERM: by it the executor ends the workers that are left
+# when one has been killed, and waits for them.
+FOR_THE_PARENT = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,11 @@ class Encoded:
     """One unit of the input, encoded."""
 
     tokens: dict[str, Tokens]
+    documents: int = 0  # with the empty ones
     empty: int = 0  # documents without a character
     skipped: list[str] = field(default_factory=list)  # names of files that are not UTF-8 text
-    bad: list[BadLine] = field(default_factory=list)  # the first bad lines of JSON
-    bad_lines: int = 0
+    bad: list[BadLine] = field(default_factory=list)  # of JSON
+    lines: list[tuple[bool, int]] = field(default_factory=list)  # of each piece: a file begins, \n
     size: int = 0  # bytes of input
 
 
@@ -63,19 +69,24 @@ def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
     if how.chat is not None:
         return how.chat.encode(unit, how, tokenizer)
     parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
-    result, bad = Encoded({}), list[BadLine]()
-    for piece in unit:
+    result = Encoded({})
+    for number, piece in enumerate(unit):
         result.size += piece.size
+        lines = Lines()
         try:
-            texts = list(documents(piece, how.text_key, bad))
+            texts = list(documents(piece, how.text_key, lines))
         except Undecodable:
             result.skipped.append(piece.source.name.encode(errors="replace").decode())
             continue
+        finally:
+            path, name = piece.source.path, piece.source.name
+            result.lines.append((piece.start == 0, lines.count))
+            result.bad += [BadLine(path, name, number, *bad) for bad in lines.bad]
         filled = [text for text in texts if text]
+        result.documents += len(texts)
         result.empty += len(texts) - len(filled)
         for text, ids in zip(filled, tokenizer.encode_documents(filled), strict=True):
             parts["val" if is_held_out(text, how.val_fraction) else "train"].append(ids)
-    result.bad, result.bad_lines = bad[:SHOWN], len(bad)
     nothing = np.empty(0, how.dtype)
     result.tokens = {
         split: np.concatenate([nothing, *arrays], dtype=how.dtype, casting="unsafe")
@@ -84,35 +95,40 @@ def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
     return result
 
 
-def encode_all(units: Iterable[list[Piece]], how: Encoding, workers: int) -> Iterator[Encoded]:
-    """Encode the units in `workers` processes; the results come in the order of the units."""
+def in_workers(
+    act: Callable[[T, Encoding, Tokenizer], R], items: Iterable[T], how: Encoding, workers: int
+) -> Iterator[R]:
+    """act(item, how, tokenizer) for each item, in `workers` processes; the results come in the
+    order of the items, which are taken when a worker is free."""
     # One thread each: the processes are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if workers == 1:
         tokenizer = how.tokenizer()
-        yield from (encode(unit, how, tokenizer) for unit in units)
+        yield from (act(item, how, tokenizer) for item in items)
         return
     # spawn: a process forked from one with threads (tokenizers has some) may hang.
     # An executor, not a Pool: it notices when a worker is killed.
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(how,)
     )
-    running: deque[Future[Encoded]] = deque()
+    running: deque[Future[R]] = deque()
     try:
-        source = iter(units)
-        running.extend(_submit(pool, unit) for unit in itertools.islice(source, 2 * workers))
+        source = iter(items)
+        running.extend(_submit(pool, act, item) for item in itertools.islice(source, 2 * workers))
         while running:
             yield running.popleft().result()
-            running.extend(_submit(pool, unit) for unit in itertools.islice(source, 1))
+            running.extend(_submit(pool, act, item) for item in itertools.islice(source, 1))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, unit: list[Piece]) -> Future[Encoded]:
-    """May start a worker, which inherits the signal mask: Ctrl-C is for the parent to handle."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _submit(
+    pool: ProcessPoolExecutor, act: Callable[[T, Encoding, Tokenizer], R], item: T
+) -> Future[R]:
+    """May start a worker, which inherits the signal mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)
     try:
-        return pool.submit(_encode, unit)
+        return pool.submit(_act, act, item)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -134,14 +150,16 @@ def _die_with_parent() -> None:
 _worker: tuple[Encoding, Tokenizer]
 
 
-def _encode(unit: list[Piece]) -> Encoded:
-    how, tokenizer = _worker
-    return encode(unit, how, tokenizer)
+def _act(act: Callable[[T, Encoding, Tokenizer], R], item: T) -> R:
+    return act(item, *_worker)
 
 
 @contextmanager
-def progress(total: int, start: int) -> Iterator[Callable[[int], object]]:
+def progress(total: int, start: int, quiet: bool = False) -> Iterator[Callable[[int], object]]:
     """A bar on a terminal, lines in a log; yields a function that takes the bytes just done."""
+    if quiet:
+        yield lambda size: None
+        return
     if sys.stderr.isatty():
         from tqdm import tqdm
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,18 +21,25 @@ import numpy as np
 
 from kempner.config.option import ConfigError
 from kempner.data import chat_marks
-from kempner.data.encode import SHOWN, Encoded
+from kempner.data.encode import Encoded
 from kempner.data.sidecar import (
+    BAD_LINES,
     PROGRESS,
     SIDECAR,
     SPLITS,
     TOKENIZER,
+    TOKENIZER_CONFIG,
+    UNITS,
     DataError,
     Shard,
     Sidecar,
 )
+from kempner.data.sources import BadLine
 from kempner.data.tokenizer import Tokens
+from kempner.data.units import unit_file
 from kempner.files import write_atomic
+
+SHOWN = 5  # files that are skipped, that a message names
 
 
 class Writer:
@@ -42,6 +50,9 @@ class Writer:
         self.sidecar = sidecar
         self._pending: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
         self._count = dict(sidecar.prepared["progress"])
+        self._bad_lines: list[str] = []  # those that were left out
+        if known := self._count["bad_lines"]:  # the file is written before the count
+            self._bad_lines = (directory / BAD_LINES).read_text().splitlines()[:known]
 
     @property
     def units_done(self) -> int:
@@ -49,6 +60,7 @@ class Writer:
         return int(self._count["units"])
 
     def add(self, unit: Encoded) -> None:
+        """Append a unit; its bad lines are left out, and recorded."""
         # Written when more comes: the last shard stays open for finish().
         full = self._pending_tokens() >= self.sidecar.prepared["settings"]["shard_tokens"]
         if full and any(map(len, unit.tokens.values())):
@@ -61,7 +73,19 @@ class Writer:
         names = dict.fromkeys([*self._count["skipped_names"], *unit.skipped])
         self._count["skipped_names"] = list(names)[:SHOWN]
         self._count["empty"] += unit.empty
-        self._count["bad_lines"] += unit.bad_lines
+        bad = self.bad_lines(unit)
+        self._bad_lines += (f"{line.name}:{line.number}: {line.reason}" for line in bad)
+        self._count["bad_lines"] = len(self._bad_lines)
+
+    def bad_lines(self, unit: Encoded) -> list[BadLine]:
+        """The bad lines of a unit, with their numbers in the file. add() calls it; a unit that is
+        not added still has to be counted, because the lines of a file go on from unit to unit."""
+        before = []
+        for begins, count in unit.lines:
+            self._count["lines"] = 0 if begins else self._count["lines"]
+            before.append(self._count["lines"])
+            self._count["lines"] += count
+        return [replace(bad, number=before[bad.piece] + bad.number + 1) for bad in unit.bad]
 
     def finish(self) -> Sidecar:
         """Write what is pending and then dataset.json: from now on the data can be read."""
@@ -72,6 +96,7 @@ class Writer:
             raise DataError("; ".join(["there is no text in the input", *remarks(self._count)]))
         self.sidecar.save(self.directory / SIDECAR)
         (self.directory / PROGRESS).unlink()
+        shutil.rmtree(self.directory / UNITS, ignore_errors=True)
         return self.sidecar
 
     def _pending_tokens(self) -> int:
@@ -100,9 +125,14 @@ class Writer:
                 name = f"{split}_{len(splits[split]):05d}"
                 splits[split] = [*splits[split], self._write(name, parts)]
         self._pending = {split: [] for split in SPLITS}
+        if self._bad_lines:
+            write_atomic(self.directory / BAD_LINES, "\n".join([*self._bad_lines, ""]))
         prepared = {**self.sidecar.prepared, "progress": dict(self._count)}
+        earlier = self.sidecar.prepared["progress"]["units"]
         self.sidecar = replace(self.sidecar, splits=splits, prepared=prepared)
         self.sidecar.save(self.directory / PROGRESS)
+        for number in range(earlier, self.units_done):
+            unit_file(self.directory, number).unlink(missing_ok=True)
 
     def _write(self, name: str, parts: list[Tokens]) -> Shard:
         if self.sidecar.kind == "text":
@@ -128,7 +158,7 @@ def remarks(progress: dict[str, Any]) -> list[str]:
         named = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
         found.append(f"skipped {count} files, or parts of them, that are not UTF-8 text{named}")
     if progress.get("bad_lines"):
-        found.append(f"skipped {progress['bad_lines']} bad lines of JSON")
+        found.append(f"skipped {progress['bad_lines']} bad lines of JSON: see {BAD_LINES}")
     if progress["empty"]:
         found.append(f"{progress['empty']} empty documents left out")
     return found
@@ -168,11 +198,12 @@ def _npy(parts: list[Tokens]) -> Callable[[BinaryIO], object]:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Only one process writes to the directory at a time."""
+def locked(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Only one process writes shards to the directory at a time; the tasks of a job, which write
+    units, share the lock (fcntl.LOCK_SH)."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         raise DataError(
@@ -201,18 +232,29 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
             for path in _shards(directory)[:1]
         ]
         if not problems:
+            shutil.rmtree(directory / UNITS, ignore_errors=True)
             return sidecar
     else:
         found, problems = _examine(record, sidecar, finished)
         redo = finished and overwrite
         if found and not problems and not redo:
             return found
-        if found and not finished and not any(found.splits.values()):
+        if found and not finished and not any(found.splits.values()) and not _units(directory):
             problems = []  # nothing was written yet: nothing is lost
     if problems and not overwrite:
         raise ConfigError(problems)
     discard(directory)
     return sidecar
+
+
+def begun(directory: Path, sidecar: Sidecar) -> Sidecar:
+    """The record of a preparation that has begun, or has finished, with the same settings. Changes
+    nothing: the tasks of a job call it together."""
+    finished = (directory / SIDECAR).is_file()
+    found = Sidecar.load(directory / (SIDECAR if finished else PROGRESS))
+    if problems := _differences(directory, found, sidecar, finished):
+        raise ConfigError(problems)
+    return found
 
 
 def _examine(record: Path, wanted: Sidecar, finished: bool) -> tuple[Sidecar | None, list[str]]:
@@ -226,10 +268,15 @@ def _examine(record: Path, wanted: Sidecar, finished: bool) -> tuple[Sidecar | N
 
 def discard(directory: Path) -> None:
     """Remove prepared data, the sidecar first: no reader finds a sidecar without its shards."""
-    for name in (SIDECAR, PROGRESS, TOKENIZER):
+    for name in (SIDECAR, PROGRESS, TOKENIZER, TOKENIZER_CONFIG, BAD_LINES):
         (directory / name).unlink(missing_ok=True)
+    shutil.rmtree(directory / UNITS, ignore_errors=True)
     for path in _shards(directory):
         path.unlink()
+
+
+def _units(directory: Path) -> list[Path]:
+    return list((directory / UNITS).glob("*.npz"))
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -13,7 +13,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,24 +52,19 @@ class Piece:
 class BadLine:
     """A line of JSON that holds no document."""
 
-    piece: Piece
-    number: int  # in the piece, from 0
+    path: str
+    name: str  # of the source
+    piece: int  # in its unit, from 0
+    number: int  # in that piece, from 0; of Writer.bad_lines: in the file, from 1
     reason: str
 
-    def __str__(self) -> str:
-        """`file:line: reason`; counts the lines before, so only for those that are shown."""
-        if self.piece.source.kind == "parquet":
-            metadata = _parquet(self.piece.source).metadata
-            earlier = sum(metadata.row_group(i).num_rows for i in range(self.piece.start))
-            return f"{self.piece.source.path}: row {earlier + self.number + 1}: {self.reason}"
-        with open(self.piece.source.path, "rb") as file:
-            before = sum(
-                chunk.count(b"\n")
-                for chunk in iter(
-                    lambda: file.read(min(1 << 20, self.piece.start - file.tell())), b""
-                )
-            )
-        return f"{self.piece.source.path}:{before + self.number + 1}: {self.reason}"
+
+@dataclass
+class Lines:
+    """What is known of the lines of a piece of JSON when its documents have been read."""
+
+    count: int = 0
+    bad: list[tuple[int, str]] = field(default_factory=list)  # number, from 0, and reason
 
 
 def find(inputs: Iterable[str], exclude: Path) -> list[Source]:
@@ -186,37 +181,44 @@ def _inside(following: bytes) -> int:
     return len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 
-def documents(piece: Piece, text_key: str, bad: list[BadLine]) -> Iterator[str]:
-    """The documents of one piece, empty ones included. Bad lines of JSON are appended to `bad`.
+def documents(piece: Piece, text_key: str, lines: Lines) -> Iterator[str]:
+    """The documents of one piece, empty ones included; those of JSON are counted in `lines`.
     Raises DataError, or Undecodable."""
     if piece.source.kind == "parquet":
         yield from _parquet_documents(piece, text_key)
         return
     data = _read(piece)
     if piece.source.kind == "jsonl":
-        yield from _json_documents(piece, data, text_key, bad)
+        lines.count = data.count(b"\n")
+        yield from _json_documents(data, text_key, lines)
     else:
         yield _decode(piece, data)
 
 
-def rows(piece: Piece, bad: list[BadLine]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of one piece with their numbers in it, from 0. Bad lines of JSON are appended to
-    `bad`. Raises DataError."""
+def rows(piece: Piece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of one piece with their numbers in it, from 0, counted in `lines`. Raises
+    DataError."""
     if piece.source.kind == "parquet":
         batches = _parquet(piece.source).iter_batches(row_groups=[piece.start], batch_size=1024)
         every = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from ((number, _without_none(row)) for number, row in enumerate(every))
+        for number, row in enumerate(every):
+            lines.count += 1
+            yield number, _without_none(row)
         return
     if piece.source.kind == "text":
         raise DataError(
             f"{piece.source.path}: chat data are rows of .jsonl, .ndjson or .parquet; convert it"
         )
-    for number, line in enumerate(_read(piece).split(b"\n")):
+    data = _read(piece)
+    lines.count = data.count(b"\n")
+    for number, line in enumerate(data.split(b"\n")):
         if line.strip():
             try:
-                yield number, _row(line)
+                row = _row(line)
             except ValueError as error:
-                bad.append(BadLine(piece, number, str(error)))
+                lines.bad.append((number, str(error)))
+                continue
+            yield number, row
 
 
 def _without_none(value: Any) -> Any:
@@ -248,14 +250,14 @@ def _decode(piece: Piece, data: bytes) -> str:
     raise Undecodable(piece.source.path)
 
 
-def _json_documents(piece: Piece, data: bytes, text_key: str, bad: list[BadLine]) -> Iterator[str]:
+def _json_documents(data: bytes, text_key: str, lines: Lines) -> Iterator[str]:
     for number, line in enumerate(data.split(b"\n")):
         if not line.strip():
             continue
         try:
             yield _text(line, text_key)
         except ValueError as error:
-            bad.append(BadLine(piece, number, str(error)))
+            lines.bad.append((number, str(error)))
 
 
 def _row(line: bytes) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+# shellcheck shell=bash
+# The parts of prepare.sh. The job is requeued as a run is; its run directory is OUT/units, which goes away at the end.
+
+kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the other parts of the library want to know
+    local word before=''
+    kp_in_job ||
+        kp_die "prepare.sh runs in a job: sbatch --nodes=N scripts/slurm/prepare.sh; here it is scripts/prepare_data.py"
+    KP_OUT=''
+    for word; do
+        [[ $word != --out=* ]] || KP_OUT=${word#*=}
+        [[ $before != --out ]] || KP_OUT=$word
+        before=$word
+    done
+    [[ -n $KP_OUT ]] || kp_die "no --out DIR given: the arguments are those of scripts/prepare_data.py"
+    KP_OUT=$(realpath -m -- "${KP_OUT/#\~\//$HOME/}")
+    KP_RUN_DIR=$KP_OUT/units KP_MEASURE="work done:" KP_COMMITTED_BEFORE=$(kp_committed_step)
+    KP_NODES=$(kp_field NumNodes) KP_TASKS=1 KP_GPUS=0
+    KP_CPUS=$(($(kp_field NumCPUs) / KP_NODES))
+    kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: prepares $KP_OUT on $(kp_field NodeList)," \
+        "$KP_CPUS CPU(s) each"
+}
+
+kp_committed_step() { # what is done: a point for each unit that is encoded, and another when it is in a shard
+    local units text='' pattern='"units": ([0-9]+)' assembled=0
+    { read -r -d '' text <"$KP_OUT/dataset.partial.json"; } 2>/dev/null || true
+    [[ ! $text =~ $pattern ]] || assembled=${BASH_REMATCH[1]}
+    units=("$KP_RUN_DIR"/[0-9]*.npz) # those that are in shards are gone
+    [[ -e ${units[0]} ]] || units=()
+    echo $((${#units[@]} + 2 * assembled))
+}
+
+kp_alone() { # <arguments of prepare_data.py>...: runs it on the first node alone; sets KP_CODE
+    kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_ROOT/scripts/prepare_data.py" "$@"
+    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    kp_wait
+}
+
+kp_begin_data() { # <arguments of prepare_data.py>...: ends the script when they are wrong
+    kp_alone "$@" --only begin
+    if [[ $KP_CODE == 2 ]]; then
+        kp_log "not started: prepare_data.py ended with exit code 2"
+        exit 2
+    fi
+    mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "$KP_OUT cannot be written: give another --out"
+    kp_end_unless_done
+}
+
+kp_encode() { # <arguments of prepare_data.py>...: on all nodes; ends the script unless all units are encoded
+    # A task that has ended waits for those with the last units.
+    KEMPNER_SRUN+=" --wait=0"
+    kp_srun "$KP_ROOT/scripts/prepare_data.py" "$@" --only units
+    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    kp_wait
+    kp_end_unless_done
+}
+
+kp_end_unless_done() { # ends the script, after a requeue where that is right, unless all went well so far
+    [[ -z $KP_DECIDED ]] || kp_finish
+    kp_verdict
+    [[ $KP_CODE == 0 && -z $KP_STATE ]] || kp_finish
+}

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Prepare data on several nodes: prepare_data.py with the same arguments, one task per node with all of its CPUs.
+#
+#   sbatch --nodes=8 --time=4:00:00 scripts/slurm/prepare.sh corpus/ --out data/corpus --train-bpe 32000
+#
+# The output is byte for byte that of one machine. The job is requeued like a run, and goes on where it was; so does
+# the same command submitted again.
+#SBATCH --job-name=prepare
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:SIGTERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: prepare.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/prepare.sh itself, or from the root of the repository" >&2 && exit 2; }
+fi
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$lib"
+
+# shellcheck source-path=SCRIPTDIR source=lib/prepare_job.sh
+source "$KP_LIB/prepare_job.sh"
+
+kp_setup           # the repository, its Python, site.env
+kp_prepare_in "$@" # --out; nodes and CPUs
+kp_begin_data "$@" # checks the arguments, trains a vocabulary
+kp_encode "$@"     # srun: every task encodes units of the input into files
+kp_alone "$@"      # makes the shards of these files
+kp_end_unless_done # requeue or not; the exit code
+KP_DECIDED=end
+kp_log "end: the data are complete"
