@@ -259,6 +259,7 @@ def data(options: argparse.Namespace, work: Path) -> None:
 
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import reading_speed
+    from kempner.data.mixture import Mixture
     from kempner.data.sidecar import SIDECAR, SPLITS, Shard, Sidecar
 
     if hasattr(os, "sched_setaffinity"):
@@ -270,10 +271,11 @@ def data(options: argparse.Namespace, work: Path) -> None:
     shards = {split: [Shard("tokens.npy", count, 1, vocab - 1)] for split in SPLITS}
     tokenizer = {"name": "none", "kind": "bytes", "hash": ""}
     Sidecar(tokenizer, "uint16", vocab, 0, shards, {}).save(work / SIDECAR)
+    seconds = 0.1 if options.quick else 1.0
     for seq_len in (2048, 128):
         dataset = TokenDataset.open(work, "train", seq_len, vocab)
         speeds = [
-            reading_speed(dataset, 65536 // seq_len, 0.1 if options.quick else 1.0) / 1e6
+            reading_speed([dataset], Mixture.alone(dataset, 0), 65536 // seq_len, seconds) / 1e6
             for _ in range(options.repeats)
         ]
         print(f"seq_len {seq_len:<5} {spread(speeds, '.0f')} M tokens/s, target 50")

@@ -38,7 +38,14 @@ from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
 from kempner.resilience.watchdog import start_watchdog
 from kempner.run_directory import Run
-from kempner.step import Numbers, PendingStep, collect_garbage, guard_update, reduce_step
+from kempner.step import (
+    Numbers,
+    PendingStep,
+    SourceSums,
+    collect_garbage,
+    guard_update,
+    reduce_step,
+)
 
 
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
@@ -48,7 +55,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     model = build_model(cfg.model, layout, cfg.train)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = open_checkpointer(cfg, run, model, optimizer)
-    progress = Progress.of(checkpointer.load())
+    progress = Progress.of(checkpointer.load()).plan(cfg)
     step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     run.begin(progress.step)
@@ -63,7 +70,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         with recorder.clock.part("data"):
             micro_batches = next(loader)
         sums = forward_backward(
-            model, micro_batches, device, step_tokens, leave=stop if long_steps else None
+            model, micro_batches, device, step_tokens, loader.names, stop if long_steps else None
         )
         if isinstance(sums, Verdict):  # of all ranks, in the middle of a long step
             verdict = sums
@@ -75,7 +82,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             "step_time": 0.0 if run.world.rank else watchdog.step_time,
             **stop.take_flags(),
         }
-        lr = learning_rate(cfg.schedule, cfg.optimizer.lr, progress.step, cfg.train.max_steps)
+        lr = cfg.data.lr_scales[loader.phase] * learning_rate(
+            cfg.schedule, cfg.optimizer.lr, progress.step, cfg.train.max_steps
+        )
         numbers = update(optimizer, reduce_step(sums, layout), step_tokens, lr, cfg.train.grad_clip)
         progress = progress.after_step(loader.position, step_tokens)
         pending.append(PendingStep(progress, lr, numbers, recorder.clock))
@@ -133,22 +142,26 @@ def forward_backward(
     micro_batches: list[MicroBatch],
     device: torch.device,
     step_tokens: int,
+    names: list[str],
     leave: StopRequests | None,
 ) -> dict[str, Tensor | float] | Verdict:
     """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sum of losses and
-    the number of tokens that count, fp32 [] each. With `leave`, the requests of this rank, all
-    ranks may give up the step instead: then it returns their verdict."""
+    the number of tokens that count, fp32 [] each, with `names` of several data sources also those
+    of each. With `leave`, the requests of this rank, all ranks may give up the step instead: then
+    it returns their verdict."""
     loss_sum, tokens = torch.zeros((), device=device), torch.zeros((), device=device)
+    by_source = SourceSums(names, device)
     for i, batch in enumerate(micro_batches):
         if i and leave is not None and (verdict := requests.asked_meanwhile(leave, device)):
             return verdict
         model.set_requires_all_reduce(i == len(micro_batches) - 1)
         batch = batch.to(device)
-        loss = model(batch.inputs, batch.targets, batch.documents)
+        loss, losses = model(batch.inputs, batch.targets, batch.documents, token_losses=True)
         (loss / step_tokens).backward()
         loss_sum += loss.detach()
         tokens += (batch.targets != IGNORE).sum()
-    return {"loss_sum": loss_sum, "tokens": tokens}
+        by_source.add(batch, losses)
+    return {"loss_sum": loss_sum, "tokens": tokens, **by_source.numbers()}
 
 
 def update(

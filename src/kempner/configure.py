@@ -19,7 +19,7 @@ from kempner.config.values import to_text
 from kempner.optim.config import learning_rate
 from kempner.parallel.layout import sizes
 from kempner.process_group import discover
-from kempner.progress import open_data
+from kempner.progress import Progress, open_data, open_mixture
 from kempner.resilience.requests import StopRequests
 from kempner.run import RunConfig, micro_batch
 
@@ -139,7 +139,8 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
     directory writable. Creates nothing."""
     found = []
     try:
-        open_data(cfg, rank)
+        sources, _ = open_data(cfg, rank == 0)
+        open_mixture(cfg, sources, Progress().plan(cfg))
     except ConfigError as error:
         found += error.problems
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):

@@ -15,18 +15,19 @@ CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
 TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
 
 
-def cross_entropy_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum of -log p(target) over the targets that are not -100, fp32 [].
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of -log p(target) over the targets that are not -100, fp32 []; and its terms, fp32 [N],
+    0 where the target is -100: these have no gradient.
 
     x [N, D], weight [V, D], targets int64 [N]. A sum and a count travel better than a mean: ranks
     and micro-batches with different numbers of real tokens add up to the exact mean, and one
     without any adds 0, not NaN.
     """
     learns = torch.is_grad_enabled()  # within a Function's forward it never is
-    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x, weight, targets, learns
     )
-    return loss
+    return result
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -38,9 +39,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, learns: bool
+    ) -> tuple[Tensor, Tensor]:
         rows = max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
         loss = x.new_zeros((), dtype=torch.float32)
+        terms = x.new_empty(targets.shape, dtype=torch.float32)
         dx = torch.empty_like(x) if learns else None
         dw = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for start in range(0, x.shape[0], rows):
@@ -49,8 +53,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total = torch.logsumexp(logits, dim=-1, keepdim=True)
             counts = (labels != IGNORE).unsqueeze(1)
             known = torch.where(counts.squeeze(1), labels, 0).unsqueeze(1)
-            losses = total - logits.gather(1, known)
-            loss += torch.where(counts, losses, 0.0).sum()
+            losses = torch.where(counts, total - logits.gather(1, known), 0.0)
+            loss += losses.sum()
+            terms[start : start + rows] = losses.squeeze(1)
             if dx is None or dw is None:
                 continue
             d = logits.sub_(total).exp_()  # softmax
@@ -60,10 +65,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             dw += d.t() @ part
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype
-        return loss
+        ctx.mark_non_differentiable(terms)
+        return loss, terms
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx, dw = ctx.saved_tensors
         # In fp32: a scale that is rounded to bf16 makes every gradient wrong by the same 0.4 %.
         return (dx.float() * scale).to(dx.dtype), (dw * scale).to(ctx.weight_dtype), None, None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from kempner.config.option import ConfigError
+from kempner.data.opening import facts_of, mixture_of, open_held_out, open_sources
+from kempner.data.stream import Shape
 from kempner.resilience.requests import GO_ON, Verdict
 from kempner.run import RunConfig, TrainConfig, micro_batch
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.data.batch import MicroBatch
     from kempner.data.loader import TrainLoader
+    from kempner.data.mixture import Mixture
     from kempner.data.source import Source
     from kempner.parallel.layout import Layout
     from kempner.run_directory import Run
@@ -25,20 +29,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: totals so far, and the ranges of sample numbers that it leaves out, because
-    their steps were not finite."""
+    """Where a run is: totals so far, the ranges of sample numbers that it leaves out, because their
+    steps were not finite, and the sample numbers at which the data's phases begin."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skip: list[list[int]] = field(default_factory=list)
+    phases: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, manifest: dict[str, Any] | None) -> Progress:
         """As the manifest of a checkpoint has it; None: at the start."""
         if manifest is None:
             return cls()
-        return cls(**{each.name: manifest[each.name] for each in fields(cls)})
+        known = {"phases": [], **manifest}  # a checkpoint of before there were phases has none
+        return cls(**{each.name: known[each.name] for each in fields(cls)})
+
+    def plan(self, cfg: RunConfig) -> Progress:
+        """With the starts of the phases: those that have begun stay, whatever the global batch was
+        then; the others follow from the steps and tokens that are left until they begin."""
+        step_tokens = cfg.train.sequences * cfg.train.seq_len
+        starts = [start for start in self.phases if start < self.samples]
+        for phase in cfg.data.phases[len(starts) :]:
+            if phase.start_step is not None:
+                steps = phase.start_step - self.step
+            else:
+                assert phase.start_token is not None
+                steps = -((self.tokens - phase.start_token) // step_tokens)
+            start = self.samples + steps * cfg.train.sequences
+            if start < self.samples:
+                raise ConfigError(
+                    f"data.phases[{len(starts)}]: would have begun before step {self.step}, where "
+                    "the run is; a phase that is added begins in the future, at "
+                    f"start_step = {self.step} or later"
+                )
+            for begin, end in self.skip:
+                start += end - begin if self.samples <= begin < start else 0
+            starts.append(start)
+        return replace(self, phases=starts)
 
     def after_step(self, samples: int, tokens: int) -> Progress:
         """One step later. `samples`: the loader's position; `tokens`: of that step."""
@@ -70,22 +99,24 @@ def open_checkpointer(
     return Checkpointer(cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
 
 
-def open_data(cfg: RunConfig, rank: int) -> tuple[Source, Source | None]:
-    """The training split and, when the run validates, the held-out one. Rank 0 checks all shards;
-    the others open none before they read from it. Raises ConfigError."""
-    from kempner.data.chat_dataset import ChatDataset
-    from kempner.data.dataset import TokenDataset
-    from kempner.data.sidecar import open_sidecar
+@functools.cache  # for the check of the input, the manifest, and the loaders
+def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], Source | None]:
+    """The sources of the training and, when the run validates, the held-out data. `check` all
+    shards, which rank 0 does; otherwise none is opened before it is read. Raises ConfigError."""
+    data, cut = cfg.data, cfg.data.too_long == "cut"
+    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut)
+    sources = open_sources(data, shape, check)
+    held_out = open_held_out(data, shape, check) if cfg.eval.interval else None
+    return sources, held_out
 
-    def split(name: str) -> Source:
-        path, seq_len, vocab_size = cfg.data.dataset_path, cfg.train.seq_len, cfg.model.vocab_size
-        if open_sidecar(path).kind == "text":
-            return TokenDataset.open(path, name, seq_len, vocab_size, rank == 0)
-        return ChatDataset.open(
-            path, name, seq_len, vocab_size, rank == 0, too_long=cfg.data.too_long
-        )
 
-    return split("train"), split("val") if cfg.eval.interval else None
+def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
+    """The order of all samples. Raises ConfigError when they do not last for all steps."""
+    mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
+    left = (cfg.train.max_steps - progress.step) * cfg.train.sequences
+    if mixture.end is not None and mixture.end < progress.samples + left:
+        raise ConfigError(mixture.too_short(progress.samples + left))
+    return mixture
 
 
 def open_loaders(
@@ -95,11 +126,11 @@ def open_loaders(
     iterator over the held-out batches."""
     from kempner.data.loader import TrainLoader, val_batches
 
-    train, held_out = open_data(cfg, layout.data_rank)
+    sources, held_out = open_data(cfg, layout.data_rank == 0)
     micro = micro_batch(cfg.train, layout.data_ranks)
     loader = TrainLoader(
-        train,
-        seed=cfg.data.seed,
+        sources,
+        open_mixture(cfg, sources, progress),
         batch=cfg.train.sequences,
         rank=layout.data_rank,
         world=layout.data_ranks,
@@ -107,6 +138,7 @@ def open_loaders(
         position=progress.samples,
         prefetch=cfg.data.prefetch,
         pin=pin,
+        reset_positions=cfg.data.reset_positions,
         skip=progress.skip,
     )
 
@@ -118,6 +150,7 @@ def open_loaders(
             micro=micro,
             rank=layout.data_rank,
             world=layout.data_ranks,
+            reset_positions=cfg.data.reset_positions,
         )
 
     return loader, held_out_batches
@@ -137,8 +170,9 @@ def go_back(
     if manifest is None:
         reason = f"{verdict.reason}; no checkpoint to go back to"
         return progress, Verdict(state="failed", reason=reason)
-    progress = replace(Progress.of(manifest), skip=[bad])
+    progress = replace(Progress.of(manifest), skip=[bad]).plan(run.cfg)
     checkpointer.remember_skip(progress.skip)  # a restart leaves them out, too
-    loader.seek(progress.samples, progress.skip)
+    mixture = open_mixture(run.cfg, loader.sources, progress)
+    loader.seek(progress.samples, progress.skip, mixture)
     run.went_back(progress.step, bad, verdict.reason)
     return progress, GO_ON

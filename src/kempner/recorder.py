@@ -55,21 +55,21 @@ class Recorder:
         if result.bad:
             self.skipped += 1
             batch = self.run.cfg.train.sequences
-            samples = loader.sample_numbers(result.after.samples - batch, batch).tolist()
+            samples = loader.sample_numbers(result.after.samples - batch, batch)
             self.write({"step": result.step, "not_finite": True, "sample_numbers": samples})
             self.run.announce(f"step {result.step} was not finite: its update is skipped")
         last = result.step == self.run.cfg.train.max_steps
         if result.step % self.run.cfg.metrics.log_interval == 0 or last:
-            self._line(result)
+            self._line(result, loader)
 
-    def _line(self, result: StepResult) -> None:
+    def _line(self, result: StepResult, loader: TrainLoader) -> None:
         step, tokens, before = self._last
         lap = {key: value - before.get(key, 0.0) for key, value in result.spent.items()}
         count = max(1, result.step - step)
         rate = (result.after.tokens - tokens) / lap["total"]
         self._last = (result.step, result.after.tokens, result.spent)
         parts = {f"{k}_time": lap.get(k, 0.0) / count for k in ("data", "checkpoint", "eval")}
-        record = {
+        record: dict[str, Any] = {
             "step": result.step,
             "loss": result.values["loss"],
             "lr": result.lr,
@@ -84,6 +84,10 @@ class Recorder:
             "memory_gib": memory_gib(self.device),
             "skipped": self.skipped,
         }
+        if len(loader.names) > 1:
+            record["sources"] = _by_source(result, loader)
+        if packing := {each.name: each.packing for each in loader.sources if each.packing}:
+            record |= {"loss_tokens": result.values["tokens"], "packing": packing}
         self.write(record)
         self.run.announce(line(record, self.run.cfg.train.max_steps))
 
@@ -102,6 +106,18 @@ class Recorder:
         }
         text, file = json.dumps({**head, **known}), self._file
         self.run.background.put(lambda: file.write(text), self._path)
+
+
+def _by_source(result: StepResult, loader: TrainLoader) -> dict[str, dict[str, float | None]]:
+    """Loss and tokens of this step, and how often the source has been gone through so far."""
+    drawn = loader.mixture.drawn(result.after.samples)
+    found: dict[str, dict[str, float | None]] = {}
+    for source, samples in zip(loader.sources, drawn, strict=True):
+        loss_sum, tokens = (result.values[f"{x} of {source.name}"] for x in ("loss_sum", "tokens"))
+        loss = loss_sum / tokens if tokens and math.isfinite(loss_sum) else None
+        epochs = round(samples / len(source), 4)
+        found[source.name] = {"loss": loss, "tokens": tokens, "epochs": epochs}
+    return found
 
 
 def memory_gib(device: torch.device) -> float:

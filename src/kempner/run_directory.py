@@ -11,8 +11,6 @@ lock             held by the run while it lives
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import traceback
 import uuid
@@ -28,11 +26,13 @@ from kempner.checkpoint.ranks import PeerFailed
 from kempner.config.loading import config_hash, to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import what_changed
-from kempner.data.sidecar import copy_tokenizer, open_sidecar
+from kempner.data.opening import facts_of
+from kempner.data.sidecar import copy_tokenizer
 from kempner.files import write_atomic
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
 from kempner.process_group import World
+from kempner.progress import open_data
 from kempner.rendezvous import forget_rendezvous
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
@@ -125,7 +125,8 @@ class Run:
         changed = what_changed(self.dir / "config.toml", self.cfg, self.step) if self.step else []
         try:
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
-            copy_tokenizer(self.cfg.data.dataset_path, self.dir)  # generate.py needs the run alone
+            for source in self.cfg.data.mixed[:1]:  # generate.py needs the run alone
+                copy_tokenizer(source.path, self.dir)
             self._records.hold_reserve()
         except OSError as error:
             raise ConfigError(self._not_writable(error)) from None
@@ -178,20 +179,18 @@ class Run:
         """What a checkpoint holds beside tensors: files by name, and facts for its manifest. Those
         under "fixed" define the meaning of its weights and its position: a checkpoint with others
         is refused."""
-        sidecar = open_sidecar(self.cfg.data.dataset_path)
-        shards = json.dumps([asdict(shard) for shard in sidecar.splits["train"]])
+        sources, _ = open_data(self.cfg, self.world.rank == 0)
         return (
             {"config.toml": to_toml(self.cfg)},
             {
                 "run": run_id(self.dir) if self.world.rank == 0 else "",
                 "config_hash": config_hash(self.cfg),
-                "dataset": str(Path(self.cfg.data.dataset_path).absolute()),  # for messages
                 "fixed": {
                     "model": asdict(self.cfg.model),
                     "train": {"seq_len": self.cfg.train.seq_len},
                     "data": {
                         "seed": self.cfg.data.seed,
-                        "tokens": hashlib.sha256(shards.encode()).hexdigest()[:16],
+                        "mixture": facts_of(self.cfg.data, sources),  # its past: see choose.check
                     },
                 },
             },

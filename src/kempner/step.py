@@ -4,12 +4,14 @@ later."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from kempner.data.batch import MicroBatch
+from kempner.data.source import IGNORE
 from kempner.metrics import Clock
 from kempner.parallel.layout import Layout
 from kempner.progress import Progress
@@ -34,6 +36,34 @@ def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> Numbers:
         part.double() if isinstance(part, Tensor) else next(floats) for part in parts.values()
     ]
     return dict(zip(parts, layout.sum(torch.stack(values)).unbind(), strict=True))
+
+
+class SourceSums:
+    """Loss and tokens of each data source over the micro-batches of a step, on the device. With a
+    single source there is nothing to tell apart, and it does nothing."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._names = names if len(names) > 1 else ()
+        self._numbers = torch.arange(len(self._names), device=device)  # [S]
+        self._sums = torch.zeros(2, len(self._names), device=device)  # loss and tokens, [2, S]
+
+    def add(self, batch: MicroBatch, losses: Tensor) -> None:
+        """`losses` [B, T], 0 where the target does not count."""
+        if batch.sources is None:
+            return
+        rows = torch.stack((losses.sum(1), (batch.targets != IGNORE).sum(1)))  # [2, B]
+        # Not index_add: on a GPU the order of its additions, and so the sum, differs every time.
+        mine = batch.sources == self._numbers  # [B, S]
+        self._sums += torch.where(mine, rows.unsqueeze(2), 0.0).sum(1)
+
+    def numbers(self) -> dict[str, Tensor]:
+        losses, tokens = self._sums.unbind()
+        named = zip(self._names, losses, tokens, strict=True)
+        return {
+            f"{what} of {name}": part
+            for name, *parts in named
+            for what, part in zip(("loss_sum", "tokens"), parts, strict=True)
+        }
 
 
 def guard_update(

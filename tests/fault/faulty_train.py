@@ -99,13 +99,14 @@ def change_labels(fault: dict[str, str], label: int) -> None:
 def nan(fault: dict[str, str]) -> None:
     from kempner.model import decoder
 
-    real = decoder.cross_entropy_sum
+    real = decoder.cross_entropy
 
     def loss(x: Any, weight: Any, targets: Any) -> Any:
         poisoned = bool((targets == POISON).all())
-        return real(x, weight, targets) * (float("nan") if poisoned else 1.0)
+        total, terms = real(x, weight, targets)
+        return total * (float("nan") if poisoned else 1.0), terms
 
-    decoder.cross_entropy_sum = loss
+    decoder.cross_entropy = loss
     change_labels(fault, POISON)
 
 

@@ -17,6 +17,7 @@ from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.data.chat_dataset import ChatDataset
 from kempner.data.source import IGNORE
+from kempner.data.stream import Shape
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -50,7 +51,8 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 
 def open_data(path: Path, seq_len: int, too_long: str = "drop") -> ChatDataset:
-    return ChatDataset.open(path / "data", "train", seq_len, VOCABULARY, too_long=too_long)
+    shape = Shape(seq_len, VOCABULARY, cut=too_long == "cut")
+    return ChatDataset.open(path / "data", "train", shape)
 
 
 def in_loss(data: ChatDataset) -> list[str]:
@@ -111,7 +113,7 @@ def sums(model: Decoder, batches: list[MicroBatch]) -> tuple[float, float, list[
 
     model.zero_grad()
     model.set_requires_all_reduce = lambda last: None  # type: ignore[attr-defined]
-    found: Any = forward_backward(model, batches, torch.device("cpu"), 1, leave=None)
+    found: Any = forward_backward(model, batches, torch.device("cpu"), 1, [], leave=None)
     grads = [parameter.grad for parameter in model.parameters()]
     return float(found["loss_sum"]), float(found["tokens"]), [g for g in grads if g is not None]
 
@@ -145,7 +147,7 @@ def test_rows_hold_whole_conversations_and_each_of_them_once(packed: Path) -> No
     data = open_data(packed, 300)
     rows = data.read(np.arange(len(data)))
     assert rows.documents is not None
-    alone = ChatDataset.open(packed / "data", "train", 100_000, VOCABULARY)
+    alone = open_data(packed, 100_000)
     one = alone.read(np.arange(1))
     assert len(alone) == 1 and one.documents is not None
 
@@ -200,7 +202,8 @@ def test_parquet_and_any_number_of_workers_give_the_same(tmp_path: Path, packed:
         )
         assert one.tolist() == several.tolist()
     a, b = (
-        ChatDataset.open(tmp_path / name, "train", 512, VOCABULARY) for name in ("data", "other")
+        ChatDataset.open(tmp_path / name, "train", Shape(512, VOCABULARY))
+        for name in ("data", "other")
     )
     assert a.describe() == b.describe()
     assert (a.read(np.arange(len(a))).inputs == b.read(np.arange(len(b))).inputs).all()
@@ -279,7 +282,7 @@ def test_wrong_options(tmp_path: Path) -> None:
 def test_damaged_data_are_refused(tmp_path: Path) -> None:
     prepared(tmp_path, THREE)
     with pytest.raises(ConfigError, match=r"model\.vocab_size is 100"):
-        ChatDataset.open(tmp_path / "data", "train", 256, 100)
+        ChatDataset.open(tmp_path / "data", "train", Shape(256, 100))
     np.save(tmp_path / "data/train_00000.loss_mask.npy", np.zeros(3, np.uint8))
     with pytest.raises(ConfigError, match="prepare the data again"):
         open_data(tmp_path, 256)

@@ -10,12 +10,79 @@ import pytest
 from kempner.checkpoint.choose import check
 from kempner.config.option import ConfigError
 
+PATH = Path("step_00000002")
 
-def facts(tokens: str, dataset: str) -> dict[str, Any]:
-    return {"run": "a", "fixed": {"data": {"seed": 0, "tokens": tokens}}, "dataset": dataset}
+
+def source(name: str, **more: Any) -> dict[str, Any]:
+    about = {"name": name, "path": f"/data/{name}", "size": 100, "max_epochs": None}
+    return {**about, "weight": 1.0, "tokens": name, **more}
+
+
+def phase(step: int, *weights: float) -> dict[str, Any]:
+    return {"start_step": step, "start_token": None, "weights": weights, "lr_scale": 1.0}
+
+
+def facts(*sources: dict[str, Any], phases: Any = (), **more: Any) -> dict[str, Any]:
+    """Of a run with steps of 10 samples, after 5 of them."""
+    mixture = {"sources": list(sources), "phases": list(phases), "temperature": 1.0}
+    starts = [10 * each["start_step"] for each in phases]
+    about = {"run": "a", "samples": 50, "phases": starts}
+    return {**about, "fixed": {"data": {"seed": 0, "mixture": mixture, **more}}}
+
+
+def refused(there: dict[str, Any], here: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(PATH, there, here)
+    return str(caught.value)
+
+
+WEB, CODE = source("web"), source("code")
 
 
 def test_other_data_are_named() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(Path("step_00000002"), facts("x", "/data/old"), facts("y", "/data/new"))
-    assert "data.dataset_path = /data/new holds other tokens than /data/old" in str(caught.value)
+    moved = source("web", path="/new", tokens="web")
+    check(PATH, facts(WEB), facts(moved))
+    other = source("web", path="/new", tokens="x")
+    said = refused(facts(WEB), facts(other))
+    assert "data source web: /new holds other tokens than /data/web, on which it was" in said
+    assert "source code: is missing; it was /data/code" in refused(facts(WEB, CODE), facts(WEB))
+    assert "data.seed is 0 there, 1 here" in refused(facts(WEB), facts(WEB, seed=1))
+
+
+def test_what_is_past_stays_and_what_comes_may_change() -> None:
+    plain = facts(WEB)
+    fresh = source("new", weight=0.0)
+    check(PATH, plain, facts(WEB, fresh, phases=[phase(5, 1, 1)]))  # from now on
+    check(PATH, plain, facts(WEB, phases=[phase(9, 1)]))
+    two = facts(WEB, CODE, phases=[phase(3, 1, 3), phase(8, 0, 1)])
+    check(PATH, two, two)
+    check(PATH, two, facts(WEB, CODE, phases=[phase(3, 1, 3)]))
+    check(PATH, two, facts(CODE, WEB, phases=[phase(3, 3, 1), phase(7, 1, 1)]))
+    check(PATH, two, facts(WEB, CODE, phases=[phase(3, 0.25, 0.75)]))
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        (facts(WEB, CODE), "data.phases[0] has begun; it is missing"),
+        (facts(WEB, CODE, phases=[phase(4, 1, 3)]), "start_step = 4 here, start_step = 3 there"),
+        (facts(WEB, CODE, phases=[phase(3, 1, 2)]), "0.25 web : 0.75 code there; what is past"),
+        (facts(WEB, source("code", weight=2.0), phases=[phase(3, 1, 3)]), "append a [[data.phases"),
+    ],
+)
+def test_a_change_of_the_past_is_refused_with_the_way_out(here: dict[str, Any], said: str) -> None:
+    assert said in refused(facts(WEB, CODE, phases=[phase(3, 1, 3)]), here)
+
+
+def test_a_limit_may_change_until_it_was_reached() -> None:
+    free, capped = facts(WEB, CODE), facts(WEB, source("code", max_epochs=1))
+    check(PATH, free, capped)
+    used_up = source("code", size=20, max_epochs=1)
+    assert "0.5 web : 0.5 code, then 1 web there" in refused(
+        facts(WEB, used_up), facts(WEB, source("code", size=20))
+    )
+
+
+def test_a_checkpoint_of_before_there_were_mixtures_is_taken() -> None:
+    old = {"run": "a", "fixed": {"data": {"seed": 0, "tokens": "web"}}}
+    check(PATH, old, facts(WEB))

@@ -175,8 +175,8 @@ def test_rank_0_checks_every_shard_and_other_ranks_open_only_what_they_read(
     settings = [f"--data.dataset_path={path}", "--train.seq_len=8", "--model.max_seq_len=8"]
     cfg = load(RunConfig, [], settings)
     with pytest.raises(ConfigError, match=r"train_00002\.npy: No such file"):
-        open_data(cfg, rank=0)
-    data, _ = open_data(cfg, rank=1)
+        open_data(cfg, check=True)
+    (data,), _ = open_data(cfg, check=False)
     (path / "train_00001.npy").write_bytes(b"not one")
     assert data.read(np.array([0])).targets[0].tolist() == list(range(1, 9))
     for sample, problem in ((3, "train_00001.npy: not a .npy file"), (5, "train_00002.npy: No")):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from kempner.config.loading import load
 from kempner.data.source import IGNORE
-from kempner.loss import cross_entropy_sum
+from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -223,7 +223,9 @@ def test_chunked_loss_equals_the_plain_sum(monkeypatch: pytest.MonkeyPatch, igno
     for tile, chunk_logits in ((256, 1 << 27), (7, 11 * 7)):  # one chunk; 7 rows, the last short
         monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", chunk_logits)
         monkeypatch.setattr("kempner.loss.TILE", tile)
-        loss = cross_entropy_sum(x, weight, targets)
+        loss, terms = cross_entropy(x, weight, targets)
+        assert not terms.requires_grad and (terms[targets == IGNORE] == 0).all()
+        torch.testing.assert_close(terms.sum(), loss.detach())
         grads = torch.autograd.grad(loss, (x, weight))
         torch.testing.assert_close(loss.double(), expected, atol=1e-4, rtol=1e-6)
         for got, want in zip(grads, expected_grads, strict=True):
@@ -244,13 +246,13 @@ def test_the_weights_gradient_is_summed_over_chunks_in_fp32(
     for chunk_logits in (1 << 27, 32 * 128):
         monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", chunk_logits)
         ours = weight.bfloat16().requires_grad_()
-        cross_entropy_sum(x.bfloat16(), ours, targets).backward()
+        cross_entropy(x.bfloat16(), ours, targets)[0].backward()
         errors[chunk_logits] = ((ours.grad.double() - exact.grad).norm() / exact.grad.norm()).item()
     assert errors[32 * 128] < 1.2 * errors[1 << 27], errors
 
 
 def test_loss_of_a_batch_of_ignored_targets_is_zero_not_nan() -> None:
-    loss = cross_entropy_sum(torch.randn(4, 8), torch.randn(5, 8), torch.full((4,), IGNORE))
+    loss, _ = cross_entropy(torch.randn(4, 8), torch.randn(5, 8), torch.full((4,), IGNORE))
     assert loss.item() == 0.0
 
 
@@ -260,3 +262,7 @@ def test_forward_with_targets_is_the_loss_of_the_logits() -> None:
     logits = model(tokens).flatten(0, 1)
     expected = F.cross_entropy(logits, tokens.flatten(), reduction="sum")
     torch.testing.assert_close(model(tokens, tokens), expected)
+    loss, terms = model(tokens, tokens, token_losses=True)
+    torch.testing.assert_close(loss, expected)
+    each = F.cross_entropy(logits, tokens.flatten(), reduction="none").view(2, 16)
+    torch.testing.assert_close(terms, each.detach())

@@ -13,6 +13,7 @@ from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.layout import Table
 from kempner.checkpoint.reader import read_table
 from kempner.config.option import ConfigError
+from kempner.data.opening import changes
 from kempner.files import write_atomic
 
 SKIP = "skip.json"  # beside `latest`: samples that the run leaves out since it went back
@@ -60,13 +61,11 @@ def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
         f"{section}.{key} is {manifest['fixed'].get(section, {}).get(key)} there, {value} here"
         for section, values in about["fixed"].items()
         for key, value in values.items()
-        if manifest["fixed"].get(section, {}).get(key) != value
+        if manifest["fixed"].get(section, {}).get(key) != value and key != "mixture"
     ]
-    if any(text.startswith("data.tokens ") for text in differ):
-        differ.append(
-            f"data.dataset_path = {about.get('dataset')} holds other tokens than "
-            f"{manifest.get('dataset')}, on which it was trained"
-        )
+    if there := manifest["fixed"]["data"].get("mixture"):
+        here, starts = about["fixed"]["data"]["mixture"], manifest["phases"]
+        differ += changes(there, here, starts, manifest["samples"])
     if differ:
         raise ConfigError(
             f"{path} does not fit this run: {'; '.join(differ)}. Use what is there, or give this "

@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kempner.config.option import ConfigError
-from kempner.data.chat_marks import BESIDE, GROUP
+from kempner.data.chat_marks import GROUP, beside
 from kempner.data.dataset import AGAIN, map_array
 from kempner.data.packing import first_fit_decreasing
 from kempner.data.sidecar import SIDECAR, DataError, Sidecar, open_sidecar
 from kempner.data.source import IGNORE, Int64, Rows
+from kempner.data.stream import Shape
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of rows, in the table of a preparation
 MAPPED = 1024  # shards
@@ -31,21 +32,15 @@ MAPPED = 1024  # shards
 class ChatDataset:
     """The samples of one split, for one sequence length."""
 
-    name: str
-    vocab_size = 1 << 30  # of the model; token ids are smaller
-
-    def __init__(
-        self, path: Path, sidecar: Sidecar, split: str, seq_len: int, too_long: str = "drop"
-    ) -> None:
-        """Use open(): it checks what this takes for granted. `too_long`: whether a conversation
-        that is longer than a row is dropped, or cut to its beginning."""
-        self.name, self.seq_len = path.name, seq_len
-        self._path, self._sidecar, self._too_long = path, sidecar, too_long
+    def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
+        """Use open(): it checks what this takes for granted."""
+        self.name, self.seq_len, self.path, self._shape = name, shape.seq_len, path, shape
+        self.sidecar = sidecar
         self._files = [path / shard.file for shard in sidecar.splits[split]]
         self._sizes = [shard.tokens for shard in sidecar.splits[split]]
         counts = [shard.documents for shard in sidecar.splits[split]]
         ends = [
-            np.array(map_array(beside(file, "ends"), count, "int64"))
+            np.array(map_array(beside(file)["ends"], count, "int64"))
             for file, count in zip(self._files, counts, strict=True)
         ]
         # Of each conversation: its shard, where it begins there, and the places that it takes.
@@ -54,33 +49,30 @@ class ChatDataset:
         self._begin = np.concatenate([np.empty(0, np.int64), *begins])
         lengths = np.concatenate([np.empty(0, np.int64), *ends]) - self._begin - 1
         group = GROUP[sidecar.kind]
-        self._length = np.minimum(lengths, seq_len // group) if too_long == "cut" else lengths
+        self._length = np.minimum(lengths, shape.seq_len // group) if shape.cut else lengths
         # What is packed as one: a conversation, or both answers of a preference.
         size = self._length.reshape(-1, group).sum(1)
-        kept = np.flatnonzero(size <= seq_len)
-        self.longer = int(np.count_nonzero(lengths.reshape(-1, group).sum(1) > seq_len))
-        packing = first_fit_decreasing(size[kept], seq_len)
+        kept = np.flatnonzero(size <= self.seq_len)
+        self.longer = int(np.count_nonzero(lengths.reshape(-1, group).sum(1) > self.seq_len))
+        packing = first_fit_decreasing(size[kept], self.seq_len)
         items = kept[packing.order]
         self._order = (items[:, None] * group + np.arange(group)).flatten()
         self._starts = packing.starts * group
-        self.filled = float(size[kept].sum() / max(1, len(packing) * seq_len))
+        self.filled = float(size[kept].sum() / max(1, len(packing) * self.seq_len))
+        self.packing = {"filled": round(self.filled, 4), "too_long": self.longer}
 
     @classmethod
     def open(
         cls,
         path: str | Path,
         split: str,
-        seq_len: int,
-        vocab_size: int,
+        shape: Shape,
         check_shards: bool = True,
-        *,
-        too_long: str = "drop",
         name: str = "",
     ) -> ChatDataset:
         """As TokenDataset.open. Raises ConfigError with everything that is wrong."""
-        sidecar = open_sidecar(path)
-        result = cls(Path(path).expanduser(), sidecar, split, seq_len, too_long)
-        result.name, result.vocab_size = name or result.name, vocab_size
+        directory, sidecar = Path(path).expanduser(), open_sidecar(path)
+        result = cls(directory, sidecar, split, shape, name or directory.name)
         problems = []
         if check_shards:
             for number in range(len(result._files)):
@@ -88,17 +80,17 @@ class ChatDataset:
                     result._map_shard(number)
                 except DataError as error:
                     problems += error.problems
-        if sidecar.vocab_size > vocab_size:
+        if sidecar.vocab_size > shape.vocab_size:
             problems.append(
                 f"{path}: token ids go up to {sidecar.vocab_size - 1} (tokenizer "
-                f"{sidecar.tokenizer['name']}), but model.vocab_size is {vocab_size}; "
+                f"{sidecar.tokenizer['name']}), but model.vocab_size is {shape.vocab_size}; "
                 f"give --model.vocab_size={sidecar.vocab_size} or more"
             )
         if not len(result):
             more = ", and all are longer than that" if result.longer else ""
             problems.append(
-                f"{path}: no conversation for rows of {seq_len} tokens in split {split}: it has "
-                f"{len(result._length)}{more}; prepare more data"
+                f"{path}: no conversation for rows of {shape.seq_len} tokens in split {split}: it "
+                f"has {len(result._length)}{more}; prepare more data"
                 + (", or a larger --val-fraction" if split == "val" else "")
                 + (", or give a longer --train.seq_len or --data.too_long=cut" if more else "")
             )
@@ -111,10 +103,10 @@ class ChatDataset:
         return len(self._starts) - 1
 
     def describe(self) -> str:
-        what = {"chat": "conversations", "preference": "preferences"}[self._sidecar.kind]
-        items = len(self._order) // GROUP[self._sidecar.kind]
-        longer = f", {self.longer:,} longer than that {self._too_long}" if self.longer else ""
-        longer += "ped" if longer.endswith("drop") else ""
+        what = {"chat": "conversations", "preference": "preferences"}[self.sidecar.kind]
+        items = len(self._order) // GROUP[self.sidecar.kind]
+        done = "cut" if self._shape.cut else "dropped"
+        longer = f", {self.longer:,} longer than that {done}" if self.longer else ""
         return (
             f"{items:,} {what} in {len(self):,} rows of {self.seq_len:,}, "
             f"{self.filled:.1%} full{longer}"
@@ -129,7 +121,7 @@ class ChatDataset:
         """Rows `indices` [N], in that order. Raises DataError when a shard differs from the
         sidecar."""
         shape = (len(indices), self.seq_len)
-        inputs = np.full(shape, self._sidecar.eod, np.int64)
+        inputs = np.full(shape, self.sidecar.eod, np.int64)
         targets = np.full(shape, IGNORE, np.int64)
         documents = np.empty(shape, np.int32)
         for row, index in enumerate(indices.tolist()):
@@ -148,10 +140,10 @@ class ChatDataset:
             documents[row] = np.repeat(
                 np.arange(len(packed) + 1), np.append(lengths, self.seq_len - at)
             )
-        if inputs.size and inputs.max() >= self.vocab_size:
+        if inputs.size and inputs.max() >= self._shape.vocab_size:
             raise DataError(
-                f"{self._path}: token {inputs.max()}, but model.vocab_size is {self.vocab_size}; "
-                f"the shards differ from {SIDECAR}, {AGAIN}"
+                f"{self.path}: token {inputs.max()}, but model.vocab_size is "
+                f"{self._shape.vocab_size}; the shards differ from {SIDECAR}, {AGAIN}"
             )
         return Rows(inputs, targets, documents)
 
@@ -162,14 +154,9 @@ class ChatDataset:
     def _map_shard(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Its ids, and whether each is in the loss."""
         file, size = self._files[number], self._sizes[number]
-        tokens = map_array(file, size, self._sidecar.dtype)
-        mask = map_array(beside(file, "loss_mask"), size, "uint8")
+        tokens = map_array(file, size, self.sidecar.dtype)
+        mask = map_array(beside(file)["loss_mask"], size, "uint8")
         return tokens, mask.view(np.bool_)
-
-
-def beside(shard: Path, what: str) -> Path:
-    assert what in BESIDE
-    return shard.with_suffix(f".{what}.npy")
 
 
 def packing_table(directory: Path, sidecar: Sidecar) -> list[str]:
@@ -177,7 +164,7 @@ def packing_table(directory: Path, sidecar: Sidecar) -> list[str]:
     the first in which every conversation fits."""
     lines = []
     for length in LENGTHS:
-        data = ChatDataset(directory, sidecar, "train", length)
+        data = ChatDataset(directory, sidecar, "train", Shape(length, sidecar.vocab_size), "")
         if len(data):
             lines.append(f"--train.seq_len={length}: {data.describe()}")
         if not data.longer:

@@ -9,6 +9,7 @@ any other, and beside it are `.loss_mask.npy`, uint8 [tokens], and `.ends.npy`, 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,12 @@ from kempner.data.tokenizer import Span, Tokens
 
 IN_LOSS, LAST = np.uint32(1 << 31), np.uint32(1 << 30)
 ID = np.uint32((1 << 30) - 1)
-BESIDE = {"loss_mask": np.uint8, "ends": np.int64}  # files of each shard, and what they hold
 GROUP = {"chat": 1, "preference": 2}  # conversations that belong together
+
+
+def beside(shard: Path) -> dict[str, Path]:
+    """The files of a shard, by what they hold."""
+    return {what: shard.with_suffix(f".{what}.npy") for what in ("loss_mask", "ends")}
 
 
 def mark(ids: list[int], offsets: list[Span], spans: list[Span]) -> Tokens:

@@ -57,6 +57,12 @@ class DataConfig:
         "what to do with conversations longer than train.seq_len: drop them, or cut off their end",
         choices=("drop", "cut"),
     )
+    document_mask: bool = option(
+        False, "tokens attend to their own document only, and none is predicted from another"
+    )
+    reset_positions: bool = option(
+        True, "with documents apart, positions begin at 0 in each of them, not in each sample"
+    )
     seed: int = option(0, "shuffling seed", minimum=0)
     prefetch: int = option(
         2,
@@ -64,6 +70,11 @@ class DataConfig:
         minimum=0,
         maximum=1024,
     )
+
+    @property
+    def lr_scales(self) -> tuple[float, ...]:
+        """By phase; the first, before any of `phases`, has 1."""
+        return (1.0, *(phase.lr_scale for phase in self.phases))
 
     @property
     def mixed(self) -> tuple[SourceConfig, ...]:
@@ -83,6 +94,10 @@ class DataConfig:
                 "data.dataset_path: not together with data.sources; make it one of these, or give "
                 '--data.dataset_path=""'
             )
+        if len({source.weight is None for source in self.sources}) == 2:
+            found.append("data.sources: some have a weight and some have none; write all or none")
+        if self.sources and all(source.weight == 0 for source in self.sources):
+            found.append("data.sources: all weights are 0; at least one must not be")
         names = Counter(source.label for source in self.mixed)
         found += [
             f"data.sources: {count} have the name {name}; give each a name of its own"

@@ -1,9 +1,4 @@
-"""Token shards as numbered samples.
-
-The shards of a split are one stream of tokens. Sample i is the tokens i * seq_len to
-(i + 1) * seq_len, both included: seq_len inputs and, one further, seq_len targets. It may
-cross the end of a shard. The last tokens, too few for a sample, are not used.
-"""
+"""Token shards as numbered samples: the shards of a split are one stream of tokens (stream.py)."""
 
 from __future__ import annotations
 
@@ -22,11 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from kempner.config.option import ConfigError
 from kempner.data.sidecar import DataError, Shard, Sidecar, open_sidecar
-from kempner.data.source import Int64, Rows
-
-Tokens = NDArray[np.integer[Any]]
+from kempner.data.source import Int64
+from kempner.data.stream import Shape, Tokens, TokenStream, refuse, unfit
 
 HEADER = re.compile(
     rb"\{'descr': '([^']+)', 'fortran_order': (?:False|True), 'shape': \(([\d, ]*)\), *\}\s*"
@@ -36,29 +29,32 @@ AGAIN = "prepare the data again"
 CHECKERS = 16  # threads: a parallel file system answers an open in milliseconds, but many at once
 
 
-class TokenDataset:
+class TokenDataset(TokenStream):
     """The samples of one split. Shards are memory-mapped when first read, and unmapped when so many
     are open that the process would run out of file descriptors. Reading is safe in any thread and
     after a fork."""
 
-    def __init__(
-        self, path: Path, sidecar: Sidecar, split: str, seq_len: int, vocab_size: int
-    ) -> None:
+    def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
         """Use open(): it checks what this takes for granted."""
-        self.name = path.name
         self.path = path
         self.sidecar = sidecar
-        self.seq_len = seq_len
-        self.vocab_size = vocab_size
         self._shards = sidecar.splits[split]
-        # Where each shard begins in the stream, and the end of the last.
-        self._starts = np.cumsum([0, *(shard.tokens for shard in self._shards)])
+        super().__init__(name, [shard.tokens for shard in self._shards], shape)
 
     @classmethod
     def open(
-        cls, path: str | Path, split: str, seq_len: int, vocab_size: int, check_shards: bool = True
+        cls,
+        path: str | Path,
+        split: str,
+        seq_len: int,
+        vocab_size: int,
+        check_shards: bool = True,
+        *,
+        separate: bool = False,
+        name: str = "",
     ) -> TokenDataset:
-        """The split (train, val) of a data directory, for a model of `vocab_size`.
+        """The split (train, val) of a data directory, for a model of `vocab_size`. `separate`:
+        documents do not see each other.
 
         Raises ConfigError with everything that is wrong: the directory, the sidecar, a shard that
         differs from the sidecar, too few tokens, ids outside the model's vocabulary. Without
@@ -66,6 +62,7 @@ class TokenDataset:
         """
         directory = Path(path).expanduser()
         sidecar = open_sidecar(path)
+        shape = Shape(seq_len, vocab_size, separate)
         problems = []
         if check_shards:
             check = functools.partial(_problems, directory, dtype=sidecar.dtype)
@@ -74,51 +71,26 @@ class TokenDataset:
                     line for lines in pool.map(check, sidecar.splits[split]) for line in lines
                 ]
         largest = max((shard.max_id for shard in sidecar.splits[split]), default=0)
-        if max(sidecar.vocab_size, largest + 1) > vocab_size:
-            problems.append(
-                f"{path}: token ids go up to {max(sidecar.vocab_size - 1, largest)} (tokenizer "
-                f"{sidecar.tokenizer['name']}), but model.vocab_size is {vocab_size}; "
-                f"give --model.vocab_size={max(sidecar.vocab_size, largest + 1)} or more"
-            )
-        if sidecar.tokens(split) <= seq_len:
-            more = "prepare more text" + (", or a larger --val-fraction" if split == "val" else "")
-            problems.append(
-                f"{path}: {sidecar.tokens(split)} tokens in split {split}, a sample needs "
-                f"{seq_len + 1}; {more}, or give a shorter sequence length"
-            )
-        if problems:
-            raise ConfigError(problems)
-        return cls(directory, sidecar, split, seq_len, vocab_size)
-
-    def __len__(self) -> int:
-        """Samples."""
-        return int((self._starts[-1] - 1) // self.seq_len)
+        largest = max(sidecar.vocab_size - 1, largest)
+        about = f"tokenizer {sidecar.tokenizer['name']}"
+        refuse(problems + unfit(str(path), split, sidecar.tokens(split), largest, shape, about))
+        return cls(directory, sidecar, split, shape, name or directory.name)
 
     def identity(self) -> dict[str, Any]:
         """The shards, as the sidecar has them: their tokens are the samples."""
         shards = json.dumps([asdict(shard) for shard in self._shards])
         return {"tokens": hashlib.sha256(shards.encode()).hexdigest()[:16]}
 
-    def read(self, indices: Int64) -> Rows:
-        """Samples `indices` [N], in that order.
+    def part(self, number: int) -> Tokens:
+        return self._map(number)
 
-        Raises DataError when a shard differs from the sidecar, or, with shard and offset, when a
-        token is outside the model's vocabulary.
-        """
-        assert indices.size == 0 or (indices.min() >= 0 and indices.max() < len(self))
-        length = self.seq_len + 1
-        rows = np.empty((len(indices), length), np.int64)
-        shards, offsets = self._place(indices * self.seq_len)
-        for row, shard, offset in zip(rows, shards.tolist(), offsets.tolist(), strict=True):
-            tokens = self._map(shard)[offset : offset + length]
-            row[: len(tokens)] = tokens
-            while (have := len(tokens)) < length:  # the sample continues in the next shard
-                shard += 1
-                tokens = np.append(tokens, self._map(shard)[: length - have])
-                row[have : len(tokens)] = tokens[have:]
-        if rows.size and rows.max() >= self.vocab_size:
-            self._complain(indices, rows)
-        return Rows(rows[:, :-1], rows[:, 1:])
+    def part_name(self, number: int) -> str:
+        return str(self.path / self._shards[number].file)
+
+    def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:
+        result = np.empty(rows.shape, np.bool_)
+        np.equal(rows[:, :-1], self.sidecar.eod, out=result[:, 1:])
+        return result
 
     @functools.cached_property
     def _map(self) -> Callable[[int], Tokens]:
@@ -131,20 +103,6 @@ class TokenDataset:
             return _map_shard(self.path, self._shards[number], self.sidecar.dtype)
 
         return functools.lru_cache(most)(map_shard)
-
-    def _place(self, positions: Int64) -> tuple[Int64, Int64]:
-        """Shards and offsets in them of positions in the stream."""
-        shards = np.searchsorted(self._starts, positions, side="right") - 1
-        return shards, positions - self._starts[shards]
-
-    def _complain(self, indices: Int64, rows: Int64) -> None:
-        row, column = np.argwhere(rows >= self.vocab_size)[0]
-        shard, offset = self._place(indices[row] * self.seq_len + column)
-        raise DataError(
-            f"{self.path / self._shards[shard].file}: token {rows[row, column]} at offset "
-            f"{offset}, but model.vocab_size is {self.vocab_size}; "
-            "the shard differs from its sidecar, prepare the data again"
-        )
 
 
 def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:

@@ -1,9 +1,9 @@
 """Samples -> the micro-batches of one rank, as tensors. B samples, T tokens.
 
 A run's position is the number of samples it has consumed, over all ranks and epochs. What sample
-number n is follows from n and the seed alone, and the global batch at a position is the numbers
-position to position + batch - 1: the order is the same for any world size,
-micro-batch and prefetch.
+number n is follows from n, the seed and the mixture alone, and the global batch at a position is
+the numbers position to position + batch - 1: the order is the same for any world size, micro-batch
+and prefetch.
 """
 
 from __future__ import annotations
@@ -17,25 +17,13 @@ import numpy as np
 import torch
 
 from kempner.data.batch import MicroBatch
-from kempner.data.permute import epoch_seed, permute
+from kempner.data.joined import read_mixed
+from kempner.data.mixture import Mixture
+from kempner.data.permute import shuffled
 from kempner.data.source import IGNORE, Int64, Rows, Source
 from kempner.model.attention import Documents
 
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
-
-
-def sample_numbers(position: int, count: int, n: int, seed: int) -> Int64:
-    """Where the sample numbers position ... position + count - 1 are in a data set of `n` samples.
-
-    Each epoch of n numbers is a shuffle of its own; `count` may run over the end of epochs.
-    """
-    numbers = np.arange(position, position + count, dtype=np.int64)
-    epochs, index = np.divmod(numbers, n)
-    result = np.empty_like(index)
-    for epoch in np.unique(epochs):
-        inside = epochs == epoch
-        result[inside] = permute(index[inside], n, epoch_seed(seed, int(epoch)))
-    return result
 
 
 class TrainLoader:
@@ -47,9 +35,9 @@ class TrainLoader:
 
     def __init__(
         self,
-        dataset: Source,
+        sources: Sequence[Source],
+        mixture: Mixture,
         *,
-        seed: int,
         batch: int,
         rank: int,
         world: int,
@@ -57,24 +45,31 @@ class TrainLoader:
         position: int = 0,
         prefetch: int = 2,
         pin: bool = False,
+        reset_positions: bool = True,
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`batch`: samples of a global step. `micro`: samples of a micro-batch of one rank. `skip`:
-        see seek()."""
+        """`batch`: samples of a global step. `micro`: samples of a micro-batch of one rank.
+        `reset_positions`: in each document of a row. `skip`: see seek()."""
         assert 0 <= rank < world and position >= 0
         assert batch % (world * micro) == 0, "batch must be a multiple of world * micro"
         self.position = position  # samples consumed
-        self._dataset = dataset
-        self._seed = seed
+        self.phase = 0  # of the mixture, that the last batch was of
+        self.sources, self.mixture = tuple(sources), mixture
+        self.names = [source.name for source in sources]
         self._batch, self._micro, self._pin = batch, micro, pin
         self._rank, self._share = rank, batch // world
+        self._reset_positions = reset_positions
         self._prefetch = prefetch
         self._skip = skip
         self._reader: _Reader | None = None
 
-    def sample_numbers(self, position: int, count: int) -> Int64:
-        """The data set's indices of the global samples position ... position + count - 1."""
-        return sample_numbers(position, count, len(self._dataset), self._seed)
+    def sample_numbers(self, position: int, count: int) -> list[int] | list[list[int]]:
+        """The data set's indices of the global samples position ... position + count - 1; of
+        several sources pairs of its number and the index in it."""
+        sources, indices = self.mixture.draw(position, count)
+        if len(self.sources) == 1:
+            return [int(index) for index in indices]
+        return [[int(i), int(j)] for i, j in zip(sources, indices, strict=True)]
 
     def __iter__(self) -> TrainLoader:
         return self
@@ -93,15 +88,22 @@ class TrainLoader:
             except BaseException:
                 self.close()
                 raise
+        self.phase = self.mixture.phase(self.position)
         self.position += self._batch
         return result
 
-    def seek(self, position: int, skip: Sequence[Sequence[int]] = ()) -> None:
+    def seek(
+        self,
+        position: int,
+        skip: Sequence[Sequence[int]] = (),
+        mixture: Mixture | None = None,
+    ) -> None:
         """Go on at `position`, and leave out the sample numbers of the ranges `skip`, [from, to)
-        each; what has been read ahead is thrown away."""
+        each; what has been read ahead is thrown away. `mixture`: in place of the one so far."""
         assert position >= 0
         self.close()
         self.position, self._skip = position, skip
+        self.mixture = mixture or self.mixture
 
     def close(self) -> None:
         """Stop reading ahead; returns when the thread has ended. next() would start again."""
@@ -110,10 +112,14 @@ class TrainLoader:
             self._reader = None
 
     def _read(self, position: int) -> list[MicroBatch]:
-        indices = self.sample_numbers(position + self._rank * self._share, self._share)
-        rows = self._dataset.read(indices)
+        begin = position + self._rank * self._share
+        numbers, indices = self.mixture.draw(begin, self._share)
+        if len(self.sources) == 1:
+            rows, sources = self.sources[0].read(indices), None
+        else:
+            rows, sources = read_mixed(self.sources, numbers, indices), numbers
         return [
-            _tensors(rows, slice(i, i + self._micro), self._pin)
+            _tensors(rows, slice(i, i + self._micro), self._pin, self._reset_positions, sources)
             for i in range(0, self._share, self._micro)
         ]
 
@@ -156,59 +162,60 @@ class _Reader:
 
 
 def val_batches(
-    dataset: Source,
+    source: Source,
     *,
     samples: int | None,
     micro: int,
     rank: int,
     world: int,
+    reset_positions: bool = True,
 ) -> Iterator[MicroBatch]:
     """The first `samples` (None: all) of a fixed shuffle, as batches [micro, T] of this rank.
 
     Every rank gets equally many batches. Surplus rows have only the label -100, so the samples that
     count are the same for any world size and micro-batch.
     """
-    size = len(dataset)
+    size = len(source)
     total = size if samples is None else min(samples, size)
     for start in range(0, total, micro * world):
         mine = start + rank * micro
-        numbers = sample_numbers(mine, max(0, min(micro, total - mine)), size, VALIDATION_SEED)
-        rows = dataset.read(numbers)
+        numbers = np.arange(mine, mine + max(0, min(micro, total - mine)))
+        rows = source.read(shuffled(numbers, size, VALIDATION_SEED))
         if missing := micro - len(numbers):
             rows = _padded(rows, missing)
-        yield _tensors(rows, slice(None), pin=False)
+        yield _tensors(rows, slice(None), False, reset_positions)
 
 
-def reading_speed(dataset: Source, micro: int, seconds: float = 2.0) -> float:
+def _padded(rows: Rows, missing: int) -> Rows:
+    below = ((0, missing), (0, 0))
+    documents = None if rows.documents is None else np.pad(rows.documents, below)
+    targets = np.pad(rows.targets, below, constant_values=IGNORE)
+    return Rows(np.pad(rows.inputs, below), targets, documents)
+
+
+def reading_speed(
+    sources: Sequence[Source], mixture: Mixture, micro: int, seconds: float = 2.0
+) -> float:
     """Tokens per second that one core reads, shuffles and makes into tensors, without prefetch."""
-    loader = TrainLoader(dataset, seed=0, batch=micro, rank=0, world=1, micro=micro, prefetch=0)
+    loader = TrainLoader(sources, mixture, batch=micro, rank=0, world=1, micro=micro, prefetch=0)
     next(loader)
     began, first = time.perf_counter(), loader.position
     while (elapsed := time.perf_counter() - began) < seconds:
         next(loader)
-    return (loader.position - first) * dataset.seq_len / elapsed
+    return (loader.position - first) * sources[0].seq_len / elapsed
 
 
-def _tensors(rows: Rows, part: slice, pin: bool) -> MicroBatch:
-    """Some of the rows as tensors, each contiguous."""
-    inputs = torch.from_numpy(np.ascontiguousarray(rows.inputs[part]))
-    targets = torch.from_numpy(np.ascontiguousarray(rows.targets[part]))
+def _tensors(
+    rows: Rows, part: slice, pin: bool, reset_positions: bool, sources: Int64 | None = None
+) -> MicroBatch:
+    """Some of the rows as tensors, each contiguous. `sources` [N]: the number of each row's."""
     documents = None
     if rows.documents is not None:
-        index = torch.from_numpy(np.ascontiguousarray(rows.documents[part]))
-        documents = Documents.of(index, reset_positions=True)
-    batch = MicroBatch(inputs, targets, documents)
-    return batch.pin_memory() if pin else batch
-
-
-def _padded(rows: Rows, missing: int) -> Rows:
-    """With rows that do not count."""
-    more = (missing, rows.inputs.shape[1])
-    documents = rows.documents
-    if documents is not None:
-        documents = np.concatenate([documents, np.zeros(more, np.int32)])
-    return Rows(
-        np.concatenate([rows.inputs, np.zeros(more, np.int64)]),
-        np.concatenate([rows.targets, np.full(more, IGNORE, np.int64)]),
+        documents = Documents.of(torch.from_numpy(rows.documents[part]), reset_positions)
+    batch = MicroBatch(
+        torch.from_numpy(np.ascontiguousarray(rows.inputs[part])),
+        torch.from_numpy(np.ascontiguousarray(rows.targets[part])),
         documents,
+        None if sources is None else torch.from_numpy(sources[part, None]),
     )
+    return batch.pin_memory() if pin else batch

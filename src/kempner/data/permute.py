@@ -31,6 +31,17 @@ def permute(index: Int64, n: int, seed: int) -> Int64:
     return result
 
 
+def shuffled(numbers: Int64, n: int, seed: int) -> Int64:
+    """Where the samples with these running numbers are in a data set of `n` samples: each epoch of
+    n numbers is a shuffle of its own."""
+    epochs, index = np.divmod(numbers, n)
+    result = np.empty_like(index)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        result[inside] = permute(index[inside], n, epoch_seed(seed, int(epoch)))
+    return result
+
+
 def epoch_seed(seed: int, epoch: int) -> int:
     """A seed of its own for each epoch of a run."""
     return _mix(_mix(seed) ^ epoch)

@@ -310,7 +310,12 @@ def _damage(directory: Path, there: Sidecar) -> list[str]:
     problems = []
     for shard in itertools.chain(*there.splits.values()):
         path = directory / shard.file
-        least = shard.tokens * np.dtype(there.dtype).itemsize
-        if not path.is_file() or path.stat().st_size < least:
-            problems.append(f"{path}: missing or cut off; prepare the data again with --overwrite")
+        least = {path: shard.tokens * np.dtype(there.dtype).itemsize}
+        if there.kind != "text":
+            least |= dict.fromkeys(chat_marks.beside(path).values(), shard.documents)
+        problems += [
+            f"{path}: missing or cut off; prepare the data again with --overwrite"
+            for path, size in least.items()
+            if not path.is_file() or path.stat().st_size < size
+        ]
     return problems

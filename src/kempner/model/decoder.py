@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kempner.loss import cross_entropy_sum
+from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.config import ModelConfig
 
@@ -115,13 +115,18 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = None if cfg.tie_embeddings else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
         self.register_buffer("rope", rope_table(cfg), persistent=False)
-        self.loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy_sum
+        self.loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None
-    ) -> Tensor:
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Documents | None = None,
+        token_losses: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, targets: int64 [B, T]; a target of -100 does not count. Returns logits [B, T, V]
-        or the fp32 loss sum []. `documents`: what is packed into each row."""
+        or the fp32 loss sum [], with `token_losses` also its terms [B, T], without a gradient.
+        `documents`: what is packed into each row."""
         rope = self.rope[:, : tokens.shape[1]]
         if documents is not None and documents.positions is not None:
             rope = self.rope[:, documents.positions].unsqueeze(2)  # [2, B, 1, T, E]
@@ -135,7 +140,8 @@ class Decoder(nn.Module):
         weight = self.embed.weight if self.output is None else self.output.weight
         if targets is None:
             return F.linear(x, weight)
-        return self.loss_sum(x.flatten(0, 1), weight, targets.flatten())
+        loss, terms = self.loss(x.flatten(0, 1), weight, targets.flatten())
+        return (loss, terms.view(targets.shape)) if token_losses else loss
 
     def init_std(self, name: str) -> float:
         """Standard deviation of a parameter's initial values; 0 for norms, which start as ones,

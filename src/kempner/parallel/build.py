@@ -40,7 +40,7 @@ def build_model(cfg: ModelConfig, layout: Layout, train: Settings) -> Decoder:
     if train.compile:
         for block in model.blocks:
             block.compile()
-        model.loss_sum = torch.compile(model.loss_sum)
+        model.loss = torch.compile(model.loss)
     device_type = layout.mesh.device_type
     shard(model, layout, compute_dtype(train.dtype, device_type))
     model.to_empty(device=device_type)

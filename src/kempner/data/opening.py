@@ -1,0 +1,169 @@
+"""The section [data] -> the sources of a run, their mixture, and what of it a checkpoint pins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.data.chat_dataset import ChatDataset
+from kempner.data.config import DataConfig, SourceConfig
+from kempner.data.dataset import TokenDataset
+from kempner.data.joined import Joined
+from kempner.data.mixture import Ingredient, Mixture, Phase
+from kempner.data.sidecar import SIDECAR, open_sidecar
+from kempner.data.source import Source
+from kempner.data.stream import Shape
+
+Facts = dict[str, Any]  # JSON
+
+
+def open_sources(cfg: DataConfig, shape: Shape, check: bool) -> list[Source]:
+    """The training split of each source. `check`: all their files. Raises ConfigError with what is
+    wrong with any of them."""
+    sources, problems = all_of(
+        [lambda one=one: open_split(one, "train", shape, check) for one in cfg.mixed]  # type: ignore[misc]
+    )
+    problems += [] if problems else one_vocabulary(cfg)
+    if problems:
+        raise ConfigError(problems)
+    return sources
+
+
+def open_held_out(cfg: DataConfig, shape: Shape, check: bool) -> Source:
+    """The validation splits of all sources that have one, joined."""
+    sources, problems = all_of(
+        [lambda one=one: open_split(one, "val", shape, check) for one in cfg.mixed]  # type: ignore[misc]
+    )
+    if not sources:
+        raise ConfigError(problems)
+    return sources[0] if len(sources) == 1 else Joined(sources)
+
+
+def all_of(acts: Sequence[Callable[[], Source]]) -> tuple[list[Source], list[str]]:
+    """What each returns, and the problems of those that raise ConfigError."""
+    found, problems = [], []
+    for act in acts:
+        try:
+            found.append(act())
+        except ConfigError as error:
+            problems += error.problems
+    return found, problems
+
+
+def open_split(cfg: SourceConfig, split: str, shape: Shape, check: bool) -> Source:
+    if open_sidecar(cfg.path).kind != "text":
+        return ChatDataset.open(cfg.path, split, shape, check, name=cfg.label)
+    return TokenDataset.open(
+        cfg.path,
+        split,
+        shape.seq_len,
+        shape.vocab_size,
+        check,
+        separate=shape.separate,
+        name=cfg.label,
+    )
+
+
+def one_vocabulary(cfg: DataConfig) -> list[str]:
+    """Whether the token shards were all made with one tokenizer."""
+    found = [(one.path, open_sidecar(one.path).tokenizer) for one in cfg.mixed if has_sidecar(one)]
+    return [
+        f"{path}: its tokenizer is {tokenizer['name']}, that of {found[0][0]} is "
+        f"{found[0][1]['name']}; a token id must mean the same in all sources: prepare it again "
+        f"with --tokenizer {found[0][0]}/tokenizer.json"
+        for path, tokenizer in found[1:]
+        if tokenizer["hash"] != found[0][1]["hash"]
+    ]
+
+
+def has_sidecar(cfg: SourceConfig) -> bool:
+    return (Path(cfg.path).expanduser() / SIDECAR).is_file()
+
+
+def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> Facts:
+    """What a mixture follows from, as JSON for a manifest."""
+    return {
+        "sources": [
+            {
+                "name": one.label,
+                "path": str(Path(one.path).expanduser().absolute()),
+                "size": len(source),
+                "max_epochs": one.max_epochs,
+                "weight": one.weight,
+                **source.identity(),
+            }
+            for one, source in zip(cfg.mixed, sources, strict=True)
+        ],
+        "phases": [asdict(phase) for phase in cfg.phases],
+        "temperature": cfg.temperature,
+    }
+
+
+def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -> Mixture:
+    """`starts`: the sample number at which each of the phases begins. A phase without weights has
+    those of the sources, whose weight is by default their size."""
+    parts = [Ingredient(one["name"], one["size"], one["max_epochs"]) for one in facts["sources"]]
+    own = [one["size"] if one["weight"] is None else one["weight"] for one in facts["sources"]]
+
+    def phase(start: int, weights: Sequence[float]) -> Phase:
+        power = 1.0 / facts["temperature"]
+        return Phase(start, tuple(weight**power if weight else 0.0 for weight in weights))
+
+    later = zip(starts, facts["phases"], strict=True)
+    phases = [phase(0, own), *(phase(start, each["weights"] or own) for start, each in later)]
+    if any(b.start <= a.start for a, b in pairwise(phases)):
+        raise ConfigError(
+            "data.phases: must be in the order in which they begin, but begin at samples "
+            f"{', '.join(str(start) for start in starts)}; correct start_step or start_token"
+        )
+    return Mixture(parts, phases, seed)
+
+
+def changes(there: Facts, here: Facts, starts: Sequence[int], samples: int) -> list[str]:
+    """Why a run with the facts `here` may not go on from a checkpoint with those `there`, in which
+    the phases begin at `starts`, after `samples` samples: what has been read must stay the same.
+    Phases that have not begun, and sources that were not used, may change."""
+    begun = sum(start < samples for start in starts)
+    old = mixture_of({**there, "phases": there["phases"][:begun]}, starts[:begun])
+    found = [
+        f"data.phases[{i}] has begun; "
+        + (f"its start is {_start(now[0])} here, {_start(was)} there" if now else "it is missing")
+        for i, was in enumerate(there["phases"][:begun])
+        if not (now := here["phases"][i : i + 1]) or _start(now[0]) != _start(was)
+    ]
+    if found:
+        return found
+    new = mixture_of({**here, "phases": here["phases"][:begun]}, starts[:begun])
+    known = {one["name"]: one for one in here["sources"]}
+    own = ("path", "weight", "max_epochs")  # what may differ while the samples are the same
+    for one in there["sources"]:
+        now = known.get(one["name"], {})
+        same = all(now.get(key) == value for key, value in one.items() if key not in own)
+        if old.uses(one["name"], samples) and not same:
+            what = f"{now['path']} holds other tokens than" if now else "is missing; it was"
+            found.append(
+                f"data source {one['name']}: {what} {one['path']}, on which it was trained"
+            )
+    if not found and old.past(samples) != new.past(samples):
+        found.append(
+            f"the mixture of the first {samples} samples is {_told(new, samples)} here, "
+            f"{_told(old, samples)} there; what is past stays as it was: append a [[data.phases]] "
+            "to change the weights from now on"
+        )
+    return found
+
+
+def _start(phase: Mapping[str, Any]) -> str:
+    kind = "start_step" if phase["start_token"] is None else "start_token"
+    return f"{kind} = {phase[kind]}"
+
+
+def _told(mixture: Mixture, samples: int) -> str:
+    return ", then ".join(
+        " : ".join(f"{share:.3g} {name}" for name, share in shares.items())
+        for _, shares in mixture.past(samples)
+    )

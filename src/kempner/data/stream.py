@@ -1,0 +1,142 @@
+"""A stream of tokens, cut into numbered samples. N samples, T tokens.
+
+Sample i is the tokens i * T to (i + 1) * T, both included: T inputs and, one further, T targets. It
+may cross the end of a part of the stream (a shard, a file). The last tokens, too few for a sample,
+are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kempner.config.option import ConfigError
+from kempner.data.sidecar import DataError
+from kempner.data.source import IGNORE, Int32, Int64, Rows
+
+Tokens = NDArray[np.integer[Any]]  # 1-D
+
+
+class Shape(NamedTuple):
+    """What a run wants of a stream."""
+
+    seq_len: int
+    vocab_size: int  # of the model: token ids are smaller
+    separate: bool = False  # documents do not see each other
+    cut: bool = False  # conversations that are longer than a row, rather than drop them
+
+
+class TokenStream:
+    """The samples of a stream in parts; a subclass says what is in them."""
+
+    packing = None
+
+    def __init__(self, name: str, sizes: Sequence[int], shape: Shape) -> None:
+        """`sizes`: the tokens of each part."""
+        self.name, self.seq_len = name, shape.seq_len
+        self.vocab_size, self._separate = shape.vocab_size, shape.separate
+        # Where each part begins in the stream, and the end of the last.
+        self._starts = np.cumsum([0, *sizes], dtype=np.int64)
+
+    def part(self, number: int) -> Tokens:
+        """The tokens of a part, usually memory-mapped. Raises DataError."""
+        raise NotImplementedError
+
+    def part_name(self, number: int) -> str:
+        raise NotImplementedError
+
+    def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:
+        """Which tokens begin a document; of the first in a row nobody asks. rows [N, T + 1] are the
+        tokens from `positions` [N] of the stream on."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Samples."""
+        return max(0, int((self._starts[-1] - 1) // self.seq_len))
+
+    def read(self, indices: Int64) -> Rows:
+        """Samples `indices` [N], in that order.
+
+        Raises DataError when a part cannot be read or, with its name and the offset, when a token
+        is outside the model's vocabulary.
+        """
+        assert indices.size == 0 or (indices.min() >= 0 and indices.max() < len(self))
+        length = self.seq_len + 1
+        rows = np.empty((len(indices), length), np.int64)
+        places = indices * self.seq_len
+        parts, offsets = self._place(places)
+        for row, part, offset in zip(rows, parts.tolist(), offsets.tolist(), strict=True):
+            tokens = self.part(part)[offset : offset + length]
+            row[: len(tokens)] = tokens
+            have = len(tokens)
+            while have < length:  # the sample continues in the next part
+                part += 1
+                tokens = self.part(part)[: length - have]
+                row[have : have + len(tokens)] = tokens
+                have += len(tokens)
+        # As unsigned numbers negative ids are large ones.
+        if rows.size and rows.view(np.uint64).max() >= self.vocab_size:
+            self._complain(places, rows)
+        if not self._separate:
+            return Rows(rows[:, :-1], rows[:, 1:])
+        return apart(rows, self.begins(places, rows))
+
+    def _place(self, positions: Int64) -> tuple[Int64, Int64]:
+        """Parts and offsets in them of positions in the stream."""
+        parts = np.searchsorted(self._starts, positions, side="right") - 1
+        return parts, positions - self._starts[parts]
+
+    def _complain(self, places: Int64, rows: Int64) -> None:
+        row, column = np.argwhere(rows.view(np.uint64) >= self.vocab_size)[0]
+        part, offset = self._place(places[row] + column)
+        raise DataError(
+            f"{self.part_name(int(part))}: token {rows[row, column]} at offset {offset}, but "
+            f"model.vocab_size is {self.vocab_size}; the tokens are not those that were prepared "
+            "for this model, prepare the data again"
+        )
+
+
+def apart(rows: Int64, begins: NDArray[np.bool_]) -> Rows:
+    """Samples [N, T + 1] in which a document begins at each `begins`. Nothing leads to the first
+    token of a document: it is no target."""
+    documents: Int32 = np.zeros((rows.shape[0], rows.shape[1] - 1), np.int32)
+    np.cumsum(begins[:, 1:-1], axis=1, dtype=np.int32, out=documents[:, 1:])
+    return Rows(rows[:, :-1], np.where(begins[:, 1:], IGNORE, rows[:, 1:]), documents)
+
+
+def begins_at(starts: Int64, positions: Int64, length: int) -> NDArray[np.bool_]:
+    """The same from a table: `starts`, in rising order, of all documents in the stream; rows of
+    `length` tokens from `positions` [N] on."""
+    result = np.zeros((len(positions), length), np.bool_)
+    low = np.searchsorted(starts, positions, side="left")
+    high = np.searchsorted(starts, positions + length, side="left")
+    for row, position, begin, end in zip(
+        result, positions, low.tolist(), high.tolist(), strict=True
+    ):
+        row[starts[begin:end] - position] = True
+    return result
+
+
+def unfit(path: str, split: str, tokens: int, largest: int, shape: Shape, about: str) -> list[str]:
+    """Why a stream of so many tokens, with ids up to `largest`, cannot be used."""
+    found = []
+    if largest >= shape.vocab_size:
+        found.append(
+            f"{path}: token ids go up to {largest} ({about}), but model.vocab_size is "
+            f"{shape.vocab_size}; give --model.vocab_size={largest + 1} or more"
+        )
+    if tokens <= shape.seq_len:
+        more = "prepare more text" + (", or a larger --val-fraction" if split == "val" else "")
+        found.append(
+            f"{path}: {tokens} tokens in split {split}, a sample needs {shape.seq_len + 1}; "
+            f"{more}, or give a shorter sequence length"
+        )
+    return found
+
+
+def refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
