@@ -2,6 +2,7 @@
 
     python scripts/prepare_data.py corpus/ more.jsonl --out data/corpus --train-bpe 32000
     python scripts/prepare_data.py --source stdlib --out data/quickstart
+    python scripts/prepare_data.py chats.jsonl --out data/chat --kind chat --tokenizer MODEL
 
 Inputs: text files of any kind, JSON lines (.jsonl), Parquet (.parquet), directories of these.
 After a kill or an interrupt, run the same command again: it resumes after the last whole shard.
@@ -25,7 +26,7 @@ from typing import Any
 
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.data import encode, sources
+from kempner.data import chat, chat_dataset, encode, sources
 from kempner.data.prepare import Work, encode_share, write_shards
 from kempner.data.shards import begun, earlier, locked, remarks
 from kempner.data.sidecar import (
@@ -36,6 +37,7 @@ from kempner.data.sidecar import (
     TOKENIZER,
     UNITS,
     DataError,
+    Shard,
     Sidecar,
 )
 from kempner.data.tokenizer import (
@@ -91,6 +93,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--skip-bad-lines", action="store_true", help=skip)
     held_out = "fraction of documents held out for validation (default: 0.01)"
     add("--val-fraction", type=float, default=0.01, help=held_out)
+    chat.add_options(parser)
     tokens = "tokens per shard (default: 100000000)"
     add("--shard-tokens", type=int, default=100_000_000, help=tokens)
     add("--workers", type=int, help="processes (default: the cores of this job)")
@@ -126,7 +129,7 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
             options.workers is not None and options.workers < 1
         ),
     }
-    return [problem for problem, wrong in checks.items() if wrong]
+    return [problem for problem, wrong in checks.items() if wrong] + chat.wrong_options(options)
 
 
 def prepare_data(options: argparse.Namespace, out: Path) -> None:
@@ -136,14 +139,15 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
     settings = {
         **tokenizer,
         "inputs": sources.fingerprint(dict.fromkeys(p.source for unit in pieces for p in unit)),
-        "text_key": options.text_key,
+        **({"text_key": options.text_key} if options.kind == "text" else chat.settings(options)),
         "val_fraction": options.val_fraction,
         "shard_tokens": options.shard_tokens,
     }
     nothing = {"units": 0, "empty": 0, "skipped": 0, "skipped_names": []}
     progress = {**nothing, "bad_lines": 0, "lines": 0}
     prepared = {"settings": settings, "progress": progress}
-    new = Sidecar({}, settings["dtype"], 0, 0, {split: [] for split in SPLITS}, prepared)
+    splits: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+    new = Sidecar({}, settings["dtype"], 0, 0, splits, prepared, options.kind)
     out.mkdir(parents=True, exist_ok=True)
     if options.only == "units":
         with locked(out, fcntl.LOCK_SH):
@@ -219,7 +223,7 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
         raise DataError(
             f"--tokenizer {path}: belongs to the data in --out; copy it elsewhere first"
         )
-    return FileTokenizer(path, eod=options.eod)
+    return FileTokenizer(path, eod=chat.end_of_turn(options) or options.eod)
 
 
 def tokenizer_file(options: argparse.Namespace) -> Path:
@@ -250,6 +254,8 @@ def make_tokenizer(
         return ByteTokenizer()
     tokenizer = given_tokenizer(options)
     write_atomic(out / TOKENIZER, tokenizer_file(options).read_bytes())
+    if options.kind != "text":
+        chat.write_template(options, out)
     return tokenizer
 
 
@@ -293,6 +299,7 @@ def work(
         dtype=sidecar.dtype,
         text_key=options.text_key,
         val_fraction=options.val_fraction,
+        chat=None if options.kind == "text" else chat.encoding(options, out),
     )
     workers = options.workers or len(os.sched_getaffinity(0))
     return Work(out, sidecar, number_units(out, pieces), how, workers, options.skip_bad_lines)
@@ -305,7 +312,8 @@ def report(out: Path, sidecar: Sidecar) -> None:
         print(
             f"  {split:5} {tokens:>15,} tokens  {documents:>11,} documents  {len(shards):>5} shards"
         )
-    for remark in remarks(sidecar.prepared["progress"]):
+    packing = [] if sidecar.kind == "text" else chat_dataset.packing_table(out, sidecar)
+    for remark in [*packing, *remarks(sidecar.prepared["progress"])]:
         print(f"  {remark}")
     print(
         f"  tokenizer {sidecar.tokenizer['name']}, vocabulary {sidecar.vocab_size}, {sidecar.dtype}"

@@ -103,9 +103,10 @@ def open_checkpointer(
 def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], Source | None]:
     """The sources of the training and, when the run validates, the held-out data. `check` all
     shards, which rank 0 does; otherwise none is opened before it is read. Raises ConfigError."""
-    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, cfg.data.document_mask)
-    sources = open_sources(cfg.data, shape, check)
-    held_out = open_held_out(cfg.data, shape, check) if cfg.eval.interval else None
+    data, cut = cfg.data, cfg.data.too_long == "cut"
+    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut)
+    sources = open_sources(data, shape, check)
+    held_out = open_held_out(data, shape, check) if cfg.eval.interval else None
     return sources, held_out
 
 

@@ -86,6 +86,8 @@ class Recorder:
         }
         if len(loader.names) > 1:
             record["sources"] = _by_source(result, loader)
+        if packing := {each.name: each.packing for each in loader.sources if each.packing}:
+            record |= {"loss_tokens": result.values["tokens"], "packing": packing}
         self.write(record)
         self.run.announce(line(record, self.run.cfg.train.max_steps))
 

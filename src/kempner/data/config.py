@@ -52,6 +52,11 @@ class DataConfig:
     phases: tuple[PhaseConfig, ...] = option(
         (), "changes of the weights or the learning rate; [[data.phases]] in a file"
     )
+    too_long: str = option(
+        "drop",
+        "what to do with conversations longer than train.seq_len: drop them, or cut off their end",
+        choices=("drop", "cut"),
+    )
     document_mask: bool = option(
         False, "tokens attend to their own document only, and none is predicted from another"
     )

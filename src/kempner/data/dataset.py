@@ -25,6 +25,7 @@ HEADER = re.compile(
     rb"\{'descr': '([^']+)', 'fortran_order': (?:False|True), 'shape': \(([\d, ]*)\), *\}\s*"
 )
 MOST_MAPS = 32_768  # Linux allows a process 65,530 mappings (vm.max_map_count)
+AGAIN = "prepare the data again"
 CHECKERS = 16  # threads: a parallel file system answers an open in milliseconds, but many at once
 
 
@@ -115,27 +116,32 @@ def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:
 def _map_shard(directory: Path, shard: Shard, dtype: str) -> Tokens:
     """The tokens of a shard. Opens the file once; reads no more of it than the header. Raises
     DataError when file and sidecar differ."""
-    path, again = directory / shard.file, "prepare the data again"
+    path = directory / shard.file
     if dtype not in ("uint16", "uint32"):
-        raise DataError(f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {again}")
+        raise DataError(f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {AGAIN}")
+    return map_array(path, shard.tokens, dtype)
+
+
+def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
+    """A .npy file of `length` numbers, mapped. Raises DataError when it is another."""
     try:
         with path.open("rb") as file:
             found, shape = _read_header(file)
             size = os.fstat(file.fileno()).st_size - file.tell()
             if found != np.dtype(dtype):
-                raise DataError(f"{path}: holds {found}, the sidecar says {dtype}; {again}")
-            if shape != (shard.tokens,) or size != shard.tokens * found.itemsize:
+                raise DataError(f"{path}: holds {found}, the sidecar says {dtype}; {AGAIN}")
+            if shape != (length,) or size != length * found.itemsize:
                 raise DataError(
                     f"{path}: {size} bytes of shape {shape}, the sidecar says "
-                    f"{shard.tokens} tokens of {dtype}; {again}"
+                    f"{length} tokens of {dtype}; {AGAIN}"
                 )
             # As a plain array: a slice of a numpy.memmap costs several times as much.
             return np.asarray(np.memmap(file, found, "r", file.tell(), shape))
     except OSError as error:
-        fix = again if isinstance(error, FileNotFoundError) else "check the file system"
+        fix = AGAIN if isinstance(error, FileNotFoundError) else "check the file system"
         raise DataError(f"{path}: {error.strerror}; {fix}") from None
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path}: not a .npy file ({error}); {again}") from None
+        raise DataError(f"{path}: not a .npy file ({error}); {AGAIN}") from None
 
 
 def _read_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:

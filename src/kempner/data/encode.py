@@ -15,13 +15,16 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from kempner.data.sidecar import SPLITS
 from kempner.data.sources import BadLine, Lines, Piece, Undecodable, documents, is_held_out
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Tokens
+
+if TYPE_CHECKING:
+    from kempner.data.chat import ChatEncoding
 
 LOG_SECONDS = 10.0
 # A worker ends when its parent does. Not SIGTERM: by it the executor ends the workers that are left
@@ -41,6 +44,7 @@ class Encoding:
     dtype: str
     text_key: str
     val_fraction: float
+    chat: ChatEncoding | None = None  # where the units are of chat data
 
     def tokenizer(self) -> Tokenizer:
         if not self.tokenizer_file:
@@ -62,6 +66,8 @@ class Encoded:
 
 
 def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
+    if how.chat is not None:
+        return how.chat.encode(unit, how, tokenizer)
     parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
     result = Encoded({})
     for number, piece in enumerate(unit):

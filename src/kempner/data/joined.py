@@ -11,6 +11,8 @@ from kempner.data.source import Int64, Rows, Source
 
 
 class Joined:
+    packing = None
+
     def __init__(self, sources: Sequence[Source]) -> None:
         self.name, self.seq_len = "+".join(each.name for each in sources), sources[0].seq_len
         self._sources = sources

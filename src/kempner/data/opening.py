@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
+from kempner.data.chat_dataset import ChatDataset
 from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.dataset import TokenDataset
 from kempner.data.joined import Joined
@@ -54,6 +55,8 @@ def all_of(acts: Sequence[Callable[[], Source]]) -> tuple[list[Source], list[str
 
 
 def open_split(cfg: SourceConfig, split: str, shape: Shape, check: bool) -> Source:
+    if open_sidecar(cfg.path).kind != "text":
+        return ChatDataset.open(cfg.path, split, shape, check, name=cfg.label)
     return TokenDataset.open(
         cfg.path,
         split,

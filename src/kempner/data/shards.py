@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kempner.config.option import ConfigError
+from kempner.data import chat_marks
 from kempner.data.encode import Encoded
 from kempner.data.sidecar import (
     BAD_LINES,
@@ -27,6 +28,7 @@ from kempner.data.sidecar import (
     SIDECAR,
     SPLITS,
     TOKENIZER,
+    TOKENIZER_CONFIG,
     UNITS,
     DataError,
     Shard,
@@ -110,16 +112,18 @@ class Writer:
             return
         want = round(fraction * total) - self.sidecar.tokens("val")
         tokens = np.concatenate([*self._pending["train"], *self._pending["val"]])
-        train, held_out = split_tail(tokens, want, self.sidecar.eod)
+        if self.sidecar.kind == "text":
+            train, held_out = split_tail(tokens, want, self.sidecar.eod)
+        else:
+            train, held_out = chat_marks.split_tail(tokens, want, self.sidecar.kind)
         self._pending = {"train": [train], "val": [held_out]}
 
     def _flush(self) -> None:
         splits = dict(self.sidecar.splits)
         for split, parts in self._pending.items():
             if sum(map(len, parts)):
-                name = f"{split}_{len(splits[split]):05d}.npy"
-                write_atomic(self.directory / name, _npy(parts))
-                splits[split] = [*splits[split], self._describe(name, parts)]
+                name = f"{split}_{len(splits[split]):05d}"
+                splits[split] = [*splits[split], self._write(name, parts)]
         self._pending = {split: [] for split in SPLITS}
         if self._bad_lines:
             write_atomic(self.directory / BAD_LINES, "\n".join([*self._bad_lines, ""]))
@@ -130,11 +134,19 @@ class Writer:
         for number in range(earlier, self.units_done):
             unit_file(self.directory, number).unlink(missing_ok=True)
 
-    def _describe(self, name: str, parts: list[Tokens]) -> Shard:
+    def _write(self, name: str, parts: list[Tokens]) -> Shard:
+        if self.sidecar.kind == "text":
+            documents = sum(int(np.count_nonzero(part == self.sidecar.eod)) for part in parts)
+        else:
+            parts, beside = chat_marks.take_apart(parts, self.sidecar.dtype)
+            documents = len(beside["ends"])
+            for what, array in beside.items():
+                write_atomic(self.directory / f"{name}.{what}.npy", _npy([array]))
+        write_atomic(self.directory / f"{name}.npy", _npy(parts))
         return Shard(
-            file=name,
+            file=f"{name}.npy",
             tokens=sum(map(len, parts)),
-            documents=sum(int(np.count_nonzero(part == self.sidecar.eod)) for part in parts),
+            documents=documents,
             max_id=max(int(part.max()) for part in parts if len(part)),
         )
 
@@ -256,7 +268,7 @@ def _examine(record: Path, wanted: Sidecar, finished: bool) -> tuple[Sidecar | N
 
 def discard(directory: Path) -> None:
     """Remove prepared data, the sidecar first: no reader finds a sidecar without its shards."""
-    for name in (SIDECAR, PROGRESS, TOKENIZER, BAD_LINES):
+    for name in (SIDECAR, PROGRESS, TOKENIZER, TOKENIZER_CONFIG, BAD_LINES):
         (directory / name).unlink(missing_ok=True)
     shutil.rmtree(directory / UNITS, ignore_errors=True)
     for path in _shards(directory):
@@ -298,7 +310,12 @@ def _damage(directory: Path, there: Sidecar) -> list[str]:
     problems = []
     for shard in itertools.chain(*there.splits.values()):
         path = directory / shard.file
-        least = shard.tokens * np.dtype(there.dtype).itemsize
-        if not path.is_file() or path.stat().st_size < least:
-            problems.append(f"{path}: missing or cut off; prepare the data again with --overwrite")
+        least = {path: shard.tokens * np.dtype(there.dtype).itemsize}
+        if there.kind != "text":
+            least |= dict.fromkeys(chat_marks.beside(path).values(), shard.documents)
+        problems += [
+            f"{path}: missing or cut off; prepare the data again with --overwrite"
+            for path, size in least.items()
+            if not path.is_file() or path.stat().st_size < size
+        ]
     return problems

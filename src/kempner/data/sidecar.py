@@ -16,6 +16,7 @@ from kempner.files import write_atomic
 SIDECAR = "dataset.json"
 PROGRESS = "dataset.partial.json"  # the record of a preparation that has not finished
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # of chat data: has the template
 BAD_LINES = "bad_lines.txt"  # lines of JSON that were left out, as file:line: reason
 UNITS = "units"  # what the tasks of a job have encoded so far: units.py
 FORMAT = 1
@@ -42,6 +43,9 @@ class Sidecar:
     eod: int  # ends each document
     splits: dict[str, list[Shard]]
     prepared: dict[str, Any]  # the settings and inputs that it was made from
+    kind: str = (
+        "text"  # of chat and preference, the shards have `.loss_mask` and `.ends` beside them
+    )
     format: int = FORMAT
 
     def tokens(self, split: str) -> int:
@@ -87,8 +91,8 @@ def open_sidecar(directory: str | Path) -> Sidecar:
 
 
 def copy_tokenizer(data_dir: str | Path, run_dir: str | Path) -> None:
-    """Copy what load_tokenizer() needs: a run can be sampled without its data."""
-    for name in (TOKENIZER, SIDECAR):
+    """Copy what load_tokenizer() and ChatTemplate need: a run can be sampled without its data."""
+    for name in (TOKENIZER, TOKENIZER_CONFIG, SIDECAR):
         source = Path(data_dir).expanduser() / name
         if source.is_file():
             with source.open("rb") as reader:

@@ -33,6 +33,11 @@ class Source(Protocol):
     name: str
     seq_len: int
 
+    @property
+    def packing(self) -> dict[str, float] | None:
+        """For the metrics, of rows that are packed: how full they are, and what did not fit."""
+        ...
+
     def __len__(self) -> int:
         """Samples."""
         ...

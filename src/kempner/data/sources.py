@@ -1,4 +1,5 @@
 """Inputs -> documents. A file is text (one document), JSON lines or Parquet (one document a row).
+Chat data are rows of the latter two.
 
 Work is cut into pieces that any process can read alone: a range of bytes of a text file or of JSON
 lines, a row group of Parquet. The cuts depend on the files alone, never on the number of workers.
@@ -186,18 +187,54 @@ def documents(piece: Piece, text_key: str, lines: Lines) -> Iterator[str]:
     if piece.source.kind == "parquet":
         yield from _parquet_documents(piece, text_key)
         return
-    with open(piece.source.path, "rb") as file:
-        file.seek(piece.start)
-        data = file.read(piece.end - piece.start)
-    if len(data) != piece.end - piece.start:
-        raise DataError(f"{piece.source.path}: became shorter while it was read")
-    if piece.start == 0:
-        data = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    data = _read(piece)
     if piece.source.kind == "jsonl":
         lines.count = data.count(b"\n")
         yield from _json_documents(data, text_key, lines)
     else:
         yield _decode(piece, data)
+
+
+def rows(piece: Piece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of one piece with their numbers in it, from 0, counted in `lines`. Raises
+    DataError."""
+    if piece.source.kind == "parquet":
+        batches = _parquet(piece.source).iter_batches(row_groups=[piece.start], batch_size=1024)
+        every = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(every):
+            lines.count += 1
+            yield number, _without_none(row)
+        return
+    if piece.source.kind == "text":
+        raise DataError(
+            f"{piece.source.path}: chat data are rows of .jsonl, .ndjson or .parquet; convert it"
+        )
+    data = _read(piece)
+    lines.count = data.count(b"\n")
+    for number, line in enumerate(data.split(b"\n")):
+        if line.strip():
+            try:
+                row = _row(line)
+            except ValueError as error:
+                lines.bad.append((number, str(error)))
+                continue
+            yield number, row
+
+
+def _without_none(value: Any) -> Any:
+    """Arrow fills in the keys that an object does not have but others of its column do."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _read(piece: Piece) -> bytes:
+    with open(piece.source.path, "rb") as file:
+        file.seek(piece.start)
+        data = file.read(piece.end - piece.start)
+    if len(data) != piece.end - piece.start:
+        raise DataError(f"{piece.source.path}: became shorter while it was read")
+    return data.removeprefix(b"\xef\xbb\xbf") if piece.start == 0 else data  # a byte order mark
 
 
 def _decode(piece: Piece, data: bytes) -> str:
@@ -223,14 +260,19 @@ def _json_documents(data: bytes, text_key: str, lines: Lines) -> Iterator[str]:
             lines.bad.append((number, str(error)))
 
 
-def _text(line: bytes, text_key: str) -> str:
-    """The document in a line of JSON. Raises ValueError that says why there is none."""
+def _row(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"not a JSON object but {type(row).__name__}")
+    return row
+
+
+def _text(line: bytes, text_key: str) -> str:
+    """The document in a line of JSON. Raises ValueError that says why there is none."""
+    row = _row(line)
     if text_key not in row:
         raise ValueError(f"no key {text_key!r} (has: {', '.join(row)}); choose by --text-key")
     text = row[text_key]

@@ -26,10 +26,13 @@ class Shape(NamedTuple):
     seq_len: int
     vocab_size: int  # of the model: token ids are smaller
     separate: bool = False  # documents do not see each other
+    cut: bool = False  # conversations that are longer than a row, rather than drop them
 
 
 class TokenStream:
     """The samples of a stream in parts; a subclass says what is in them."""
+
+    packing = None
 
     def __init__(self, name: str, sizes: Sequence[int], shape: Shape) -> None:
         """`sizes`: the tokens of each part."""

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ AT_ONCE = 8
 
 
 Tokens = NDArray[np.integer[Any]]  # 1-D
+Span = tuple[int, int]  # characters, from and to
 
 
 class Tokenizer(Protocol):
@@ -107,6 +108,16 @@ class FileTokenizer:
                 ids.append(self.eod)
                 result.append(np.frombuffer(ids, np.uint32))
         return result
+
+    def encode_rendered(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Span]]]:
+        """Ids and the characters that each was made from, for what a chat template has written:
+        there a special token that is spelled out is one."""
+        for start in range(0, len(texts), AT_ONCE):
+            batch = [_clean(text) for text in texts[start : start + AT_ONCE]]
+            self._tokenizer.encode_special_tokens = False
+            encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
+            self._tokenizer.encode_special_tokens = True
+            yield from ((encoding.ids, encoding.offsets) for encoding in encodings)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids))

@@ -1,0 +1,172 @@
+"""Chat data as numbered samples: whole conversations packed into rows of T tokens.
+
+A conversation of n + 1 tokens takes n places of a row, for its last token is a target only. What
+is left at the end of a row is one more document, none of which is in the loss. The packing
+follows from the lengths and T alone, so that the samples are the same for every rank, resume and
+world size. The two answers of a preference are neighbours in a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kempner.config.option import ConfigError
+from kempner.data.chat_marks import GROUP, beside
+from kempner.data.dataset import AGAIN, map_array
+from kempner.data.packing import first_fit_decreasing
+from kempner.data.sidecar import SIDECAR, DataError, Sidecar, open_sidecar
+from kempner.data.source import IGNORE, Int64, Rows
+from kempner.data.stream import Shape
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of rows, in the table of a preparation
+MAPPED = 1024  # shards
+
+
+class ChatDataset:
+    """The samples of one split, for one sequence length."""
+
+    def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
+        """Use open(): it checks what this takes for granted."""
+        self.name, self.seq_len, self.path, self._shape = name, shape.seq_len, path, shape
+        self.sidecar = sidecar
+        self._files = [path / shard.file for shard in sidecar.splits[split]]
+        self._sizes = [shard.tokens for shard in sidecar.splits[split]]
+        counts = [shard.documents for shard in sidecar.splits[split]]
+        ends = [
+            np.array(map_array(beside(file)["ends"], count, "int64"))
+            for file, count in zip(self._files, counts, strict=True)
+        ]
+        # Of each conversation: its shard, where it begins there, and the places that it takes.
+        self._shard = np.repeat(np.arange(len(ends)), counts)
+        begins = [np.append(0, each[:-1]) for each in ends]
+        self._begin = np.concatenate([np.empty(0, np.int64), *begins])
+        lengths = np.concatenate([np.empty(0, np.int64), *ends]) - self._begin - 1
+        group = GROUP[sidecar.kind]
+        self._length = np.minimum(lengths, shape.seq_len // group) if shape.cut else lengths
+        # What is packed as one: a conversation, or both answers of a preference.
+        size = self._length.reshape(-1, group).sum(1)
+        kept = np.flatnonzero(size <= self.seq_len)
+        self.longer = int(np.count_nonzero(lengths.reshape(-1, group).sum(1) > self.seq_len))
+        packing = first_fit_decreasing(size[kept], self.seq_len)
+        items = kept[packing.order]
+        self._order = (items[:, None] * group + np.arange(group)).flatten()
+        self._starts = packing.starts * group
+        self.filled = float(size[kept].sum() / max(1, len(packing) * self.seq_len))
+        self.packing = {"filled": round(self.filled, 4), "too_long": self.longer}
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        split: str,
+        shape: Shape,
+        check_shards: bool = True,
+        name: str = "",
+    ) -> ChatDataset:
+        """As TokenDataset.open. Raises ConfigError with everything that is wrong."""
+        directory, sidecar = Path(path).expanduser(), open_sidecar(path)
+        result = cls(directory, sidecar, split, shape, name or directory.name)
+        problems = []
+        if check_shards:
+            for number in range(len(result._files)):
+                try:
+                    result._map_shard(number)
+                except DataError as error:
+                    problems += error.problems
+        if sidecar.vocab_size > shape.vocab_size:
+            problems.append(
+                f"{path}: token ids go up to {sidecar.vocab_size - 1} (tokenizer "
+                f"{sidecar.tokenizer['name']}), but model.vocab_size is {shape.vocab_size}; "
+                f"give --model.vocab_size={sidecar.vocab_size} or more"
+            )
+        if not len(result):
+            more = ", and all are longer than that" if result.longer else ""
+            problems.append(
+                f"{path}: no conversation for rows of {shape.seq_len} tokens in split {split}: it "
+                f"has {len(result._length)}{more}; prepare more data"
+                + (", or a larger --val-fraction" if split == "val" else "")
+                + (", or give a longer --train.seq_len or --data.too_long=cut" if more else "")
+            )
+        if problems:
+            raise ConfigError(problems)
+        return result
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._starts) - 1
+
+    def describe(self) -> str:
+        what = {"chat": "conversations", "preference": "preferences"}[self.sidecar.kind]
+        items = len(self._order) // GROUP[self.sidecar.kind]
+        done = "cut" if self._shape.cut else "dropped"
+        longer = f", {self.longer:,} longer than that {done}" if self.longer else ""
+        return (
+            f"{items:,} {what} in {len(self):,} rows of {self.seq_len:,}, "
+            f"{self.filled:.1%} full{longer}"
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """The lengths stand for the conversations, and packing them gives the samples."""
+        lengths = hashlib.sha256(self._length.tobytes()).hexdigest()[:16]
+        return {"conversations": lengths, "seq_len": self.seq_len}
+
+    def read(self, indices: Int64) -> Rows:
+        """Rows `indices` [N], in that order. Raises DataError when a shard differs from the
+        sidecar."""
+        shape = (len(indices), self.seq_len)
+        inputs = np.full(shape, self.sidecar.eod, np.int64)
+        targets = np.full(shape, IGNORE, np.int64)
+        documents = np.empty(shape, np.int32)
+        for row, index in enumerate(indices.tolist()):
+            packed = self._order[self._starts[index] : self._starts[index + 1]]
+            lengths = self._length[packed]
+            at = 0
+            for shard, a, length in zip(
+                self._shard[packed].tolist(), self._begin[packed].tolist(), lengths.tolist(),
+                strict=True,
+            ):  # fmt: skip
+                tokens, mask = self._map(shard)
+                inputs[row, at : at + length] = tokens[a : a + length]
+                after = slice(a + 1, a + 1 + length)
+                np.copyto(targets[row, at : at + length], tokens[after], where=mask[after])
+                at += length
+            documents[row] = np.repeat(
+                np.arange(len(packed) + 1), np.append(lengths, self.seq_len - at)
+            )
+        if inputs.size and inputs.max() >= self._shape.vocab_size:
+            raise DataError(
+                f"{self.path}: token {inputs.max()}, but model.vocab_size is "
+                f"{self._shape.vocab_size}; the shards differ from {SIDECAR}, {AGAIN}"
+            )
+        return Rows(inputs, targets, documents)
+
+    @functools.cached_property
+    def _map(self) -> Callable[[int], tuple[NDArray[Any], NDArray[np.bool_]]]:
+        return functools.lru_cache(MAPPED)(self._map_shard)
+
+    def _map_shard(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Its ids, and whether each is in the loss."""
+        file, size = self._files[number], self._sizes[number]
+        tokens = map_array(file, size, self.sidecar.dtype)
+        mask = map_array(beside(file)["loss_mask"], size, "uint8")
+        return tokens, mask.view(np.bool_)
+
+
+def packing_table(directory: Path, sidecar: Sidecar) -> list[str]:
+    """How the training split would be packed into rows of the usual lengths, a line each, up to
+    the first in which every conversation fits."""
+    lines = []
+    for length in LENGTHS:
+        data = ChatDataset(directory, sidecar, "train", Shape(length, sidecar.vocab_size), "")
+        if len(data):
+            lines.append(f"--train.seq_len={length}: {data.describe()}")
+        if not data.longer:
+            break
+    return lines

@@ -1,0 +1,56 @@
+"""What chat data know of each token beside its id: whether it is in the loss, and whether it ends
+a conversation.
+
+Between the worker that encodes a unit and the shard that it goes into, both are bits above the id,
+so that everything on the way handles one array, as for text. On the disk the ids are a shard like
+any other, and beside it are `.loss_mask.npy`, uint8 [tokens], and `.ends.npy`, int64
+[conversations], where each ends.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kempner.data.tokenizer import Span, Tokens
+
+IN_LOSS, LAST = np.uint32(1 << 31), np.uint32(1 << 30)
+ID = np.uint32((1 << 30) - 1)
+GROUP = {"chat": 1, "preference": 2}  # conversations that belong together
+
+
+def beside(shard: Path) -> dict[str, Path]:
+    """The files of a shard, by what they hold."""
+    return {what: shard.with_suffix(f".{what}.npy") for what in ("loss_mask", "ends")}
+
+
+def mark(ids: list[int], offsets: list[Span], spans: list[Span]) -> Tokens:
+    """Token ids with their bits, uint32 [N]. A token is in the loss if it has a character of a
+    span, as in transformers' assistant mask."""
+    tokens = np.array(ids, np.uint32)
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    for start, end in spans:
+        tokens[(starts < end) & (ends > start)] |= IN_LOSS
+    tokens[-1:] |= LAST
+    return tokens
+
+
+def take_apart(parts: list[Tokens], dtype: str) -> tuple[list[Tokens], dict[str, NDArray[Any]]]:
+    """Marked tokens -> their ids, and the arrays beside them by name."""
+    marked = np.concatenate(parts)
+    mask = ((marked & IN_LOSS) != 0).astype(np.uint8)
+    return [(marked & ID).astype(dtype)], {"loss_mask": mask, "ends": _ends(marked)}
+
+
+def split_tail(marked: Tokens, want: int, kind: str) -> tuple[Tokens, Tokens]:
+    """Cut about `want` tokens off the end, between two conversations (or preferences)."""
+    borders = _ends(marked)[GROUP[kind] - 1 :: GROUP[kind]]
+    cut = int(borders[np.abs(len(marked) - borders - want).argmin()])
+    return marked[:cut], marked[cut:]
+
+
+def _ends(marked: Tokens) -> NDArray[np.int64]:
+    return np.flatnonzero(marked & LAST) + 1
