@@ -96,8 +96,6 @@ def size(text: str) -> int:
 
 
 def import_(options: argparse.Namespace) -> None:
-    from kempner.hf.importing import import_model
-
     source = find(options.source, download=True)
     if source.is_checkpoint:
         raise ConfigError(
@@ -109,6 +107,8 @@ def import_(options: argparse.Namespace) -> None:
         run=RunSection(dir=str(options.run)),
         train=TrainConfig(seq_len=min(TrainConfig.seq_len, cfg.max_seq_len)),
     )
+    from kempner.hf.importing import import_model  # torch: what is wrong is said without it
+
     path = import_model(source.path, cfg, options.run, to_toml(config), options.source)
     print(f"{path}: {cfg.count_parameters():,} parameters, fp32")
     print(f"start a run from it by --model.init_from={options.run}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kempner.config.option import ConfigError
 
-REPO = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")  # OWNER/NAME, OWNER/NAME@REVISION
+REPO = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # OWNER/NAME, OWNER/NAME@REVISION
 # What goes with the weights from a model to a run, and from a run to an export.
 CARRIED = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
