@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kempner.checkpoint import commit, layout
-from kempner.checkpoint.layout import Layout, StoredTensor
+from kempner.checkpoint.layout import Layout, StoredTensor, Table
 from kempner.checkpoint.metadata import dcp_metadata
 from kempner.checkpoint.reader import TENSORS
 from kempner.checkpoint.writer import Image, plan_file, write_file
@@ -55,14 +55,7 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
             for rank in range(files):
                 path = partial / layout.file_of(rank)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                plan = plan_file(table, rank)
-                image = Image(plan, None, print)
-                for slot in plan:
-                    if slot.key in image.targets:
-                        ours = slot.key.removeprefix("model.")
-                        fill(image.targets[slot.key], stored, names[ours], slot.box)
-                index = {"step": 0, "rank": rank, "tensors": image.entries}
-                write_file(path, image.bytes, index)
+                _write_rank(path, table, rank, stored, names)
         texts = {
             "config.toml": config_toml.encode(),
             TENSORS: json.dumps(layout.to_json(table)).encode(),
@@ -88,3 +81,14 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
         raise
     write_atomic(run / "config.toml", config_toml)  # last: what has one is a run
     return path
+
+
+def _write_rank(path: Path, table: Table, rank: int, stored: Stored, names: dict[str, str]) -> None:
+    """The file of one rank; its memory is freed with the call."""
+    plan = plan_file(table, rank)
+    image = Image(plan, None, print)
+    for slot in plan:
+        if slot.size:
+            ours = slot.key.removeprefix("model.")
+            fill(image.targets[slot.key], stored, names[ours], slot.box)
+    write_file(path, image.bytes, {"step": 0, "rank": rank, "tensors": image.entries})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+from mmap import MADV_WILLNEED, PAGESIZE
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from kempner.hf.source import FOLDER, Source, carry, held, read_config
 from kempner.hf.stored import Stored, check_directory
 from kempner.model.config import ModelConfig
 from kempner.parallel.build import parameter_names
+
+madvise = ctypes.CDLL(None).madvise
 
 
 def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
@@ -73,5 +77,12 @@ def load_weights(
 
 def fill(target: Tensor, stored: Stored, name: str, box: Box) -> None:
     """Copy a box of a stored tensor, and read no more than that; cast to the target's dtype."""
-    if target.numel():
-        target.copy_(stored.slice(name)[tuple(slice(at, at + length) for at, length in box)])
+    if not target.numel():
+        return
+    part = stored.slice(name)[tuple(slice(at, at + length) for at, length in box)]
+    # The slice is a view of the mapped file: without a word the kernel would read it page fault by
+    # page fault, three times as slowly.
+    page = part.data_ptr() // PAGESIZE * PAGESIZE
+    rows = part.stride(0) * (len(part) - 1) * part.itemsize + part[0].nbytes
+    madvise(ctypes.c_void_p(page), ctypes.c_size_t(part.data_ptr() - page + rows), MADV_WILLNEED)
+    target.copy_(part)
