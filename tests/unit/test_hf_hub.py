@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kempner.data.tokenizer import train_bpe
 from tests.conftest import ROOT, clean_env
-from tests.hf_models import make, ours, theirs
+from tests.hf_models import load_quietly, make, ours, theirs
 
 COMMIT = "a" * 40
 
@@ -165,3 +169,36 @@ def test_pushed(hub: dict[str, str], tmp_path: Path) -> None:
         assert content == (tmp_path / "model" / name).read_bytes()
     done = convert("push", tmp_path / "model", "me/tiny", code=2, HF_HUB_OFFLINE="1", **hub)
     assert "HF_HUB_OFFLINE is set; unset it to upload" in done.stderr
+
+
+def test_the_commands_of_the_document(
+    hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tied SmolLM with a real tokenizer, from the first command to the last."""
+    document = (ROOT / "docs/hugging-face.md").read_text()
+    make("smollm", tmp_path / "models/llama")
+    (tmp_path / "corpus").mkdir()
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "corpus/text.md").write_text(text)
+    (tmp_path / "models/llama/tokenizer.json").write_bytes(train_bpe([text], 260))
+    shutil.copytree(tmp_path / "models/llama", Hub.files)
+    (config,) = re.findall(r"```toml\n(.*?)```", document, re.DOTALL)
+    (tmp_path / "mine.toml").write_text(config)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    commands = re.findall(r"^    ((?:python|export) .*)$", document, re.MULTILINE)
+    assert len(commands) == 9
+    script = "\n".join(["set -e", f'PATH="{Path(sys.executable).parent}:$PATH"', *commands])
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=clean_env(**hub),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    back = load_quietly(tmp_path / "models/mine")
+    assert back.dtype == torch.bfloat16
+    torch.testing.assert_close(theirs(back.float()), ours(tmp_path / "runs/mine"), atol=0.1, rtol=0)
+    assert (tmp_path / "runs/llama/checkpoints/latest").exists()
+    assert {"tokenizer.json", "model.safetensors", "config.json"} <= Hub.pushed.keys()
