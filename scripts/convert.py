@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=size,
         default="5GB",
         metavar="SIZE",
-        help="of one file, and so of the memory that it takes (default: 5GB)",
+        help="of one file (default: 5GB)",
     )
     sub = command("check", check, "say what a source is, and whether every tensor is accounted for")
     sub.add_argument("source", metavar="SOURCE", help="directory, id of the hub, or RUN[@STEP]")

@@ -84,6 +84,7 @@ def test_in_many_files(
     assert manifest["world_size"] > 48 and manifest["step"] == 0 and verify(path) == []
     one = read_tensors(find(str(run)).path)
     assert equal_bits(read_tensors(path), one)
+    monkeypatch.setattr(exporting, "READ_BYTES", 6000)
     exporting.export(path, tmp_path / "out", "auto", 20_000)
     assert equal_bits(tensors(tmp_path / "out"), tensors(model))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -187,7 +188,7 @@ def larger_tokenizer(directory: Path) -> None:
 
 K = "model.layers.1.self_attn.k_norm.weight"
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (truncate, "00005.safetensors: truncated or not a safetensors file"),
+    "truncated": (truncate, "00004.safetensors: truncated or not a safetensors file"),
     "a-file-is-missing": (lose_a_file, "is missing; download or copy it again"),
     "no-weights": (only_pickles, "its weights are pickles, which can run code"),
     "not-json": (lambda d: (d / "config.json").write_text("{"), "config.json: cannot be read"),
@@ -255,7 +256,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device", "x.safetensors")
 
-    monkeypatch.setattr(exporting, "save_file", full)
+    monkeypatch.setattr(exporting, "_write_file", full)
     convert("export", run, tmp_path / "out", code=2)
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 
 from kempner.checkpoint import commit
 from kempner.checkpoint.reader import Want, read_table, read_wanted
+from kempner.checkpoint.writer import pages
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, Sidecar
 from kempner.files import fsync, write_atomic
@@ -22,6 +25,8 @@ from kempner.hf.stored import INDEX, SINGLE
 from kempner.model.config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+READ_BYTES = 1 << 28  # read at once, and there are two such buffers; a larger tensor is one part
 
 
 def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
@@ -29,7 +34,8 @@ def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
     directory; returns it.
 
     `dtype`: fp32, bf16, fp16, or auto: that of the model from which the run started, else fp32.
-    Memory: one shard. Raises ConfigError, Damaged, OSError; nothing is left at `out` then.
+    Memory: two buffers of READ_BYTES, or of the largest tensor. Raises ConfigError, Damaged,
+    OSError; nothing is left at `out` then.
     """
     if out.exists():
         raise ConfigError(f"{out}: exists already; give another directory, or remove it")
@@ -44,7 +50,7 @@ def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
         partial.mkdir(parents=True)
         kind = _write_beside(partial, beside, cfg, carried, str(torch_dtype).removeprefix("torch."))
         names = tensor_names(cfg, kind)
-        _write_tensors(partial, checkpoint, manifest, names, torch_dtype, shard_bytes)
+        _write_tensors(partial, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
         fsync(partial)
         partial.rename(out)
         fsync(out.parent)
@@ -89,41 +95,75 @@ def _write_json(path: Path, content: Config) -> None:
     write_atomic(path, json.dumps(content, indent=2) + "\n")
 
 
-def _write_tensors(
-    out: Path,
-    checkpoint: Path,
-    manifest: dict[str, Any],
-    names: dict[str, str],
-    dtype: torch.dtype,
-    shard_bytes: int,
-) -> None:
+def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_bytes: int) -> None:
     """`names`: of the tensors, ours -> theirs."""
-    table = read_table(checkpoint, manifest)
-    sizes = {ours: table[f"model.{ours}"].shape.numel() * dtype.itemsize for ours in names}
-    shards = list(_shards(sizes, shard_bytes))
+    shards = list(_groups(reader.sizes, shard_bytes))
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {
-            names[ours]: torch.empty(table[f"model.{ours}"].shape, dtype=dtype) for ours in shard
-        }
-        wants = [
-            Want(key := f"model.{ours}", key, tensors[names[ours]], table[key].whole)
-            for ours in shard
-        ]
-        read_wanted(checkpoint, manifest, table, wants, near=0)
-        save_file(tensors, out / file, metadata={"format": "pt"})
-        (out / file).chmod((out / CONFIG).stat().st_mode)  # the library makes it private
-        fsync(out / file)
-        files |= dict.fromkeys(tensors, file)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for ours in shard:
+            header[names[ours]] = {
+                "dtype": HEADER_DTYPES[reader.dtype],
+                "shape": reader.shapes[ours],
+                "data_offsets": [at, at := at + reader.sizes[ours]],
+            }
+            files[names[ours]] = file
+        _write_file(out / file, header, reader.parts(shard))
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+        index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
         _write_json(out / INDEX, index)
 
 
-def _shards(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
+class _Reader:
+    """The model's tensors in a checkpoint, as bytes of a dtype."""
+
+    def __init__(self, checkpoint: Path, names: Iterable[str], dtype: torch.dtype) -> None:
+        self.checkpoint, self.dtype = checkpoint, dtype
+        self.manifest = commit.read_manifest(checkpoint)
+        self.table = read_table(checkpoint, self.manifest)
+        self.shapes = {name: self.table[f"model.{name}"].shape for name in names}
+        self.sizes = {name: s.numel() * dtype.itemsize for name, s in self.shapes.items()}
+        size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
+        self.buffers = [torch.frombuffer(pages(size), dtype=torch.uint8) for _ in range(2)]
+
+    def parts(self, names: list[str]) -> Iterator[Tensor]:
+        """The tensors of these names, one after the other, in pieces of uint8 [N]. A piece is valid
+        until the next but one is asked for."""
+        for group in _groups({name: self.sizes[name] for name in names}, READ_BYTES):
+            buffer, at, wants = self.buffers[0], 0, []
+            self.buffers.reverse()
+            for name in group:
+                part = buffer[at : at + self.sizes[name]].view(self.dtype)
+                key = f"model.{name}"
+                wants.append(Want(key, key, part.view(self.shapes[name]), self.table[key].whole))
+                at += self.sizes[name]
+            read_wanted(self.checkpoint, self.manifest, self.table, wants, near=0)
+            yield buffer[:at]
+
+
+def _write_file(path: Path, header: dict[str, Any], parts: Iterable[Tensor]) -> None:
+    """A safetensors file: the length of the header, the header, the tensors (the format's README).
+
+    The library writes a file only from tensors that are all in memory. Here one part is written
+    while the next one is read.
+    """
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data are aligned
+    with open(path, "wb") as file, ThreadPoolExecutor(1) as writer:
+        written = writer.submit(file.write, len(text).to_bytes(8, "little") + text)
+        for part in parts:
+            written.result()
+            written = writer.submit(file.write, part.numpy().data)
+        written.result()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _groups(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
     """Names in order, in groups of at most so many bytes; a larger tensor is alone."""
     group: list[str] = []
     size = 0
