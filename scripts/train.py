@@ -11,7 +11,7 @@ import sys
 
 from kempner import process_group
 from kempner.configure import configure, reject
-from kempner.progress import Progress, go_back, open_checkpointer, open_loaders, seed_everything
+from kempner.progress import go_back, open_checkpointer, open_loaders, resume, seed_everything
 from kempner.resilience import requests
 from kempner.resilience.requests import GO_ON, StopRequests, Verdict
 from kempner.run import RunConfig
@@ -55,7 +55,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     model = build_model(cfg.model, layout, cfg.train)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = open_checkpointer(cfg, run, model, optimizer)
-    progress = Progress.of(checkpointer.load()).plan(cfg)
+    progress = resume(cfg, run, model, checkpointer).plan(cfg)
     step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     run.begin(progress.step)

@@ -8,14 +8,18 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from kempner.checkpoint import commit
 from kempner.config.command_line import help_text, parse_command
-from kempner.config.loading import as_dict, load, to_toml
+from kempner.config.loading import Values, as_dict, load, to_toml
 from kempner.config.option import ConfigError
-from kempner.config.values import to_text
+from kempner.config.values import shown, to_text
+from kempner.hf.source import find
+from kempner.hf.stored import check_source
 from kempner.optim.config import learning_rate
 from kempner.parallel.layout import sizes
 from kempner.process_group import discover
@@ -49,9 +53,7 @@ def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
         print(f"usage: {USAGE}", file=sys.stderr)
         sys.exit(2)
     try:
-        cfg = with_run_dir(
-            load(RunConfig, command.files, command.overrides, command.problems), command.files
-        )
+        cfg = load_config(command.files, command.overrides, command.problems)
         nodes, per_node = command.flags["nodes"], command.flags["gpus-per-node"]
         problems = check_inputs(cfg, 0 if command.flags["check"] else discover().rank)
         if nodes is not None or per_node is not None:
@@ -88,10 +90,49 @@ def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
     sys.exit(2)
 
 
-def with_run_dir(cfg: RunConfig, files: Sequence[str]) -> RunConfig:
-    """A run without run.dir is named after its first configuration file."""
-    name = Path(files[0]).stem if files else "default"
-    return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or f"runs/{name}"))
+def load_config(
+    files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = ()
+) -> RunConfig:
+    """load(), with what depends on other files: a run without run.dir is named after its first
+    configuration file, and one with model.init_from has the shape of those weights."""
+    run_dir = f"runs/{Path(files[0]).stem if files else 'default'}"
+    cfg = load(RunConfig, files, overrides, problems, partial(complete_model, run_dir=run_dir))
+    return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
+
+
+def complete_model(given: Values, run_dir: str) -> list[str]:
+    """The rest of [model] from what model.init_from names. A key that contradicts it is a problem;
+    the maximum length and the initial weights' deviation are no part of the weights."""
+    model = given["model"]
+    if (source := model.get("init_from")) is None:
+        return []
+    run = Path(given["run"].get("dir") or run_dir)
+    try:
+        shape = begun(run, Path(given["checkpoint"].get("dir") or run / "checkpoints"), source)
+        shape = shape or find(source).model()
+    except ConfigError as error:
+        return [f"model.init_from: {problem}" for problem in error.problems]
+    fixed = shape.keys() - {"max_seq_len", "init_std"}
+    unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
+    model |= {key: value for key, value in shape.items() if key in unset or key not in model}
+    return [
+        f"model.{key} = {shown(model[key])}: the weights of model.init_from = {source} have "
+        f"{shown(shape[key])}; leave model.{key} out"
+        for key in model
+        if key in fixed and model[key] != shape[key]
+    ]
+
+
+def begun(run: Path, checkpoints: Path, source: str) -> dict[str, Any] | None:
+    """The [model] section of a run that has a checkpoint, and so needs its source no more; None
+    when it has yet to start from `source`."""
+    if not commit.complete(checkpoints):
+        return None
+    try:
+        model = load(RunConfig, [run / "config.toml"]).model
+    except ConfigError:  # not there, or of a version with other options
+        return None
+    return asdict(model) if model.init_from == source else None
 
 
 def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
@@ -135,9 +176,15 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 
 def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
-    """Whether the files can be used: token shards readable and of this vocabulary, the run
-    directory writable. Creates nothing."""
+    """Whether the files can be used: token shards readable and of this vocabulary, the weights to
+    start from, the run directory writable. Creates nothing."""
     found = []
+    source = cfg.model.init_from
+    if source is not None and rank == 0 and not commit.complete(cfg.checkpoint_dir):
+        try:
+            check_source(find(source), cfg.model)
+        except ConfigError as error:
+            found += [f"model.init_from: {problem}" for problem in error.problems]
     try:
         sources, _ = open_data(cfg, rank == 0)
         open_mixture(cfg, sources, Progress().plan(cfg))

@@ -87,7 +87,6 @@ def seed_everything(cfg: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-@functools.cache  # for the check of the input, and then for the loaders
 def open_checkpointer(
     cfg: RunConfig, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Checkpointer:
@@ -97,6 +96,16 @@ def open_checkpointer(
 
     state = run_state(model, optimizer)
     return Checkpointer(cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
+
+
+def resume(cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer) -> Progress:
+    """Load the newest checkpoint; without one, the weights that model.init_from names."""
+    manifest = checkpointer.load()
+    if manifest is None and cfg.model.init_from is not None:
+        from kempner.hf.load import start_from
+
+        run.announce(start_from(model, cfg.model, run.dir))
+    return Progress.of(manifest)
 
 
 @functools.cache  # for the check of the input, the manifest, and the loaders

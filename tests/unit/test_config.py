@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kempner.config.command_line import help_text, parse_command
 from kempner.config.loading import as_dict, config_hash, load, to_toml
 from kempner.config.option import REQUIRED, ConfigError, option, schema
-from kempner.configure import with_run_dir
+from kempner.configure import load_config
 from kempner.run import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -542,8 +542,8 @@ def test_check_prints_a_configuration_that_check_prints_again(tmp_path: Path) ->
 def test_the_configuration_of_a_run_serves_another_run(tmp_path: Path) -> None:
     kept = tmp_path / "config.toml"
     files = [str(REPO / "configs/train/debug.toml")]
-    kept.write_text(to_toml(with_run_dir(load(RunConfig, files, ["--run.dir=runs/old"]), files)))
-    cfg = with_run_dir(load(RunConfig, [kept], ["--run.dir=runs/new"]), [str(kept)])
+    kept.write_text(to_toml(load_config(files, ["--run.dir=runs/old"])))
+    cfg = load_config([str(kept)], ["--run.dir=runs/new"])
     assert "runs/new" in to_toml(cfg) and "runs/old" not in to_toml(cfg)
 
 

@@ -51,6 +51,11 @@ def best(root: Path, about: dict[str, Any], log: Callable[[str], None]) -> Choic
 
 def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
     """Raises ConfigError when the checkpoint is of another run or another model."""
+    if "imported" in manifest:
+        raise ConfigError(
+            f"{path} was imported from {manifest['imported']}, and is no run to continue: start "
+            "one from it with --model.init_from=THIS_RUN and a --run.dir of its own"
+        )
     if manifest.get("run") != about.get("run"):
         raise ConfigError(
             f"{path} is of another run (id {manifest.get('run')}, this run has id "

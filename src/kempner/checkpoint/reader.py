@@ -102,13 +102,15 @@ class DataFile:
             self._in_buffer = k
         return view
 
-    def read(self, start: int, target: Tensor) -> None:
-        """Fill `target`, uint8 [N], with the bytes from `start` on."""
-        stop, size = start + len(target), self._block_size
+    def read(self, start: int, target: Tensor, dtype: torch.dtype) -> None:
+        """Fill `target` [N] with the N elements of `dtype` from byte `start` on, cast to its own.
+        Elements never cross blocks: both begin at multiples of their size."""
+        stop, size = start + len(target) * dtype.itemsize, self._block_size
+        os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
         for k in range(start // size, -(-stop // size)):
             low, high = max(start, k * size), min(stop, (k + 1) * size)
-            part = self.block(k)[low - k * size : high - k * size]
-            target[low - start : high - start].copy_(torch.frombuffer(part, dtype=torch.uint8))
+            part = torch.frombuffer(self.block(k)[low - k * size : high - k * size], dtype=dtype)
+            target[(low - start) // dtype.itemsize :][: len(part)].copy_(part)
 
     def fill(self, want: Want, stored: StoredTensor) -> None:
         """Copy the part of a wanted box that is in this file."""
@@ -132,11 +134,11 @@ class DataFile:
         row = entry["bytes"] // (entry["size"][0] if inner else 1)
         columns = entry["size"][1:]
         all_columns = [length for _, length in inner[1:]] == columns
-        if all_columns and part.is_contiguous() and part.dtype == stored.dtype:
-            self.read(entry["at"] + rows[0] * row, part.view(-1).view(torch.uint8))
+        if all_columns and part.is_contiguous():
+            self.read(entry["at"] + rows[0] * row, part.view(-1), stored.dtype)
             return
         stored_rows = torch.empty((rows[1], *columns), dtype=stored.dtype)
-        self.read(entry["at"] + rows[0] * row, stored_rows.view(-1).view(torch.uint8))
+        self.read(entry["at"] + rows[0] * row, stored_rows.view(-1), stored.dtype)
         for dim, (start, length) in enumerate(inner[1:], 1):
             stored_rows = stored_rows.narrow(dim, start, length)
         part.copy_(stored_rows)

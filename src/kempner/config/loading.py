@@ -16,7 +16,7 @@ import difflib
 import hashlib
 import os
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from kempner.config.option import REQUIRED, ConfigError, Option, Schema, from_te
 from kempner.config.values import shown, to_text
 
 T = TypeVar("T")
+Values = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
 
 
 def load(
@@ -32,19 +33,21 @@ def load(
     files: Sequence[str | os.PathLike[str]],
     overrides: Sequence[str] = (),
     problems: Iterable[str] = (),
+    complete: Callable[[Values], list[str]] = lambda given: [],
 ) -> T:
     """The `root` that the files, left to right, and then the overrides give, over the defaults.
 
     Raises ConfigError with all problems, those handed in (of the command line) first. A section
     may have a method `problems() -> list[str]`, called when its values are sound; so may the root,
-    called when all its sections are.
+    called when all its sections are. `complete` adds values that follow from those given, and
+    returns problems.
     """
     loader = _Loader(schema(root), list(problems))
     for file in files:
         loader.read(Path(file), str(file), children=())
     for word in overrides:
         loader.override(word)
-    return loader.build(root)
+    return loader.build(root, complete)
 
 
 class _Loader:
@@ -162,10 +165,12 @@ class _Loader:
             guesses = guesses or difflib.get_close_matches(name, [*self.sections, *names], n=1)
         return f"; did you mean {dashes}{guesses[0]}?" if guesses else "; --help lists all"
 
-    def build(self, root: type[T]) -> T:
+    def build(self, root: type[T], complete: Callable[[Values], list[str]]) -> T:
         """The configuration, or ConfigError with all that was found on the way and now."""
         if not self.complete:  # what a file that is missing says may be what the rest needs
             raise ConfigError(self.problems)
+        if not self.unsound and (problems := complete(self.values)):
+            raise ConfigError(self.problems + problems)
         sections: dict[str, Any] = {}
         for section, cls in typing.get_type_hints(root).items():
             values = self.values[section]

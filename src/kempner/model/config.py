@@ -36,6 +36,11 @@ class ModelConfig:
         minimum=1,
     )
     tie_embeddings: bool = option(False, "share the embedding's weight with the output layer")
+    init_from: str | None = option(
+        None,
+        "start from these weights: a directory in Hugging Face's form, a hub id, or RUN[@STEP]; "
+        "the shape is theirs",
+    )
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
     rope_theta: float = option(10000.0, "RoPE base frequency", minimum=1.0)
     rope_factor: float = option(

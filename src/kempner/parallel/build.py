@@ -44,7 +44,10 @@ def build_model(cfg: ModelConfig, layout: Layout, train: Settings) -> Decoder:
     device_type = layout.mesh.device_type
     shard(model, layout, compute_dtype(train.dtype, device_type))
     model.to_empty(device=device_type)
-    init_weights(model, train.seed)
+    if cfg.init_from is None:
+        init_weights(model, train.seed)
+    else:  # they come from there, or from a checkpoint: hf/load.py, checkpoint/checkpointer.py
+        model.rope.copy_(rope_table(cfg))
     return model
 
 

@@ -1,0 +1,223 @@
+"""What import, export and model.init_from cost, against reading and writing the same bytes.
+
+    python -m benchmarks.convert                    500 M parameters: 1 GB in bf16, 2 GB in fp32
+    python -m benchmarks.convert --layers 4 --rounds 1
+
+In each round every program runs once in a process of its own, from files that are not in the page
+cache, until what it writes is durable; starting Python and torch is not counted. Beside it, the
+same bytes are read and written by as little code as that takes. Memory is the anonymous memory of
+the process at its peak, over what it had before: mapped files are page cache, which the kernel
+takes back at will. Medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CHUNK = 1 << 24
+SHARD = 500_000_000  # --max-shard-size of the export
+
+
+class Cost(NamedTuple):
+    seconds: float
+    peak: int  # bytes
+
+
+def files_of(path: Path) -> list[Path]:
+    return [p for p in sorted(path.rglob("*")) if p.is_file() and not p.is_symlink()]
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in files_of(path))
+
+
+def forget(path: Path) -> None:
+    """Take the files out of the page cache."""
+    for file in files_of(path):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def read_plainly(path: Path, out: Path) -> None:
+    buffer = bytearray(CHUNK)
+    for file in files_of(path):
+        with open(file, "rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+
+
+def write_plainly(path: Path, out: Path) -> None:
+    """As many bytes as `path` has, in as many files."""
+    buffer = bytearray(os.urandom(CHUNK))
+    out.mkdir()
+    for number, file in enumerate(files_of(path)):
+        left = file.stat().st_size
+        with open(out / str(number), "wb", buffering=0) as opened:
+            while left:
+                left -= opened.write(memoryview(buffer)[: min(left, CHUNK)])
+            os.fsync(opened.fileno())
+
+
+def anonymous() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+def measured(act: Callable[..., None], path: Path, out: Path, results: Any) -> None:
+    """In a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    import_all()
+    peak, base, done = 0, anonymous(), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, anonymous() - base)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    act(path, out)
+    seconds = time.perf_counter() - began
+    done.set()
+    watcher.join()
+    results.put(Cost(seconds, peak))
+
+
+def import_all() -> None:
+    pass
+
+
+def import_(path: Path, out: Path) -> None:
+    from kempner.hf.importing import import_model
+    from kempner.hf.source import find
+    from kempner.model.config import ModelConfig
+
+    import_model(path, ModelConfig(**find(str(path)).model()), out, "", str(path))
+
+
+def export(path: Path, out: Path) -> None:
+    from kempner.hf.exporting import export
+    from kempner.hf.source import find
+
+    export(find(str(path)).path, out, "auto", SHARD)
+
+
+def init_from(path: Path, out: Path) -> None:
+    """As one of four ranks that shard the model: a quarter of the bytes."""
+    import torch
+
+    from kempner.checkpoint.layout import Layout, StoredTensor, own_box
+    from kempner.hf.families import tensor_names, tensor_shapes
+    from kempner.hf.load import fill
+    from kempner.hf.source import find
+    from kempner.hf.stored import Stored
+    from kempner.model.config import ModelConfig
+
+    cfg = ModelConfig(**find(str(path)).model())
+    names = tensor_names(cfg, "llama")
+    with Stored(path, "pt") as stored:
+        for ours, shape in tensor_shapes(cfg).items():
+            whole = StoredTensor(torch.Size(shape), torch.float32, Layout((4,), (0,)), 0)
+            box = own_box(whole, 1)
+            part = torch.empty([length for _, length in box])
+            fill(part, stored, names[ours], box)
+            KEPT.append(part)
+
+
+KEPT: list[Any] = []
+
+
+def make_model(path: Path, layers: int) -> int:
+    """A random Llama in bf16; returns its parameters."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    from kempner.hf.families import config_json, tensor_names, tensor_shapes
+    from kempner.model.config import ModelConfig
+
+    cfg = ModelConfig(
+        vocab_size=32_000, dim=2048, n_layers=layers, n_heads=16, ffn_dim=5632, max_seq_len=64
+    )
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config_json(cfg, None, "bfloat16", None)))
+    names = tensor_names(cfg, "llama")
+    tensors = {
+        names[ours]: torch.randn(shape).bfloat16() for ours, shape in tensor_shapes(cfg).items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return cfg.count_parameters()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8, help="of 51 M parameters each")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", default=None, help="file system to measure (default: /tmp)")
+    options = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+        root = Path(folder)
+        model, run, out = root / "model", root / "run", root / "out"
+        worker = spawn.Process(target=make_model, args=(model, options.layers))
+        worker.start()
+        worker.join()
+        costs: dict[str, list[Cost]] = {}
+
+        def cost(name: str, act: Callable[..., None], path: Path, to: Path) -> None:
+            forget(root)
+            shutil.rmtree(to, ignore_errors=True)
+            os.sync()
+            worker = spawn.Process(target=measured, args=(act, path, to, results))
+            worker.start()
+            costs.setdefault(name, []).append(results.get())
+            worker.join()
+
+        for _ in range(options.rounds):
+            cost("import", import_, model, run)
+            cost("read model", read_plainly, model, root / "none")
+            cost("write run", write_plainly, run, root / "copy")
+            shutil.rmtree(root / "copy")
+            cost("export", export, run, out)
+            cost("read run", read_plainly, run, root / "none")
+            cost("write model", write_plainly, model, root / "copy")
+            shutil.rmtree(root / "copy")
+            cost("init_from", init_from, model, root / "none")
+        seconds = {name: statistics.median(c.seconds for c in of) for name, of in costs.items()}
+        peaks = {name: max(c.peak for c in of) for name, of in costs.items()}
+        sizes = {"model": size_of(model), "run": size_of(run)}
+    for name, size in sizes.items():
+        print(f"{name}: {size / 1e9:.2f} GB")
+    floors = {
+        "import": seconds["read model"] + seconds["write run"],
+        "export": seconds["read run"] + seconds["write model"],
+        "init_from": seconds["read model"] / 4,
+    }
+    print("\n| | s | the same bytes, s | ratio | peak, MB |\n|---|---|---|---|---|")
+    for name, floor in floors.items():
+        print(
+            f"| {name} | {seconds[name]:.2f} | {floor:.2f} | {seconds[name] / floor:.2f} "
+            f"| {peaks[name] / 1e6:,.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

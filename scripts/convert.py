@@ -1,0 +1,168 @@
+"""Models in Hugging Face's form: into a run, out of one, to the hub and back.
+
+    python scripts/convert.py import models/llama runs/llama            # a directory, or a hub id
+    python scripts/convert.py export runs/7b models/mine --dtype bf16   # runs/7b@1000: that step
+    python scripts/convert.py check models/mine                         # is every tensor there?
+    python scripts/convert.py push models/mine OWNER/NAME
+    python scripts/convert.py prefetch configs/train/mine.toml          # where there is a network
+
+An export may run while the run trains: the checkpoint is locked against deletion. Downloads and
+uploads go on where they were interrupted. Exit code 0, or 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from kempner.checkpoint import commit
+from kempner.config.command_line import argument_parser
+from kempner.config.loading import Values, load, to_toml
+from kempner.config.option import ConfigError
+from kempner.configure import complete_model
+from kempner.hf import hub
+from kempner.hf.families import FAMILIES, family_of, tensor_shapes
+from kempner.hf.source import find, held, vocabulary
+from kempner.hf.stored import check_source
+from kempner.model.config import ModelConfig
+from kempner.run import RunConfig, RunSection, TrainConfig
+
+UNITS = {"MB": 10**6, "GB": 10**9}
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    try:
+        options.act(options)
+        return 0
+    except (ConfigError, ValueError, OSError) as error:
+        for problem in getattr(error, "problems", [error]):
+            print(f"convert: error: {problem}", file=sys.stderr)
+        return 2
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argument_parser("convert.py", __doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, act: object, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(act=act)
+        return sub
+
+    sub = command("import", import_, "make a run of a model, with one checkpoint, of step 0")
+    sub.add_argument("source", metavar="SOURCE", help="directory, or OWNER/NAME[@REVISION] (hub)")
+    sub.add_argument("run", type=Path, metavar="RUN", help="run directory to make")
+    sub = command("export", export, "write the model of a run as safetensors, config and tokenizer")
+    sub.add_argument("run", metavar="RUN[@STEP]", help="run or checkpoint; default: the newest one")
+    sub.add_argument("out", type=Path, metavar="DIR", help="directory to make")
+    sub.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="of the tensors; auto: of the model from which the run started, else fp32",
+    )
+    sub.add_argument(
+        "--max-shard-size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="of one file, and so of the memory that it takes (default: 5GB)",
+    )
+    sub = command("check", check, "say what a source is, and whether every tensor is accounted for")
+    sub.add_argument("source", metavar="SOURCE", help="directory, id of the hub, or RUN[@STEP]")
+    sub = command("push", push, "upload a directory to the hub")
+    sub.add_argument("directory", type=Path, metavar="DIR", help="what export has written")
+    sub.add_argument("name", metavar="OWNER/NAME", help="of the model; it is created if need be")
+    sub.add_argument("--private", action="store_true", help="create it as a private one")
+    sub = command("prefetch", prefetch, "download what a configuration takes from the hub")
+    sub.add_argument(
+        "words", nargs="+", metavar="CONFIG|ID", help="configuration files, or an id of the hub"
+    )
+    options, overrides = parser.parse_known_args(argv)
+    if overrides and options.act is not prefetch:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    options.overrides = overrides
+    return options
+
+
+def size(text: str) -> int:
+    found = re.fullmatch(r"(\d+) *(MB|GB)", text)
+    if found is None or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: give a size such as 500MB or 5GB")
+    return int(found[1]) * UNITS[found[2]]
+
+
+def import_(options: argparse.Namespace) -> None:
+    source = find(options.source, download=True)
+    if source.is_checkpoint:
+        raise ConfigError(
+            f"{options.source}: is a run; start from it by --model.init_from={options.source}"
+        )
+    cfg = ModelConfig(**source.model())
+    config = RunConfig(
+        model=cfg,
+        run=RunSection(dir=str(options.run)),
+        train=TrainConfig(seq_len=min(TrainConfig.seq_len, cfg.max_seq_len)),
+    )
+    from kempner.hf.importing import import_model  # torch: what is wrong is said without it
+
+    path = import_model(source.path, cfg, options.run, to_toml(config), options.source)
+    print(f"{path}: {cfg.count_parameters():,} parameters, fp32")
+    print(f"start a run from it by --model.init_from={options.run}")
+
+
+def export(options: argparse.Namespace) -> None:
+    from kempner.hf.exporting import export
+
+    with held(options.run) as source:
+        if not source.is_checkpoint:
+            raise ConfigError(f"{options.run}: is in Hugging Face's form already")
+        step = commit.read_manifest(source.path)["step"]
+        path = export(source.path, options.out, options.dtype, options.max_shard_size)
+    print(f"{path}: step {step:,} of {options.run}")
+
+
+def check(options: argparse.Namespace) -> None:
+    with held(options.source, download=True) as source:
+        cfg = ModelConfig(**source.model())
+        if problems := cfg.problems():
+            raise ConfigError([f"{options.source}: {problem}" for problem in problems])
+        check_source(source, cfg)
+        kind = family_of(cfg)
+        print(
+            f"{source.path}: {FAMILIES[kind].architecture}, {cfg.count_parameters():,} parameters"
+        )
+        print(
+            f"{len(tensor_shapes(cfg))} tensors, all accounted for; vocabulary {cfg.vocab_size:,}"
+        )
+        if tokens := vocabulary(source.carried):
+            print(f"its tokenizer has {tokens:,} tokens")
+
+
+def push(options: argparse.Namespace) -> None:
+    source = find(str(options.directory))
+    if source.is_checkpoint:
+        raise ConfigError(f"{options.directory}: is a run; export it first, and push the export")
+    check_source(source, ModelConfig(**source.model()))
+    print(hub.push(source.path, options.name, options.private))
+
+
+def prefetch(options: argparse.Namespace) -> None:
+    def fetch(given: Values) -> list[str]:
+        if name := given["model"].get("init_from"):
+            print(f"model: {find(name, download=True).path}")
+        return complete_model(given, run_dir="runs/prefetch")
+
+    files = [word for word in options.words if word.endswith(".toml")]
+    for name in options.words:
+        if name not in files:
+            print(f"model: {find(name, download=True).path}")
+    if files:
+        load(RunConfig, files, options.overrides, complete=fetch)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

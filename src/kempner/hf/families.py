@@ -1,0 +1,294 @@
+"""Families of Hugging Face models: the names of their tensors, and config.json <-> the [model]
+section.
+
+A family is a `model_type` whose mathematics is that of our decoder. Each has one table of names;
+`*` stands for the number of a layer. To add a family, add its table, what its config.json must say
+(`_refusals`), and how its keys map (`model_values`, `config_json`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kempner.config.option import ConfigError
+from kempner.config.values import shown
+from kempner.model.config import ModelConfig
+
+Config = dict[str, Any]  # the content of a config.json
+
+LLAMA = {
+    "embed.weight": "model.embed_tokens.weight",
+    "blocks.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "blocks.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "blocks.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "blocks.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "blocks.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "blocks.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "blocks.*.ffn.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "blocks.*.ffn.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "blocks.*.ffn.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+QWEN2 = LLAMA | {
+    "blocks.*.attention.wq.bias": "model.layers.*.self_attn.q_proj.bias",
+    "blocks.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
+    "blocks.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
+}
+QWEN3 = LLAMA | {
+    "blocks.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "blocks.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+}
+
+
+class Family(NamedTuple):
+    architecture: str  # the class in transformers
+    names: dict[str, str]  # of tensors: ours -> theirs
+    head_dim: int | None = None  # where config.json gives none; None: hidden_size / heads
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", LLAMA),  # also SmolLM, TinyLlama, Yi, ...
+    "mistral": Family("MistralForCausalLM", LLAMA),
+    "qwen2": Family("Qwen2ForCausalLM", QWEN2),  # also Qwen2.5
+    "qwen3": Family("Qwen3ForCausalLM", QWEN3, head_dim=128),
+}
+# Why not the others: by the beginning of model_type.
+UNSUPPORTED = {
+    "gemma": "its norms multiply by 1 + weight and its embeddings are scaled",
+    "mixtral": "mixtures of experts are not built",
+    "qwen2_moe": "mixtures of experts are not built",
+    "qwen3_moe": "mixtures of experts are not built",
+    "qwen3_next": "its linear attention is not built",
+    "deepseek": "its latent attention and its mixture of experts are not built",
+    "gpt_oss": "mixtures of experts are not built",
+    "phi3": "its projections are fused into one matrix",
+    "smollm3": "some of its layers have no rotary positions",
+    "gpt2": "it has learned positions and LayerNorm",
+    "gpt_neox": "it has LayerNorm and parallel blocks",
+    "olmo": "it normalises in other places",
+    "cohere": "it has LayerNorm, parallel blocks and scaled logits",
+    "llama4": "mixtures of experts are not built",
+}
+# What these keys must be, where a config.json has them.
+FIXED: Config = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+REQUIRED = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "max_seq_len": "max_position_embeddings",
+}
+LLAMA3_ROPE = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_len": "original_max_position_embeddings",
+}
+
+
+def model_values(config: Config, where: str) -> dict[str, Any]:
+    """What a config.json says of the [model] section: values by key.
+
+    Raises ConfigError with every reason why our decoder is not this model. `where` is the file.
+    """
+    kind = config.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        why = next((text for name, text in UNSUPPORTED.items() if str(kind).startswith(name)), "")
+        raise ConfigError(
+            f"{where}: model_type {shown(kind)} is not supported{why and f': {why}'}; supported "
+            f"are {', '.join(FAMILIES)}"
+        )
+    if problems := _refusals(config, family):
+        raise ConfigError([f"{where}: {problem}" for problem in problems])
+    values: dict[str, Any] = {ours: config[theirs] for ours, theirs in REQUIRED.items()}
+    heads = values["n_heads"]
+    return values | {
+        "norm_eps": float(values["norm_eps"]),
+        "n_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or family.head_dim or values["dim"] // heads,
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "qk_norm": kind == "qwen3",
+        "qkv_bias": kind == "qwen2",
+        "sliding_window": _window(config),
+        **_rope(config),
+    }
+
+
+def _refusals(config: Config, family: Family) -> list[str]:
+    found = [
+        f"{key} = {shown(config[key])}: only {shown(value)} is supported"
+        for key, value in FIXED.items()
+        if config.get(key, value) not in (value, None)
+    ]
+    found += [f"has no {theirs}" for theirs in REQUIRED.values() if theirs not in config]
+    if family.architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
+        found.append("has no num_key_value_heads")
+    if (architecture := (config.get("architectures") or [family.architecture])[0]) != (
+        family.architecture
+    ):
+        found.append(f"architecture {architecture}: only {family.architecture} is supported")
+    kind = (_rope_section(config)).get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        found.append(f"rope_type {shown(kind)}: only default and llama3 are supported")
+    if config.get("model_type") in ("qwen2", "qwen3") and len(_layer_types(config)) > 1:
+        found.append("full and sliding attention in different layers are not supported")
+    if config.get("model_type") == "mistral" and "sliding_window" not in config:
+        found.append("has no sliding_window (an int, or null)")
+    return found
+
+
+def _window(config: Config) -> int | None:
+    """Tokens of the sliding window, None without one."""
+    if config["model_type"] == "mistral":
+        return config["sliding_window"]  # type: ignore[no-any-return]
+    sliding = config["model_type"] != "llama" and _layer_types(config) == {"sliding_attention"}
+    return config["sliding_window"] if sliding else None
+
+
+def _layer_types(config: Config) -> set[str]:
+    """Which kinds of attention a Qwen has: its first `max_window_layers` are full in any case."""
+    if types := config.get("layer_types"):
+        return set(types)
+    layers = config.get("num_hidden_layers", 0)
+    full = min(config.get("max_window_layers", 28), layers)
+    if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
+        full = layers
+    found = {"full_attention": full > 0, "sliding_attention": full < layers}
+    return {kind for kind, there in found.items() if there}
+
+
+def _rope_section(config: Config) -> Config:
+    """RoPE's parameters: under rope_parameters since transformers 5, in two places before."""
+    section = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = section.get("rope_type", section.get("type", "default"))
+    theta = section.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return {**section, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    section = _rope_section(config)
+    values = {"rope_theta": section["rope_theta"]}
+    if section["rope_type"] == "llama3":
+        values |= {ours: float(section[theirs]) for ours, theirs in LLAMA3_ROPE.items()}
+        values["rope_original_len"] = int(values["rope_original_len"])
+    return values
+
+
+# --- From the [model] section ---
+
+
+def family_of(cfg: ModelConfig) -> str:
+    """The model_type whose mathematics is that of `cfg`. Raises ConfigError when there is none."""
+    if cfg.qkv_bias and cfg.qk_norm:
+        raise ConfigError(
+            "model.qkv_bias and model.qk_norm: no model of transformers has both; export a model "
+            "with one of them"
+        )
+    if cfg.qk_norm:
+        return "qwen3"
+    if cfg.qkv_bias:
+        return "qwen2"
+    return "llama" if cfg.sliding_window is None else "mistral"
+
+
+def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int | None) -> Config:
+    """The config.json of a model of this shape. `carried`: of the model from which it came, whose
+    other keys stay; `dtype`: of the tensors, such as bfloat16; `eos`: the end of a document."""
+    if carried is not None and _same_shape(cfg, carried):
+        key = "dtype" if "dtype" in carried else "torch_dtype"
+        return {**carried, key: dtype, "max_position_embeddings": cfg.max_seq_len}
+    kind = family_of(cfg)
+    scaling = {ours: getattr(cfg, ours) for ours in LLAMA3_ROPE}
+    config = {
+        "architectures": [FAMILIES[kind].architecture],
+        "model_type": kind,
+        **{theirs: getattr(cfg, ours) for ours, theirs in REQUIRED.items()},
+        "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.resolved_head_dim,
+        "hidden_act": "silu",
+        "initializer_range": cfg.init_std,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": {"rope_type": "llama3"}
+        | {theirs: scaling[ours] for ours, theirs in LLAMA3_ROPE.items()}
+        if cfg.rope_factor > 1
+        else None,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+        "torch_dtype": dtype,  # transformers 4 knows this name alone, 5 takes both
+    }
+    if kind in ("llama", "qwen3"):
+        config["attention_bias"] = False
+    if kind != "llama":
+        config["sliding_window"] = cfg.sliding_window
+    if kind in ("qwen2", "qwen3"):
+        full = cfg.n_layers if cfg.sliding_window is None else 0
+        config |= {"use_sliding_window": full == 0, "max_window_layers": full}
+    return config
+
+
+def _same_shape(cfg: ModelConfig, config: Config) -> bool:
+    """Is it the model of that config.json, apart from what has no part in its mathematics?"""
+
+    def mathematics(model: ModelConfig) -> ModelConfig:
+        return replace(
+            model,
+            n_kv_heads=model.kv_heads,
+            head_dim=model.resolved_head_dim,
+            max_seq_len=0,
+            init_std=0.0,
+            init_from=None,
+        )
+
+    return mathematics(cfg) == mathematics(ModelConfig(**model_values(config, "config.json")))
+
+
+# --- Tensors ---
+
+
+def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
+    """The tensors of the decoder, in its order, and what each is called in a family."""
+    table = FAMILIES[kind].names
+    names = {}
+    for ours in tensor_shapes(cfg):
+        if ours.startswith("blocks."):
+            _, layer, rest = ours.split(".", 2)
+            names[ours] = table[f"blocks.*.{rest}"].replace("*", layer)
+        else:
+            names[ours] = table[ours]
+    return names
+
+
+def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of the decoder, in its order, without building it (or torch)."""
+    dim, head = cfg.dim, cfg.resolved_head_dim
+    q, kv = cfg.n_heads * head, cfg.kv_heads * head
+    block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
+    for name, width in (("wq", q), ("wk", kv), ("wv", kv)):
+        block[f"attention.{name}.weight"] = (width, dim)
+        if cfg.qkv_bias:
+            block[f"attention.{name}.bias"] = (width,)
+    block["attention.wo.weight"] = (dim, q)
+    if cfg.qk_norm:
+        block |= {"attention.q_norm.weight": (head,), "attention.k_norm.weight": (head,)}
+    block["ffn_norm.weight"] = (dim,)
+    block |= {"ffn.w1.weight": (cfg.ffn_dim, dim), "ffn.w3.weight": (cfg.ffn_dim, dim)}
+    block["ffn.w2.weight"] = (dim, cfg.ffn_dim)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (cfg.vocab_size, dim)}
+    for layer in range(cfg.n_layers):
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    shapes["norm.weight"] = (dim,)
+    return shapes if cfg.tie_embeddings else shapes | {"output.weight": (cfg.vocab_size, dim)}

@@ -1,0 +1,81 @@
+"""The Hugging Face Hub, through huggingface-hub: its cache, its resumable transfers, its settings
+(HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kempner.config.option import ConfigError
+
+REPO = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # OWNER/NAME, OWNER/NAME@REVISION
+# What goes with the weights from a model to a run, and from a run to an export.
+CARRIED = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "vocab.json", "vocab.txt", "merges.txt",
+)  # fmt: skip
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+
+
+def snapshot(name: str, download: bool) -> Path:
+    """The directory of a model in the local cache; with `download`, it is brought up to date first,
+    and an interrupted download goes on.
+
+    Raises ConfigError when `name` is no id of a model, or the model is not there.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    repo, revision = _parsed(name)
+    try:
+        path = huggingface_hub.snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=[*CARRIED, *WEIGHTS],
+            local_files_only=not download,
+        )
+    except LocalEntryNotFoundError as error:
+        cache = huggingface_hub.constants.HF_HUB_CACHE
+        why = f" ({_first_line(error.__cause__ or error)})" if download else ""
+        raise ConfigError(
+            f"{name}: not in the cache of the hub, {cache}{why}; on a machine with network run "
+            f"`python scripts/convert.py prefetch {name}`, with HF_HOME on a file system that the "
+            "nodes share"
+        ) from None
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise ConfigError(f"{name}: {_first_line(error)}") from None
+    return Path(path)
+
+
+def push(directory: Path, name: str, private: bool) -> str:
+    """Upload a directory as a model, which is created if need be; run again, it goes on where it
+    was interrupted. Returns the address. Raises ConfigError."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    repo, revision = _parsed(name)
+    try:
+        huggingface_hub.create_repo(repo, private=private, exist_ok=True)
+        done = huggingface_hub.upload_folder(
+            repo_id=repo,
+            folder_path=directory,
+            revision=revision,
+            commit_message="Upload model",
+        )
+    except OfflineModeIsEnabled:
+        raise ConfigError(f"{name}: HF_HUB_OFFLINE is set; unset it to upload") from None
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise ConfigError(f"{name}: {_first_line(error)}; log in by `hf auth login`") from None
+    return str(done.commit_url)
+
+
+def _parsed(name: str) -> tuple[str, str | None]:
+    if found := REPO.fullmatch(name):
+        return found[1], found[2]
+    raise ConfigError(
+        f"{name}: no such directory, and no id of a model on the hub (OWNER/NAME[@REVISION])"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

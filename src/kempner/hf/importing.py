@@ -1,0 +1,94 @@
+"""A model in Hugging Face's form -> a run with one checkpoint, of step 0.
+
+The checkpoint is written as by as many ranks as keep a file under FILE_BYTES, one file after the
+other: memory for one file is all that it takes, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from kempner.checkpoint import commit, layout
+from kempner.checkpoint.layout import Layout, StoredTensor, Table
+from kempner.checkpoint.metadata import dcp_metadata
+from kempner.checkpoint.reader import TENSORS
+from kempner.checkpoint.writer import Image, plan_file, write_file
+from kempner.config.option import ConfigError
+from kempner.files import write_atomic
+from kempner.hf.families import tensor_names, tensor_shapes
+from kempner.hf.load import fill
+from kempner.hf.source import FOLDER, carry, read_config
+from kempner.hf.stored import Stored, check_directory
+from kempner.model.config import ModelConfig
+
+FILE_BYTES = 1 << 30
+
+
+def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str, name: str) -> Path:
+    """Make the run; returns its checkpoint. `name`: the source as the user gave it.
+
+    Raises ConfigError when the tensors are not those of the model, or there is a run already.
+    """
+    root = run / "checkpoints"
+    if commit.complete(root) or (run / "config.toml").exists():
+        raise ConfigError(f"{run}: is a run already; give another directory")
+    check_directory(directory, cfg)
+    shapes = tensor_shapes(cfg)
+    size = sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
+    files = -(-size // FILE_BYTES)
+    table = {
+        f"model.{ours}": StoredTensor(torch.Size(shape), torch.float32, Layout((files,), (0,)), 0)
+        for ours, shape in shapes.items()
+    }
+    names = tensor_names(cfg, read_config(directory)["model_type"])
+    commit.clean(root)  # what a killed import has left
+    carry(directory, run / FOLDER)
+    partial = commit.partial_of(root, 0)
+    try:
+        with Stored(directory, "pt") as stored:
+            for rank in range(files):
+                path = partial / layout.file_of(rank)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write_rank(path, table, rank, stored, names)
+        texts = {
+            "config.toml": config_toml.encode(),
+            TENSORS: json.dumps(layout.to_json(table)).encode(),
+        }
+        if (metadata := dcp_metadata(table, files)) is not None:
+            texts[".metadata"] = metadata
+        run_id = uuid.uuid4().hex
+        write_atomic(run / "id", f"{run_id}\n")
+        facts = {
+            "run": run_id,
+            "imported": name,
+            "world_size": files,
+            "torch": torch.__version__,
+            "parent": -1,
+            "samples": 0,
+            "tokens": 0,
+            "skip": [],
+            "fixed": {"model": asdict(cfg), "train": {"seq_len": cfg.max_seq_len}, "data": {}},
+        }
+        path = commit.commit(root, 0, texts, facts)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    write_atomic(run / "config.toml", config_toml)  # last: what has one is a run
+    return path
+
+
+def _write_rank(path: Path, table: Table, rank: int, stored: Stored, names: dict[str, str]) -> None:
+    """The file of one rank; its memory is freed with the call."""
+    plan = plan_file(table, rank)
+    image = Image(plan, None, print)
+    for slot in plan:
+        if slot.size:
+            ours = slot.key.removeprefix("model.")
+            fill(image.targets[slot.key], stored, names[ours], slot.box)
+    write_file(path, image.bytes, {"step": 0, "rank": rank, "tensors": image.entries})

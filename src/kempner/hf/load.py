@@ -1,0 +1,88 @@
+"""Weights from a source into a model, sharded or not: each rank reads its own part alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from mmap import MADV_WILLNEED, PAGESIZE
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.commit import Damaged
+from kempner.checkpoint.layout import Box, make_table, own_box
+from kempner.checkpoint.ranks import Ranks
+from kempner.checkpoint.reader import read_table, read_wanted
+from kempner.checkpoint.state import ModelState, targets
+from kempner.checkpoint.writer import local
+from kempner.config.option import ConfigError
+from kempner.hf.families import tensor_names
+from kempner.hf.source import FOLDER, Source, carry, held, read_config
+from kempner.hf.stored import Stored, check_directory
+from kempner.model.config import ModelConfig
+from kempner.parallel.build import parameter_names
+
+madvise = ctypes.CDLL(None).madvise
+
+
+def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
+    """Fill the model, on all ranks, with the weights of cfg.init_from, and keep in the run what
+    they have beside them. Returns one line for the log.
+
+    Raises ConfigError on all ranks when they are not the weights of this model.
+    """
+    ranks = Ranks(dist.new_group(backend="gloo"))
+    with contextlib.ExitStack() as reading:
+
+        def choose() -> Source:  # another run's newest checkpoint is another one a minute later
+            source = reading.enter_context(held(cfg.init_from or ""))
+            if source.carried.is_dir():
+                carry(source.carried, run_dir / FOLDER)
+            return source
+
+        source = ranks.on_first(choose)
+        try:
+            ranks.on_all(lambda: load_weights(model, cfg, source, ranks.rank, ranks.size))
+        except Damaged as error:
+            raise ConfigError(f"{error}; name an older checkpoint") from None
+    return f"starts from the weights of {source.name} ({source.path})"
+
+
+def load_weights(
+    model: nn.Module, cfg: ModelConfig, source: Source, rank: int = 0, world: int = 1
+) -> None:
+    """Fill this rank's part of every parameter.
+
+    Raises ConfigError when a tensor is missing, superfluous or of another shape, Damaged when a
+    checkpoint is damaged.
+    """
+    if source.is_checkpoint:
+        manifest = commit.read_manifest(source.path)
+        table = read_table(source.path, manifest)
+        writers = manifest["world_size"]
+        wants = targets({"model": ModelState(model)}, table, writers, rank, world)
+        read_wanted(source.path, manifest, table, wants, near=rank % writers)
+        return
+    if rank == 0:
+        check_directory(source.path, cfg)
+    parameters: dict[str, Tensor] = dict(parameter_names(model))
+    table = make_table(parameters, {}, world)
+    names = tensor_names(cfg, read_config(source.path)["model_type"])
+    with Stored(source.path, "pt") as stored:
+        for name, parameter in parameters.items():
+            fill(local(parameter), stored, names[name], own_box(table[name], rank))
+
+
+def fill(target: Tensor, stored: Stored, name: str, box: Box) -> None:
+    """Copy a box of a stored tensor, and read no more than that; cast to the target's dtype."""
+    if not target.numel():
+        return
+    part = stored.slice(name)[tuple(slice(at, at + length) for at, length in box)]
+    # The slice is a view of the mapped file: without a word the kernel would read it page fault by
+    # page fault, three times as slowly.
+    page = part.data_ptr() // PAGESIZE * PAGESIZE
+    rows = part.stride(0) * (len(part) - 1) * part.itemsize + part[0].nbytes
+    madvise(ctypes.c_void_p(page), ctypes.c_size_t(part.data_ptr() - page + rows), MADV_WILLNEED)
+    target.copy_(part)

@@ -1,0 +1,164 @@
+"""Where weights come from: a directory in Hugging Face's form, a model of the hub, or a run.
+
+No torch: a configuration is checked against its source before a GPU is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kempner.checkpoint import commit
+from kempner.config import toml
+from kempner.config.option import ConfigError
+from kempner.files import write_atomic
+from kempner.hf import hub
+from kempner.hf.families import Config, model_values
+from kempner.model.config import ModelConfig
+
+FOLDER = "hf"  # in a run: what an imported model had beside its weights
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+STEP = re.compile(r"(.+)@(\d+)")
+
+
+class Source(NamedTuple):
+    """Weights that are there: a directory in Hugging Face's form, or a checkpoint of a run."""
+
+    name: str  # as the user gave it
+    path: Path
+    is_checkpoint: bool
+
+    @property
+    def carried(self) -> Path:
+        """The directory with the model's config.json and tokenizer, which a checkpoint may lack."""
+        return run_of(self.path) / FOLDER if self.is_checkpoint else self.path
+
+    def model(self) -> dict[str, Any]:
+        """Its [model] section: values by key. Raises ConfigError."""
+        if not self.is_checkpoint:
+            return model_values(read_config(self.path), str(self.path / CONFIG))
+        try:
+            model = ModelConfig(**commit.read_manifest(self.path)["fixed"]["model"])
+        except commit.Damaged as error:
+            raise ConfigError(f"{error}; name an older checkpoint") from None
+        heads = {"n_kv_heads": model.kv_heads, "head_dim": model.resolved_head_dim}
+        values = asdict(model) | heads
+        del values["init_from"]
+        return values
+
+
+def find(name: str, download: bool = False) -> Source:
+    """What `name` means: PATH, OWNER/NAME[@REVISION] of the hub, or RUN[@STEP]. Raises ConfigError.
+
+    A model of the hub is looked up in the local cache only, unless `download` is set: the nodes of
+    a cluster have no network, and a thousand ranks must not ask one server.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() and (path / CONFIG).is_file():
+        return Source(name, path, False)
+    stepped = STEP.fullmatch(name)
+    if path.is_dir() or (stepped and Path(stepped[1]).expanduser().is_dir()):
+        return Source(name, find_checkpoint(name), True)
+    return Source(name, hub.snapshot(name, download), False)
+
+
+@contextlib.contextmanager
+def held(name: str, download: bool = False) -> Iterator[Source]:
+    """find(), and a checkpoint is protected from the retention of its run while it is read."""
+    source = find(name, download)
+    if not source.is_checkpoint:
+        yield source
+        return
+    with commit.reading(source.path):
+        if (source.path / commit.MANIFEST).exists():
+            yield source
+            return
+    with held(name) as source:  # it was removed between the two: now there is a newer one
+        yield source
+
+
+def find_checkpoint(name: str) -> Path:
+    """The checkpoint that RUN[@STEP] names: a checkpoint itself, the best one of a run or of a
+    directory of checkpoints, or the one of that step. Raises ConfigError."""
+    stepped = STEP.fullmatch(name)
+    directory = Path(name).expanduser()
+    if stepped and not directory.is_dir():
+        directory = Path(stepped[1]).expanduser()
+    else:
+        stepped = None
+    if (directory / commit.MANIFEST).is_file():
+        return directory.resolve()
+    root = directory / "checkpoints"
+    if not root.is_dir() and (directory / "config.toml").is_file():
+        config = toml.loads((directory / "config.toml").read_text())
+        root = Path(config["checkpoint"]["dir"])  # checkpoint.dir was set
+    paths = commit.complete(root) or commit.complete(directory)
+    paths = [path for path in paths if (path / commit.MANIFEST).is_file()]
+    if stepped:
+        found = [path for path in paths if path.name == commit.name_of(int(stepped[2]))]
+        have = ", ".join(sorted(path.name for path in paths)) or "none"
+        if not found:
+            raise ConfigError(f"{name}: no complete checkpoint of that step; there are {have}")
+        return found[0].resolve()
+    if not paths:
+        raise ConfigError(
+            f"{name}: contains neither a {CONFIG} nor a complete checkpoint; a run saves one every "
+            "checkpoint.interval steps and at its end"
+        )
+    return paths[0].resolve()
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run directory of a checkpoint: around it, unless checkpoint.dir was set."""
+    around = checkpoint.parent.parent
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        named = Path(toml.loads((checkpoint / "config.toml").read_text())["run"]["dir"])
+        if named.is_dir() and not (around / "config.toml").is_file():
+            return named
+    return around
+
+
+def read_config(directory: Path) -> Config:
+    """The config.json of a directory. Raises ConfigError."""
+    try:
+        content = json.loads((directory / CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory / CONFIG}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{directory / CONFIG}: not an object of keys")
+    return content
+
+
+def carry(source: Path, target: Path) -> None:
+    """Copy config.json, generation_config.json, and the tokenizer's files."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in hub.CARRIED):
+            with file.open("rb") as reader:
+                write_atomic(target / file.name, partial(shutil.copyfileobj, reader))
+
+
+def vocabulary(directory: Path) -> int:
+    """One more than the largest id of tokenizer.json; 0 without one. Raises ConfigError."""
+    file = directory / TOKENIZER
+    if not file.is_file():
+        return 0
+    try:
+        content = json.loads(file.read_bytes())
+        tokens = content["model"]["vocab"]
+        ids = tokens.values() if isinstance(tokens, dict) else range(len(tokens))
+        added = [token["id"] for token in content.get("added_tokens") or []]
+        return max([*ids, *added], default=-1) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file}: not a tokenizer.json ({type(error).__name__}: {error})"
+        ) from None

@@ -1,0 +1,155 @@
+"""The tensors of a directory in Hugging Face's form: *.safetensors, one file or several with an
+index, read lazily. No torch here: what is there is compared with what the model needs beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.hf.families import tensor_names, tensor_shapes
+from kempner.hf.source import Source, read_config, vocabulary
+from kempner.model.config import ModelConfig
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64", "F32", "F16", "BF16"}
+AGAIN = "download or copy it again"
+COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # from config.json
+SHOWN = 5  # names in a message
+
+
+class Stored:
+    """The open files of a model. `slice(NAME)[a:b]` reads these rows only."""
+
+    def __init__(self, directory: Path, framework: str = "np") -> None:
+        """`framework`: what a slice is, "np" or "pt". Raises ConfigError when a file is missing,
+        truncated, or of another form."""
+        self.directory = directory
+        self._open = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}  # by tensor
+        listed = self._listed()
+        with contextlib.ExitStack() as opened:
+            for file in sorted(set(listed.values())) if listed else [SINGLE]:
+                handle = opened.enter_context(_open(directory / file, framework))
+                for name in handle.keys():  # noqa: SIM118  # no dict
+                    if listed and listed.get(name) != file:
+                        raise ConfigError(
+                            f"{directory / file}: {name} is not of this file in {INDEX}; {AGAIN}"
+                        )
+                    self._files[name] = handle
+            if lost := sorted(set(listed) - set(self._files)):
+                raise ConfigError(f"{directory / INDEX}: {_some(lost)} in none of its files")
+            self._open = opened.pop_all()
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._open.close()
+
+    def _listed(self) -> dict[str, str]:
+        """File by tensor, from the index; {} without one."""
+        index = self.directory / INDEX
+        if (self.directory / SINGLE).is_file():
+            return {}
+        if not index.is_file():
+            pickles = list(self.directory.glob("*.bin")) + list(self.directory.glob("*.pth"))
+            why = "; its weights are pickles, which can run code" if pickles else ""
+            raise ConfigError(
+                f"{self.directory}: no {SINGLE} or {INDEX} in it{why}; save the model with "
+                "transformers' save_pretrained"
+            )
+        try:
+            files: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            if all(Path(file).name == file for file in files.values()):
+                return files
+            raise ValueError("weight_map names a file in another directory")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index}: not an index ({error}); {AGAIN}") from None
+
+    def slice(self, name: str) -> Any:
+        return self._files[name].get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.slice(name).get_shape())
+
+    def problems(self, cfg: ModelConfig, kind: str) -> list[str]:
+        """What keeps these tensors from being exactly those of the model: each of the model's must
+        be there, in its shape, and none besides."""
+        shapes = tensor_shapes(cfg)
+        names = tensor_names(cfg, kind)
+        expected = {theirs: shapes[ours] for ours, theirs in names.items()}
+        found = []
+        if missing := [name for name in expected if name not in self._files]:
+            found.append(f"{_some(missing)} missing, which the model needs")
+        extra = [name for name in self._files if name not in expected]
+        extra = [name for name in extra if not COMPUTED.fullmatch(name)]
+        if cfg.tie_embeddings and "lm_head.weight" in extra and self._tied_is_equal():
+            extra.remove("lm_head.weight")
+        if extra:
+            found.append(f"{_some(extra)} not part of the model; nothing is left out silently")
+        for name in expected.keys() & self._files.keys():
+            if (shape := self.shape(name)) != expected[name]:
+                found.append(f"{name} has shape {[*shape]}, the model needs {[*expected[name]]}")
+            if (dtype := self.slice(name).get_dtype()) not in DTYPES:
+                found.append(f"{name} is {dtype}; only {', '.join(sorted(DTYPES))} are read")
+        return [f"{self.directory}: {line}" for line in found]
+
+    def _tied_is_equal(self) -> bool:
+        """Is the output layer, which a tied model does without, really the embedding?"""
+        head, embed = "lm_head.weight", "model.embed_tokens.weight"
+        if embed not in self._files or self.shape(head) != self.shape(embed):
+            return False
+        with Stored(self.directory, "pt") as same:
+            step = 4096
+            return all(
+                bool((same.slice(head)[at : at + step] == same.slice(embed)[at : at + step]).all())
+                for at in range(0, self.shape(head)[0], step)
+            )
+
+
+def check_directory(directory: Path, cfg: ModelConfig) -> None:
+    """Raises ConfigError with everything that keeps a directory from being this model: its tensors
+    and its tokenizer. Reads headers only."""
+    with Stored(directory) as stored:
+        problems = stored.problems(cfg, read_config(directory)["model_type"])
+    if (size := vocabulary(directory)) > cfg.vocab_size:
+        problems.append(
+            f"{directory}: the ids of its tokenizer go up to {size - 1}, but vocab_size is "
+            f"{cfg.vocab_size}; the tokenizer is of another model"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_source(source: Source, cfg: ModelConfig) -> None:
+    """The same of any source; a checkpoint's tensors have been checked when it was written."""
+    if not source.is_checkpoint:
+        check_directory(source.path, cfg)
+
+
+def _open(path: Path, framework: str) -> Any:
+    import safetensors
+
+    try:
+        return safetensors.safe_open(path, framework=framework)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: is missing; {AGAIN}") from None
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{path}: truncated or not a safetensors file ({error}); {AGAIN}"
+        ) from None
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first of the names, and how many there are."""
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,284 @@
+"""scripts/convert.py: a round trip changes no bit, and bad input ends with one clear message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.reader import read_tensors, verify
+from kempner.hf import exporting, importing
+from kempner.hf.source import find
+from tests.hf_models import FAMILIES, convert, load_quietly, make, ours, theirs
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def equal_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name])
+        for name in first
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 in bf16, in several files, with a tokenizer and what else is beside a model."""
+    path = tmp_path_factory.mktemp("models") / "my model"
+    make("qwen3", path, torch.bfloat16, max_shard_size="40KB")
+    vocabulary = {f"t{i}": i for i in range(256)}
+    added = [{"id": 256, "content": "<eos>"}]
+    content = {"model": {"type": "WordLevel", "vocab": vocabulary}, "added_tokens": added}
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "README.md").write_text("not ours to copy")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "imported"
+    convert("import", model, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((name, "float32") for name in FAMILIES), ("qwen2", "bfloat16")]
+)
+def test_a_round_trip_changes_no_bit(family: str, dtype: str, tmp_path: Path) -> None:
+    reference = make(family, tmp_path / "in", getattr(torch, dtype))
+    convert("import", tmp_path / "in", tmp_path / "run")
+    convert("export", tmp_path / "run", tmp_path / "out")
+    assert equal_bits(tensors(tmp_path / "in"), tensors(tmp_path / "out"))
+    for name in ("config.json", "generation_config.json"):
+        texts = [json.loads((tmp_path / d / name).read_text()) for d in ("in", "out")]
+        assert texts[0] == texts[1]
+    if dtype == "float32":
+        logits = theirs(reference)
+        for source in (ours(tmp_path / "run"), theirs(load_quietly(tmp_path / "out"))):
+            torch.testing.assert_close(source, logits, atol=1e-5, rtol=0)
+
+
+def test_in_many_files(
+    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files so small that there are more of them than a norm has elements."""
+    monkeypatch.setattr(importing, "FILE_BYTES", 4000)
+    convert("import", model, tmp_path / "run")
+    path = find(str(tmp_path / "run")).path
+    manifest = commit.read_manifest(path)
+    assert manifest["world_size"] > 48 and manifest["step"] == 0 and verify(path) == []
+    one = read_tensors(find(str(run)).path)
+    assert equal_bits(read_tensors(path), one)
+    exporting.export(path, tmp_path / "out", "auto", 20_000)
+    assert equal_bits(tensors(tmp_path / "out"), tensors(model))
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    sizes = [file.stat().st_size for file in (tmp_path / "out").glob("model-*.safetensors")]
+    assert len(sizes) == len(set(index["weight_map"].values())) > 5 and max(sizes) < 30_000
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(model).values())
+    load_quietly(tmp_path / "out")
+
+
+def test_what_is_beside_the_weights_goes_along(model: Path, run: Path, tmp_path: Path) -> None:
+    convert("export", run, tmp_path / "out", "--dtype=fp32")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == "float32" and config["eos_token_id"] == 256
+    assert {t.dtype for t in tensors(tmp_path / "out").values()} == {torch.float32}
+    mode = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(mode) == 1  # others may read the weights, too, if they may read the rest
+
+
+def test_check_says_what_it_is(model: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in (model, run, f"{run}@0"):
+        convert("check", source)
+        out = capsys.readouterr().out
+        assert "Qwen3ForCausalLM" in out and "tokenizer has 257 tokens" in out
+
+
+def test_retention_leaves_what_is_being_exported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+    real = exporting.read_wanted
+
+    def read(path: Path, *args: Any, **more: Any) -> None:
+        held.append(commit.is_read(path))
+        real(path, *args, **more)
+
+    monkeypatch.setattr(exporting, "read_wanted", read)
+    convert("export", run, tmp_path / "out")
+    assert held == [True]
+
+
+def test_a_tied_output_layer_may_be_there_if_it_is_the_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("smollm", tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    content = load_file(file)
+    content["lm_head.weight"] = content["model.embed_tokens.weight"].clone()
+    content["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)  # as Llama 2 has it
+    save_file(content, file)
+    convert("check", tmp_path / "model")
+    content["lm_head.weight"][259, 5] += 1
+    save_file(content, file)
+    convert("check", tmp_path / "model", code=2)
+    assert "lm_head.weight is not part of the model" in capsys.readouterr().err
+
+
+# --- Bad input ----------------------------------------------------------------------------------
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a model, which is one file then."""
+    content = tensors(directory)
+    for file in directory.glob("model*"):
+        file.unlink()
+    change(content)
+    save_file(content, directory / "model.safetensors")
+
+
+def edit(directory: Path, **keys: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | keys))
+
+
+def truncate(directory: Path) -> None:
+    file = sorted(directory.glob("*.safetensors"))[1]
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 10)
+
+
+def lose_a_file(directory: Path) -> None:
+    sorted(directory.glob("*.safetensors"))[1].unlink()
+
+
+def only_pickles(directory: Path) -> None:
+    for file in directory.glob("model*"):
+        file.unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"")
+
+
+def larger_tokenizer(directory: Path) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["added_tokens"].append({"id": 300, "content": "<more>"})
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+
+
+K = "model.layers.1.self_attn.k_norm.weight"
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncate, "00005.safetensors: truncated or not a safetensors file"),
+    "a-file-is-missing": (lose_a_file, "is missing; download or copy it again"),
+    "no-weights": (only_pickles, "its weights are pickles, which can run code"),
+    "not-json": (lambda d: (d / "config.json").write_text("{"), "config.json: cannot be read"),
+    "not-an-index": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+        "names a file in another directory",
+    ),
+    "architecture": (lambda d: edit(d, model_type="gemma3_text"), "norms multiply by 1 + weight"),
+    "tokenizer": (larger_tokenizer, "ids of its tokenizer go up to 300, but vocab_size is 260"),
+    "missing-tensor": (
+        lambda d: rewrite(d, lambda t: t.pop(K)),
+        f"{K} is missing, which the model needs",
+    ),
+    "superfluous-tensor": (
+        lambda d: rewrite(d, lambda t: t.update({"model.extra": torch.ones(2)})),
+        "model.extra is not part of the model; nothing is left out silently",
+    ),
+    "shape": (
+        lambda d: rewrite(d, lambda t: t.update({K: torch.ones(8)})),
+        f"{K} has shape [8], the model needs [16]",
+    ),
+    "dtype": (
+        lambda d: rewrite(d, lambda t: t.update({K: torch.ones(16, dtype=torch.int8)})),
+        f"{K} is I8; only BF16, F16, F32, F64 are read",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_model_is_refused(
+    case: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, why = BAD[case]
+    broken = shutil.copytree(model, tmp_path / "model")
+    change(broken)
+    convert("import", broken, tmp_path / "run", code=2)
+    err = capsys.readouterr().err
+    assert err.startswith("convert: error: ") and err.count("\n") == 1 and why in err, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_there_is_left_alone(
+    model: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    for words, why in (
+        (("import", model, run), "is a run already"),
+        (("export", run, tmp_path / "out"), "exists already"),
+        (("export", f"{run}@7", tmp_path / "new"), "no complete checkpoint of that step"),
+        (("export", model, tmp_path / "new"), "in Hugging Face's form already"),
+        (("import", run, tmp_path / "new"), f"--model.init_from={run}"),
+        (("push", run, "me/model"), "export it first"),
+        (("check", tmp_path / "out"), "neither a config.json nor a complete checkpoint"),
+        (("check", "./nowhere"), "no such directory, and no id of a model on the hub"),
+    ):
+        convert(*words, code=2)
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and why in err, err
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_a_full_disk_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", "x.safetensors")
+
+    monkeypatch.setattr(exporting, "save_file", full)
+    convert("export", run, tmp_path / "out", code=2)
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_import_is_no_run(model: Path, tmp_path: Path) -> None:
+    """What it has left is removed by the next one."""
+    convert("import", model, tmp_path / "run")
+    root = tmp_path / "run/checkpoints"
+    (tmp_path / "run/config.toml").unlink()
+    (root / "latest").unlink()
+    (root / "step_00000000").rename(root / "step_00000000.partial")
+    convert("import", model, tmp_path / "run")
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step_00000000"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    file = next(broken.glob("checkpoints/*/*/*.distcp"))
+    with file.open("r+b") as opened:
+        opened.seek(5000)
+        opened.write(b"\xff\xff\xff")
+    convert("export", broken, tmp_path / "out", code=2)
+    assert "CRC-32" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,0 +1,163 @@
+"""config.json <-> the [model] section: what is the same model, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kempner.config.option import ConfigError
+from kempner.hf.families import config_json, family_of, model_values, tensor_names, tensor_shapes
+from kempner.model.config import ModelConfig
+from kempner.model.decoder import Decoder
+
+# As published, in the form of transformers 4.
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+QWEN_25_05B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+    "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+    "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MISTRAL_V01 = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
+}  # fmt: skip
+# Parameters as published.
+PUBLISHED = {
+    "llama-3.1-8b": (LLAMA_31_8B, 8_030_261_248),
+    "qwen2.5-0.5b": (QWEN_25_05B, 494_032_768),
+    "mistral-7b-v0.1": (MISTRAL_V01, 7_241_732_096),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_configurations_give_the_published_parameters(model: str) -> None:
+    config, parameters = PUBLISHED[model]
+    cfg = ModelConfig(**model_values(config, "config.json"))
+    assert cfg.problems() == [] and cfg.count_parameters() == parameters
+    assert family_of(cfg) == config["model_type"]
+    assert config_json(cfg, config, "bfloat16", None) == config  # every other key stays
+
+
+def test_what_follows_from_the_keys() -> None:
+    values = model_values(LLAMA_31_8B, "config.json")
+    assert values["rope_factor"] == 8.0 and values["rope_original_len"] == 8192
+    assert values["rope_theta"] == 500000.0 and values["n_kv_heads"] == 8
+    qwen = model_values(QWEN_25_05B, "config.json")
+    assert qwen["qkv_bias"] and qwen["tie_embeddings"] and qwen["sliding_window"] is None
+    sliding = QWEN_25_05B | {"use_sliding_window": True, "max_window_layers": 0}
+    assert model_values(sliding, "config.json")["sliding_window"] == 32768
+    assert model_values(MISTRAL_V01, "config.json")["sliding_window"] == 4096
+    assert model_values(MISTRAL_V01 | {"sliding_window": None}, "")["sliding_window"] is None
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma": ({"model_type": "gemma2"}, "its norms multiply by 1 + weight"),
+    "experts": ({"model_type": "mixtral"}, "mixtures of experts are not built"),
+    "unheard-of": ({"model_type": "mamba9"}, '"mamba9" is not supported; supported are llama, '),
+    "no-type": ({"model_type": None}, "model_type"),
+    "another-task": (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "architecture LlamaForSequenceClassification: only LlamaForCausalLM",
+    ),
+    "activation": ({"hidden_act": "gelu"}, 'hidden_act = "gelu": only "silu"'),
+    "biases": ({"attention_bias": True}, "attention_bias = true: only false"),
+    "rope": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn": only default'),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "mixed-layers": (
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+        | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        "full and sliding attention in different layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_model_is_refused_with_the_reason(case: str) -> None:
+    change, why = REFUSED[case]
+    with pytest.raises(ConfigError) as error:
+        model_values(LLAMA_31_8B | change, "config.json")
+    assert len(error.value.problems) == 1 and why in str(error.value), error.value
+
+
+def test_every_reason_is_named_at_once() -> None:
+    config = {k: v for k, v in LLAMA_31_8B.items() if k != "hidden_size"} | {"mlp_bias": True}
+    with pytest.raises(ConfigError) as error:
+        model_values(config, "x/config.json")
+    assert error.value.problems == [
+        "x/config.json: mlp_bias = true: only false is supported",
+        "x/config.json: has no hidden_size",
+    ]
+
+
+SHAPES = {
+    "llama": {},
+    "llama3": {"rope_factor": 8.0, "rope_original_len": 32, "head_dim": 16},
+    "tied": {"tie_embeddings": True, "n_kv_heads": None},
+    "qwen2": {"qkv_bias": True},
+    "qwen2-window": {"qkv_bias": True, "sliding_window": 8},
+    "qwen3": {"qk_norm": True, "head_dim": 24, "sliding_window": 8},
+    "mistral": {"sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_our_own_model_is_one_of_transformers(case: str, tmp_path: Path) -> None:
+    """A run that began from nothing: its config.json, its names, and the logits."""
+    import transformers
+
+    shape: dict[str, Any] = {
+        "vocab_size": 99, "dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 80,
+        "max_seq_len": 64, "rope_theta": 5000.0, "norm_eps": 1e-4,
+    }  # fmt: skip
+    cfg = ModelConfig(**shape | SHAPES[case])
+    model = Decoder(cfg)
+    assert tensor_shapes(cfg) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert list(tensor_shapes(cfg)) == [name for name, _ in model.named_parameters()]
+    config = config_json(cfg, None, "float32", 7)
+    again = model_values(config, "config.json")
+    heads = {"n_kv_heads": cfg.kv_heads, "head_dim": cfg.resolved_head_dim}
+    assert again == {key: value for key, value in (cfg.__dict__ | heads).items() if key in again}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert settings.eos_token_id == 7 and settings.bos_token_id is None
+    reference = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.1 + (parameter.dim() == 1) * 0.5)
+        names = tensor_names(cfg, config["model_type"])
+        state = {names[name]: value for name, value in model.state_dict().items()}
+        if cfg.tie_embeddings:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        reference.load_state_dict(state)
+        tokens = torch.randint(99, (2, 40))
+        torch.testing.assert_close(model(tokens), reference(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_a_model_that_transformers_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no model of transformers has both"):
+        family_of(ModelConfig(qkv_bias=True, qk_norm=True))

@@ -1,0 +1,204 @@
+"""The hub: download, upload, offline. The server is ours and speaks as much as is needed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kempner.data.tokenizer import train_bpe
+from tests.conftest import ROOT, clean_env
+from tests.hf_models import load_quietly, make, ours, theirs
+
+COMMIT = "a" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One model, OWNER/NAME: the files of a directory."""
+
+    files: Path
+    breaks = 0  # so many downloads of weights break off in the middle
+    asked: list[str]
+    pushed: dict[str, bytes]
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, content: object) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if "/resolve/" in self.path:
+            return self.send_file(self.files / self.path.rpartition("/")[2])
+        files = sorted(self.files.iterdir()) if self.files.is_dir() else []
+        if "/tree/" in self.path:
+            return self.answer([self.entry(file) for file in files])
+        names = [{"rfilename": file.name} for file in files]
+        about = {"id": "me/tiny", "sha": COMMIT, "siblings": names, "private": False}
+        self.answer(about | {"modelId": "me/tiny", "tags": [], "downloads": 0, "likes": 0})
+
+    def entry(self, file: Path) -> dict[str, object]:
+        size, oid = file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
+        lfs = {"oid": oid, "size": size, "pointerSize": 100}
+        more = {"lfs": lfs} if file.suffix == ".safetensors" else {}
+        return {"type": "file", "path": file.name, "size": size, "oid": oid[:40], **more}
+
+    def send_file(self, file: Path) -> None:
+        data = file.read_bytes()
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if file.suffix == ".safetensors" and Hub.breaks:
+            Hub.breaks -= 1
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            self.connection.close()
+            return
+        self.wfile.write(data)
+
+    def do_POST(self) -> None:
+        self.asked.append(self.path)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.endswith("/repos/create"):
+            self.answer({"url": "https://huggingface.co/me/tiny"})
+        elif "/preupload/" in self.path:
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for f in json.loads(body)["files"]
+            ]
+            self.answer({"files": files})
+        elif "/commit/" in self.path:
+            for line in body.splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    value = entry["value"]
+                    self.pushed[value["path"]] = base64.b64decode(value["content"])
+            url = f"https://huggingface.co/me/tiny/commit/{COMMIT}"
+            self.answer({"commitUrl": url, "commitOid": COMMIT, "success": True})
+        else:
+            self.answer({})
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The server's address and an empty cache, as environment of a user's command."""
+    Hub.files, Hub.asked, Hub.pushed, Hub.breaks = tmp_path / "hub", [], {}, 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": "secret",
+    }
+    server.shutdown()
+    server.server_close()
+
+
+def convert(*words: object, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/convert.py"), *map(str, words)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "secret" not in done.stdout + done.stderr
+    return done
+
+
+def test_fetched_where_there_is_a_network_and_used_where_there_is_none(
+    hub: dict[str, str], data_dir: Path, tmp_path: Path
+) -> None:
+    """The connection breaks, the download ends well; then the model is found without a request."""
+    model = make("smollm", Hub.files)
+    (Hub.files / "consolidated.safetensors").write_bytes(b"the same weights once more")
+    config = f'model.init_from = "me/tiny"\ntrain.seq_len = 64\ndata.dataset_path = "{data_dir}"\n'
+    (tmp_path / "mine.toml").write_text(config)
+    Hub.breaks = 1
+    done = convert("prefetch", tmp_path / "mine.toml", "--train.max_steps=5", **hub)
+    path = Path(done.stdout.splitlines()[-1].removeprefix("model: "))
+    assert Hub.breaks == 0
+    assert {file.name for file in path.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors",
+    }  # fmt: skip
+    Hub.asked.clear()
+    assert "Llama" in convert("check", path, **hub).stdout
+    offline = hub | {"HF_HUB_OFFLINE": "1"}
+    convert("import", "me/tiny@main", tmp_path / "run", **offline)
+    assert Hub.asked == []
+    assert (ours(tmp_path / "run") - theirs(model)).abs().max() < 1e-5
+
+
+def test_what_is_not_there_is_said_with_the_fix(hub: dict[str, str], tmp_path: Path) -> None:
+    done = convert("import", "me/tiny", tmp_path / "run", code=2, HF_HUB_OFFLINE="1", **hub)
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "me/tiny: not in the cache of the hub" in done.stderr
+    assert "python scripts/convert.py prefetch me/tiny" in done.stderr
+
+
+def test_pushed(hub: dict[str, str], tmp_path: Path) -> None:
+    make("smollm", tmp_path / "model")
+    done = convert("push", tmp_path / "model", "me/tiny", **hub)
+    assert COMMIT in done.stdout
+    assert Hub.pushed.keys() == {file.name for file in (tmp_path / "model").iterdir()}
+    for name, content in Hub.pushed.items():
+        assert content == (tmp_path / "model" / name).read_bytes()
+    done = convert("push", tmp_path / "model", "me/tiny", code=2, HF_HUB_OFFLINE="1", **hub)
+    assert "HF_HUB_OFFLINE is set; unset it to upload" in done.stderr
+
+
+def test_the_commands_of_the_document(
+    hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tied SmolLM with a real tokenizer, from the first command to the last."""
+    document = (ROOT / "docs/hugging-face.md").read_text()
+    make("smollm", tmp_path / "models/llama")
+    (tmp_path / "corpus").mkdir()
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "corpus/text.md").write_text(text)
+    (tmp_path / "models/llama/tokenizer.json").write_bytes(train_bpe([text], 260))
+    shutil.copytree(tmp_path / "models/llama", Hub.files)
+    (config,) = re.findall(r"```toml\n(.*?)```", document, re.DOTALL)
+    (tmp_path / "mine.toml").write_text(config)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    commands = re.findall(r"^    ((?:python|export) .*)$", document, re.MULTILINE)
+    assert len(commands) == 9
+    script = "\n".join(["set -e", f'PATH="{Path(sys.executable).parent}:$PATH"', *commands])
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=clean_env(**hub),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    back = load_quietly(tmp_path / "models/mine")
+    assert back.dtype == torch.bfloat16
+    torch.testing.assert_close(theirs(back.float()), ours(tmp_path / "runs/mine"), atol=0.1, rtol=0)
+    assert (tmp_path / "runs/llama/checkpoints/latest").exists()
+    assert {"tokenizer.json", "model.safetensors", "config.json"} <= Hub.pushed.keys()
