@@ -252,15 +252,19 @@ def first_step(options: argparse.Namespace, run_dir: Path) -> float:
 
 def data(options: argparse.Namespace, work: Path) -> None:
     """Tokens/s that one core reads, shuffles and makes into tensors. They come from the page
-    cache, from 100 M tokens in samples of 2048 and of 128.
+    cache, from 100 M tokens in samples of 2048 and of 128, and from the same tokens as chats of
+    about 150 and 600 tokens that are packed into samples of 2048.
     """
     import numpy as np
     import torch
 
+    from kempner.data import chat_marks
+    from kempner.data.chat_dataset import ChatDataset
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import reading_speed
     from kempner.data.mixture import Mixture
     from kempner.data.sidecar import SIDECAR, SPLITS, Shard, Sidecar
+    from kempner.data.stream import Shape
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -279,6 +283,23 @@ def data(options: argparse.Namespace, work: Path) -> None:
             for _ in range(options.repeats)
         ]
         print(f"seq_len {seq_len:<5} {spread(speeds, '.0f')} M tokens/s, target 50")
+    np.save(chat_marks.beside(work / "tokens.npy")["loss_mask"], (tokens & 1).astype(np.uint8))
+    for mean in (150, 600):
+        lengths = 2 + np.random.default_rng(0).exponential(mean, count // mean).astype(np.int64)
+        ends = np.cumsum(lengths)
+        ends = ends[ends <= count]
+        np.save(chat_marks.beside(work / "tokens.npy")["ends"], ends)
+        shards = {split: [Shard("tokens.npy", count, len(ends), vocab - 1)] for split in SPLITS}
+        Sidecar(tokenizer, "uint16", vocab, 0, shards, {}, "chat").save(work / SIDECAR)
+        began = time.perf_counter()
+        chat = ChatDataset.open(work, "train", Shape(2048, vocab))
+        opened = time.perf_counter() - began
+        speeds = [
+            reading_speed([chat], Mixture.alone(chat, 0), 32, seconds) / 1e6
+            for _ in range(options.repeats)
+        ]
+        print(f"chats of {mean:<4} {spread(speeds, '.0f')} M tokens/s; opened in {opened:.2f} s:")
+        print(f"              {chat.describe()}")
 
 
 # --- checkpoint -------------------------------------------------------------------------------

@@ -11,7 +11,14 @@ import sys
 
 from kempner import process_group
 from kempner.configure import configure, reject
-from kempner.progress import go_back, open_checkpointer, open_loaders, resume, seed_everything
+from kempner.progress import (
+    go_back,
+    open_checkpointer,
+    open_loaders,
+    open_preference,
+    resume,
+    seed_everything,
+)
 from kempner.resilience import requests
 from kempner.resilience.requests import GO_ON, StopRequests, Verdict
 from kempner.run import RunConfig
@@ -33,6 +40,7 @@ from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
+from kempner.preference.losses import Preference
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -58,6 +66,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     progress = resume(cfg, run, model, checkpointer).plan(cfg)
     step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
+    preference = open_preference(cfg, layout, model, run, device)  # None: the loss of next tokens
     run.begin(progress.step)
     recorder, nonfinite = Recorder(run, device, progress), NonFinite(cfg.resilience.max_skipped)
     work, stragglers = BlockClock(model.blocks, device), Stragglers(run.hosts, device, run.announce)
@@ -70,7 +79,13 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         with recorder.clock.part("data"):
             micro_batches = next(loader)
         sums = forward_backward(
-            model, micro_batches, device, step_tokens, loader.names, stop if long_steps else None
+            model,
+            micro_batches,
+            device,
+            step_tokens,
+            loader.names,
+            leave=stop if long_steps else None,
+            preference=preference,
         )
         if isinstance(sums, Verdict):  # of all ranks, in the middle of a long step
             verdict = sums
@@ -110,9 +125,15 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
 
         # Go back, save, validate.
         if verdict.go_back:
-            bad = [nonfinite.since - cfg.train.sequences, loader.position]
             with watchdog.patient():
-                progress, verdict = go_back(progress, bad, verdict, checkpointer, loader, run)
+                progress, verdict = go_back(
+                    progress,
+                    [nonfinite.since - cfg.train.sequences, loader.position],
+                    verdict,
+                    checkpointer,
+                    loader,
+                    run,
+                )
             recorder.begin(progress)
             pending = []
             continue
@@ -124,7 +145,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
             with recorder.clock.part("eval"), watchdog.patient():
-                recorder.validation(step, *validate(model, val_batches(), device, stop))
+                recorder.validation(step, *validate(model, val_batches(), device, stop, preference))
 
     for late in pending:
         recorder.step(late.read(), loader)
@@ -144,6 +165,7 @@ def forward_backward(
     step_tokens: int,
     names: list[str],
     leave: StopRequests | None,
+    preference: Preference | None = None,
 ) -> dict[str, Tensor | float] | Verdict:
     """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sum of losses and
     the number of tokens that count, fp32 [] each, with `names` of several data sources also those
@@ -156,12 +178,16 @@ def forward_backward(
             return verdict
         model.set_requires_all_reduce(i == len(micro_batches) - 1)
         batch = batch.to(device)
-        loss, losses = model(batch.inputs, batch.targets, batch.documents, token_losses=True)
+        if preference is None:
+            loss, losses = model(batch.inputs, batch.targets, batch.documents, token_losses=True)
+        else:
+            loss, losses, batch = preference(model, batch)
         (loss / step_tokens).backward()
         loss_sum += loss.detach()
         tokens += (batch.targets != IGNORE).sum()
         by_source.add(batch, losses)
-    return {"loss_sum": loss_sum, "tokens": tokens, **by_source.numbers()}
+    more = {} if preference is None else preference.numbers()
+    return {"loss_sum": loss_sum, "tokens": tokens, **by_source.numbers(), **more}
 
 
 def update(

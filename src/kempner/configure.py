@@ -180,9 +180,10 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
     start from, the run directory writable. Creates nothing."""
     found = []
     source = cfg.model.init_from
-    if source is not None and rank == 0 and not commit.complete(cfg.checkpoint_dir):
+    dpo = cfg.preference.loss == "dpo"  # it reads its reference at every start
+    if source is not None and rank == 0 and (dpo or not commit.complete(cfg.checkpoint_dir)):
         try:
-            check_source(find(source), cfg.model)
+            check_source(find(source, pinned=dpo), cfg.model)
         except ConfigError as error:
             found += [f"model.init_from: {problem}" for problem in error.problems]
     try:

@@ -10,6 +10,7 @@ from torch import nn
 
 from kempner.data.batch import MicroBatch
 from kempner.data.source import IGNORE
+from kempner.preference.losses import Preference
 from kempner.resilience.requests import StopRequests
 
 
@@ -19,13 +20,17 @@ def validate(
     batches: Iterable[MicroBatch],
     device: torch.device,
     stop: StopRequests,
+    preference: Preference | None = None,
 ) -> tuple[float, int]:
     """Mean loss over the held-out tokens of all ranks, and how many they are; when a request to
     leave comes in between, of those until then."""
     totals = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
         batch = batch.to(device)
-        loss = model(batch.inputs, batch.targets, batch.documents)
+        if preference is None:
+            loss = model(batch.inputs, batch.targets, batch.documents)
+        else:
+            loss, _, batch = preference(model, batch)
         leave = loss.new_tensor(stop.wants_to_leave())
         sums = torch.stack((loss, (batch.targets != IGNORE).sum(), leave)).double()
         dist.all_reduce(sums)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kempner.config.option import ConfigError
 from kempner.data.opening import facts_of, mixture_of, open_held_out, open_sources
+from kempner.data.sidecar import open_sidecar
 from kempner.data.stream import Shape
 from kempner.resilience.requests import GO_ON, Verdict
 from kempner.run import RunConfig, TrainConfig, micro_batch
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from kempner.data.loader import TrainLoader
     from kempner.data.mixture import Mixture
     from kempner.data.source import Source
+    from kempner.model.decoder import Decoder
     from kempner.parallel.layout import Layout
+    from kempner.preference.losses import Preference
     from kempner.run_directory import Run
 
 
@@ -108,12 +111,33 @@ def resume(cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointe
     return Progress.of(manifest)
 
 
+def open_preference(
+    cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
+) -> Preference | None:
+    """The loss of a run on preferences. The reference of DPO is sharded as the model is, and has
+    the weights of model.init_from after every restart, too."""
+    if cfg.preference.loss == "none":
+        return None
+    from kempner.hf.load import start_from
+    from kempner.parallel.build import build_model
+    from kempner.preference.losses import DPO, Reward, token_losses, token_scores
+
+    if cfg.preference.loss == "reward":
+        model.loss = token_scores
+        return Reward(open_sidecar(cfg.data.mixed[0].path).eod, device)
+    reference = build_model(cfg.model, layout, cfg.train, frozen=True)
+    run.announce(f"the reference {start_from(reference, cfg.model, run.dir)}")
+    model.loss = reference.loss = token_losses
+    return DPO(reference, cfg.preference.beta, device)
+
+
 @functools.cache  # for the check of the input, the manifest, and the loaders
 def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], Source | None]:
     """The sources of the training and, when the run validates, the held-out data. `check` all
     shards, which rank 0 does; otherwise none is opened before it is read. Raises ConfigError."""
     data, cut = cfg.data, cfg.data.too_long == "cut"
-    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut)
+    preferences = cfg.preference.loss != "none"
+    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut, preferences)
     sources = open_sources(data, shape, check)
     held_out = open_held_out(data, shape, check) if cfg.eval.interval else None
     return sources, held_out

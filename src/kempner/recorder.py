@@ -88,6 +88,10 @@ class Recorder:
             record["sources"] = _by_source(result, loader)
         if packing := {each.name: each.packing for each in loader.sources if each.packing}:
             record |= {"loss_tokens": result.values["tokens"], "packing": packing}
+        if "margin_sum" in result.values:
+            pairs = record["pairs"] = record.pop("loss_tokens")
+            record["accuracy"] = result.values["ordered_right"] / pairs if pairs else None
+            record["margin"] = result.values["margin_sum"] / pairs if pairs else None
         self.write(record)
         self.run.announce(line(record, self.run.cfg.train.max_steps))
 

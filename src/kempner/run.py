@@ -12,6 +12,7 @@ from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig
+from kempner.preference.config import PreferenceConfig
 from kempner.resilience.config import ResilienceConfig
 
 # One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
@@ -92,6 +93,7 @@ class RunConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
@@ -105,6 +107,11 @@ class RunConfig:
             found.append(
                 f"train.seq_len = {self.train.seq_len}: at most model.max_seq_len = "
                 f"{self.model.max_seq_len}; raise that, or shorten the sequences"
+            )
+        if self.preference.loss == "dpo" and self.model.init_from is None:
+            found.append(
+                "preference.loss = dpo: needs the model to start from, which is also its "
+                "reference; give model.init_from"
             )
         return found
 

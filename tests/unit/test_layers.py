@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "kempner"
 LAYERS = (
     {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport"},
     {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
-    {"parallel", "optim", "checkpoint", "resilience", "hf"},
+    {"parallel", "optim", "checkpoint", "resilience", "hf", "preference"},
     {"run"},
     {"configure", "progress", "step", "evaluate"},
     {"run_directory", "hosts", "run_log", "run_records", "recorder"},

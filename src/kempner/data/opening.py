@@ -55,7 +55,17 @@ def all_of(acts: Sequence[Callable[[], Source]]) -> tuple[list[Source], list[str
 
 
 def open_split(cfg: SourceConfig, split: str, shape: Shape, check: bool) -> Source:
-    if open_sidecar(cfg.path).kind != "text":
+    kind = open_sidecar(cfg.path).kind
+    if (kind == "preference") != shape.preferences:
+        raise ConfigError(
+            f"{cfg.path}: holds data of the kind {kind}; "
+            + (
+                "preference.loss needs the kind preference: prepare_data.py --kind preference"
+                if shape.preferences
+                else "give --preference.loss=dpo or reward"
+            )
+        )
+    if kind != "text":
         return ChatDataset.open(cfg.path, split, shape, check, name=cfg.label)
     return TokenDataset.open(
         cfg.path,

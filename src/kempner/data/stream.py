@@ -27,6 +27,7 @@ class Shape(NamedTuple):
     vocab_size: int  # of the model: token ids are smaller
     separate: bool = False  # documents do not see each other
     cut: bool = False  # conversations that are longer than a row, rather than drop them
+    preferences: bool = False  # pairs of answers, rather than text or chats
 
 
 class TokenStream:

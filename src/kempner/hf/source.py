@@ -56,9 +56,10 @@ class Source(NamedTuple):
         return values
 
 
-def find(name: str, download: bool = False) -> Source:
+def find(name: str, download: bool = False, pinned: bool = False) -> Source:
     """What `name` means: PATH, OWNER/NAME[@REVISION] of the hub, or RUN[@STEP]. Raises ConfigError.
 
+    With `pinned`, a run without a step is refused: its newest checkpoint is another one tomorrow.
     A model of the hub is looked up in the local cache only, unless `download` is set: the nodes of
     a cluster have no network, and a thousand ranks must not ask one server.
     """
@@ -67,7 +68,14 @@ def find(name: str, download: bool = False) -> Source:
         return Source(name, path, False)
     stepped = STEP.fullmatch(name)
     if path.is_dir() or (stepped and Path(stepped[1]).expanduser().is_dir()):
-        return Source(name, find_checkpoint(name), True)
+        found = Source(name, find_checkpoint(name), True)
+        if pinned and not stepped and path.resolve() != found.path:
+            step = int(found.path.name.rpartition("_")[2])
+            raise ConfigError(
+                f"{name}: the reference must be the same after every restart; name its step, such "
+                f"as {name}@{step}"
+            )
+        return found
     return Source(name, hub.snapshot(name, download), False)
 
 

@@ -20,20 +20,29 @@ from kempner.parallel.layout import Layout
 class Settings(Protocol):
     """What of the [train] section shapes the model."""
 
-    dtype: str
-    seed: int
-    recompute: bool
-    compile: bool
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def recompute(self) -> bool: ...
+    @property
+    def compile(self) -> bool: ...
 
 
-def build_model(cfg: ModelConfig, layout: Layout, train: Settings) -> Decoder:
+def build_model(cfg: ModelConfig, layout: Layout, train: Settings, frozen: bool = False) -> Decoder:
     """The model on this rank's device: fp32 master shards, train.dtype compute, fp32 gradient sums.
+    A frozen one has no gradients, and the weights in the compute dtype.
 
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
     """
     with torch.device("meta"):
         model = Decoder(cfg)
+    dtype = compute_dtype(train.dtype, layout.mesh.device_type)
+    if frozen:
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(dtype)
     if train.recompute:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
@@ -42,7 +51,7 @@ def build_model(cfg: ModelConfig, layout: Layout, train: Settings) -> Decoder:
             block.compile()
         model.loss = torch.compile(model.loss)
     device_type = layout.mesh.device_type
-    shard(model, layout, compute_dtype(train.dtype, device_type))
+    shard(model, layout, dtype)
     model.to_empty(device=device_type)
     if cfg.init_from is None:
         init_weights(model, train.seed)
