@@ -34,7 +34,7 @@ class Opening:
 
 def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
     """The training split of each source. Raises ConfigError with what is wrong with any."""
-    sources, problems = _splits(cfg, "train", how)
+    sources, problems = _splits(cfg.mixed, "train", how)
     problems = problems or one_vocabulary(cfg) or _uncounted(cfg, sources)
     if problems:
         raise ConfigError(problems)
@@ -42,16 +42,26 @@ def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
 
 
 def open_held_out(cfg: DataConfig, how: Opening) -> Source:
-    """The validation splits of all sources that have one, joined."""
-    sources, problems = _splits(cfg, "val", how)
-    if not sources:
+    """The validation splits of all sources that have one, joined. Raises ConfigError."""
+    having = [one for one in cfg.mixed if len(cfg.mixed) == 1 or _has_held_out(one)]
+    sources, problems = _splits(having, "val", how)
+    if problems or not sources:
+        problems = problems or ["data.sources: none of them has a validation split"]
         raise ConfigError(problems, "or do not validate: give --eval.interval=0")
     return sources[0] if len(sources) == 1 else Joined(sources)
 
 
-def _splits(cfg: DataConfig, split: str, how: Opening) -> tuple[list[Source], list[str]]:
+def _has_held_out(cfg: SourceConfig) -> bool:
+    if has_sidecar(cfg):
+        return open_sidecar(cfg.path).tokens("val") > 0
+    return (Path(cfg.path).expanduser() / "dataset_dict.json").is_file()
+
+
+def _splits(
+    sources: Sequence[SourceConfig], split: str, how: Opening
+) -> tuple[list[Source], list[str]]:
     found, problems = [], []
-    for one in cfg.mixed:
+    for one in sources:
         try:
             found.append(open_split(one, split, how))
         except ConfigError as error:

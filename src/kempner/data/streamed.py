@@ -33,6 +33,7 @@ START: dict[str, Any] = {"sample": 0, "state": None, "left": [], "begins": []}
 
 class StreamedDocuments:
     ordered = True  # sample after sample: no shuffle
+    packing = None
 
     def __init__(
         self, cfg: SourceConfig, shape: Shape, make: Callable[[], Any], file: Path, write: bool
