@@ -43,7 +43,7 @@ def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
 
 def open_held_out(cfg: DataConfig, how: Opening) -> Source:
     """The validation splits of all sources that have one, joined. Raises ConfigError."""
-    having = [one for one in cfg.mixed if len(cfg.mixed) == 1 or _has_held_out(one)]
+    having = [one for one in cfg.mixed if len(cfg.mixed) == 1 or _has_held_out(one, how)]
     sources, problems = _splits(having, "val", how)
     if problems or not sources:
         problems = problems or ["data.sources: none of them has a validation split"]
@@ -51,9 +51,9 @@ def open_held_out(cfg: DataConfig, how: Opening) -> Source:
     return sources[0] if len(sources) == 1 else Joined(sources)
 
 
-def _has_held_out(cfg: SourceConfig) -> bool:
+def _has_held_out(cfg: SourceConfig, how: Opening) -> bool:
     if has_sidecar(cfg):
-        return open_sidecar(cfg.path).tokens("val") > 0
+        return open_sidecar(cfg.path).tokens("val") > how.shape.seq_len
     return (Path(cfg.path).expanduser() / "dataset_dict.json").is_file()
 
 
