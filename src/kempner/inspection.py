@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from kempner.config.command_line import parse_command
-from kempner.config.loading import load
 from kempner.config.option import ConfigError
-from kempner.configure import with_run_dir
+from kempner.configure import load_config
 from kempner.data.config import SourceConfig
 from kempner.data.mixture import Mixture
 from kempner.data.opening import has_sidecar
@@ -44,10 +43,9 @@ def inspect(argv: Sequence[str]) -> None:
     if folders := [word for word in argv if Path(word).is_dir()]:
         overrides = [f"--data.dataset_path={folders[0]}", f"--train.seq_len={SAMPLE}"]
         overrides += [f"--model.vocab_size={1 << 24}", "--train.max_steps=1", *command.overrides]
-        cfg = load(RunConfig, [], overrides, command.problems)
+        cfg = load_config([], overrides, command.problems)
     else:
-        cfg = load(RunConfig, command.files, command.overrides, command.problems)
-    cfg = with_run_dir(cfg, command.files)
+        cfg = load_config(command.files, command.overrides, command.problems)
     sources, _ = open_data(cfg, True)
     mixture = open_mixture(cfg, sources, Progress().plan(cfg))
     print(aligned(counts(cfg, sources), gap=2, right=range(1, 5)))
