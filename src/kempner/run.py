@@ -26,6 +26,15 @@ class RunSection:
     dir: str = option(
         "", "run directory, which identifies the run; unset: runs/<name of the first file>"
     )
+    fork: str = option(
+        "",
+        "begin from a checkpoint of another run: RUN, its directory, or RUN@STEP; see docs/fork.md",
+    )
+    fork_optimizer: str = option(
+        "keep",
+        "the optimizer's state of run.fork; fresh: begin with none",
+        choices=("keep", "fresh"),
+    )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from kempner.files import write_atomic
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
 from kempner.process_group import World
-from kempner.progress import open_data
+from kempner.progress import Progress, open_data
 from kempner.rendezvous import forget_rendezvous
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
@@ -98,10 +98,11 @@ class Run:
             "make room, or give another --run.dir"
         )
 
-    def begin(self, step: int) -> None:
+    def begin(self, progress: Progress) -> None:
         """The state is loaded and the first step comes: record the start."""
-        self.step = step
-        changed = self._record_start() if self.world.rank == 0 else []
+        self.step = step = progress.step
+        lineage = tuple(parent["from"] for parent in progress.lineage)
+        changed = self._record_start(lineage) if self.world.rank == 0 else []
         self._begun = True
         source = f"continues after step {step}" if step else "starts"
         self.announce(
@@ -119,7 +120,7 @@ class Run:
         elif self.world.rank == 0:
             self._console.begin(step, last)
 
-    def _record_start(self) -> list[str]:
+    def _record_start(self, lineage: tuple[str, ...]) -> list[str]:
         """Returns what has changed since the last attempt."""
         forget_rendezvous(self.dir)
         changed = what_changed(self.dir / "config.toml", self.cfg, self.step) if self.step else []
@@ -138,6 +139,7 @@ class Run:
                 world_size=self.world.size,
                 process_began=process.began(),
                 batch_began=began,
+                lineage=lineage,
             )
         )
         self._status("running", "")
