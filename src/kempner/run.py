@@ -14,6 +14,7 @@ from kempner.optim.config import OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.resilience.config import ResilienceConfig
+from kempner.trackers.config import TrackersConfig
 
 # One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
 # 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
@@ -104,6 +105,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     @property
