@@ -28,8 +28,8 @@ class Run:
     def define_metric(self, name: str, step_metric: str) -> None:
         assert (name, step_metric) == ("*", "step")
 
-    def log(self, row: dict[str, Any], step: int) -> None:
-        assert step == self._next, "W&B drops a row of an earlier step"
+    def log(self, row: dict[str, Any], step: int, commit: bool) -> None:
+        assert commit and step == self._next, "W&B drops a row of an earlier step"
         self._next += 1
         self._waiting += json.dumps({**row, "_step": step}) + "\n"
         if step % 2:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from kempner.trackers.config import TrackersConfig
 from kempner.trackers.points import Points
 from tests.trackers import FAKE, rows, shown
+from tests.wandb_server import wandb_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +54,11 @@ def command(run: Path, *words: str, **env: str) -> dict[str, Any]:
 
 def by_hand(run: Path, *words: str, code: int = 0, **env: str) -> str:
     done = subprocess.run(
-        **command(run, *words, **env), capture_output=True, text=True, timeout=120
+        **command(run, *words, **env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == code, done.stderr
     return done.stderr
@@ -198,6 +204,30 @@ def test_wandb_fails_until_it_does_not(run: Path, server: Path) -> None:
     assert (server / "exit_code").read_text() == "1"  # as that of the run
 
 
+def test_wandb_online(run: Path) -> None:
+    """The real one, with a server of ours: killed, it goes on with the same run, and no row is lost
+    or there twice."""
+    pytest.importorskip("wandb")
+    with wandb_server() as server:
+        env = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.5",
+            "PYTHONPATH": str(ROOT / "src"),
+        }
+        process = follow(run, **env)
+        wait_until(lambda: len(server.history) == 5)
+        append(run, lines(6, 7))
+        process.kill()
+        process.communicate()
+        append(run, lines(6, 7, 8, loss=100, attempt=1))
+        by_hand(run, **env)
+        assert [(row["step"], row["_step"]) for row in server.rows] == [
+            (step, step - 1) for step in range(1, 9)
+        ]
+        assert server.name == "0123abcd" and server.config["train"]["value"] == {"seed": 3}
+
+
 def test_wandb_offline(run: Path) -> None:
     """The real one. A tracker that was killed leaves a directory that was not closed: its rows are
     written again by the next one, and those of closed directories are not."""
@@ -245,6 +275,16 @@ def values(record: Any) -> dict[str, Any]:
         item.key or "/".join(item.nested_key): json.loads(item.value_json)
         for item in record.history.item
     }
+
+
+def test_the_commands_of_the_document(run: Path, server: Path) -> None:
+    pytest.importorskip("tensorboard")
+    text = (ROOT / "docs/trackers.md").read_text()
+    commands = re.findall(r"python -m kempner.trackers runs/debug([^#\n]*)", text)
+    assert len(commands) == 3
+    for words in commands:
+        by_hand(run, *words.split(), FAKE_WANDB=str(server))
+    assert list(shown(run)) == [row["step"] for row in rows(server)] == [1, 2, 3, 4, 5]
 
 
 # --- Bad input ----------------------------------------------------------------------------------

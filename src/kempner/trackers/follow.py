@@ -49,6 +49,7 @@ def open_sink(name: str, run_dir: Path) -> Sink:
 def follow(name: str, run_dir: Path, forever: bool) -> int:
     """Bring a tracker up to date and, if `forever`, keep it so until standard input ends: it is a
     pipe that the trainer holds, and that ends with it. Returns the exit code."""
+    environment = dict(os.environ)  # W&B leaves the address of its helper in there
     over = threading.Event()
     if forever:
         threading.Thread(target=watch_stdin, args=(over,), daemon=True).start()
@@ -70,7 +71,7 @@ def follow(name: str, run_dir: Path, forever: bool) -> int:
             return 1
     # From nothing: what a library has left of a failed start is in the way of the next.
     say(f"{name}: once more")
-    os.execv(sys.executable, sys.orig_argv)
+    os.execve(sys.executable, sys.orig_argv, environment)
 
 
 def deliver(sink: Sink, run_dir: Path, ended: Callable[[float], bool]) -> None:

@@ -33,21 +33,25 @@ class WeightsAndBiases:
         self._offline = mode == "offline"
         self._closed = run_dir / "wandb" / "closed.json"
         rows = self._clean(name) if self._offline else 0
-        self._run = wandb.init(
-            project=options.get("wandb_project") or "kempner",
-            id=name,
-            name=run_dir.resolve().name,
-            dir=run_dir,
-            config=config,
-            mode="offline" if self._offline else "online",
-            resume=None if self._offline else "allow",
-            settings=wandb.Settings(
-                console="off",
-                init_timeout=INIT_TIMEOUT_S,
-                silent=True,
-                x_disable_stats=True,
-            ),
-        )
+        try:
+            self._run = wandb.init(
+                project=options.get("wandb_project") or "kempner",
+                id=name,
+                name=run_dir.resolve().name,
+                dir=run_dir,
+                config=config,
+                mode="offline" if self._offline else "online",
+                resume=None if self._offline else "allow",
+                settings=wandb.Settings(
+                    console="off",
+                    init_timeout=INIT_TIMEOUT_S,
+                    silent=True,
+                    x_disable_stats=True,
+                ),
+            )
+        except Exception:
+            wandb.teardown()  # its helper process would stay
+            raise
         self._run.define_metric("*", step_metric="step")
         self.position = 0
         self._row = 0  # number of the next one
@@ -73,7 +77,7 @@ class WeightsAndBiases:
                 continue
             if self._row >= self._sent:
                 row = {**new, "step": point.step, "_timestamp": point.time}
-                self._run.log(row, step=self._row)
+                self._run.log(row, step=self._row, commit=True)
             self._row += 1
 
     def close(self, failed: bool) -> None:
