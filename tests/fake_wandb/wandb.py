@@ -55,3 +55,7 @@ def init(*, id: str, name: str, config: Any, mode: str, resume: str, **options: 
         time.sleep(0.05)
     (SERVER / f"{id}.json").write_text(json.dumps({"name": name, "config": config}))
     return Run(id, Path(options["dir"]))
+
+
+def teardown() -> None:
+    pass

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint import commit, fork
-from kempner.checkpoint.choose import check, hold, remember_skip
+from kempner.checkpoint.choose import check, differences, hold, remember_skip
 from kempner.checkpoint.commit import prune
 from kempner.config.option import ConfigError
 
@@ -91,6 +91,12 @@ def test_a_limit_may_change_until_it_was_reached() -> None:
 def test_a_checkpoint_of_before_there_were_mixtures_is_taken() -> None:
     old = {"run": "a", "fixed": {"data": {"seed": 0, "tokens": "web"}}}
     check(PATH, old, facts(WEB))
+
+
+def test_an_option_that_came_later_had_its_default() -> None:
+    about = {"run": "a", "fixed": {"model": {"dim": 64, "sliding_window": None, "qkv_bias": True}}}
+    older = {"run": "a", "fixed": {"model": {"dim": 64}}}
+    assert list(differences(older, about, ())) == ["model.qkv_bias"]
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_wandb_online(run: Path) -> None:
         env = {
             "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
             "WANDB_API_KEY": "0" * 40,
-            "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.5",
+            "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "0.5",
             "PYTHONPATH": str(ROOT / "src"),
         }
         process = follow(run, **env)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kempner.checkpoint.reader import read_table
 from kempner.config.option import ConfigError
 from kempner.data.opening import changes
 from kempner.files import write_atomic
+from kempner.model.config import ModelConfig
 
 SKIP = "skip.json"  # beside `latest`: samples that the run leaves out since it went back
 
@@ -81,12 +83,14 @@ def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
 def differences(
     manifest: dict[str, Any], about: dict[str, Any], allowed: tuple[str, ...]
 ) -> dict[str, str]:
-    """The facts that differ and that are not `allowed` to, and what to say of each."""
+    """The facts that differ and that are not `allowed` to, and what to say of each. An option of
+    the model that a manifest does not have came later: it had its default."""
+    before = {each.name: each.default for each in fields(ModelConfig)}
     differ = {
         name: f"{name} is {there} there, {value} here"
         for section, values in about["fixed"].items()
         for key, value in values.items()
-        if (there := manifest["fixed"].get(section, {}).get(key)) != value
+        if (there := manifest["fixed"].get(section, {}).get(key, before.get(key))) != value
         and (name := f"{section}.{key}") != "data.mixture"
     }
     if mixture := manifest["fixed"].get("data", {}).get("mixture"):

@@ -100,7 +100,7 @@ def generation(source: str, manifest: dict[str, Any], optimizer: str) -> list[di
     parent = {
         "from": f"{run}@{step}",
         "dir": str(run.resolve()),
-        "id": manifest["run"],
+        "id": manifest.get("run", ""),  # an imported one has none
         "step": step,
         "samples": manifest.get("samples", 0),
         "tokens": manifest.get("tokens", 0),
