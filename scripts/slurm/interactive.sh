@@ -19,5 +19,6 @@ kp_tasks                      # nodes, GPUs, one task per GPU: the job's own
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
 kp_banner                     # what runs where
 kp_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
+kp_stage                      # with KEMPNER_STAGE=DIR: copies the data to the nodes' own disks
 kp_run "${KP_ARGUMENTS[@]}"   # srun beside the other steps; passes Ctrl-C on
 kp_finish                     # the exit code

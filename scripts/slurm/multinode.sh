@@ -35,5 +35,6 @@ kp_tasks                      # nodes, GPUs, one task per GPU
 kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
 kp_banner                     # what runs where
 kp_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
+kp_stage                      # with KEMPNER_STAGE=DIR: copies the data to the nodes' own disks
 kp_run "${KP_ARGUMENTS[@]}"   # srun; passes signals on
 kp_finish                     # requeue or not; the exit code

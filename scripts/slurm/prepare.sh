@@ -28,6 +28,8 @@ fi
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "$lib"
 
+# shellcheck source-path=SCRIPTDIR source=lib/alone.sh
+source "$KP_LIB/alone.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/prepare_job.sh
 source "$KP_LIB/prepare_job.sh"
 
@@ -35,7 +37,6 @@ kp_setup           # the repository, its Python, site.env
 kp_prepare_in "$@" # --out; nodes and CPUs
 kp_begin_data "$@" # checks the arguments, trains a vocabulary
 kp_encode "$@"     # srun: every task encodes units of the input into files
-kp_alone "$@"      # makes the shards of these files
-kp_end_unless_done # requeue or not; the exit code
+kp_make_shards "$@"
 KP_DECIDED=end
 kp_log "end: the data are complete"

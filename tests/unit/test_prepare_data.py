@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -244,6 +245,31 @@ def test_tokenizers_that_cut_pad_and_add_are_kept_from_it(tmp_path: Path, bpe: P
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "lone \ud800 surrogate"}))
     done(tmp_path / "b.jsonl", "--out", tmp_path / "b", *words)
     assert documents(tmp_path / "b", "train") == ["lone ? surrogate"]
+
+
+def test_the_directory_of_a_model_is_a_tokenizer_too(tmp_path: Path, bpe: Path) -> None:
+    """As docs/prepare.md has it. Its end-of-sequence token counts where no usual name is known."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tmp_path / "models/llama3"
+    model.mkdir(parents=True)
+    unusual = json.loads((bpe / "tokenizer.json").read_text().replace("<|endoftext|>", "<|fin|>"))
+    (model / "tokenizer.json").write_text(json.dumps(unusual))
+    write_texts(tmp_path / "corpus", 3, 500)
+    document = (REPO / "docs/prepare.md").read_text()
+    (words,) = re.findall(
+        r"^    python scripts/prepare_data.py (.* models/llama3)$", document, re.M
+    )
+    where = {"cwd": str(tmp_path), "check": False, "capture_output": True, "text": True}
+    said = subprocess.run([*COMMAND, *words.split()], **where)  # type: ignore[call-overload]
+    assert said.returncode == 2 and "name the one that ends a document by --eod" in said.stderr
+    config = {"eos_token": {"content": "<|fin|>", "special": True}}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    said = subprocess.run([*COMMAND, *words.split()], **where)  # type: ignore[call-overload]
+    assert said.returncode == 0, said.stderr
+    sidecar = json.loads((tmp_path / "data/llama/dataset.json").read_text())
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert sidecar["eod"] == tokenizer.token_to_id("<|fin|>")
+    assert sidecar["tokenizer"]["name"] == "llama3/tokenizer.json"
 
 
 def test_a_wide_vocabulary_takes_32_bits(tmp_path: Path) -> None:

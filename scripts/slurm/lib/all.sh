@@ -32,6 +32,8 @@ source "$KP_LIB/resources.sh"
 source "$KP_LIB/launch.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/check_nodes.sh
 source "$KP_LIB/check_nodes.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/stage.sh
+source "$KP_LIB/stage.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/signals.sh
 source "$KP_LIB/signals.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/requeue.sh

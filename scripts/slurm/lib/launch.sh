@@ -22,7 +22,7 @@ kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.p
 }
 
 kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_RUN_DIR,
-    # KP_CHECKPOINTS, KP_DEVICE and KP_COMMITTED_BEFORE
+    # KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of token shards) and KP_COMMITTED_BEFORE
     local toml code=0 values
     kp_need_packages
     toml=$(kp_python "$KP_TRAIN" "$@" --check --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS") || code=$?
@@ -31,19 +31,22 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
         exit "$code"
     fi
     mapfile -d '' -t values < <(
-        kp_python -c 'import sys
+        kp_python -c 'import os, sys
 try:
     import tomllib
 except ImportError:
     import tomli as tomllib
 cfg = tomllib.load(sys.stdin.buffer)
-found = (cfg["run"]["dir"], cfg.get("checkpoint", {}).get("dir", ""), cfg.get("distributed", {}).get("device", "auto"))
+found = [cfg["run"]["dir"], cfg.get("checkpoint", {}).get("dir", ""), cfg.get("distributed", {}).get("device", "auto")]
+data = cfg.get("data", {})
+paths = map(os.path.expanduser, [data.get("dataset_path", ""), *(source["path"] for source in data.get("sources", []))])
+found += [path for path in paths if os.path.isfile(os.path.join(path, "dataset.json"))]
 sys.stdout.write("\0".join(found) + "\0")' <<<"$toml"
     )
     [[ -n ${values[0]:-} ]] || kp_die "the checked configuration has no run.dir: leave --help and --check out"
     KP_RUN_DIR=$(realpath -m -- "${values[0]}")
     KP_CHECKPOINTS=$(realpath -m -- "${values[1]:-$KP_RUN_DIR/checkpoints}")
-    KP_DEVICE=${values[2]:-auto}
+    KP_DEVICE=${values[2]:-auto} KP_DATA=("${values[@]:3}")
     [[ -z $KP_DRY ]] || kp_dry_tell # ends here
 
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"

@@ -29,14 +29,8 @@ kp_committed_step() { # what is done: a point for each unit that is encoded, and
     echo $((${#units[@]} + 2 * assembled))
 }
 
-kp_alone() { # <arguments of prepare_data.py>...: runs it on the first node alone; sets KP_CODE
-    kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_ROOT/scripts/prepare_data.py" "$@"
-    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
-    kp_wait
-}
-
 kp_begin_data() { # <arguments of prepare_data.py>...: ends the script when they are wrong
-    kp_alone "$@" --only begin
+    kp_alone "$KP_ROOT/scripts/prepare_data.py" "$@" --only begin
     if [[ $KP_CODE == 2 ]]; then
         kp_log "not started: prepare_data.py ended with exit code 2"
         exit 2
@@ -51,6 +45,11 @@ kp_encode() { # <arguments of prepare_data.py>...: on all nodes; ends the script
     kp_srun "$KP_ROOT/scripts/prepare_data.py" "$@" --only units
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
     kp_wait
+    kp_end_unless_done
+}
+
+kp_make_shards() { # <arguments of prepare_data.py>...: of what is encoded; ends the script unless they are complete
+    kp_alone "$KP_ROOT/scripts/prepare_data.py" "$@"
     kp_end_unless_done
 }
 

@@ -279,4 +279,8 @@ if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # 
     printf '[%(%T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
         "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)"
 fi
+if [[ -n ${KEMPNER_STAGED_PYTHON:-} && ${1:-} == "$KEMPNER_STAGED_PYTHON" ]]; then # see stage.sh
+    python=$KEMPNER_STAGED/environment/bin/python
+    [[ ! -e $KEMPNER_STAGED/environment/.complete ]] || set -- "$python" "${@:2}"
+fi
 (($# == 0)) || exec "$@"

@@ -18,6 +18,7 @@ from kempner.data.megatron import MegatronDataset, is_megatron
 from kempner.data.mixture import Ingredient, Mixture, Phase
 from kempner.data.sidecar import SIDECAR, open_sidecar
 from kempner.data.source import Source
+from kempner.data.stage import staged
 from kempner.data.stream import Shape
 
 Facts = dict[str, Any]  # JSON
@@ -82,10 +83,11 @@ def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
                     else "give --preference.loss=dpo or reward"
                 )
             )
+        copy = staged(cfg.path)
         if kind != "text":
-            return ChatDataset.open(cfg.path, split, shape, how.check, name=cfg.label)
+            return ChatDataset.open(copy, split, shape, how.check, name=cfg.label)
         return TokenDataset.open(
-            cfg.path,
+            copy,
             split,
             shape.seq_len,
             shape.vocab_size,

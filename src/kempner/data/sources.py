@@ -262,7 +262,7 @@ def _json_documents(data: bytes, text_key: str, lines: Lines) -> Iterator[str]:
 
 def _row(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -75,18 +76,14 @@ class FileTokenizer:
 
     def __init__(self, path: Path, *, eod: str | int | None = None, name: str = "") -> None:
         """`eod`: the end-of-document token or its id; None looks for one of the usual names."""
-        package = need("tokenizers")
+        need("tokenizers")
         try:
             data = path.read_bytes()
-            self._tokenizer = package.Tokenizer.from_buffer(data)
+            self._tokenizer, vocabulary = _parse(data)
         except OSError as error:
             raise DataError(f"tokenizer {path}: {error.strerror}") from None
         except Exception as error:  # the package raises bare Exception and ValueError
             raise DataError(f"tokenizer {path}: not a tokenizer.json ({error})") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
         self.eod = _find_eod(path, vocabulary, eod)
         self._about = {
@@ -174,6 +171,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     tokenizer.train_from_iterator((_clean(text) for text in texts), trainer)
     content: str = tokenizer.to_str(pretty=True)
     return content.encode()
+
+
+@functools.lru_cache(1)  # a large vocabulary takes 0.3 s, and is asked for several times
+def _parse(data: bytes) -> tuple[Any, dict[str, int]]:
+    """The tokenizer and its vocabulary. Raises whatever the package does."""
+    tokenizer = need("tokenizers").Tokenizer.from_buffer(data)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer, tokenizer.get_vocab()
 
 
 def need(package: str) -> Any:

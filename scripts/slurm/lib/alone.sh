@@ -1,0 +1,8 @@
+# shellcheck shell=bash
+# Programs of a job that run on its first node alone, without srun.
+
+kp_alone() { # <Python arguments>...: runs them to their end, and passes signals on; sets KP_CODE
+    kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" "$@"
+    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    kp_wait
+}

@@ -1,0 +1,175 @@
+"""Copies of data sets on a host's own disk, for the time of a job: KEMPNER_STAGE=DIR.
+
+    python -m kempner.data.stage [--environment] --jobs 17,18 DIR/kempner-17 DATASET...
+
+runs once on each host before the training. `--environment` copies the virtual environment of this
+Python too, to DIR/kempner-17/environment, where task.sh looks for it. It removes what jobs that are
+no longer there have left in DIR, keeps what an earlier attempt of this job has copied, and copies
+the rest. What cannot be copied is read from where it is: one warning, exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kempner.data.sidecar import SIDECAR, Sidecar
+from kempner.files import fsync
+
+COPIERS = 8  # threads: files from a parallel file system
+CHUNK = 16 << 20
+COMPLETE = ".complete"  # a file in the copy of an environment
+OWN = re.compile(r"kempner-(\d+)")
+
+
+class WrongCopy(OSError):
+    """What was written to the disk is not what is read from it."""
+
+
+def staged(directory: str | Path) -> Path:
+    """The copy of a data set on this host's disk if there is one, else the data set itself."""
+    path = Path(directory).expanduser()
+    if root := os.environ.get("KEMPNER_STAGED"):
+        copy = _copy_of(path, Path(root))
+        if (copy / SIDECAR).is_file():
+            return copy
+    return path
+
+
+def _copy_of(path: Path, root: Path) -> Path:
+    """Where in `root` the copy of a data set belongs; data that have been prepared again have
+    another."""
+    try:
+        content = (path / SIDECAR).read_bytes()
+    except OSError:
+        content = b""
+    digest = hashlib.sha256(os.fsencode(path.absolute()) + b"\0" + content)
+    return root / f"{path.name}-{digest.hexdigest()[:16]}"
+
+
+def stage(path: Path, root: Path) -> str:
+    """Copy a data set unless it is there; returns what was done. Raises OSError."""
+    copy, began = _copy_of(path, root), time.monotonic()
+    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    total = sum(sizes.values())
+    if (copy / SIDECAR).is_file() and all(_size(copy / name) == sizes[name] for name in sizes):
+        return f"{path}: its copy in {copy} is kept"
+    Sidecar.load(path / SIDECAR)  # complete, and of a format that can be read
+    shutil.rmtree(copy, ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(root).free) < total:
+        raise OSError(f"{total / 1e9:.3g} GB do not fit, {free / 1e9:.3g} GB are free")
+    try:
+        copy.mkdir()
+        with ThreadPoolExecutor(COPIERS) as pool:
+            names = [name for name in sizes if name != SIDECAR]
+            list(pool.map(lambda name: _copy(path / name, copy / name), names))
+        _copy(path / SIDECAR, copy / SIDECAR)  # the last: now it is whole
+    except OSError:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+    seconds = time.monotonic() - began
+    return f"{path}: copied to {copy}, {total / 1e9:.3g} GB in {seconds:.1f} s"
+
+
+def stage_environment(root: Path) -> str:
+    """Copy the virtual environment of this Python unless it is there. Raises OSError."""
+    source, copy, began = Path(sys.prefix), root / "environment", time.monotonic()
+    if sys.prefix == sys.base_prefix:
+        raise OSError("it is no virtual environment")
+    if (copy / COMPLETE).is_file():
+        return f"{source}: its copy in {copy} is kept"
+    shutil.rmtree(copy, ignore_errors=True)
+    try:
+        files = []
+        for folder, _, names in os.walk(source):
+            target = copy / Path(folder).relative_to(source)
+            target.mkdir(parents=True)
+            files += [(Path(folder, name), target / name) for name in names]
+        for link in (path for path in source.rglob("*") if path.is_symlink() and path.is_dir()):
+            (copy / link.relative_to(source)).symlink_to(link.readlink())  # lib64 -> lib
+        with ThreadPoolExecutor(COPIERS) as pool:
+            list(pool.map(lambda pair: _copy_with_mode(*pair), files))
+        (copy / COMPLETE).touch()
+    except OSError:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+    return f"{source}: copied to {copy}, {len(files)} files in {time.monotonic() - began:.1f} s"
+
+
+def _copy_with_mode(source: Path, target: Path) -> None:
+    if source.is_symlink():  # bin/python, which leads out of the environment
+        target.symlink_to(source.readlink())
+    else:
+        _copy(source, target)
+        shutil.copystat(source, target)  # bytecode is valid for one time of writing
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, and read the copy back from the disk."""
+    digest = hashlib.blake2b()
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        while data := reader.read(CHUNK):
+            digest.update(data)
+            writer.write(data)
+    fsync(target)
+    again = hashlib.blake2b()
+    with open(target, "rb") as reader:
+        os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while data := reader.read(CHUNK):
+            again.update(data)
+    if again.digest() != digest.digest():
+        raise WrongCopy(f"{target} is not what was written")
+
+
+def remove_old(disk: Path, jobs: set[str]) -> None:
+    """Remove what other jobs of this user have left on the disk; `jobs` are those that live."""
+    for path in disk.iterdir() if disk.is_dir() else ():
+        found = OWN.fullmatch(path.name)
+        if found and found[1] not in jobs and path.stat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def main(argv: list[str]) -> int:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # see task.sh
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--jobs", default="", help="the user's jobs, separated by commas")
+    parser.add_argument("--environment", action="store_true", help="this Python's packages too")
+    parser.add_argument("root", type=Path, help="the directory of this job")
+    parser.add_argument("datasets", type=Path, nargs="*")
+    options = parser.parse_args(argv)
+    if options.jobs:
+        remove_old(options.root.parent, set(options.jobs.split(",")))
+    for path in options.datasets:
+        attempt(path, options.root, functools.partial(stage, path.expanduser(), options.root))
+    if options.environment:
+        attempt(sys.prefix, options.root, functools.partial(stage_environment, options.root))
+    return 0
+
+
+def attempt(path: Path | str, root: Path, act: Callable[[], str]) -> None:
+    host = os.uname().nodename
+    try:
+        print(f"stage: {host}: {act()}", flush=True)
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or error
+        what = f"{path} is not copied to {root} ({reason}); it is read from {path}"
+        print(f"stage: WARNING: {host}: {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
