@@ -252,7 +252,8 @@ def first_step(options: argparse.Namespace, run_dir: Path) -> float:
 
 def data(options: argparse.Namespace, work: Path) -> None:
     """Tokens/s that one core reads, shuffles and makes into tensors. They come from the page
-    cache, from 100 M tokens in samples of 2048 and of 128, and from the same tokens as chats of
+    cache, from 100 M tokens in samples of 2048 and of 128: as one stream, with its documents (of
+    about 500 tokens) apart, from three sources, and both; and from the same tokens as chats of
     about 150 and 600 tokens that are packed into samples of 2048.
     """
     import numpy as np
@@ -262,7 +263,7 @@ def data(options: argparse.Namespace, work: Path) -> None:
     from kempner.data.chat_dataset import ChatDataset
     from kempner.data.dataset import TokenDataset
     from kempner.data.loader import reading_speed
-    from kempner.data.mixture import Mixture
+    from kempner.data.mixture import Ingredient, Mixture, Phase
     from kempner.data.sidecar import SIDECAR, SPLITS, Shard, Sidecar
     from kempner.data.stream import Shape
 
@@ -271,18 +272,27 @@ def data(options: argparse.Namespace, work: Path) -> None:
     torch.set_num_threads(1)
     count, vocab = 1_000_000 if options.quick else 100_000_000, 50_000
     tokens = np.random.default_rng(0).integers(0, vocab, count, np.uint16)
+    tokens[::500] = 0
     np.save(work / "tokens.npy", tokens)
     shards = {split: [Shard("tokens.npy", count, 1, vocab - 1)] for split in SPLITS}
     tokenizer = {"name": "none", "kind": "bytes", "hash": ""}
     Sidecar(tokenizer, "uint16", vocab, 0, shards, {}).save(work / SIDECAR)
     seconds = 0.1 if options.quick else 1.0
     for seq_len in (2048, 128):
-        dataset = TokenDataset.open(work, "train", seq_len, vocab)
-        speeds = [
-            reading_speed([dataset], Mixture.alone(dataset, 0), 65536 // seq_len, seconds) / 1e6
-            for _ in range(options.repeats)
-        ]
-        print(f"seq_len {seq_len:<5} {spread(speeds, '.0f')} M tokens/s, target 50")
+        for apart, number in ((False, 1), (True, 1), (False, 3), (True, 3)):
+            sources = [
+                TokenDataset.open(work, "train", seq_len, vocab, separate=apart)
+                for _ in range(number)
+            ]
+            parts = [Ingredient(str(i), len(each)) for i, each in enumerate(sources)]
+            mixture = Mixture(parts, [Phase(0, (5.0, 3.0, 2.0)[:number])])
+            speeds = [
+                reading_speed(sources, mixture, 65536 // seq_len, seconds)
+                for _ in range(options.repeats)
+            ]
+            name = f"{number} source{'s' * (number > 1)}{', documents apart' * apart}"
+            speed = spread([x / 1e6 for x in speeds], ".0f")
+            print(f"seq_len {seq_len:<5} {name:<26} {speed} M tokens/s", flush=True)
     np.save(chat_marks.beside(work / "tokens.npy")["loss_mask"], (tokens & 1).astype(np.uint8))
     for mean in (150, 600):
         lengths = 2 + np.random.default_rng(0).exponential(mean, count // mean).astype(np.int64)
@@ -300,6 +310,7 @@ def data(options: argparse.Namespace, work: Path) -> None:
         ]
         print(f"chats of {mean:<4} {spread(speeds, '.0f')} M tokens/s; opened in {opened:.2f} s:")
         print(f"              {chat.describe()}")
+    print("target, plain shards of one source in samples of 2048: 50")
 
 
 # --- checkpoint -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
     python scripts/prepare_data.py corpus/ more.jsonl --out data/corpus --train-bpe 32000
     python scripts/prepare_data.py --source stdlib --out data/quickstart
     python scripts/prepare_data.py chats.jsonl --out data/chat --kind chat --tokenizer MODEL
+    python scripts/prepare_data.py inspect data/corpus         # or a configuration: see there
 
 Inputs: text files of any kind, JSON lines (.jsonl), Parquet (.parquet), directories of these.
 After a kill or an interrupt, run the same command again: it resumes after the last whole shard.
@@ -58,6 +59,8 @@ BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more ha
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["inspect"]:
+        return inspect_data(argv[1:])
     options = parse(argv)
     out = Path(options.out).expanduser()
     again = f"run the same command again: it resumes after the last whole shard in {out}"
@@ -75,6 +78,17 @@ def main(argv: list[str]) -> int:
         problem, code = f"interrupted; {again}", 130
     print(f"prepare_data: error: {problem}", file=sys.stderr)
     return code
+
+
+def inspect_data(argv: list[str]) -> int:
+    from kempner.inspection import inspect
+
+    try:
+        inspect(argv)
+    except ConfigError as error:
+        print(f"prepare_data: error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -6,12 +6,11 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kempner.config.option import ConfigError
-from kempner.data.opening import facts_of, mixture_of, open_held_out, open_sources
 from kempner.data.sidecar import open_sidecar
-from kempner.data.stream import Shape
 from kempner.resilience.requests import GO_ON, Verdict
 from kempner.run import RunConfig, TrainConfig, micro_batch
 
@@ -135,16 +134,22 @@ def open_preference(
 def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], Source | None]:
     """The sources of the training and, when the run validates, the held-out data. `check` all
     shards, which rank 0 does; otherwise none is opened before it is read. Raises ConfigError."""
+    from kempner.data.opening import Opening, open_held_out, open_sources
+    from kempner.data.stream import Shape
+
     data, cut = cfg.data, cfg.data.too_long == "cut"
     preferences = cfg.preference.loss != "none"
     shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut, preferences)
-    sources = open_sources(data, shape, check)
-    held_out = open_held_out(data, shape, check) if cfg.eval.interval else None
+    how = Opening(shape, check, Path(cfg.run.dir, "bookmarks"))
+    sources = open_sources(data, how)
+    held_out = open_held_out(data, how) if cfg.eval.interval else None
     return sources, held_out
 
 
 def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
     """The order of all samples. Raises ConfigError when they do not last for all steps."""
+    from kempner.data.opening import facts_of, mixture_of
+
     mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
     left = (cfg.train.max_steps - progress.step) * cfg.train.sequences
     if mixture.end is not None and mixture.end < progress.samples + left:

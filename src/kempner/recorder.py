@@ -119,7 +119,7 @@ def _by_source(result: StepResult, loader: TrainLoader) -> dict[str, dict[str, f
     for source, samples in zip(loader.sources, drawn, strict=True):
         loss_sum, tokens = (result.values[f"{x} of {source.name}"] for x in ("loss_sum", "tokens"))
         loss = loss_sum / tokens if tokens and math.isfinite(loss_sum) else None
-        epochs = round(samples / len(source), 4)
+        epochs = None if source.ordered else round(samples / len(source), 4)
         found[source.name] = {"loss": loss, "tokens": tokens, "epochs": epochs}
     return found
 

@@ -14,7 +14,13 @@ PATH = Path("step_00000002")
 
 
 def source(name: str, **more: Any) -> dict[str, Any]:
-    about = {"name": name, "path": f"/data/{name}", "size": 100, "max_epochs": None}
+    about = {
+        "name": name,
+        "path": f"/data/{name}",
+        "size": 100,
+        "max_epochs": None,
+        "ordered": False,
+    }
     return {**about, "weight": 1.0, "tokens": name, **more}
 
 

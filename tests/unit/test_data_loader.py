@@ -139,6 +139,8 @@ def test_position_counts_what_was_taken_not_what_was_read_ahead(data: TokenDatas
 class Slow:
     """A data set that counts its reads, and fails at one of them."""
 
+    ordered = False
+
     def __init__(self, data: TokenDataset, fail_at: int = 0) -> None:
         self.data, self.fail_at = data, fail_at
         self.name, self.seq_len = data.name, data.seq_len

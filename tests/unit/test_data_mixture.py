@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kempner.config.loading import load
+from kempner.config.option import ConfigError
+from kempner.configure import check_inputs
 from kempner.data.mixture import Ingredient, Mixture, Phase
 from kempner.data.permute import shuffled
 from kempner.data.sidecar import DataError
+from kempner.progress import Progress, open_data
+from kempner.run import RunConfig
+from tests.unit.test_data_dataset import write_data
 
-WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
+WEIGHTS = st.lists(st.floats(1, 1e3), min_size=1, max_size=8)  # no share under 1 in 16,384
 
 
 def mixture(*phases: tuple[int, list[float]], sizes: list[int], caps: list[int | None]) -> Mixture:
@@ -33,7 +40,7 @@ def largest_deviation(sources: np.ndarray, weights: list[float]) -> float:
     return float(np.abs(counts - exact).max())
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(WEIGHTS)
 def test_counts_are_within_one_of_the_exact_share_over_any_beginning(weights: list[float]) -> None:
     assert largest_deviation(free((0, weights)).draw(0, 10_000)[0], weights) < 1 + 1e-6
@@ -105,3 +112,56 @@ def test_when_all_are_used_up_the_mixture_ends() -> None:
     assert np.bincount(mixed.draw(0, 40)[0]).tolist() == [10, 30]
     with pytest.raises(DataError, match="have 40; raise max_epochs"):
         mixed.draw(30, 11)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    for name in ("web", "code"):
+        write_data(tmp_path / name, [np.arange(100) % 50])
+    paths = [f"{{path = '{tmp_path / name}', max_epochs = 2}}" for name in ("web", "code")]
+    return [
+        f"--data.sources=[{', '.join(paths)}]", "--train.seq_len=9", "--train.max_steps=2",
+        "--train.global_batch=8", f"--run.dir={tmp_path}",
+    ]  # fmt: skip
+
+
+def test_bad_mixtures_are_refused_before_any_work(words: list[str], tmp_path: Path) -> None:
+    cases = {
+        "--data.sources=[{path = 'web'}, {path = 'b/web'}]": "2 have the name web",
+        "--data.sources=[{path = 'a', weight = 1}, {path = 'b'}]": "write all or none",
+        "--data.sources=[{path = 'a', weight = 0}]": "all weights are 0",
+        "--data.sources=[{path = 'no/1'}, {path = 'no/2'}]": "no/2: no such directory",
+        "--data.dataset_path=a": "not together with data.sources",
+        "--data.phases=[{start_step = 3, weights = [1]}]": "1 weights for 2 sources",
+        "--data.phases=[{start_step = 3, weights = [0, 0]}]": "weights: all are 0",
+        "--data.phases=[{lr_scale = 3}]": "either start_step or start_token",
+        "--data.phases=[{start_step = 3}, {start_token = 200}]": "must be in the order",
+        "--train.max_steps=6": "48 samples are asked for, but with max_epochs the sources (web",
+    }
+    for word, said in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            raise ConfigError(check_inputs(load(RunConfig, [], [*words, word]), 0))
+        assert said in str(caught.value)
+
+
+def test_sources_of_another_tokenizer_are_refused(words: list[str], tmp_path: Path) -> None:
+    assert check_inputs(load(RunConfig, [], words), 0) == []
+    sidecar = tmp_path / "code" / "dataset.json"
+    about = '"kind": "tokenizer.json", "hash": "x"'
+    sidecar.write_text(sidecar.read_text().replace('"kind": "bytes",\n  "hash": ""', about))
+    open_data.cache_clear()
+    (problem,) = check_inputs(load(RunConfig, [], words), 0)
+    assert "a token id must mean the same in all sources" in problem and "--tokenizer" in problem
+
+
+def test_phases_are_planned_from_where_the_run_is(words: list[str]) -> None:
+    """What has begun stays; the rest is counted from here, over the samples that are left out."""
+    phases = "[{start_step = 5}, {start_step = 20}, {start_token = 2300}]"
+    cfg = load(RunConfig, [], [*words, f"--data.phases={phases}"])
+    assert Progress().plan(cfg).phases == [40, 160, 256]  # a step has 72 tokens
+    here = Progress(step=10, samples=100, tokens=900, phases=[55, 300, 400])
+    assert here.plan(cfg).phases == [55, 180, 260]
+    gone_back = Progress(step=10, samples=100, tokens=900, phases=[55], skip=[[116, 140]])
+    assert gone_back.plan(cfg).phases == [55, 204, 284]
+    with pytest.raises(ConfigError, match="begins in the future, at start_step = 10 or later"):
+        Progress(step=10, samples=100, tokens=900).plan(cfg)

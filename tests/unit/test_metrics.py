@@ -94,6 +94,7 @@ def result(step: int, spent: dict[str, float], loss: float = 2.0, bad: bool = Fa
 
 LOADER: Any = SimpleNamespace(
     names=["data"],
+    sources=(),
     sample_numbers=lambda position, count: list(range(position, position + count)),
 )
 

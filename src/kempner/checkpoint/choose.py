@@ -68,7 +68,7 @@ def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
         for key, value in values.items()
         if manifest["fixed"].get(section, {}).get(key) != value and key != "mixture"
     ]
-    if there := manifest["fixed"]["data"].get("mixture"):
+    if there := manifest["fixed"].get("data", {}).get("mixture"):
         here, starts = about["fixed"]["data"]["mixture"], manifest["phases"]
         differ += changes(there, here, starts, manifest["samples"])
     if differ:

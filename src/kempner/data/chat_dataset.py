@@ -32,6 +32,8 @@ MAPPED = 1024  # shards
 class ChatDataset:
     """The samples of one split, for one sequence length."""
 
+    ordered = False
+
     def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
         """Use open(): it checks what this takes for granted."""
         self.name, self.seq_len, self.path, self._shape = name, shape.seq_len, path, shape

@@ -11,8 +11,14 @@ from kempner.config.option import REQUIRED, option
 
 @dataclass(frozen=True)
 class SourceConfig:
-    path: str = option(REQUIRED, "directory of token shards")
-    name: str = option("", "its name in metrics and messages; unset: the last part of path")
+    path: str = option(
+        REQUIRED,
+        "directory of token shards, Megatron's .bin and .idx without their endings, a Hugging Face "
+        "data set saved to disk, or Parquet or JSONL files to stream",
+    )
+    name: str = option(
+        "", "its name in metrics and messages; unset: the last part of path that is no pattern"
+    )
     weight: float | None = option(
         None, "its share of the samples, relative to the others; unset: its size", minimum=0.0
     )
@@ -20,9 +26,15 @@ class SourceConfig:
         None, "how often each sample is used at most; the others take its share then", minimum=1
     )
 
+    column: str = option(
+        "", "of a Hugging Face data set or files: the tokens or text; unset: input_ids, or text"
+    )
+    tokenizer: str = option("", "tokenizer.json that a column of text is encoded with")
+
     @property
     def label(self) -> str:
-        return self.name or PurePath(self.path).name
+        path = PurePath(self.path)
+        return self.name or (path.parent if "*" in path.name else path).name
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from kempner.data.source import Int64, Rows, Source
 
 
 class Joined:
+    ordered = False
     packing = None
 
     def __init__(self, sources: Sequence[Source]) -> None:

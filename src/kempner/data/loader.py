@@ -196,11 +196,12 @@ def _padded(rows: Rows, missing: int) -> Rows:
 def reading_speed(
     sources: Sequence[Source], mixture: Mixture, micro: int, seconds: float = 2.0
 ) -> float:
-    """Tokens per second that one core reads, shuffles and makes into tensors, without prefetch."""
+    """Tokens per second that one core reads, shuffles and makes into tensors, without prefetch: of
+    this thread's CPU time, so that other processes do not count."""
     loader = TrainLoader(sources, mixture, batch=micro, rank=0, world=1, micro=micro, prefetch=0)
     next(loader)
-    began, first = time.perf_counter(), loader.position
-    while (elapsed := time.perf_counter() - began) < seconds:
+    began, first = time.thread_time(), loader.position
+    while (elapsed := time.thread_time() - began) < seconds:
         next(loader)
     return (loader.position - first) * sources[0].seq_len / elapsed
 

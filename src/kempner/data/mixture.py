@@ -36,6 +36,7 @@ class Ingredient:
     name: str
     size: int  # samples
     max_epochs: int | None = None
+    ordered: bool = False  # read in its own order, not shuffled
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Mixture:
 
     @classmethod
     def alone(cls, source: Source, seed: int) -> Mixture:
-        return cls([Ingredient(source.name, len(source))], [Phase(0, (1.0,))], seed)
+        part = Ingredient(source.name, len(source), ordered=source.ordered)
+        return cls([part], [Phase(0, (1.0,))], seed)
 
     def _cut(self) -> None:
         limits = [
@@ -127,8 +129,7 @@ class Mixture:
             raise DataError(self.too_short(position + count))
         numbers = np.arange(position, position + count, dtype=np.int64)
         if len(self.ingredients) == 1:
-            size = self.ingredients[0].size
-            return np.zeros_like(numbers), shuffled(numbers, size, self.seed)
+            return np.zeros_like(numbers), self._places(0, numbers)
         which = np.searchsorted(self._starts, numbers, side="right") - 1
         sources, running = np.empty_like(numbers), np.empty_like(numbers)
         for i in np.unique(which).tolist():
@@ -142,8 +143,13 @@ class Mixture:
         indices = np.empty_like(running)
         for i in np.unique(sources).tolist():
             mine = sources == i
-            indices[mine] = shuffled(running[mine], self.ingredients[i].size, self.seed)
+            indices[mine] = self._places(i, running[mine])
         return sources, indices
+
+    def _places(self, source: int, running: Int64) -> Int64:
+        """The indices of the samples of a source with these running numbers."""
+        one = self.ingredients[source]
+        return running if one.ordered else shuffled(running, one.size, self.seed)
 
     def drawn(self, number: int) -> list[int]:
         """Samples of each source before sample number `number`."""

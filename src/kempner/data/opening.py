@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from kempner.config.option import ConfigError
 from kempner.data.chat_dataset import ChatDataset
 from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.dataset import TokenDataset
+from kempner.data.hf_dataset import is_hugging_face, open_hugging_face
 from kempner.data.joined import Joined
+from kempner.data.megatron import MegatronDataset, is_megatron
 from kempner.data.mixture import Ingredient, Mixture, Phase
 from kempner.data.sidecar import SIDECAR, open_sidecar
 from kempner.data.source import Source
@@ -21,61 +23,94 @@ from kempner.data.stream import Shape
 Facts = dict[str, Any]  # JSON
 
 
-def open_sources(cfg: DataConfig, shape: Shape, check: bool) -> list[Source]:
-    """The training split of each source. `check`: all their files. Raises ConfigError with what is
-    wrong with any of them."""
-    sources, problems = all_of(
-        [lambda one=one: open_split(one, "train", shape, check) for one in cfg.mixed]  # type: ignore[misc]
-    )
-    problems += [] if problems else one_vocabulary(cfg)
+@dataclass(frozen=True)
+class Opening:
+    """How the sources of a run are opened."""
+
+    shape: Shape
+    check: bool  # all files, which is for rank 0
+    bookmarks: Path  # directory for those of streamed data sets
+
+
+def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
+    """The training split of each source. Raises ConfigError with what is wrong with any."""
+    sources, problems = _splits(cfg.mixed, "train", how)
+    problems = problems or one_vocabulary(cfg) or _uncounted(cfg, sources)
     if problems:
         raise ConfigError(problems)
     return sources
 
 
-def open_held_out(cfg: DataConfig, shape: Shape, check: bool) -> Source:
-    """The validation splits of all sources that have one, joined."""
-    sources, problems = all_of(
-        [lambda one=one: open_split(one, "val", shape, check) for one in cfg.mixed]  # type: ignore[misc]
-    )
-    if not sources:
-        raise ConfigError(problems)
+def open_held_out(cfg: DataConfig, how: Opening) -> Source:
+    """The validation splits of all sources that have one, joined. Raises ConfigError."""
+    having = [one for one in cfg.mixed if len(cfg.mixed) == 1 or _has_held_out(one, how)]
+    sources, problems = _splits(having, "val", how)
+    if problems or not sources:
+        problems = problems or ["data.sources: none of them has a validation split"]
+        raise ConfigError(problems, "or do not validate: give --eval.interval=0")
     return sources[0] if len(sources) == 1 else Joined(sources)
 
 
-def all_of(acts: Sequence[Callable[[], Source]]) -> tuple[list[Source], list[str]]:
-    """What each returns, and the problems of those that raise ConfigError."""
+def _has_held_out(cfg: SourceConfig, how: Opening) -> bool:
+    if has_sidecar(cfg):
+        return open_sidecar(cfg.path).tokens("val") > how.shape.seq_len
+    return (Path(cfg.path).expanduser() / "dataset_dict.json").is_file()
+
+
+def _splits(
+    sources: Sequence[SourceConfig], split: str, how: Opening
+) -> tuple[list[Source], list[str]]:
     found, problems = [], []
-    for act in acts:
+    for one in sources:
         try:
-            found.append(act())
+            found.append(open_split(one, split, how))
         except ConfigError as error:
             problems += error.problems
     return found, problems
 
 
-def open_split(cfg: SourceConfig, split: str, shape: Shape, check: bool) -> Source:
-    kind = open_sidecar(cfg.path).kind
-    if (kind == "preference") != shape.preferences:
-        raise ConfigError(
-            f"{cfg.path}: holds data of the kind {kind}; "
-            + (
-                "preference.loss needs the kind preference: prepare_data.py --kind preference"
-                if shape.preferences
-                else "give --preference.loss=dpo or reward"
+def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
+    if has_sidecar(cfg) or how.shape.preferences:
+        shape = how.shape
+        kind = open_sidecar(cfg.path).kind
+        if (kind == "preference") != shape.preferences:
+            raise ConfigError(
+                f"{cfg.path}: holds data of the kind {kind}; "
+                + (
+                    "preference.loss needs the kind preference: prepare_data.py --kind preference"
+                    if shape.preferences
+                    else "give --preference.loss=dpo or reward"
+                )
             )
+        if kind != "text":
+            return ChatDataset.open(cfg.path, split, shape, how.check, name=cfg.label)
+        return TokenDataset.open(
+            cfg.path,
+            split,
+            shape.seq_len,
+            shape.vocab_size,
+            how.check,
+            separate=shape.separate,
+            name=cfg.label,
         )
-    if kind != "text":
-        return ChatDataset.open(cfg.path, split, shape, check, name=cfg.label)
-    return TokenDataset.open(
-        cfg.path,
-        split,
-        shape.seq_len,
-        shape.vocab_size,
-        check,
-        separate=shape.separate,
-        name=cfg.label,
-    )
+    if is_megatron(cfg.path):
+        if split != "train":
+            raise ConfigError(f"{cfg.path}: Megatron's files have no validation split")
+        return MegatronDataset.open(cfg.path, how.shape, cfg.label, how.check)
+    if is_hugging_face(cfg.path):
+        return open_hugging_face(cfg, split, how.shape, how.check, how.bookmarks)
+    open_sidecar(cfg.path)  # says what is missing
+    raise AssertionError(cfg.path)
+
+
+def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
+    """A source of which nobody knows the size has no share by size, and no epochs."""
+    return [
+        f"data source {one.label}: is streamed, and its size is not known; "
+        + ("remove max_epochs" if one.max_epochs else "give each source a weight")
+        for one, source in zip(cfg.mixed, sources, strict=True)
+        if source.ordered and (one.max_epochs or (one.weight is None and len(sources) > 1))
+    ]
 
 
 def one_vocabulary(cfg: DataConfig) -> list[str]:
@@ -102,6 +137,7 @@ def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> Facts:
                 "name": one.label,
                 "path": str(Path(one.path).expanduser().absolute()),
                 "size": len(source),
+                "ordered": source.ordered,
                 "max_epochs": one.max_epochs,
                 "weight": one.weight,
                 **source.identity(),
@@ -116,7 +152,8 @@ def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> Facts:
 def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -> Mixture:
     """`starts`: the sample number at which each of the phases begins. A phase without weights has
     those of the sources, whose weight is by default their size."""
-    parts = [Ingredient(one["name"], one["size"], one["max_epochs"]) for one in facts["sources"]]
+    keys = ("name", "size", "max_epochs", "ordered")
+    parts = [Ingredient(*(one[key] for key in keys)) for one in facts["sources"]]
     own = [one["size"] if one["weight"] is None else one["weight"] for one in facts["sources"]]
 
     def phase(start: int, weights: Sequence[float]) -> Phase:

@@ -32,6 +32,7 @@ class Source(Protocol):
 
     name: str
     seq_len: int
+    ordered: bool  # read sample after sample, not shuffled: it has no end, or no fast way back
 
     @property
     def packing(self) -> dict[str, float] | None:

@@ -33,6 +33,7 @@ class Shape(NamedTuple):
 class TokenStream:
     """The samples of a stream in parts; a subclass says what is in them."""
 
+    ordered = False
     packing = None
 
     def __init__(self, name: str, sizes: Sequence[int], shape: Shape) -> None:

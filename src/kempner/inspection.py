@@ -1,0 +1,155 @@
+"""What is in the data, and what a run reads of them: `prepare_data.py inspect`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kempner.config.command_line import parse_command
+from kempner.config.option import ConfigError
+from kempner.configure import load_config
+from kempner.data.config import SourceConfig
+from kempner.data.mixture import Mixture
+from kempner.data.opening import has_sidecar
+from kempner.data.sidecar import SPLITS, open_sidecar
+from kempner.data.source import IGNORE, Source
+from kempner.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_of
+from kempner.history.tables import aligned
+from kempner.optim.config import learning_rate
+from kempner.progress import Progress, open_data, open_mixture
+from kempner.run import RunConfig
+
+USAGE = """\
+python scripts/prepare_data.py inspect DIR
+python scripts/prepare_data.py inspect CONFIG.toml [MORE.toml ...] [--section.key=value ...]
+
+Shows what is in a data directory, or in the sources of a run: counts, a sample as text and, of a
+run, the mixture over its steps, as a table and a picture.
+
+  --plot FILE    the picture (default: mixture.png; needs matplotlib)"""
+SHOWN = 600  # characters of a sample
+SAMPLE = 256  # tokens of a sample of a directory
+
+
+def inspect(argv: Sequence[str]) -> None:
+    """Raises ConfigError."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    command = parse_command([word for word in argv if not Path(word).is_dir()], {"plot": str})
+    if folders := [word for word in argv if Path(word).is_dir()]:
+        overrides = [f"--data.dataset_path={folders[0]}", f"--train.seq_len={SAMPLE}"]
+        overrides += [f"--model.vocab_size={1 << 24}", "--train.max_steps=1", *command.overrides]
+        cfg = load_config([], overrides, command.problems)
+    else:
+        cfg = load_config(command.files, command.overrides, command.problems)
+    sources, _ = open_data(cfg, True)
+    mixture = open_mixture(cfg, sources, Progress().plan(cfg))
+    print(aligned(counts(cfg, sources), gap=2, right=range(1, 5)))
+    if not folders:
+        print("\n" + aligned(shares(cfg, sources, mixture), gap=2))
+    for number, (one, source) in enumerate(zip(cfg.data.mixed, sources, strict=True)):
+        print("\n" + sample(one, source, first_of(mixture, number, cfg.train.sequences)))
+    if not folders:
+        draw(cfg, mixture, Path(command.flags["plot"] or "mixture.png"))
+
+
+def counts(cfg: RunConfig, sources: Sequence[Source]) -> list[list[str]]:
+    rows = [["source", "samples", "of tokens", "tokens", "documents", "tokenizer", "path"]]
+    for one, source in zip(cfg.data.mixed, sources, strict=True):
+        about = [f"{len(source):,}", f"{source.seq_len:,}", f"{len(source) * source.seq_len:,}"]
+        if source.ordered:
+            about = ["streamed", about[1], ""]
+        about += ["", ""]
+        if has_sidecar(one):
+            sidecar = open_sidecar(one.path)
+            shards = [shard for split in SPLITS for shard in sidecar.splits[split]]
+            documents = f"{sum(shard.documents for shard in shards):,}"
+            about[2:] = [f"{sum(map(sidecar.tokens, SPLITS)):,}", documents]
+            about.append(sidecar.tokenizer["name"])
+        rows.append([source.name, *about, one.path])
+    return rows
+
+
+def shares(cfg: RunConfig, sources: Sequence[Source], mixture: Mixture) -> list[list[str]]:
+    """A column for each part of the run with shares of its own, and what all of it takes."""
+    batch = cfg.train.sequences
+    parts = [each for each in mixture.segments if each.start < cfg.train.max_steps * batch]
+    used = mixture.drawn(cfg.train.max_steps * batch)
+    rows = [["source", *(f"from step {each.start // batch:,}" for each in parts), "all", "epochs"]]
+    for i, source in enumerate(sources):
+        epochs = "" if source.ordered else f"{used[i] / len(source):.2f}"
+        rows.append([source.name, *(f"{each.shares[i]:.2%}" for each in parts)])
+        rows[-1] += [f"{used[i] / sum(used):.2%}", epochs]
+    return rows
+
+
+def first_of(mixture: Mixture, number: int, batch: int) -> int:
+    """The index of the first sample of a source in the run; 0 when it is not among the first."""
+    sources, indices = mixture.draw(0, min(100 * batch, mixture.end or 100 * batch))
+    mine = indices[sources == number]
+    return int(mine[0]) if len(mine) else 0
+
+
+def sample(cfg: SourceConfig, source: Source, index: int) -> str:
+    """A sample as text, or its token ids where no tokenizer is known."""
+    rows = source.read(np.array([index]))
+    inputs, targets = rows.inputs[0], rows.targets[0]
+    documents = np.zeros_like(inputs) if rows.documents is None else rows.documents[0]
+    borders = np.flatnonzero(np.diff(documents)) + 1
+    tokenizer = _tokenizer(cfg)
+    texts = [
+        " ".join(map(str, part)) if tokenizer is None else tokenizer.decode(part.tolist())
+        for part in np.split(inputs, borders)
+    ]
+    text = "\n-- next document --\n".join(texts)
+    text = text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+    about = f"{int((targets != IGNORE).sum())} of its {len(targets)} tokens are in the loss"
+    return f"sample {index:,} of {source.name}; {about}:\n" + text
+
+
+def _tokenizer(cfg: SourceConfig) -> Tokenizer | None:
+    if has_sidecar(cfg):
+        return tokenizer_of(open_sidecar(cfg.path), Path(cfg.path).expanduser())
+    return FileTokenizer(Path(cfg.tokenizer).expanduser()) if cfg.tokenizer else None
+
+
+def draw(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
+    """The shares and the learning rate over the steps."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        fix = "`.venv/bin/pip install -c constraints.txt -e '.[plot]'`"
+        print(f"\nno picture: matplotlib is not installed; {fix}", file=sys.stderr)
+        return
+    batch, last = cfg.train.sequences, cfg.train.max_steps
+    figure = Figure(figsize=(9, 5), dpi=130, layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    parts = [each for each in mixture.segments if each.start < last * batch]
+    edges = [*(each.start / batch for each in parts), last]
+    low = np.zeros(len(parts))
+    for i, ingredient in enumerate(mixture.ingredients):
+        high = low + np.array([each.shares[i] for each in parts]) * 100
+        top.stairs(high, edges, baseline=low, fill=True, label=ingredient.name)
+        low = high
+    steps = np.unique(np.linspace(0, last - 1, 1000, dtype=int))
+    scales = [cfg.data.lr_scales[mixture.phase(int(step) * batch)] for step in steps]
+    bottom.plot(steps, [rate(cfg, int(s)) * k for s, k in zip(steps, scales, strict=True)])
+    for phase in mixture.phases[1:]:
+        for panel in (top, bottom):
+            panel.axvline(phase.start / batch, color="0.3", linestyle=":", linewidth=1)
+    top.set(ylabel="share of the samples, %", ylim=(0, 100), xlim=(0, last))
+    bottom.set(ylabel="learning rate", xlabel="step", ylim=(0, None))
+    top.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    try:
+        figure.savefig(out)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {out}: {error}; name another file, such as x.png") from None
+    print(f"\nthe mixture over the steps: {out}")
+
+
+def rate(cfg: RunConfig, step: int) -> float:
+    return learning_rate(cfg.schedule, cfg.optimizer.lr, step, cfg.train.max_steps)
