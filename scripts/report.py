@@ -114,7 +114,16 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
 def table(runs: list[History]) -> str:
     """One row per figure, one column per run."""
     several = any(len(run.attempts) > 1 for run in runs)
-    columns = [{"run": str(run.path), **facts(run), **wall_time(run, several)} for run in runs]
+    forks = any(run.lineage for run in runs)
+    columns = [
+        {
+            "run": str(run.path),
+            **({"fork of": " <- ".join(run.lineage) or "-"} if forks else {}),
+            **facts(run),
+            **wall_time(run, several),
+        }
+        for run in runs
+    ]
     return aligned([[name, *(column[name] for column in columns)] for name in columns[0]], gap=3)
 
 

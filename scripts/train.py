@@ -63,11 +63,11 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     model = build_model(cfg.model, layout, cfg.train)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = open_checkpointer(cfg, run, model, optimizer)
-    progress = resume(cfg, run, model, checkpointer).plan(cfg)
+    progress = resume(cfg, run, model, checkpointer)
     step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     preference = open_preference(cfg, layout, model, run, device)  # None: the loss of next tokens
-    run.begin(progress.step)
+    run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress), NonFinite(cfg.resilience.max_skipped)
     work, stragglers = BlockClock(model.blocks, device), Stragglers(run.hosts, device, run.announce)
     watchdog = start_watchdog(cfg, run, layout)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, fork
 from kempner.config.command_line import help_text, parse_command
 from kempner.config.loading import Values, as_dict, load, to_toml
 from kempner.config.option import ConfigError
@@ -177,7 +177,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
     """Whether the files can be used: token shards readable and of this vocabulary, the weights to
-    start from, the run directory writable. Creates nothing."""
+    start from, the run to be forked, the run directory writable. Creates nothing."""
     found = []
     source = cfg.model.init_from
     dpo = cfg.preference.loss == "dpo"  # it reads its reference at every start
@@ -199,4 +199,6 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             what = "not writable" if there.is_dir() else "not a directory"
             found.append(f"{key} = {path}: {there} is {what}; give another --{key}")
+    if cfg.run.fork and rank == 0:
+        found += fork.problems(cfg.run.fork, Path(cfg.run.dir), cfg.checkpoint_dir)
     return found

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kempner.checkpoint.fork import generation
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import open_sidecar
 from kempner.resilience.requests import GO_ON, Verdict
@@ -32,20 +33,22 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Progress:
     """Where a run is: totals so far, the ranges of sample numbers that it leaves out, because their
-    steps were not finite, and the sample numbers at which the data's phases begin."""
+    steps were not finite, the sample numbers at which the data's phases begin, and the checkpoints
+    of other runs that it comes from, nearest first (see fork.generation)."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skip: list[list[int]] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)
+    lineage: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, manifest: dict[str, Any] | None) -> Progress:
         """As the manifest of a checkpoint has it; None: at the start."""
         if manifest is None:
             return cls()
-        known = {"phases": [], **manifest}  # a checkpoint of before there were phases has none
+        known = {"phases": [], "lineage": [], **manifest}  # older checkpoints have none
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
     def plan(self, cfg: RunConfig) -> Progress:
@@ -101,13 +104,40 @@ def open_checkpointer(
 
 
 def resume(cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer) -> Progress:
-    """Load the newest checkpoint; without one, the weights that model.init_from names."""
+    """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
+    model.init_from names."""
     manifest = checkpointer.load()
+    if manifest is None and cfg.run.fork:
+        return begin_fork(cfg, run, checkpointer)
     if manifest is None and cfg.model.init_from is not None:
         from kempner.hf.load import start_from
 
         run.announce(start_from(model, cfg.model, run.dir))
-    return Progress.of(manifest)
+    return Progress.of(manifest).plan(cfg)
+
+
+def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress:
+    """Load the checkpoint that run.fork names, and save it as the first one of this run."""
+    from kempner.checkpoint.choose import differences
+
+    names = ("model", "optim") if cfg.run.fork_optimizer == "keep" else ("model",)
+    _, manifest, table = checkpointer.load_from(cfg.run.fork, names)
+    kept = "optim" in names and any(name.startswith("optim.") for name in table)
+    lineage = generation(cfg.run.fork, manifest, "keep" if kept else "fresh")
+    # With the same samples in the same order the fork goes on where the other run was.
+    changed = list(differences(manifest, checkpointer.about, ("model.*",)))
+    if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
+        changed.append("data.sources")
+    progress = replace(Progress() if changed else Progress.of(manifest), step=0, tokens=0)
+    progress = replace(progress, lineage=lineage).plan(cfg)
+    run.announce(
+        f"a fork of {lineage[0]['from']}: the weights, "
+        + ("the optimizer's state, " if kept else "a fresh optimizer, ")
+        + (f"{', '.join(changed)} of its own: " if changed else "the same data: ")
+        + f"from sample {progress.samples} on"
+    )
+    checkpointer.save(0, progress.record())  # from then on the fork does not need the other run
+    return progress
 
 
 def open_preference(

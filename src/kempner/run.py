@@ -14,6 +14,7 @@ from kempner.optim.config import OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.resilience.config import ResilienceConfig
+from kempner.trackers.config import TrackersConfig
 
 # One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
 # 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
@@ -25,6 +26,15 @@ MAX_FORWARD_TOKENS = 2**24
 class RunSection:
     dir: str = option(
         "", "run directory, which identifies the run; unset: runs/<name of the first file>"
+    )
+    fork: str = option(
+        "",
+        "begin from a checkpoint of another run: RUN, its directory, or RUN@STEP; see docs/fork.md",
+    )
+    fork_optimizer: str = option(
+        "keep",
+        "the optimizer's state of run.fork; fresh: begin with none",
+        choices=("keep", "fresh"),
     )
 
 
@@ -95,6 +105,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     @property

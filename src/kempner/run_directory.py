@@ -32,7 +32,7 @@ from kempner.files import write_atomic
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
 from kempner.process_group import World
-from kempner.progress import open_data
+from kempner.progress import Progress, open_data
 from kempner.rendezvous import forget_rendezvous
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
@@ -40,12 +40,14 @@ from kempner.run import RunConfig
 from kempner.run_log import Console, RankLog
 from kempner.run_records import RunRecords, count_attempts
 from kempner.slurm import host_name
+from kempner.trackers.start import Trackers
 
 # What an error says on a rank that only lost a peer: that one is to blame.
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
 LESS_MEMORY = "set a smaller train.micro_batch or train.recompute=true, or use more GPUs"
 FLUSH_S = 30.0  # for the last writes of an attempt
 LAST_WORDS_S = 5.0  # the same, for one that crashed or hangs
+LAST_POINTS_S = 15.0  # for the trackers
 
 
 class Opened(NamedTuple):
@@ -68,6 +70,7 @@ class Run:
         self.step = 0
         self._begun = self._stepped = False
         self._lock: RunLock | None = None
+        self._trackers: Trackers | None = None
         found = [self._open() if world.rank == 0 else Opened()]
         dist.broadcast_object_list(found, src=0)
         if found[0].problems:
@@ -98,10 +101,11 @@ class Run:
             "make room, or give another --run.dir"
         )
 
-    def begin(self, step: int) -> None:
+    def begin(self, progress: Progress) -> None:
         """The state is loaded and the first step comes: record the start."""
-        self.step = step
-        changed = self._record_start() if self.world.rank == 0 else []
+        self.step = step = progress.step
+        lineage = tuple(parent["from"] for parent in progress.lineage)
+        changed = self._record_start(lineage) if self.world.rank == 0 else []
         self._begun = True
         source = f"continues after step {step}" if step else "starts"
         self.announce(
@@ -118,8 +122,10 @@ class Run:
             )
         elif self.world.rank == 0:
             self._console.begin(step, last)
+        if self.world.rank == 0 and (names := self.cfg.trackers.names):
+            self._trackers = Trackers(names, self.dir, self._log.path.parent, self.announce)
 
-    def _record_start(self) -> list[str]:
+    def _record_start(self, lineage: tuple[str, ...]) -> list[str]:
         """Returns what has changed since the last attempt."""
         forget_rendezvous(self.dir)
         changed = what_changed(self.dir / "config.toml", self.cfg, self.step) if self.step else []
@@ -138,6 +144,7 @@ class Run:
                 world_size=self.world.size,
                 process_began=process.began(),
                 batch_began=began,
+                lineage=lineage,
             )
         )
         self._status("running", "")
@@ -208,6 +215,9 @@ class Run:
             end = End(**head, state=verdict.state, reason=verdict.reason)  # type: ignore[arg-type]
             self._records.event(end)
             self._records.release_reserve()
+        if self._trackers is not None:
+            self.background.flush(FLUSH_S)  # they read what is in the files
+            self._trackers.end(LAST_WORDS_S if verdict.state == "interrupted" else LAST_POINTS_S)
         self._leave(FLUSH_S)
 
     def crashed(self, error: BaseException) -> int:

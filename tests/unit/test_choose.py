@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kempner.checkpoint.choose import check
+from kempner.checkpoint import commit, fork
+from kempner.checkpoint.choose import check, differences, hold, remember_skip
+from kempner.checkpoint.commit import prune
 from kempner.config.option import ConfigError
 
 PATH = Path("step_00000002")
@@ -92,3 +97,78 @@ def test_a_limit_may_change_until_it_was_reached() -> None:
 def test_a_checkpoint_of_before_there_were_mixtures_is_taken() -> None:
     old = {"run": "a", "fixed": {"data": {"seed": 0, "tokens": "web"}}}
     check(PATH, old, facts(WEB))
+
+
+def test_an_option_that_came_later_had_its_default() -> None:
+    about = {"run": "a", "fixed": {"model": {"dim": 64, "sliding_window": None, "qkv_bias": True}}}
+    older = {"run": "a", "fixed": {"model": {"dim": 64}}}
+    assert list(differences(older, about, ())) == ["model.qkv_bias"]
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 1 and 2; retention keeps one."""
+    root = tmp_path / "run/checkpoints"
+    for step, parent in ((1, -1), (2, 1)):
+        commit.partial_of(root, step).mkdir(parents=True)
+        fixed = {"data": {"seed": 0}, "model": {"dim": 64, "max_seq_len": 128}}
+        about = {"run": "a", "parent": parent, "fixed": fixed}
+        commit.commit(root, step, {"tensors.json": b'{"layouts": [], "tensors": {}}'}, about)
+    return root
+
+
+FORK = {"fixed": {"data": {"seed": 1}, "model": {"dim": 64, "max_seq_len": 256}}, "run": "b"}
+
+
+def test_retention_leaves_a_checkpoint_that_is_being_forked(forked: Path) -> None:
+    with contextlib.ExitStack() as held:
+        path, manifest, _ = hold(f"{forked.parent}@1", FORK, held)
+        prune(forked, 1, 0)
+        assert path.is_dir() and manifest["step"] == 1
+    prune(forked, 1, 0)
+    assert not path.is_dir()
+
+
+def test_one_that_is_deleted_at_that_moment_is_refused(
+    forked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention has looked whether anybody reads it, and nobody did: whoever comes now waits for
+    it, and then finds no checkpoint."""
+    found, threads = fork.find(f"{forked.parent}@1"), []
+
+    def find(source: str) -> Path:
+        entered = threading.Event()
+
+        def delete() -> None:
+            with commit.deleting(found) as free:
+                entered.set()
+                time.sleep(0.2)
+                assert free
+                commit.doom(found)
+
+        threads.append(threading.Thread(target=delete))
+        threads[0].start()
+        entered.wait()
+        return found
+
+    monkeypatch.setattr(fork, "find", find)
+    with pytest.raises(commit.Damaged), contextlib.ExitStack() as held:
+        hold(f"{forked.parent}@1", FORK, held)
+    threads[0].join()
+
+
+def test_samples_that_the_other_run_leaves_out(forked: Path) -> None:
+    remember_skip(forked, 2, [[8, 16]])
+    for step, skip in ((1, None), (2, [[8, 16]])):
+        with contextlib.ExitStack() as held:
+            assert hold(f"{forked.parent}@{step}", FORK, held)[1].get("skip") == skip
+
+
+def test_where_a_run_keeps_its_checkpoints(tmp_path: Path) -> None:
+    """A step is digits after the last @: a directory may have an @ in its name."""
+    run = tmp_path / "a@b"
+    run.mkdir()
+    (run / "config.toml").write_text(f'[checkpoint]\ndir = "{tmp_path}/elsewhere"\n')
+    assert fork.split(f"{run}@12") == (run, 12) and fork.split(str(run)) == (run, None)
+    assert fork.checkpoints_of(run) == tmp_path / "elsewhere"
+    assert fork.checkpoints_of(tmp_path) == tmp_path / "checkpoints"

@@ -18,6 +18,7 @@ SOURCE = ROOT / "src" / "kempner"
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
     {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport"},
+    {"trackers"},
     {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
     {"parallel", "optim", "checkpoint", "resilience", "hf", "preference"},
     {"run"},
@@ -95,6 +96,7 @@ def test_modules_without_torch_stay_without_it() -> None:
         "kempner.config.command_line", "kempner.resilience.requests",
         "kempner.metrics", "kempner.history.state", "kempner.resilience.lock", "kempner.slurm",
         "kempner.ray.node", "kempner.ray.ready",
+        "kempner.trackers.follow", "kempner.trackers.start",
         "kempner.checkpoint.commit", "kempner.data.shards", "kempner.data.dataset",
         *(name for name in MODULES if name.endswith(".config")),
     ]  # fmt: skip

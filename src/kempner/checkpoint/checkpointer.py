@@ -7,7 +7,7 @@ import copy
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
 from datetime import timedelta
 from functools import partial
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner.checkpoint import commit, layout
-from kempner.checkpoint.choose import best, remember_skip, set_aside
+from kempner.checkpoint import commit, fork, layout
+from kempner.checkpoint.choose import Choice, best, hold, remember_skip, set_aside
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.layout import Table
@@ -57,7 +57,7 @@ class Checkpointer:
         """
         self.cfg, self.root, self.providers, self.log = cfg, root, providers, log
         self.texts, self.about = contents
-        # A slow file system makes ranks wait for each other longer than a step ever may.
+        # A slow file system makes ranks wait longer than a step ever may.
         self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
         self._background = futures.ThreadPoolExecutor(1, "checkpoint")
@@ -139,7 +139,7 @@ class Checkpointer:
             self.log(warning)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until the save in flight is durable or has failed, at most so long; see `saved_step`."""
+        """Until the save in flight is durable or has failed, at most so long; see saved_step."""
         if self._pending is not None:
             with contextlib.suppress(futures.TimeoutError):
                 self._pending[2].exception(seconds)
@@ -255,24 +255,32 @@ class Checkpointer:
         """
         self.wait()  # a run that goes back: what is in flight is the newest checkpoint
         futures.wait([self._pruning] if self._pruning else [])
-        self._ranks.on_first(self._clean)
+        if left := self._ranks.on_first(lambda: commit.clean(self.root)):
+            self.log(f"removed what an earlier attempt left: {', '.join(left)}")
         while choice := self._ranks.on_first(lambda: best(self.root, self.about, self.log)):
-            path, manifest, _ = choice
-            held = commit.reading(path) if self.rank == 0 else contextlib.nullcontext()
+            path = choice[0]
             try:
-                with held:
-                    self._ranks.on_all(partial(self._read, *choice))
+                with commit.reading(path) if self.rank == 0 else contextlib.nullcontext():
+                    self._ranks.on_all(partial(self._read, choice, self.providers))
             except Damaged as error:
                 self._ranks.on_first(partial(set_aside, path, error, self.log))
                 continue
             self._ranks.on_first(partial(commit.set_latest, path))
-            self.saved_step = int(manifest["step"])
-            return manifest
+            self.saved_step = int(choice[1]["step"])
+            return choice[1]
         return None
 
-    def _clean(self) -> None:
-        if left := commit.clean(self.root):
-            self.log(f"removed what an earlier attempt left: {', '.join(left)}")
+    def load_from(self, source: str, names: Collection[str]) -> Choice:
+        """Load the state of these providers from a checkpoint of another run, RUN[@STEP]. Raises
+        ConfigError when it cannot be used."""
+        providers = {name: self.providers[name] for name in names}
+        with contextlib.ExitStack() as held:
+            try:
+                choice = self._ranks.on_first(lambda: hold(source, self.about, held))
+                self._ranks.on_all(partial(self._read, choice, providers))
+            except Damaged as error:  # it is not ours to set aside
+                raise fork.not_whole(source, error) from None
+        return choice
 
     def remember_skip(self, skip: list[list[int]]) -> None:
         """Make durable that the run, since it went back to the checkpoint that it has just loaded,
@@ -283,8 +291,9 @@ class Checkpointer:
             except OSError as error:
                 self.log(f"WARNING: a restart will not know the samples to leave out: {error}")
 
-    def _read(self, path: Path, manifest: dict[str, Any], table: Table) -> None:
-        wants = targets(self.providers, table, manifest["world_size"], self.rank, self.world_size)
+    def _read(self, choice: Choice, providers: Mapping[str, StateProvider]) -> None:
+        path, manifest, table = choice
+        wants = targets(providers, table, manifest["world_size"], self.rank, self.world_size)
         read_wanted(path, manifest, table, wants, near=self.rank % manifest["world_size"])
-        for provider in self.providers.values():
+        for provider in providers.values():
             provider.restored()

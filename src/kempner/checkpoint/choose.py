@@ -5,18 +5,33 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, fork
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.layout import Table
 from kempner.checkpoint.reader import read_table
 from kempner.config.option import ConfigError
 from kempner.data.opening import changes
 from kempner.files import write_atomic
+from kempner.model.config import ModelConfig
 
 SKIP = "skip.json"  # beside `latest`: samples that the run leaves out since it went back
+
+# A manifest states under "fixed" what gives its weights and its position their meaning. These facts
+# may differ in the run that loads it; all others never may, such as the shapes of the weights.
+MAY_CHANGE = ("model.init_*",)  # it has no effect once there are weights
+MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
+    *MAY_CHANGE,
+    "data.*",
+    "train.seq_len",
+    "model.max_seq_len",  # longer contexts: no weight depends on these
+    "model.rope_*",
+    "model.sliding_window",
+)
 
 Choice = tuple[Path, dict[str, Any], Table]
 
@@ -36,11 +51,7 @@ def best(root: Path, about: dict[str, Any], log: Callable[[str], None]) -> Choic
         except Damaged as error:
             set_aside(path, error, log)
             continue
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            record = json.loads((root / SKIP).read_text())
-            if record["checkpoint"] == path.name:
-                manifest["skip"] = record["skip"]
-        return path, manifest, table
+        return path, with_skip(path, manifest), table
     if aside := sorted(path.name for path in root.glob("step_*.corrupt*")):
         raise RuntimeError(
             f"no checkpoint in {root} can be loaded; set aside are {', '.join(aside)} (the log "
@@ -62,20 +73,63 @@ def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
             f"{about.get('run')}): give this run a directory of its own, --checkpoint.dir=DIR; or, "
             "if this is the same run in a new run.dir, write the checkpoint's id into RUN_DIR/id"
         )
-    differ = [
-        f"{section}.{key} is {manifest['fixed'].get(section, {}).get(key)} there, {value} here"
+    if differ := differences(manifest, about, MAY_CHANGE):
+        fix = "Use what is there, or give this run a directory of its own: --run.dir=runs/NAME"
+        if not differences(manifest, about, MAY_CHANGE_IN_A_FORK):
+            fix += "; add --run.fork=RUN_DIR to begin from the weights of this one"
+        raise ConfigError(f"{path} does not fit this run: {'; '.join(differ.values())}. {fix}")
+
+
+def differences(
+    manifest: dict[str, Any], about: dict[str, Any], allowed: tuple[str, ...]
+) -> dict[str, str]:
+    """The facts that differ and that are not `allowed` to, and what to say of each. An option of
+    the model that a manifest does not have came later: it had its default."""
+    before = {each.name: each.default for each in fields(ModelConfig)}
+    differ = {
+        name: f"{name} is {there} there, {value} here"
         for section, values in about["fixed"].items()
         for key, value in values.items()
-        if manifest["fixed"].get(section, {}).get(key) != value and key != "mixture"
-    ]
-    if there := manifest["fixed"].get("data", {}).get("mixture"):
+        if (there := manifest["fixed"].get(section, {}).get(key, before.get(key))) != value
+        and (name := f"{section}.{key}") != "data.mixture"
+    }
+    if mixture := manifest["fixed"].get("data", {}).get("mixture"):
         here, starts = about["fixed"]["data"]["mixture"], manifest["phases"]
-        differ += changes(there, here, starts, manifest["samples"])
-    if differ:
+        if past := changes(mixture, here, starts, manifest["samples"]):
+            differ["data.sources"] = "; ".join(past)
+    return {
+        name: text
+        for name, text in differ.items()
+        if not any(fnmatch(name, pattern) for pattern in allowed)
+    }
+
+
+def hold(source: str, about: dict[str, Any], held: contextlib.ExitStack) -> Choice:
+    """The checkpoint RUN[@STEP] of another run, which may be training: its retention leaves the
+    checkpoint alone as long as `held` is open.
+
+    Raises ConfigError when there is none or it does not fit, Damaged.
+    """
+    path = fork.find(source)
+    held.enter_context(commit.reading(path))
+    # If it was deleted between the two lines, it has no manifest any more.
+    manifest = commit.read_manifest(path)
+    if differ := differences(manifest, about, MAY_CHANGE_IN_A_FORK):
         raise ConfigError(
-            f"{path} does not fit this run: {'; '.join(differ)}. Use what is there, or give this "
-            "run a directory of its own: --run.dir=runs/NAME"
+            f"run.fork = {source}: {path} has other weights than this run: "
+            f"{'; '.join(differ.values())}. Use what is there: a fork may change the data, "
+            "train.seq_len, the schedule and the world, not the shape or the meaning of the weights"
         )
+    return path, with_skip(path, manifest), read_table(path, manifest)
+
+
+def with_skip(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest, with the samples that the run leaves out since it went back to this one."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        record = json.loads((path.parent / SKIP).read_text())
+        if record["checkpoint"] == path.name:
+            return {**manifest, "skip": record["skip"]}
+    return manifest
 
 
 def set_aside(path: Path, error: Damaged, log: Callable[[str], None]) -> None:

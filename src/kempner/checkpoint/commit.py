@@ -190,24 +190,34 @@ def read_listed(path: Path, manifest: dict[str, Any], name: str) -> bytes:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Protect a checkpoint from retention while it is read (a shared lock on its manifest)."""
+    """Protect a checkpoint from retention while it is read (a shared lock on its manifest). It may
+    be deleted before this begins: then it has no manifest."""
     with contextlib.ExitStack() as held:
         # Without a manifest the reader fails by itself; without locks nothing can be protected.
         with contextlib.suppress(OSError):
             file = held.enter_context(open(path / MANIFEST))
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 
 def is_read(path: Path) -> bool:
-    try:
-        with open(path / MANIFEST, "r+") as file:  # NFS needs it open for writing to lock it so
+    with deleting(path) as free:
+        return not free
+
+
+@contextlib.contextmanager
+def deleting(path: Path) -> Iterator[bool]:
+    """Whether nobody reads a checkpoint; then nobody begins to while this is open."""
+    with contextlib.ExitStack() as held:
+        free = True
+        try:
+            file = held.enter_context(open(path / MANIFEST, "r+"))  # NFS locks it so only like this
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+        except BlockingIOError:
+            free = False
+        except OSError:
+            pass
+        yield free
 
 
 # --- Removing ---
@@ -231,10 +241,10 @@ def prune(root: Path, keep_last_n: int, keep_every: int) -> None:
     branch, left = branches(root)
     for path in branch[keep_last_n:] + left:
         step = step_of(path.name)
-        if (keep_every and step and step % keep_every == 0) or is_read(path):
+        if (keep_every and step and step % keep_every == 0) or path == latest(root):
             continue
-        if path != latest(root):
-            with contextlib.suppress(OSError):  # it stays, and the next retention tries again
+        with deleting(path) as free, contextlib.suppress(OSError):  # the next retention tries again
+            if free:
                 doom(path)
     for path in root.glob("*.deleted"):
         shutil.rmtree(path, ignore_errors=True)

@@ -36,6 +36,7 @@ class Attempt:
     restart: int
     hosts: tuple[str, ...]
     world_size: int
+    lineage: tuple[str, ...]  # RUN@STEP that the run is a fork of, and those before that
     opened: float  # the batch script or, without one, the process began
     began: float | None  # the state was loaded; None: it never got there
     stepped: float | None  # the first step was done
@@ -142,6 +143,7 @@ def _attempt(
         restart=events[0].restart,
         hosts=start.nodes if start else (),
         world_size=start.world_size if start else 0,
+        lineage=start.lineage if start else (),
         opened=_opened(events),
         began=start.time if start else None,
         stepped=stepped.time if stepped else None,

@@ -44,6 +44,7 @@ class Start(Event):
     world_size: int = 0
     process_began: float | None = None  # unix seconds
     batch_began: float | None = None  # of the batch script; None without one
+    lineage: tuple[str, ...] = ()  # RUN@STEP that the run is a fork of, and those before that
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,11 @@ class History:
         return wall_time_of(self.attempts, self.lines, newest)
 
     @property
+    def lineage(self) -> tuple[str, ...]:
+        """RUN@STEP that the run is a fork of, then what that one is a fork of."""
+        return next((a.lineage for a in reversed(self.attempts) if a.began), ())
+
+    @property
     def step(self) -> int:
         """Steps done, as far as is known: status.json of a running attempt is older."""
         newest = self.attempts[-1].last_step if self.attempts else 0

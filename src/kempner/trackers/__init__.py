@@ -1,0 +1,1 @@
+"""TensorBoard and W&B, fed from metrics.jsonl by processes of their own."""

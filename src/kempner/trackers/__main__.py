@@ -1,0 +1,72 @@
+"""Pass the metrics of a run on to TensorBoard or W&B: what these do not have yet.
+
+    python -m kempner.trackers runs/7b                        # those of its configuration
+    python -m kempner.trackers runs/7b tensorboard            # or any
+    python -m kempner.trackers runs/7b wandb --follow         # and what comes, until Ctrl-C
+
+A training with [trackers] starts it by itself. Exit code 0 when all points are passed on, 1 when
+not, 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from kempner.config import toml
+from kempner.trackers.config import missing
+from kempner.trackers.follow import follow
+
+NAMES = ("tensorboard", "wandb")
+
+
+def main(argv: list[str]) -> int:
+    about, _, more = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m kempner.trackers",
+        description=about,
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
+    parser.add_argument("names", nargs="*", metavar="TRACKER", help=f"{' or '.join(NAMES)}")
+    parser.add_argument(
+        "--follow", action="store_true", help="go on with new points until standard input ends"
+    )
+    options = parser.parse_args(argv)
+    problem = ""
+    names = options.names
+    if not (options.run / "config.toml").is_file():
+        problem = f"{options.run}: no config.toml in it; name the run.dir of a training"
+    elif not names and not (names := configured(options.run)):
+        problem = f"{options.run}/config.toml has no tracker; name one: {' or '.join(NAMES)}"
+    for name in names:
+        wrong = f"{name}: no such tracker; there are {' and '.join(NAMES)}"
+        problem = problem or (missing(name) if name in NAMES else wrong)
+    if problem:
+        print(f"trackers: error: {problem}", file=sys.stderr)
+        return 2
+    if len(names) > 1:  # one must not wait for the other
+        again = [sys.executable, "-m", "kempner.trackers", str(options.run)]
+        flags = ["--follow"] if options.follow else []
+        each = [subprocess.Popen([*again, name, *flags]) for name in names]
+        return max(process.wait() for process in each)
+    if options.follow and not sys.stdin.isatty():
+        # Of a training: Slurm sends its signals to all processes, and this one is the last to go.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+    os.nice(10)  # the steps go first
+    return follow(names[0], options.run, options.follow)
+
+
+def configured(run_dir: Path) -> list[str]:
+    table = toml.loads((run_dir / "config.toml").read_text()).get("trackers", {})
+    return [name for name in NAMES if table.get(name, False) not in (False, "off")]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

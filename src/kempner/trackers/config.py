@@ -1,0 +1,36 @@
+"""The section [trackers]."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from kempner.config.option import option
+
+
+@dataclass(frozen=True)
+class TrackersConfig:
+    tensorboard: bool = option(False, "write the metrics to <run.dir>/tensorboard as well")
+    wandb: str = option(
+        "off",
+        "send the metrics to W&B; offline: to <run.dir>/wandb, for `wandb sync`",
+        choices=("off", "online", "offline"),
+    )
+    wandb_project: str = option("kempner", "project in W&B; its entity is WANDB_ENTITY or yours")
+
+    @property
+    def names(self) -> list[str]:
+        return [
+            name for name in ("tensorboard", "wandb") if getattr(self, name) not in (False, "off")
+        ]
+
+    def problems(self) -> list[str]:
+        return [text for name in self.names if (text := missing(name))]
+
+
+def missing(name: str) -> str:
+    """What to say when the package of a tracker is not installed; "" when it is."""
+    if importlib.util.find_spec(name) is not None:
+        return ""
+    fix = f".venv/bin/pip install -c constraints.txt -e '.[{name}]'"
+    return f"trackers.{name}: the package {name} is not installed; run {fix}, or leave it off"

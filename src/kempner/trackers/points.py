@@ -1,0 +1,78 @@
+"""metrics.jsonl as a series of points, read as the file grows. No torch.
+
+The series depends on the file alone, and that is only ever appended to. So a point is known by its
+number in the series: a tracker that knows how many points it has also knows what comes next.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEAD = ("step", "time", "attempt")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line of metrics.jsonl. `undoes`: the run has gone back, and what came before from this
+    step on does not count any more."""
+
+    step: int
+    time: float  # unix seconds
+    values: dict[str, float]  # by name: train/loss, val/loss, ...
+    undoes: bool
+
+
+class Points:
+    """A reader of metrics.jsonl that remembers where it is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at = 0  # bytes
+        self._newest: dict[str, int] = {}  # step by name of a value
+
+    def more(self) -> Iterator[Point]:
+        """The points since the last call; a line that is not whole yet comes next time."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._at)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    self._at += len(line)
+                    if (point := self._point(line)) is not None:
+                        yield point
+        except FileNotFoundError:  # no step yet
+            return
+
+    def _point(self, line: bytes) -> Point | None:
+        try:
+            record = json.loads(line)
+            step, time = int(record["step"]), float(record["time"])
+        except (ValueError, KeyError, TypeError):  # torn by a crash
+            return None
+        values = dict(_values(record))
+        if not values:
+            return None
+        undoes = any(self._newest.get(name, -1) >= step for name in values)
+        if undoes:
+            self._newest = {name: min(at, step - 1) for name, at in self._newest.items()}
+        self._newest.update(dict.fromkeys(values, step))
+        return Point(step, time, values, undoes)
+
+
+def _values(record: dict[str, Any], group: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a line by name: val_loss -> val/loss, {"eval": {"task": 1}} -> eval/task, and
+    all others below train/. What is not finite is null there, and no point."""
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _values(value, f"{group}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and key not in HEAD:
+            if not math.isfinite(value):
+                continue
+            name = f"val/{key[4:]}" if key.startswith("val_") else f"train/{key}"
+            yield (f"{group}{key}" if group else name), float(value)
