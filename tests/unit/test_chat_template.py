@@ -151,6 +151,15 @@ def test_a_role_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_call_of_a_tool_needs_no_words(tmp_path: Path) -> None:
+    calls = [CALLS[0], {**CALLS[1], "content": ""}, *CALLS[2:]]
+    end = '{"name": "weather", "parameters": {"city": "Rome", "n": 1}}<|eot_id|>'
+    assert in_loss(template_of(LLAMA3, tmp_path), calls) == [end, "Blue sky.<|eot_id|>"]
+    assert "does not write message 2" in refusal(
+        template_of(LLAMA3, tmp_path), [CALLS[0], {**CALLS[1], "content": "Let me see."}]
+    )
+
+
 def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path: Path) -> None:
     template = template_of(THINKING, tmp_path)
     assert in_loss(template, REASONED) == ["<think>\nOne and one.\n</think>\n\n2<|im_end|>\n"]

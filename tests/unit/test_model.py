@@ -25,7 +25,6 @@ COUNTS = {
     "debug": 853_376,
     "125m": 123_587_328,
     "1b": 1_235_814_400,
-    "sft": 1_235_814_400,
     "7b": 6_738_415_616,
     "13b": 13_015_864_320,
     "70b": 70_553_706_496,
@@ -35,6 +34,8 @@ COUNTS = {
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_configuration_loads_and_has_the_parameters_of_its_name(path: Path) -> None:
     cfg = load(RunConfig, [path], [])
+    if cfg.model.init_from is not None:
+        return  # its shape is that of its weights
     with torch.device("meta"):
         built = sum(p.numel() for p in Decoder(cfg.model).parameters())
     assert built == cfg.model.count_parameters() == COUNTS[path.stem]

@@ -45,17 +45,22 @@ class ChatDataset:
             np.array(map_array(beside(file)["ends"], count, "int64"))
             for file, count in zip(self._files, counts, strict=True)
         ]
-        # Of each conversation: its shard, where it begins there, and the places that it takes.
-        self._shard = np.repeat(np.arange(len(ends)), counts)
-        begins = [np.append(0, each[:-1]) for each in ends]
-        self._begin = np.concatenate([np.empty(0, np.int64), *begins])
-        lengths = np.concatenate([np.empty(0, np.int64), *ends]) - self._begin - 1
-        group = GROUP[sidecar.kind]
-        self._length = np.minimum(lengths, shape.seq_len // group) if shape.cut else lengths
+        shards = np.repeat(np.arange(len(ends)), counts)
+        begins = np.concatenate(
+            [np.empty(0, np.int64), *(np.append(0, each[:-1]) for each in ends)]
+        )
+        lengths = np.concatenate([np.empty(0, np.int64), *ends]) - begins - 1
         # What is packed as one: a conversation, or both answers of a preference.
-        size = self._length.reshape(-1, group).sum(1)
+        group = GROUP[sidecar.kind]
+        longer = lengths.reshape(-1, group).sum(1) > self.seq_len
+        self.longer = int(longer.sum())
+        if shape.cut:
+            cut = np.minimum(lengths, self.seq_len // group)
+            lengths = np.where(np.repeat(longer, group), cut, lengths)
+        # Of each conversation: its shard, where it begins there, and the places that it takes.
+        self._where = np.stack([shards, begins, lengths], axis=1)
+        size = lengths.reshape(-1, group).sum(1)
         kept = np.flatnonzero(size <= self.seq_len)
-        self.longer = int(np.count_nonzero(lengths.reshape(-1, group).sum(1) > self.seq_len))
         packing = first_fit_decreasing(size[kept], self.seq_len)
         items = kept[packing.order]
         self._order = (items[:, None] * group + np.arange(group)).flatten()
@@ -92,7 +97,7 @@ class ChatDataset:
             more = ", and all are longer than that" if result.longer else ""
             problems.append(
                 f"{path}: no conversation for rows of {shape.seq_len} tokens in split {split}: it "
-                f"has {len(result._length)}{more}; prepare more data"
+                f"has {len(result._where)}{more}; prepare more data"
                 + (", or a larger --val-fraction" if split == "val" else "")
                 + (", or give a longer --train.seq_len or --data.too_long=cut" if more else "")
             )
@@ -116,7 +121,7 @@ class ChatDataset:
 
     def identity(self) -> dict[str, Any]:
         """The lengths stand for the conversations, and packing them gives the samples."""
-        lengths = hashlib.sha256(self._length.tobytes()).hexdigest()[:16]
+        lengths = hashlib.sha256(self._where[:, 2].tobytes()).hexdigest()[:16]
         return {"conversations": lengths, "seq_len": self.seq_len}
 
     def read(self, indices: Int64) -> Rows:
@@ -128,20 +133,15 @@ class ChatDataset:
         documents = np.empty(shape, np.int32)
         for row, index in enumerate(indices.tolist()):
             packed = self._order[self._starts[index] : self._starts[index + 1]]
-            lengths = self._length[packed]
             at = 0
-            for shard, a, length in zip(
-                self._shard[packed].tolist(), self._begin[packed].tolist(), lengths.tolist(),
-                strict=True,
-            ):  # fmt: skip
+            for number, (shard, begin, length) in enumerate(self._where[packed].tolist()):
                 tokens, mask = self._map(shard)
-                inputs[row, at : at + length] = tokens[a : a + length]
-                after = slice(a + 1, a + 1 + length)
+                inputs[row, at : at + length] = tokens[begin : begin + length]
+                after = slice(begin + 1, begin + 1 + length)
                 np.copyto(targets[row, at : at + length], tokens[after], where=mask[after])
+                documents[row, at : at + length] = number
                 at += length
-            documents[row] = np.repeat(
-                np.arange(len(packed) + 1), np.append(lengths, self.seq_len - at)
-            )
+            documents[row, at:] = len(packed)
         if inputs.size and inputs.max() >= self._shape.vocab_size:
             raise DataError(
                 f"{self.path}: token {inputs.max()}, but model.vocab_size is "

@@ -127,7 +127,8 @@ class ChatTemplate:
         word added to each message must show up in the text."""
         words, probes = {}, []
         for i, message in enumerate(messages):
-            if isinstance(content := message.get("content"), str):
+            content = message.get("content")
+            if isinstance(content, str) and content.strip():
                 words[i] = f"written{i}x"
                 message = {**message, "content": content + words[i]}
             probes.append(message)

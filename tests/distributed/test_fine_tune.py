@@ -1,0 +1,134 @@
+"""Fine-tuning and alignment through the front door, with the commands of their pages."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import hf_models
+from tests.conftest import ROOT, clean_env, losses, start_train
+from tests.unit.templates import GENERATION, write_tokenizer
+
+# What the pages' configurations are made small with; the rest of them stays as it is shipped.
+SMALL = """
+base = "{shipped}"
+[train]
+max_steps = 4
+seq_len = 256
+global_batch = {batch}
+compile = false
+dtype = "fp32"
+[optimizer]
+lr = 1e-3
+[schedule]
+name = "constant"
+warmup_steps = 0
+[checkpoint]
+interval = 0
+[eval]
+interval = 4
+[metrics]
+log_interval = 1
+"""
+
+
+def commands(page: str) -> list[str]:
+    return re.findall(r"^    (python .*)$", (ROOT / page).read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which all commands of both pages have run."""
+    path = tmp_path_factory.mktemp("work")
+    shape = {"vocab_size": 265, "max_position_embeddings": 256}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in shape.items():
+            patch.setitem(hf_models.COMMON, key, value)
+        hf_models.make("llama2", path / "models/llama")
+    write_tokenizer(path / "models/llama", GENERATION)
+    chats, pairs = [], []
+    for i in range(1, 61):
+        asked, right, wrong = f"{i} plus {i}", f"It is {2 * i}.", "Sorry, no."
+        turn = [{"role": "user", "content": asked}, {"role": "assistant", "content": right}]
+        chats.append({"messages": turn})
+        pairs.append({"prompt": asked, "chosen": right, "rejected": wrong})
+    for name, rows in (("chats", chats), ("pairs", pairs)):
+        (path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (path / "scripts").symlink_to(ROOT / "scripts")
+    (path / "configs/train").mkdir(parents=True)
+    for name, batch in (("sft", 2), ("dpo", 4)):
+        text = SMALL.format(shipped=ROOT / f"configs/train/{name}.toml", batch=batch)
+        if name == "dpo":
+            text += '[model]\ninit_from = "runs/sft@4"\n'
+        (path / f"configs/train/{name}.toml").write_text(text)
+    script = ["set -e", f'PATH="{Path(sys.executable).parent}:$PATH"']
+    script += [*commands("docs/fine-tune.md"), *commands("docs/align.md")]
+    assert len(script) == 7
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=path, env=clean_env(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_commands_of_the_pages(work: Path) -> None:
+    sft = losses(work / "runs/sft")
+    assert sft[4] < sft[1] - 0.5
+    first, *_, last = lines(work / "runs/sft")
+    assert 0 < first["loss_tokens"] < 512 and last["val_tokens"] > 0
+    assert first["packing"]["chat"]["filled"] > 0.8 and not first["packing"]["chat"]["too_long"]
+    first, *_, last = lines(work / "runs/dpo")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference
+    assert first["pairs"] > 4 and first["margin"] == pytest.approx(0, abs=1e-6)
+    assert losses(work / "runs/dpo")[4] < 0.68 and last["val_loss"] < 0.68
+    rewards = losses(work / "runs/reward")
+    assert rewards[4] < rewards[1]
+
+
+def test_dpo_resumes_with_its_first_reference_on_other_ranks(work: Path) -> None:
+    """Two ranks, and one that goes on, have the losses of one unbroken run."""
+
+    def train(*words: str, nproc: int) -> str:
+        process = start_train(*words, nproc=nproc, PYTHONPATH=str(ROOT / "src"))
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
+        return out
+
+    words = [f"{work}/configs/train/dpo.toml", f"--run.dir={work / 'runs/broken'}"]
+    words += [f"--model.init_from={work / 'runs/sft'}@4", "--eval.interval=0"]
+    words += [f"--data.dataset_path={work / 'data/preferences'}", "--train.micro_batch=1"]
+    out = train(*words, "--train.max_steps=2", nproc=2)
+    assert "the reference starts from the weights of" in out
+    train(*words, nproc=1)
+    broken, unbroken = losses(work / "runs/broken"), losses(work / "runs/dpo")
+    assert broken == pytest.approx(unbroken, abs=1e-5)
+
+
+def test_what_does_not_fit_is_refused(work: Path) -> None:
+    def problems(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "scripts/train.py", *words, "--check"],
+            cwd=work, env=clean_env(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stdout + done.stderr
+        return done.stderr
+
+    dpo = ("configs/train/dpo.toml", "--run.dir=runs/other")
+    text = problems(*dpo, "--model.init_from=runs/sft", "--data.dataset_path=data/chat")
+    assert "name its step, such as runs/sft@4" in text
+    assert "data/chat: holds data of the kind chat; preference.loss needs" in text
+    text = problems("configs/train/sft.toml", "--data.dataset_path=data/preferences")
+    assert "give --preference.loss=dpo or reward" in text
+    assert "needs the model to start from" in problems(*dpo, "--model.init_from=none")
