@@ -81,9 +81,8 @@ class StreamedDocuments:
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         top = os.path.expanduser(self._path)
-        found = sorted(
-            glob.glob(f"{top}/state.json" if os.path.isdir(top) else top, recursive=True)
-        )
+        files = f"{top}/state.json" if os.path.isdir(top) else top
+        found = sorted(glob.glob(files, recursive=True))
         sizes = [f"{os.path.basename(path)}: {os.path.getsize(path)} bytes" for path in found]
         return {
             "files": sizes or [self._path],
