@@ -89,7 +89,7 @@ def test_each_source_has_its_share_and_its_loss(unbroken: Path) -> None:
 
 def test_a_mixture_resumes_at_another_world_size(mix: Path, unbroken: Path, tmp_path: Path) -> None:
     """The same samples in the same steps, over phases and limits, whoever reads them."""
-    for steps, nproc in ((3, 1), (7, 4), (8, 2)):
+    for steps, nproc in ((3, 4), (8, 2)):
         run(mix, tmp_path, f"--train.max_steps={steps}", nproc=nproc)
     assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-5)
     ours, theirs = ([line["sources"] for line in lines(x)] for x in (tmp_path, unbroken))
