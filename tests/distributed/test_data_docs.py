@@ -66,7 +66,7 @@ def test_the_commands_for_several_data_sets_do_what_the_page_says(folder: Path) 
     assert steps[31]["lr"] < 0.4 * steps[30]["lr"]
     # Resumed by two processes, with the documents apart.
     more = ["--train.max_steps=42", "--data.document_mask", f"--run.dir={folder / 'runs/mix'}"]
-    paths = (folder / "mix.toml").read_text().replace('path = "', f'path = "{folder}/')
+    paths = (folder / "mix.toml").read_text().replace('\npath = "', f'\npath = "{folder}/')
     (folder / "there.toml").write_text(paths.replace("configs/", f"{ROOT}/configs/"))
     process = start_train(str(folder / "there.toml"), *SMALL, *more, nproc=2)
     out, err = process.communicate(timeout=120)

@@ -17,13 +17,20 @@ FIRST = {"web": 10, "code": 100, "talk": 200}  # the tokens of each source are f
 
 @pytest.fixture(scope="module")
 def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three data sets and a configuration: two phases, and a limit that is reached in the first."""
+    """Three data sets, one of them streamed, and a configuration: two phases, and a limit that is
+    reached in the first."""
+    pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("mix")
     random = np.random.default_rng(0)
     for name, first in FIRST.items():
-        (folder / name).mkdir()
         tokens = random.integers(first, first + 50, 32 * 12 + 1).astype(np.uint16)
         tokens[::40] = 256
+        if name == "talk":
+            documents = np.split(tokens, range(1, len(tokens), 40))
+            lines = [json.dumps({"input_ids": part.tolist()}) for part in documents]
+            (folder / "talk.jsonl").write_text("\n".join(lines))
+            continue
+        (folder / name).mkdir()
         np.save(folder / name / "0.npy", tokens)
         shards = [Shard("0.npy", len(tokens), 0, 256)]
         about = {"name": "bytes", "kind": "bytes", "hash": ""}
@@ -32,7 +39,7 @@ def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tables = "".join(
         f'[[data.sources]]\npath = "{folder / name}"\nweight = {weight}\n{more}'
         for name, weight, more in (
-            ("web", 5, ""), ("code", 3, "max_epochs = 1\n"), ("talk", 2, "")
+            ("web", 5, ""), ("code", 3, "max_epochs = 1\n"), ("talk.jsonl", 2, 'name = "talk"\n')
         )
     )  # fmt: skip
     phase = "[[data.phases]]\nstart_step = 6\nweights = [0, 0, 1]\nlr_scale = 0.5\n"
@@ -70,12 +77,10 @@ def test_each_source_has_its_share_and_its_loss(unbroken: Path) -> None:
         assert mean == pytest.approx(line["loss"], rel=1e-5)
         # The first token of each document is no target.
         assert 8 * 32 * 38 / 40 - 8 < total < 8 * 32
-    epochs = {name: [line["sources"][name]["epochs"] * 12 for line in found] for name in FIRST}
+    epochs = {x: [line["sources"][x]["epochs"] * 12 for line in found] for x in ("web", "code")}
     assert epochs["code"][4:] == [12.0] * 4  # once, at 3 in 10
-    assert (
-        epochs["web"][1] == pytest.approx(8, abs=1) and epochs["web"][5:] == [epochs["web"][5]] * 3
-    )
-    assert epochs["talk"][7] - epochs["talk"][5] == pytest.approx(16, abs=0.01)
+    assert epochs["web"][1] == pytest.approx(8, abs=1) and len(set(epochs["web"][5:])) == 1
+    assert found[7]["sources"]["talk"]["tokens"] > 8 * 32 * 38 / 40 - 8
     assert found[5]["sources"]["talk"]["loss"] and found[6]["sources"]["web"]["loss"] is None
     assert [line["lr"] for line in found] == [2e-3 * (k + 1) / 5 for k in range(5)] + [2e-3] + [
         1e-3
@@ -84,7 +89,7 @@ def test_each_source_has_its_share_and_its_loss(unbroken: Path) -> None:
 
 def test_a_mixture_resumes_at_another_world_size(mix: Path, unbroken: Path, tmp_path: Path) -> None:
     """The same samples in the same steps, over phases and limits, whoever reads them."""
-    for steps, nproc in ((3, 1), (7, 4), (8, 2)):
+    for steps, nproc in ((3, 4), (8, 2)):
         run(mix, tmp_path, f"--train.max_steps={steps}", nproc=nproc)
     assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-5)
     ours, theirs = ([line["sources"] for line in lines(x)] for x in (tmp_path, unbroken))

@@ -116,7 +116,7 @@ class MappedTokens(TokenStream):
         starts = []
         for begin, chunk in zip(self._starts, self._chunks, strict=False):
             offsets = chunk.offsets.to_numpy()
-            starts.append(begin + offsets[:-1].astype(np.int64) - offsets[0])
+            starts.append(begin + offsets[:-1].astype(np.int64))
         return np.concatenate(starts)
 
     def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:

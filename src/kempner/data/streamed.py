@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,10 +80,12 @@ class StreamedDocuments:
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        top = Path(self._path).expanduser()
-        found = [top / "state.json"] if top.is_dir() else sorted(top.parent.glob(top.name))
+        top = os.path.expanduser(self._path)
+        files = f"{top}/state.json" if os.path.isdir(top) else top
+        found = sorted(glob.glob(files, recursive=True))
+        sizes = [f"{os.path.basename(path)}: {os.path.getsize(path)} bytes" for path in found]
         return {
-            "files": [f"{path.name}: {path.stat().st_size} bytes" for path in found],
+            "files": sizes or [self._path],
             "column": self._column,
             "tokenizer": self._tokenizer.describe()["hash"] if self._tokenizer else "",
         }
