@@ -101,15 +101,16 @@ def load_config(
 
 
 def complete_model(given: Values, run_dir: str) -> list[str]:
-    """The rest of [model] from what model.init_from names. A key that contradicts it is a problem;
-    the maximum length and the initial weights' deviation are no part of the weights."""
+    """The rest of [model] from what model.init_from names, or the run that is forked in its place.
+    A key that contradicts it is a problem; the maximum length and the initial weights' deviation
+    are no part of the weights."""
     model = given["model"]
     if (source := model.get("init_from")) is None:
         return []
     run = Path(given["run"].get("dir") or run_dir)
     try:
         shape = begun(run, Path(given["checkpoint"].get("dir") or run / "checkpoints"), source)
-        shape = shape or find(source).model()
+        shape = shape or find(given["run"].get("fork") or source).model()
     except ConfigError as error:
         return [f"model.init_from: {problem}" for problem in error.problems]
     fixed = shape.keys() - {"max_seq_len", "init_std"}
@@ -181,7 +182,8 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
     found = []
     source = cfg.model.init_from
     dpo = cfg.preference.loss == "dpo"  # it reads its reference at every start
-    if source is not None and rank == 0 and (dpo or not commit.complete(cfg.checkpoint_dir)):
+    begins = not cfg.run.fork and not commit.complete(cfg.checkpoint_dir)
+    if source is not None and rank == 0 and (dpo or begins):
         try:
             check_source(find(source, pinned=dpo), cfg.model)
         except ConfigError as error:

@@ -119,9 +119,12 @@ def resume(cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointe
 def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress:
     """Load the checkpoint that run.fork names, and save it as the first one of this run."""
     from kempner.checkpoint.choose import differences
+    from kempner.hf.source import FOLDER, carry, run_of
 
     names = ("model", "optim") if cfg.run.fork_optimizer == "keep" else ("model",)
-    _, manifest, table = checkpointer.load_from(cfg.run.fork, names)
+    path, manifest, table = checkpointer.load_from(cfg.run.fork, names)
+    if run.world.rank == 0 and (beside := run_of(path) / FOLDER).is_dir():
+        carry(beside, run.dir / FOLDER)
     kept = "optim" in names and any(name.startswith("optim.") for name in table)
     lineage = generation(cfg.run.fork, manifest, "keep" if kept else "fresh")
     # With the same samples in the same order the fork goes on where the other run was.

@@ -70,6 +70,9 @@ def test_a_run_starts_from_another_and_needs_it_no_more(words: list[str], tmp_pa
     shutil.rmtree(first)
     assert "continues after step 2" in trained(*words)
     assert find(str(second)).model()["max_seq_len"] == 48
+    third = tmp_path / "third"
+    trained(*words, f"--run.dir={third}", f"--run.fork={second}", "--train.max_steps=1")
+    assert (third / "hf/config.json").is_file()  # an export of the fork has it, too
     # What it started from is part of what it is.
     process = start_train(*words, f"--model.init_from={second}")
     _, err = process.communicate(timeout=120)

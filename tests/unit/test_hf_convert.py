@@ -13,9 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kempner.checkpoint import commit
+from kempner.checkpoint.choose import check
+from kempner.checkpoint.layout import Layout, StoredTensor, own_box
 from kempner.checkpoint.reader import read_tensors, verify
+from kempner.config.option import ConfigError
 from kempner.hf import exporting, importing
+from kempner.hf.families import tensor_names
+from kempner.hf.load import fill, load_weights
 from kempner.hf.source import find
+from kempner.model.config import ModelConfig
+from kempner.model.decoder import Decoder
 from tests.hf_models import FAMILIES, convert, load_quietly, make, ours, theirs
 
 
@@ -94,6 +101,15 @@ def test_in_many_files(
     load_quietly(tmp_path / "out")
 
 
+def test_a_part_is_not_overwritten_while_it_is_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "READ_BYTES", 6000)
+    reader = exporting._Reader(find(str(run)).path, ["embed.weight", "norm.weight"], torch.float32)
+    first, second = (part.data_ptr() for part in reader.parts(["embed.weight", "norm.weight"]))
+    assert first != second
+
+
 def test_what_is_beside_the_weights_goes_along(model: Path, run: Path, tmp_path: Path) -> None:
     convert("export", run, tmp_path / "out", "--dtype=fp32")
     names = {file.name for file in (tmp_path / "out").iterdir()}
@@ -107,6 +123,44 @@ def test_what_is_beside_the_weights_goes_along(model: Path, run: Path, tmp_path:
     assert {t.dtype for t in tensors(tmp_path / "out").values()} == {torch.float32}
     mode = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
     assert len(mode) == 1  # others may read the weights, too, if they may read the rest
+
+
+def test_the_weights_are_cast_to_the_model(model: Path, run: Path) -> None:
+    """The reference of DPO computes in bf16, from a directory or from a run in fp32."""
+    for path in (model, run):
+        source = find(str(path))
+        cfg = ModelConfig(**source.model())
+        decoder = Decoder(cfg).bfloat16()
+        load_weights(decoder, cfg, source)
+        got = dict(decoder.named_parameters())
+        for name, other in tensor_names(cfg, "qwen3").items():
+            assert torch.equal(got[name], tensors(model)[other]), name
+
+
+def test_a_rank_reads_its_rows_alone() -> None:
+    """Of 10 rows in 4 parts the last one has one row."""
+    asked = []
+
+    class Slice:
+        def __getitem__(self, rows: Any) -> torch.Tensor:
+            asked.append(rows)
+            return torch.arange(30.0).view(10, 3)[rows]
+
+    class Fake:
+        def slice(self, name: str) -> Slice:
+            return Slice()
+
+    stored = StoredTensor(torch.Size((10, 3)), torch.float32, Layout((4,), (0,)), 0)
+    target = torch.empty(1, 3)
+    fill(target, Fake(), "x", own_box(stored, 3))  # type: ignore[arg-type]
+    assert asked == [(slice(9, 10), slice(0, 3))] and target.tolist() == [[27.0, 28.0, 29.0]]
+
+
+def test_an_imported_model_is_no_run_to_continue(run: Path) -> None:
+    path = find(str(run)).path
+    manifest = commit.read_manifest(path)
+    with pytest.raises(ConfigError, match=r"was imported from .*--model\.init_from=THIS_RUN"):
+        check(path, manifest, {"run": manifest["run"], "fixed": {}})
 
 
 def test_check_says_what_it_is(model: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from kempner.data.tokenizer import train_bpe
+from kempner.hf.source import find
 from tests.conftest import ROOT, clean_env
 from tests.hf_models import load_quietly, make, ours, theirs
 
@@ -158,6 +159,19 @@ def test_what_is_not_there_is_said_with_the_fix(hub: dict[str, str], tmp_path: P
     assert done.stderr.count("\n") == 1, done.stderr
     assert "me/tiny: not in the cache of the hub" in done.stderr
     assert "python scripts/convert.py prefetch me/tiny" in done.stderr
+
+
+def test_the_trainer_asks_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(repo: str, *, local_files_only: bool, **_: Any) -> str:
+        asked.append((repo, local_files_only))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    find("me/tiny")
+    find("me/tiny@v1", download=True)
+    assert asked == [("me/tiny", True), ("me/tiny", False)]
 
 
 def test_pushed(hub: dict[str, str], tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ SKIP = "skip.json"  # beside `latest`: samples that the run leaves out since it 
 
 # A manifest states under "fixed" what gives its weights and its position their meaning. These facts
 # may differ in the run that loads it; all others never may, such as the shapes of the weights.
-MAY_CHANGE = ("model.init_*",)  # it has no effect once there are weights
+MAY_CHANGE = ("model.init_std",)  # it has no effect once there are weights
 MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
     *MAY_CHANGE,
+    "model.init_from",
     "data.*",
     "train.seq_len",
     "model.max_seq_len",  # longer contexts: no weight depends on these

@@ -7,6 +7,7 @@ import ctypes
 from mmap import MADV_WILLNEED, PAGESIZE
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -14,8 +15,7 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.layout import Box, make_table, own_box
 from kempner.checkpoint.ranks import Ranks
-from kempner.checkpoint.reader import read_table, read_wanted
-from kempner.checkpoint.state import ModelState, targets
+from kempner.checkpoint.reader import Want, read_table, read_wanted
 from kempner.checkpoint.writer import local
 from kempner.config.option import ConfigError
 from kempner.hf.families import tensor_names
@@ -50,29 +50,35 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
     return f"starts from the weights of {source.name} ({source.path})"
 
 
+@torch.no_grad()
 def load_weights(
     model: nn.Module, cfg: ModelConfig, source: Source, rank: int = 0, world: int = 1
 ) -> None:
-    """Fill this rank's part of every parameter.
+    """Fill this rank's part of every parameter, cast to its dtype.
 
     Raises ConfigError when a tensor is missing, superfluous or of another shape, Damaged when a
     checkpoint is damaged.
     """
+    parameters: dict[str, Tensor] = dict(parameter_names(model))
+    here = make_table(parameters, {}, world)
+    boxes = {name: own_box(here[name], rank) for name in parameters}
     if source.is_checkpoint:
         manifest = commit.read_manifest(source.path)
         table = read_table(source.path, manifest)
-        writers = manifest["world_size"]
-        wants = targets({"model": ModelState(model)}, table, writers, rank, world)
-        read_wanted(source.path, manifest, table, wants, near=rank % writers)
+        wants = []
+        for name, parameter in parameters.items():
+            key = f"model.{name}"
+            if key not in table or table[key].shape != parameter.shape:
+                raise ConfigError(f"{source.path}: has no {key} of shape {[*parameter.shape]}")
+            wants.append(Want(key, key, local(parameter), boxes[name]))
+        read_wanted(source.path, manifest, table, wants, near=rank % manifest["world_size"])
         return
     if rank == 0:
         check_directory(source.path, cfg)
-    parameters: dict[str, Tensor] = dict(parameter_names(model))
-    table = make_table(parameters, {}, world)
     names = tensor_names(cfg, read_config(source.path)["model_type"])
     with Stored(source.path, "pt") as stored:
         for name, parameter in parameters.items():
-            fill(local(parameter), stored, names[name], own_box(table[name], rank))
+            fill(local(parameter), stored, names[name], boxes[name])
 
 
 def fill(target: Tensor, stored: Stored, name: str, box: Box) -> None:
