@@ -212,14 +212,15 @@ def test_wandb_online(run: Path) -> None:
         env = {
             "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
             "WANDB_API_KEY": "0" * 40,
-            "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "0.5",
             "PYTHONPATH": str(ROOT / "src"),
         }
-        process = follow(run, **env)
-        wait_until(lambda: len(server.history) == 5)
+        by_hand(run, **env)
+        assert len(server.history) == 5
         append(run, lines(6, 7))
-        process.kill()
-        process.communicate()
+        process = follow(run, **env)
+        wait_until(lambda: len(list(run.glob("wandb/run-*/run-*.wandb"))) == 2)
+        process.kill()  # while it has rows that are not sent: it sends some every 15 s
+        process.wait()
         append(run, lines(6, 7, 8, loss=100, attempt=1))
         by_hand(run, **env)
         assert [(row["step"], row["_step"]) for row in server.rows] == [
