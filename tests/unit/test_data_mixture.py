@@ -14,6 +14,7 @@ from kempner.config.loading import load
 from kempner.config.option import ConfigError
 from kempner.configure import check_inputs
 from kempner.data.mixture import Ingredient, Mixture, Phase
+from kempner.data.opening import mixture_of
 from kempner.data.permute import shuffled
 from kempner.data.sidecar import DataError
 from kempner.progress import Progress, open_data
@@ -142,6 +143,20 @@ def test_bad_mixtures_are_refused_before_any_work(words: list[str], tmp_path: Pa
         with pytest.raises(ConfigError) as caught:
             raise ConfigError(check_inputs(load(RunConfig, [], [*words, word]), 0))
         assert said in str(caught.value)
+
+
+def test_weights_are_sizes_unless_given_and_a_temperature_evens_them_out(tmp_path: Path) -> None:
+    facts = {
+        "sources": [
+            {"name": name, "size": size, "weight": None, "max_epochs": None, "ordered": False}
+            for name, size in (("web", 900), ("code", 100))
+        ],
+        "phases": [{"weights": ()}, {"weights": (1.0, 16.0)}],
+    }
+    for temperature, shares in ((1.0, (0.1, 16 / 17)), (2.0, (0.25, 0.8))):
+        mixed = mixture_of({**facts, "temperature": temperature}, [40, 50])
+        code = [mixed.segment(n).shares[1] for n in (0, 45, 50)]
+        assert code == pytest.approx([shares[0], *shares])
 
 
 def test_sources_of_another_tokenizer_are_refused(words: list[str], tmp_path: Path) -> None:
