@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import kempner.load
+from kempner import load_model
 from kempner.checkpoint import commit
 from kempner.data.dataset import TokenDataset
 from kempner.data.loader import val_batches
@@ -22,6 +24,7 @@ from tests.conftest import ROOT, TINY, clean_env, start_train
 
 SCRIPT = ROOT / "scripts/generate.py"
 SEQ_LEN = 32  # of TINY
+NEWLINE = "\n"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,7 @@ def test_the_model_is_that_of_the_run(generate: ModuleType, run: Path, data_dir:
     data = TokenDataset.open(data_dir, "val", SEQ_LEN, 257)
     for step in (15, 30):
         path = run / "checkpoints" / commit.name_of(step)
-        model = generate.load_model(path, commit.read_manifest(path), torch.device("cpu"))
+        model, _ = load_model(str(path))
         total = count = 0.0
         for batch in val_batches(data, samples=32, micro=8, rank=0, world=1):
             total += float(model(batch.inputs, batch.targets))
@@ -120,14 +123,10 @@ def test_the_model_sees_the_end_of_a_long_prompt(text: Any, run: Path) -> None:
     assert long == "x" * 500 + short
 
 
-def test_it_ends_with_the_document(generate: ModuleType, run: Path) -> None:
-    path = run / "checkpoints/latest"
-    model = generate.load_model(path, commit.read_manifest(path), torch.device("cpu"))
-    tokenizer = generate.load_tokenizer(run)
-    options = generate.parse([str(run), "--temperature=0", "--max-tokens=3"])
-    first, *_ = generate.sample(model, tokenizer, [65], 1, options)
-    tokenizer.eod = first  # now the likeliest token ends the document
-    assert generate.sample(model, tokenizer, [65], 1, options) == []
+def test_it_ends_with_the_document(text: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = text(run, "--prompt=A", "--temperature=0", "--max-tokens=1")[1]
+    monkeypatch.setattr("kempner.load.end_tokens", lambda directory: [ord(first)])
+    assert text(run, "--prompt=A", "--temperature=0", "--max-tokens=9") == "A\n"
 
 
 def test_a_run_that_was_moved(text: Any, run: Path, tmp_path: Path) -> None:
@@ -139,18 +138,50 @@ def test_a_run_that_was_moved(text: Any, run: Path, tmp_path: Path) -> None:
 
 
 def test_retention_leaves_what_is_being_read(
-    generate: ModuleType, text: Any, run: Path, monkeypatch: pytest.MonkeyPatch
+    text: Any, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = []
-    load_model = generate.load_model
+    read_model = kempner.load.read_model
 
-    def load(path: Path, *args: Any) -> Any:
+    def read(path: Path, *args: Any) -> Any:
         held.append(commit.is_read(path))
-        return load_model(path, *args)
+        return read_model(path, *args)
 
-    monkeypatch.setattr(generate, "load_model", load)
+    monkeypatch.setattr(kempner.load, "read_model", read)
     text(run, "--max-tokens=1")
     assert held == [True]
+
+
+def test_several_prompts(text: Any, run: Path, tmp_path: Path) -> None:
+    """Each gets the text that it gets alone, whatever shares its batch, and waits for room."""
+    prompts = ["def f(", "import", "class Reader(Protocol):", "# ", "x"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    args = ("--temperature=0", "--max-tokens=40")
+    alone = [text(run, "--prompt", prompt, *args) for prompt in prompts]
+    lines = [f"{one.removesuffix(NEWLINE)}\n--- {n} of 5\n" for n, one in enumerate(alone, 1)]
+    for batch in (1, 2, 16):
+        given = text(run, "--prompts", tmp_path / "prompts.txt", f"--batch={batch}", *args)
+        assert given == "".join(lines)
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    sampled = text(run, *words, "--seed=3")
+    assert text(run, *words, "--seed=3", "--batch=2") == sampled
+
+
+def test_a_text_ends_before_a_stop_string(text: Any, run: Path) -> None:
+    args = ("--prompt=def ", "--temperature=0", "--max-tokens=60")
+    whole = text(run, *args)
+    stop = whole[14:17]
+    assert text(run, *args, "--stop", stop) == whole[: whole.index(stop, 4)] + "\n"
+    assert text(run, *args, "--stop", "\x00", "--stop", stop + "\x00") == whole
+
+
+def test_a_text_is_printed_as_it_comes(run: Path) -> None:
+    """The first piece is out while a long text is generated."""
+    command = [sys.executable, "-u", SCRIPT, run, "--prompt", "def ", "--max-tokens", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env()) as process:
+        assert process.stdout is not None
+        assert len(process.stdout.read(8)) == 8 and process.poll() is None
+        process.kill()
 
 
 def damage(path: Path) -> None:
@@ -187,9 +218,20 @@ def test_bad_input(
 
 
 @pytest.mark.parametrize(
-    "word", ["--max-tokens=0", "--temperature=-1", "--temperature=nan", "--top-k=0"]
+    "word",
+    [
+        "--max-tokens=0",
+        "--temperature=-1",
+        "--temperature=nan",
+        "--top-k=0",
+        "--top-p=0",
+        "--min-p=2",
+        "--stop=",
+        "--batch=0",
+        "--prompts=x --prompt=y",
+    ],
 )
 def test_bad_values(generate: ModuleType, run: Path, word: str) -> None:
     with pytest.raises(SystemExit) as exit_:
-        generate.main([str(run), word])
+        generate.main([str(run), *word.split()])
     assert exit_.value.code == 2
