@@ -1,8 +1,8 @@
-"""Generate text from a checkpoint.
+"""Generate text from a run, a checkpoint, or a directory in Hugging Face's form.
 
     python scripts/generate.py runs/quickstart --prompt "def main("
-    python scripts/generate.py runs/7b/checkpoints/step_00001000 --prompt "Once" --temperature 0
-    python scripts/generate.py runs/7b --prompts questions.txt --stop "\\n" --top-p 0.9
+    python scripts/generate.py runs/7b@1000 --prompt "Once" --temperature 0
+    python scripts/generate.py models/llama --prompts questions.txt --top-p 0.9
 
 Prints each prompt and its continuation, one prompt as it is generated; the same --seed gives the
 same text. It can run while the run trains: the checkpoint is locked against deletion. Exit code 0,
@@ -44,7 +44,11 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argument_parser("generate.py", __doc__)
     add = parser.add_argument
-    add("source", type=Path, metavar="RUN", help="directory of a run, or one of its checkpoints")
+    add(
+        "source",
+        metavar="RUN",
+        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
+    )
     add(
         "--prompt",
         action="append",
@@ -132,19 +136,17 @@ def print_texts(loaded: Loaded, prompts: list[str], sampling: Sampling, batch: i
     the number of new tokens."""
     from kempner.generate.engine import Engine, generate
 
-    ids = [[*loaded.begin, *loaded.tokenizer.encode(prompt)] for prompt in prompts]
+    tokenizer, begin, ends = loaded.words
+    # A model without a token to begin with has at least one that ends a text.
+    ids = [[*begin, *tokenizer.encode(prompt)] or [tokenizer.eod] for prompt in prompts]
     if (longest := max(map(len, ids))) > loaded.window:
         note(f"a prompt has {longest} tokens; the model sees the last of {loaded.window} at most")
-    engine = Engine(
-        loaded.model,
-        sampling,
-        loaded.tokenizer.vocab_size,
-        loaded.window,
-        min(batch, len(prompts)),
-    )
+    window = min(loaded.window, longest + sampling.max_tokens)  # memory for no more than that
+    slots = min(batch, len(prompts))
+    engine = Engine(loaded.model, sampling, tokenizer.vocab_size, window, slots)
     count, shown = 0, 0
     texts, done = list(prompts), [False] * len(prompts)  # texts: what is not printed yet
-    for piece in generate(engine, loaded.tokenizer, ids, loaded.ends):
+    for piece in generate(engine, tokenizer, ids, ends):
         count += 1
         texts[piece.prompt] += piece.text
         done[piece.prompt] = piece.done

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `import kempner` must stay cheap: no torch before it is needed
+    from os import PathLike
+
     from kempner.data.tokenizer import Tokenizer
     from kempner.model.decoder import Decoder
 
 
-def load_model(source: str, device: str = "auto") -> tuple[Decoder, Tokenizer]:
-    """A plain nn.Module and its tokenizer from a run directory, a checkpoint or a directory in
-    Hugging Face's form.
+def load_model(source: str | PathLike[str], device: str = "auto") -> tuple[Decoder, Tokenizer]:
+    """A plain nn.Module and its tokenizer, from a run (RUN or RUN@STEP), a checkpoint, or a
+    directory in Hugging Face's form.
 
         model, tokenizer = load_model("runs/quickstart")
         logits = model(torch.tensor([tokenizer.encode("def ")]))  # [1, T, V]
 
     It is in evaluation mode, bf16 on a GPU and fp32 on a CPU; `device`: auto, cpu or cuda.
     """
-    from pathlib import Path
-
     from kempner.load import load
 
-    loaded = load(Path(source), device)
-    return loaded.model, loaded.tokenizer
+    loaded = load(str(source), device)
+    return loaded.model, loaded.words.tokenizer

@@ -1,4 +1,5 @@
-"""A model and its tokenizer from a run directory or a checkpoint, in this one process."""
+"""A model and its tokenizer in this one process: from a run, from a checkpoint, or from a directory
+in Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner.checkpoint import commit
+from kempner.checkpoint.commit import Damaged
 from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR
-from kempner.data.tokenizer import Tokenizer, load_tokenizer
+from kempner.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, need
+from kempner.hf.source import FOLDER, TOKENIZER, Source, held, run_of
 from kempner.model.config import ModelConfig
+from kempner.parallel.config import LoraConfig
 
 if TYPE_CHECKING:
     import torch
@@ -22,81 +26,84 @@ if TYPE_CHECKING:
 GENERATION = "generation_config.json"  # of Hugging Face: which tokens end a text, among others
 
 
-class Loaded(NamedTuple):
-    model: Decoder
+class Words(NamedTuple):
+    """Text for a model."""
+
     tokenizer: Tokenizer
     begin: list[int]  # tokens before each text
     ends: set[int]  # tokens that end one
+
+
+class Loaded(NamedTuple):
+    model: Decoder
+    words: Words
     window: int  # tokens that the model has been trained to see
     about: str  # for messages
 
 
-def load(source: Path, device: str) -> Loaded:
-    """`source`: a run, a directory of checkpoints, or a checkpoint. `device`: auto, cpu or cuda.
+def load(name: str, device: str) -> Loaded:
+    """`name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id of the hub.
+    `device`: auto, cpu or cuda.
 
-    The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves the checkpoint alone while it
-    is read. Raises ConfigError, or ValueError for a damaged checkpoint; each says what to do.
+    The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is
+    read. Raises ConfigError, Damaged or OSError; each says what to do.
     """
-    path = find_checkpoint(source)
-    with commit.reading(path):
-        manifest = commit.read_manifest(path)
-        directory = find_tokenizer(source, path)
-        tokenizer = load_tokenizer(directory)
-        model = read_model(path, manifest, pick_device(device))
-    return Loaded(
-        model,
-        tokenizer,
-        begin=[tokenizer.eod],  # a document begins where one has ended
-        ends={tokenizer.eod, *end_tokens(directory / "hf")},
-        window=min(manifest["fixed"]["train"]["seq_len"], model.cfg.max_seq_len),
-        about=f"step {manifest['step']:,} of {path}",
+    with held(name) as source:
+        place = pick_device(device)
+        if not source.is_checkpoint:
+            cfg = ModelConfig(**source.model())
+            words = words_of_directory(source.path)
+            return Loaded(read_base(source, cfg, place), words, cfg.max_seq_len, str(source.path))
+        manifest = commit.read_manifest(source.path)
+        words = words_of_run(Path(name), source.path)
+        model = read_checkpoint(source, manifest, place)
+    window = min(manifest["fixed"]["train"]["seq_len"], model.cfg.max_seq_len)
+    return Loaded(model, words, window, f"step {manifest['step']:,} of {source.path}")
+
+
+# --- The tokenizer ---
+
+
+def words_of_run(source: Path, checkpoint: Path) -> Words:
+    """Of the run, or of the data that it was made from. A document begins where one has ended."""
+    config = toml.loads((checkpoint / "config.toml").read_text())
+    named = (config["run"]["dir"], config["data"]["dataset_path"])
+    tried = dict.fromkeys(
+        (source, checkpoint.parent.parent, *(Path(path).expanduser() for path in named if path))
     )
-
-
-def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that `source` names: itself, or the best one of a run or of a directory of
-    checkpoints."""
-    if not source.is_dir():
-        raise ConfigError(f"{source}: no such directory; name a run or one of its checkpoints")
-    if (source / commit.MANIFEST).is_file():
-        return source.resolve()
-    root = source / "checkpoints"
-    if not root.is_dir() and (source / "config.toml").is_file():
-        root = Path(read_config(source)["checkpoint"]["dir"])  # checkpoint.dir was set
-    for path in commit.complete(root) or commit.complete(source):
-        if (path / commit.MANIFEST).is_file():
-            return path.resolve()
-    raise ConfigError(
-        f"{source}: contains no complete checkpoint; a run saves one every "
-        "checkpoint.interval steps and at its end"
-    )
-
-
-def find_tokenizer(source: Path, checkpoint: Path) -> Path:
-    """The directory that has the run's tokenizer: the run, or the data that it was made from."""
-    config = read_config(checkpoint)
-    named = (Path(config["run"]["dir"]), Path(config["data"]["dataset_path"]).expanduser())
-    tried = dict.fromkeys((source, checkpoint.parent.parent, *named))
+    carried = run_of(checkpoint) / FOLDER
     for directory in tried:
         if (directory / SIDECAR).is_file():
-            return directory
+            tokenizer = load_tokenizer(directory)
+            return Words(tokenizer, [tokenizer.eod], {tokenizer.eod, *end_tokens(carried)})
+    if (carried / TOKENIZER).is_file():
+        return words_of_directory(carried)
     raise ConfigError(
         f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
         f"copy {SIDECAR} (and tokenizer.json) from the data into the first of them"
     )
 
 
+def words_of_directory(directory: Path) -> Words:
+    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it."""
+    ends = end_tokens(directory)
+    tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0] if ends else None)
+    begin = need("tokenizers").Tokenizer.from_file(str(directory / TOKENIZER)).encode("").ids
+    return Words(tokenizer, begin, {tokenizer.eod, *ends})
+
+
 def end_tokens(directory: Path) -> list[int]:
-    """The ids that generation_config.json names, none without one. A chat model ends its turn with
-    another token than a document."""
-    with contextlib.suppress(FileNotFoundError):
-        ids = json.loads((directory / GENERATION).read_text()).get("eos_token_id") or []
-        return [ids] if isinstance(ids, int) else list(ids)
+    """The ids that generation_config.json or config.json name, none without either. A chat model
+    ends its turn with another token than a document."""
+    for name in (GENERATION, "config.json"):
+        with contextlib.suppress(FileNotFoundError):
+            ids = json.loads((directory / name).read_text()).get("eos_token_id")
+            if ids is not None:
+                return [ids] if isinstance(ids, int) else list(ids)
     return []
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    return toml.loads((directory / "config.toml").read_text())
+# --- The weights ---
 
 
 def pick_device(kind: str) -> torch.device:
@@ -107,27 +114,44 @@ def pick_device(kind: str) -> torch.device:
     return torch.device("cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def read_model(path: Path, manifest: dict[str, Any], device: torch.device) -> Decoder:
-    """The model of a checkpoint. Raises ValueError when the checkpoint is damaged."""
+def read_checkpoint(source: Source, manifest: dict[str, Any], device: torch.device) -> Decoder:
+    """The model of a checkpoint; of one with adapters, the base with these. Raises ConfigError."""
     from kempner.checkpoint.reader import read_into
+    from kempner.hf.adapter import base_of
+    from kempner.parallel.lora import is_adapter
 
-    model = empty_model(ModelConfig(**manifest["fixed"]["model"]), device)
-    try:
-        read_into(path, {f"model.{name}": p for name, p in model.named_parameters()})
-    except ValueError as error:
-        raise ValueError(f"{error}; name an older checkpoint") from None
+    cfg = ModelConfig(**manifest["fixed"]["model"])
+    if (lora := manifest["fixed"].get("lora")) is None:
+        return read_base(source, cfg, device)
+    options = LoraConfig(lora["rank"], lora["alpha"], tuple(lora["targets"]))
+    with base_of(manifest) as base:
+        model = read_base(base, cfg, device, options)
+    named = model.named_parameters()
+    read_into(source.path, {f"model.{name}": p for name, p in named if is_adapter(name)})
     return model
 
 
-def empty_model(cfg: ModelConfig, device: torch.device) -> Decoder:
-    """A model without values, for inference."""
+def read_base(
+    source: Source, cfg: ModelConfig, device: torch.device, lora: LoraConfig | None = None
+) -> Decoder:
+    """The model of a source, for inference; with `lora` its adapters have no values yet. Raises
+    ConfigError."""
     import torch
 
+    from kempner.hf.load import load_weights
     from kempner.model.decoder import Decoder, rope_table
     from kempner.parallel.build import compute_dtype
+    from kempner.parallel.lora import add_adapters
 
+    dtype = compute_dtype("auto", device.type)
     with torch.device("meta"):
-        model = Decoder(cfg).to(compute_dtype("auto", device.type))
+        model = Decoder(cfg).to(dtype)
+    if lora is not None:  # rounds the base, as in the training
+        add_adapters(model, lora)
     model = model.to_empty(device=device).eval().requires_grad_(False)
-    model.rope = rope_table(cfg).to(device)  # it stays fp32
+    try:
+        load_weights(model, cfg, source)
+    except Damaged as error:
+        raise ConfigError(f"{error}; name an older checkpoint") from None
+    model.to(dtype).rope = rope_table(cfg).to(device)  # it stays fp32
     return model

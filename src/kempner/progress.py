@@ -105,15 +105,14 @@ def open_checkpointer(
 
 def resume(cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer) -> Progress:
     """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
-    model.init_from names."""
+    model.init_from names. Checkpoints of adapters need these, too."""
     manifest = checkpointer.load()
-    if manifest is None and cfg.run.fork:
-        return begin_fork(cfg, run, checkpointer)
-    if manifest is None and cfg.model.init_from is not None:
+    forks = manifest is None and bool(cfg.run.fork)
+    if cfg.model.init_from is not None and (cfg.lora.rank or (manifest is None and not forks)):
         from kempner.hf.load import start_from
 
         run.announce(start_from(model, cfg.model, run.dir))
-    return Progress.of(manifest).plan(cfg)
+    return begin_fork(cfg, run, checkpointer) if forks else Progress.of(manifest).plan(cfg)
 
 
 def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress:

@@ -11,7 +11,7 @@ from kempner.data.config import DataConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
-from kempner.parallel.config import DistributedConfig
+from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.resilience.config import ResilienceConfig
 from kempner.trackers.config import TrackersConfig
@@ -97,6 +97,7 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     train: TrainConfig = field(default_factory=TrainConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -123,6 +124,16 @@ class RunConfig:
             found.append(
                 "preference.loss = dpo: needs the model to start from, which is also its "
                 "reference; give model.init_from"
+            )
+        if self.lora.rank and self.model.init_from is None:
+            found.append(
+                f"lora.rank = {self.lora.rank}: adapters need weights to adapt; name them, "
+                "--model.init_from=DIR, or train all weights, --lora.rank=0"
+            )
+        if self.lora.rank and self.preference.loss != "none":
+            found.append(
+                f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
+                f"{self.preference.loss}; train all weights, --lora.rank=0"
             )
         return found
 

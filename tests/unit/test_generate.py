@@ -141,13 +141,13 @@ def test_retention_leaves_what_is_being_read(
     text: Any, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = []
-    read_model = kempner.load.read_model
+    read_base = kempner.load.read_base
 
-    def read(path: Path, *args: Any) -> Any:
-        held.append(commit.is_read(path))
-        return read_model(path, *args)
+    def read(source: Any, *args: Any) -> Any:
+        held.append(commit.is_read(source.path))
+        return read_base(source, *args)
 
-    monkeypatch.setattr(kempner.load, "read_model", read)
+    monkeypatch.setattr(kempner.load, "read_base", read)
     text(run, "--max-tokens=1")
     assert held == [True]
 
@@ -193,7 +193,7 @@ def damage(path: Path) -> None:
     ("change", "words"),
     [
         (shutil.rmtree, "no such directory"),
-        (lambda run: shutil.rmtree(run / "checkpoints"), "no complete checkpoint"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "nor a complete checkpoint"),
         (lambda run: damage(run / "checkpoints/step_00000030"), "name an older checkpoint"),
         (
             lambda run: (run / "checkpoints/latest/tensors.json").unlink(),
