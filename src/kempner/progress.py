@@ -163,7 +163,7 @@ def open_preference(
 
 
 @functools.cache  # for the check of the input, the manifest, and the loaders
-def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], Source | None]:
+def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
     """The sources of the training and, when the run validates, the held-out data. `check` all
     shards, which rank 0 does; otherwise none is opened before it is read. Raises ConfigError."""
     from kempner.data.opening import Opening, open_held_out, open_sources
@@ -174,8 +174,7 @@ def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], Source | None]
     shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut, preferences)
     how = Opening(shape, check, Path(cfg.run.dir, "bookmarks"))
     sources = open_sources(data, how)
-    held_out = open_held_out(data, how) if cfg.eval.interval else None
-    return sources, held_out
+    return sources, open_held_out(data, cfg.eval.sources, how) if cfg.eval.interval else []
 
 
 def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
@@ -191,9 +190,9 @@ def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) 
 
 def open_loaders(
     cfg: RunConfig, layout: Layout, pin: bool, progress: Progress
-) -> tuple[TrainLoader, Callable[[], Iterator[MicroBatch]]]:
-    """This rank's share of the data: the training's loader at its position, and what makes an
-    iterator over the held-out batches."""
+) -> tuple[TrainLoader, Callable[[], dict[str, Iterator[MicroBatch]]]]:
+    """This rank's share of the data: the training's loader at its position, and what makes
+    iterators over the held-out batches, by name of the set."""
     from kempner.data.loader import TrainLoader, val_batches
 
     sources, held_out = open_data(cfg, layout.data_rank == 0)
@@ -212,16 +211,18 @@ def open_loaders(
         skip=progress.skip,
     )
 
-    def held_out_batches() -> Iterator[MicroBatch]:
-        assert held_out is not None
-        return val_batches(
-            held_out,
-            samples=cfg.eval.samples or None,
-            micro=micro,
-            rank=layout.data_rank,
-            world=layout.data_ranks,
-            reset_positions=cfg.data.reset_positions,
-        )
+    def held_out_batches() -> dict[str, Iterator[MicroBatch]]:
+        return {
+            source.name: val_batches(
+                source,
+                samples=cfg.eval.samples or None,
+                micro=micro,
+                rank=layout.data_rank,
+                world=layout.data_ranks,
+                reset_positions=cfg.data.reset_positions,
+            )
+            for source in held_out
+        }
 
     return loader, held_out_batches
 

@@ -95,9 +95,19 @@ class Recorder:
         self.write(record)
         self.run.announce(line(record, self.run.cfg.train.max_steps))
 
-    def validation(self, step: int, loss: float, tokens: int) -> None:
-        self.write({"step": step, "val_loss": loss, "val_tokens": tokens})
-        self.run.announce(f"step {step}  validation loss {loss:.4f} over {tokens:,} tokens")
+    def validation(self, step: int, sets: dict[str, tuple[float, int]]) -> None:
+        """`sets`: loss and tokens of each; val_loss is that of the first."""
+        loss, tokens = next(iter(sets.values()))
+        record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
+        if len(sets) > 1:
+            record["val_sets"] = {
+                name: {"loss": loss if math.isfinite(loss) else None, "tokens": tokens}
+                for name, (loss, tokens) in sets.items()
+            }
+        self.write(record)
+        for name, (loss, tokens) in sets.items():
+            of = f" of {name}" if len(sets) > 1 else ""
+            self.run.announce(f"step {step}  validation loss{of} {loss:.4f} over {tokens:,} tokens")
 
     def write(self, record: dict[str, Any]) -> None:
         """One line; numbers that JSON does not know (a non-finite loss) become null."""

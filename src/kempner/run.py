@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.config.option import ConfigError, option
-from kempner.data.config import DataConfig
+from kempner.config.option import REQUIRED, ConfigError, option
+from kempner.data.config import DataConfig, SourceConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
@@ -87,9 +88,32 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class EvalSetConfig:
+    path: str = option(REQUIRED, "directory of token shards, of which the validation split is used")
+    name: str = option("", "its name in metrics and messages; unset: the last part of path")
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     interval: int = option(0, "steps between validations; 0: never validate", minimum=0)
-    samples: int = option(256, "validation sequences; 0: the whole split", minimum=0)
+    samples: int = option(256, "validation sequences of each set; 0: the whole split", minimum=0)
+    sets: tuple[EvalSetConfig, ...] = option(
+        (),
+        "data sets to validate on, in place of the run's own; [[eval.sets]] in a file; val_loss is "
+        "that of the first",
+    )
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        return tuple(SourceConfig(each.path, each.name) for each in self.sets)
+
+    def problems(self) -> list[str]:
+        names = Counter(source.label for source in self.sources)
+        return [
+            f"eval.sets: {count} have the name {name}; give each a name of its own"
+            for name, count in names.items()
+            if count > 1
+        ]
 
 
 @dataclass(frozen=True)

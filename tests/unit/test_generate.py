@@ -18,8 +18,13 @@ import torch
 import kempner.load
 from kempner import load_model
 from kempner.checkpoint import commit
+from kempner.config.loading import load
+from kempner.config.option import ConfigError
 from kempner.data.dataset import TokenDataset
 from kempner.data.loader import val_batches
+from kempner.data.sidecar import SIDECAR
+from kempner.progress import open_data
+from kempner.run import RunConfig
 from tests.conftest import ROOT, TINY, clean_env, start_train
 
 SCRIPT = ROOT / "scripts/generate.py"
@@ -28,7 +33,16 @@ NEWLINE = "\n"
 
 
 @pytest.fixture(scope="module")
-def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "docs"
+    command = ["scripts/prepare_data.py", "docs", "--out", str(out), "--val-fraction", "0.3"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(data_dir: Path, other_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 30 steps with the checkpoints 15 and 30, and the validation loss of both."""
     path = tmp_path_factory.mktemp("runs") / "tiny run"
     words = [
@@ -38,6 +52,7 @@ def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--optimizer.lr=1e-2",
         "--checkpoint.interval=15",
         "--eval.interval=15",
+        f'--eval.sets=[{{path = "{data_dir}", name = "code"}}, {{path = "{other_data}"}}]',
     ]
     process = start_train(*TINY, *words)
     out, err = process.communicate(timeout=120)
@@ -82,18 +97,40 @@ def test_as_a_user_calls_it(run: Path) -> None:
     assert "Warning" not in done.stderr and "step 30 of" in done.stderr
 
 
-def test_the_model_is_that_of_the_run(generate: ModuleType, run: Path, data_dir: Path) -> None:
+def test_the_model_is_that_of_the_run(run: Path, data_dir: Path, other_data: Path) -> None:
+    """It has the validation losses of the run, on both sets."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    expected = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
-    data = TokenDataset.open(data_dir, "val", SEQ_LEN, 257)
-    for step in (15, 30):
-        path = run / "checkpoints" / commit.name_of(step)
-        model, _ = load_model(str(path))
-        total = count = 0.0
-        for batch in val_batches(data, samples=32, micro=8, rank=0, world=1):
-            total += float(model(batch.inputs, batch.targets))
-            count += float((batch.targets != -100).sum())
-        assert total / count == pytest.approx(expected[step], rel=1e-5)
+    found = {line["step"]: line for line in lines if "val_loss" in line}
+    assert list(found) == [15, 30]
+    for step, line in found.items():
+        model, _ = load_model(run / "checkpoints" / commit.name_of(step))
+        sets = line["val_sets"]
+        assert list(sets) == ["code", "docs"] and line["val_loss"] == sets["code"]["loss"]
+        for name, path in (("code", data_dir), ("docs", other_data)):
+            data = TokenDataset.open(path, "val", SEQ_LEN, 257)
+            total = count = 0.0
+            for batch in val_batches(data, samples=32, micro=8, rank=0, world=1):
+                total += float(model(batch.inputs, batch.targets))
+                count += float((batch.targets != -100).sum())
+            assert sets[name]["loss"] == pytest.approx(total / count, rel=1e-5)
+            assert sets[name]["tokens"] == count
+
+
+def test_wrong_validation_sets_are_refused(data_dir: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(data_dir, tmp_path / "other"))
+    sidecar = json.loads((other / SIDECAR).read_text())
+    sidecar["tokenizer"] |= {"name": "words", "hash": "sha256:1"}
+    (other / SIDECAR).write_text(json.dumps(sidecar))
+    for sets, problem in {
+        f'{{path = "{other}"}}': f"{other}: its tokenizer is words, that of {data_dir} is bytes",
+        f'{{path = "{data_dir}"}}, {{path = "{data_dir}"}}': "2 have the name own; give each a",
+        '{path = "/gone"}': "/gone: no such directory",
+        '{name = "x"}': "eval.sets[0].path: must be given",
+    }.items():
+        words = [f"--data.dataset_path={data_dir}", "--eval.interval=1", f"--eval.sets=[{sets}]"]
+        with pytest.raises(ConfigError) as raised:
+            open_data(load(RunConfig, [], words), check=True)
+        assert problem in str(raised.value)
 
 
 def test_the_seed_decides(text: Any, run: Path) -> None:
