@@ -35,7 +35,8 @@ class Recorder:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         peak = peak_flops(cfg, name)
         self._peak = peak and peak * world_size
-        self._flops = run.cfg.model.flops_per_token(run.cfg.train.seq_len)
+        frozen = run.cfg.lora.rank > 0  # the adapters themselves hardly count
+        self._flops = run.cfg.model.flops_per_token(run.cfg.train.seq_len, frozen)
         about = f"{name}; MFU = tokens/s x {self._flops:.3g} flops/token / " + (
             f"({world_size} x {peak:.3g} flops/s)" if peak else "peak, which is not known for it"
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,17 @@ import torch
 
 from kempner import load_model
 from kempner.checkpoint.reader import read_tensors, stored_tensors
+from kempner.data.tokenizer import train_bpe
 from kempner.hf.adapter import fingerprint
 from kempner.hf.source import find
-from tests.conftest import losses, start_train
+from kempner.loss import cross_entropy
+from kempner.model.decoder import Decoder
+from kempner.parallel.config import LoraConfig
+from kempner.parallel.lora import add_adapters, is_adapter
+from tests.conftest import ROOT, clean_env, losses, start_train
 from tests.distributed.test_bad_input import rejected
 from tests.hf_models import TOKENS, convert, load_quietly, make, theirs
+from tests.unit.test_model import SHAPE
 
 CONFIG = """
 [train]
@@ -116,6 +125,50 @@ def test_peft_and_transformers_give_our_logits(place: Path) -> None:
     torch.testing.assert_close(theirs(adapted), ours, atol=1e-5, rtol=0)
     convert("export", place / "run", place / "merged", "--dtype=fp32")
     torch.testing.assert_close(theirs(load_quietly(place / "merged")), ours, atol=1e-5, rtol=0)
+
+
+def test_the_base_is_frozen_in_bf16_and_costs_no_gradient() -> None:
+    model = Decoder(SHAPE)
+    add_adapters(model, LoraConfig(rank=4))
+    for name, parameter in model.named_parameters():
+        trained = is_adapter(name)
+        assert parameter.requires_grad == trained
+        assert parameter.dtype == (torch.float32 if trained else torch.bfloat16)
+    x, targets = torch.randn(24, 16, requires_grad=True), torch.randint(0, 11, (24,))
+    weight = torch.randn(11, 16)
+    grads = []
+    for learns in (True, False):
+        loss, _ = cross_entropy(x, weight.requires_grad_(learns), targets)
+        needs_weight = loss.grad_fn.saved_tensors[1] is not None  # type: ignore[attr-defined]
+        assert needs_weight == learns
+        grads += torch.autograd.grad(loss, x)
+    assert torch.equal(*grads)
+
+
+def test_the_commands_of_the_document(data_dir: Path, tmp_path: Path) -> None:
+    import peft
+
+    document = (ROOT / "docs/lora.md").read_text()
+    make("smollm", tmp_path / "models/llama", torch.bfloat16)
+    text = (ROOT / "README.md").read_text() * 3
+    (tmp_path / "models/llama/tokenizer.json").write_bytes(train_bpe([text], 260))
+    (tmp_path / "text.md").write_text(text)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    config, code = re.findall(r"```(?:toml|python)\n(.*?)```", document, re.DOTALL)
+    (tmp_path / "lora.toml").write_text(config)
+    commands = re.findall(r"^    (python .*)$", document, re.MULTILINE)
+    assert len(commands) == 4
+    prepare = "python scripts/prepare_data.py text.md --out data/corpus --tokenizer models/llama"
+    path = f'PATH="{Path(sys.executable).parent}:$PATH"'
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(["set -e", path, prepare, *commands])],
+        cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    names: dict[str, peft.PeftModel] = {}
+    exec(code.replace("models/", f"{tmp_path}/models/"), names)
+    merged = theirs(load_quietly(tmp_path / "models/merged").float())
+    torch.testing.assert_close(theirs(names["model"].float().eval()), merged, atol=0.05, rtol=0)
 
 
 def test_wrong_combinations_are_refused(place: Path, data_dir: Path) -> None:

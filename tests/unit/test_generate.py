@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,9 +24,11 @@ from kempner.config.option import ConfigError
 from kempner.data.dataset import TokenDataset
 from kempner.data.loader import val_batches
 from kempner.data.sidecar import SIDECAR
+from kempner.data.tokenizer import train_bpe
 from kempner.progress import open_data
 from kempner.run import RunConfig
 from tests.conftest import ROOT, TINY, clean_env, start_train
+from tests.hf_models import make
 
 SCRIPT = ROOT / "scripts/generate.py"
 SEQ_LEN = 32  # of TINY
@@ -219,6 +222,56 @@ def test_a_text_is_printed_as_it_comes(run: Path) -> None:
         assert process.stdout is not None
         assert len(process.stdout.read(8)) == 8 and process.poll() is None
         process.kill()
+
+
+def test_the_commands_of_the_document(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what a directory in Hugging Face's form continues: the texts of transformers."""
+    import transformers
+
+    document = (ROOT / "docs/generate.md").read_text()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/quickstart").symlink_to(run)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    directory = tmp_path / "models/llama"
+    reference = make("llama3", directory)
+    tokenizer = json.loads(train_bpe([document], 259))
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 259, "content": "<s>"})
+    sequences = [{"Sequence": {"id": id_, "type_id": n}} for n, id_ in enumerate("AB")]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, *sequences[:1]],
+        "pair": sequences,
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [259], "tokens": ["<s>"]}},
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    prompts = ["What is it?", "Why?", "Who has written that long text?"]
+    (tmp_path / "questions.txt").write_text("\n".join(prompts))
+    commands = re.findall(r"^    (python .*)$", document, re.MULTILINE)
+    assert len(commands) == 3
+    commands[1] = commands[1].replace("@250", "@15")
+    commands.append(
+        "python scripts/generate.py models/llama --prompts questions.txt --temperature 0 "
+        "--max-tokens 30"
+    )
+    script = "\n".join(["set -e", f'PATH="{Path(sys.executable).parent}:$PATH"', *commands])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=clean_env(), capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+    for number, prompt in enumerate(prompts, 1):
+        ids = fast(prompt, return_tensors="pt")
+        assert ids["input_ids"][0, 0] == 259
+        expected = reference.generate(**ids, max_new_tokens=30, do_sample=False)[0]
+        text = fast.decode(expected, skip_special_tokens=True)
+        assert f"{text}\n--- {number} of 3\n" in done.stdout
+    (code,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, found := {})
+    assert found["logits"].shape == (1, 9, 257) and not found["logits"].requires_grad
 
 
 def damage(path: Path) -> None:
