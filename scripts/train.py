@@ -145,8 +145,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
             with recorder.clock.part("eval"), watchdog.patient():
-                sets = validate(model, val_batches(), device, stop, preference)
-                recorder.validation(step, sets)
+                recorder.validation(step, validate(model, val_batches(), device, stop, preference))
 
     for late in pending:
         recorder.step(late.read(), loader)
