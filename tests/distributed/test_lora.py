@@ -97,6 +97,12 @@ def test_resumed_equals_unbroken_bit_for_bit(place: Path, data_dir: Path) -> Non
     first, second = (read_tensors(path) for path in paths)
     assert list(first) == list(second)
     assert all(torch.equal(first[name], second[name]) for name in first)
+    # A fork begins with the adapters, and reads the base, too.
+    fork = words(place, data_dir, "fork")
+    train([*fork, f"--run.fork={place / 'run'}@6", "--train.max_steps=1"])
+    begun = read_tensors(place / "fork/checkpoints/step_00000000")
+    assert all(torch.equal(first[name], begun[name]) for name in first if "model." in name)
+    assert losses(place / "fork")[1] < losses(place / "run")[1] - 0.1
 
 
 def test_two_ranks_give_the_losses_of_one(place: Path, data_dir: Path) -> None:
