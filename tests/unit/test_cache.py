@@ -156,7 +156,7 @@ def test_filters_equal_those_of_transformers(sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9)], ids=str)
 def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
     count = 20_000
-    logits = torch.tensor([[2.0, -torch.inf, 0.0, 1.0, -3.0, -torch.inf]])
+    logits = torch.tensor([[-torch.inf, 2.0, 0.0, 1.0, -3.0, -torch.inf]])
     uniform = torch.rand(count, generator=torch.Generator().manual_seed(0))
     uniform[:2] = torch.tensor([0.0, 1 - 2**-24])  # the first and the last that there are
     drawn = Counter(draw(logits.expand(count, -1), sampling, uniform).tolist())
