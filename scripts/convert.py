@@ -71,6 +71,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="SIZE",
         help="of one file (default: 5GB)",
     )
+    sub.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a run with [lora], the adapter alone, in peft's form; else it is merged",
+    )
     sub = command("check", check, "say what a source is, and whether every tensor is accounted for")
     sub.add_argument("source", metavar="SOURCE", help="directory, id of the hub, or RUN[@STEP]")
     sub = command("push", push, "upload a directory to the hub")
@@ -115,13 +120,17 @@ def import_(options: argparse.Namespace) -> None:
 
 
 def export(options: argparse.Namespace) -> None:
+    from kempner.hf.adapter import export_adapter
     from kempner.hf.exporting import export
 
     with held(options.run) as source:
         if not source.is_checkpoint:
             raise ConfigError(f"{options.run}: is in Hugging Face's form already")
         step = commit.read_manifest(source.path)["step"]
-        path = export(source.path, options.out, options.dtype, options.max_shard_size)
+        if options.adapter:
+            path = export_adapter(source.path, options.out)
+        else:
+            path = export(source.path, options.out, options.dtype, options.max_shard_size)
     print(f"{path}: step {step:,} of {options.run}")
 
 

@@ -1,10 +1,12 @@
-"""Generate text from a checkpoint.
+"""Generate text from a run, a checkpoint, or a directory in Hugging Face's form.
 
     python scripts/generate.py runs/quickstart --prompt "def main("
-    python scripts/generate.py runs/7b/checkpoints/step_00001000 --prompt "Once" --temperature 0
+    python scripts/generate.py runs/7b@1000 --prompt "Once" --temperature 0
+    python scripts/generate.py models/llama --prompts questions.txt --top-p 0.9
 
-Prints the prompt and its continuation; the same --seed gives the same text. It can run while the
-run trains: the checkpoint is locked against deletion. Exit code 0, or 2 on bad input.
+Prints each prompt and its continuation, one prompt as it is generated; the same --seed gives the
+same text. It can run while the run trains: the checkpoint is locked against deletion. Exit code 0,
+or 2 on bad input.
 """
 
 from __future__ import annotations
@@ -13,174 +15,149 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kempner.checkpoint import commit
-from kempner.config import toml
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import SIDECAR
-from kempner.data.tokenizer import Tokenizer, load_tokenizer
-from kempner.model.config import ModelConfig
+from kempner.load import Loaded, load
 
 if TYPE_CHECKING:
-    import torch
-
-    from kempner.model.decoder import Decoder
+    from kempner.generate.sampling import Sampling
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
     try:
-        path = find_checkpoint(options.source)
-        with commit.reading(path):
-            manifest = commit.read_manifest(path)
-            tokenizer = load_tokenizer(find_tokenizer(options.source, path))
-            model = load_model(path, manifest, pick_device(options.device))
+        prompts = read_prompts(options)
+        loaded = load(options.source, options.device)
     except (ConfigError, ValueError, OSError) as error:
         print(f"generate: error: {error}", file=sys.stderr)
         return 2
-    prompt = tokenizer.encode(options.prompt)
-    # Rotary positions beyond those of the training are noise to the model.
-    window = min(manifest["fixed"]["train"]["seq_len"], model.cfg.max_seq_len)
-    note(f"step {manifest['step']:,} of {path}, {model.cfg.count_parameters():,} parameters")
-    if len(prompt) >= window:
-        note(f"the prompt has {len(prompt)} tokens; the model only sees the last {window}")
+    note(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters")
     began = time.perf_counter()
-    new = sample(model, tokenizer, prompt, window, options)
+    count = print_texts(loaded, prompts, sampling(options), options.batch)
     seconds = time.perf_counter() - began
-    print(tokenizer.decode([*prompt, *new]))
-    note(f"{len(new)} tokens in {seconds:.1f} s, {len(new) / seconds:,.0f} tokens/s")
+    note(f"{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s")
     return 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argument_parser("generate.py", __doc__)
     add = parser.add_argument
-    add("source", type=Path, metavar="RUN", help="directory of a run, or one of its checkpoints")
-    add("--prompt", default="", help="text to continue (default: start a new document)")
-    add("--max-tokens", type=int, default=200, help="tokens to generate, at most (default: 200)")
+    add(
+        "source",
+        metavar="RUN",
+        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
+    )
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue, also several times (default: start a new document)",
+    )
+    add("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line")
+    add("--max-tokens", type=int, default=200, help="tokens a prompt, at most (default: 200)")
     add(
         "--temperature",
         type=float,
         default=0.8,
         help="sampling temperature; 0: always the most likely token (default: 0.8)",
     )
-    add("--top-k", type=int, help="sample from the K most likely tokens (default: all)")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens that together have probability P",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="leave out tokens with under P times the probability of the most likely one",
+    )
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     add("--seed", type=int, default=0, help="sampling seed (default: 0)")
+    add("--batch", type=int, default=16, help="prompts at a time (default: 16)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
     options = parser.parse_args(argv)
-    if options.max_tokens < 1:
-        parser.error(f"--max-tokens {options.max_tokens}: must be at least 1")
+    check(options, parser)
+    return options
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    for name in ("max_tokens", "top_k", "batch"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if not 0 <= options.temperature < float("inf"):
         parser.error(f"--temperature {options.temperature}: must be finite and at least 0")
-    if options.top_k is not None and options.top_k < 1:
-        parser.error(f"--top-k {options.top_k}: must be at least 1")
-    return options
+    if not 0 < options.top_p <= 1:
+        parser.error(f"--top-p {options.top_p}: must be over 0 and at most 1")
+    if not 0 <= options.min_p <= 1:
+        parser.error(f"--min-p {options.min_p}: must be from 0 to 1")
+    if "" in options.stop:
+        parser.error("--stop: must not be empty")
+    if options.prompt and options.prompts:
+        parser.error("--prompt and --prompts: give one of them")
+
+
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    if options.prompts is None:
+        return options.prompt or [""]
+    prompts: list[str] = options.prompts.read_text().splitlines()
+    if not prompts:
+        raise ConfigError(f"{options.prompts}: is empty; write one prompt a line")
+    return prompts
+
+
+def sampling(options: argparse.Namespace) -> Sampling:
+    from kempner.generate.sampling import Sampling
+
+    return Sampling(
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        options.seed,
+        options.max_tokens,
+        tuple(options.stop),
+    )
 
 
 def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that `source` names: itself, or the best one of a run or of a directory of
-    checkpoints."""
-    if not source.is_dir():
-        raise ConfigError(f"{source}: no such directory; name a run or one of its checkpoints")
-    if (source / commit.MANIFEST).is_file():
-        return source.resolve()
-    root = source / "checkpoints"
-    if not root.is_dir() and (source / "config.toml").is_file():
-        root = Path(read_config(source)["checkpoint"]["dir"])  # checkpoint.dir was set
-    for path in commit.complete(root) or commit.complete(source):
-        if (path / commit.MANIFEST).is_file():
-            return path.resolve()
-    raise ConfigError(
-        f"{source}: contains no complete checkpoint; a run saves one every "
-        "checkpoint.interval steps and at its end"
-    )
+def print_texts(loaded: Loaded, prompts: list[str], sampling: Sampling, batch: int) -> int:
+    """Generate and print; a single text as it comes, several in the order of the prompts. Returns
+    the number of new tokens."""
+    from kempner.generate.engine import Engine, generate
 
-
-def find_tokenizer(source: Path, checkpoint: Path) -> Path:
-    """The directory that has the run's tokenizer: the run, or the data that it was made from."""
-    config = read_config(checkpoint)
-    named = (Path(config["run"]["dir"]), Path(config["data"]["dataset_path"]).expanduser())
-    tried = dict.fromkeys((source, checkpoint.parent.parent, *named))
-    for directory in tried:
-        if (directory / SIDECAR).is_file():
-            return directory
-    raise ConfigError(
-        f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
-        f"copy {SIDECAR} (and tokenizer.json) from the data into the first of them"
-    )
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    return toml.loads((directory / "config.toml").read_text())
-
-
-def pick_device(kind: str) -> torch.device:
-    import torch
-
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: no GPU is visible; give --device cpu")
-    return torch.device("cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def load_model(path: Path, manifest: dict[str, Any], device: torch.device) -> Decoder:
-    """The model of a checkpoint in this one process: bf16 weights on a GPU, fp32 on a CPU.
-
-    Raises ValueError when the checkpoint is damaged.
-    """
-    import torch
-
-    from kempner.checkpoint.reader import read_into
-    from kempner.model.decoder import Decoder, rope_table
-    from kempner.parallel.build import compute_dtype
-
-    cfg = ModelConfig(**manifest["fixed"]["model"])
-    with torch.device("meta"):
-        model = Decoder(cfg).to(compute_dtype("auto", device.type))
-    model = model.to_empty(device=device).eval().requires_grad_(False)
-    model.rope = rope_table(cfg).to(device)  # it stays fp32
-    try:
-        read_into(path, {f"model.{name}": p for name, p in model.named_parameters()})
-    except ValueError as error:
-        raise ValueError(f"{error}; name an older checkpoint") from None
-    return model
-
-
-def sample(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    window: int,
-    options: argparse.Namespace,
-) -> list[int]:
-    """The ids that continue `prompt`, up to the end of the document. Each token costs a forward
-    pass over the window: a key-value cache would pay off for long texts, and double this file."""
-    import torch
-
-    device = model.embed.weight.device
-    generator = torch.Generator(device).manual_seed(options.seed)
-    ids = [tokenizer.eod, *prompt]  # a document begins where one has ended
-    start = len(ids)
-    with torch.inference_mode():
-        while len(ids) < start + options.max_tokens:
-            tokens = torch.tensor([ids[-window:]], device=device)  # [1, T]
-            logits = model(tokens)[0, -1, : tokenizer.vocab_size].float()  # [V]
-            if options.temperature == 0:
-                drawn = logits.argmax()
-            else:
-                if options.top_k is not None and options.top_k < len(logits):
-                    logits[logits < logits.topk(options.top_k).values[-1]] = -torch.inf
-                chances = (logits / options.temperature).softmax(0)
-                drawn = torch.multinomial(chances, 1, generator=generator)
-            if int(drawn) == tokenizer.eod:
+    tokenizer, begin, ends = loaded.words
+    # A model without a token to begin with has at least one that ends a text.
+    ids = [[*begin, *tokenizer.encode(prompt)] or [tokenizer.eod] for prompt in prompts]
+    if (longest := max(map(len, ids))) > loaded.window:
+        note(f"a prompt has {longest} tokens; the model sees the last of {loaded.window} at most")
+    window = min(loaded.window, longest + sampling.max_tokens)  # memory for no more than that
+    slots = min(batch, len(prompts))
+    engine = Engine(loaded.model, sampling, tokenizer.vocab_size, window, slots)
+    count, shown = 0, 0
+    texts, done = list(prompts), [False] * len(prompts)  # texts: what is not printed yet
+    for piece in generate(engine, tokenizer, ids, ends):
+        count += 1
+        texts[piece.prompt] += piece.text
+        done[piece.prompt] = piece.done
+        while shown < len(prompts):
+            print(texts[shown], end="", flush=True)
+            texts[shown] = ""
+            if not done[shown]:
                 break
-            ids.append(int(drawn))
-    return ids[start:]
+            shown += 1
+            print(f"\n--- {shown} of {len(prompts)}" if len(prompts) > 1 else "")
+    return count
 
 
 if __name__ == "__main__":

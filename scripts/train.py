@@ -60,7 +60,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     seed_everything(cfg.train)
     layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
-    model = build_model(cfg.model, layout, cfg.train)
+    model = build_model(cfg.model, layout, cfg.train, cfg.lora)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = open_checkpointer(cfg, run, model, optimizer)
     progress = resume(cfg, run, model, checkpointer)
@@ -145,7 +145,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
             with recorder.clock.part("eval"), watchdog.patient():
-                recorder.validation(step, *validate(model, val_batches(), device, stop, preference))
+                recorder.validation(step, validate(model, val_batches(), device, stop, preference))
 
     for late in pending:
         recorder.step(late.read(), loader)

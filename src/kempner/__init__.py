@@ -1,2 +1,26 @@
 """The library behind scripts/train.py: see ARCHITECTURE.md for the rooms and who may import
 whom."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `import kempner` must stay cheap: no torch before it is needed
+    from os import PathLike
+
+    from kempner.data.tokenizer import Tokenizer
+    from kempner.model.decoder import Decoder
+
+
+def load_model(source: str | PathLike[str], device: str = "auto") -> tuple[Decoder, Tokenizer]:
+    """A plain nn.Module and its tokenizer, from a run (RUN or RUN@STEP), a checkpoint, or a
+    directory in Hugging Face's form.
+
+        model, tokenizer = load_model("runs/quickstart")
+        logits = model(torch.tensor([tokenizer.encode("def ")]))  # [1, T, V]
+
+    It is in evaluation mode, bf16 on a GPU and fp32 on a CPU; `device`: auto, cpu or cuda.
+    """
+    from kempner.load import load
+
+    loaded = load(str(source), device)
+    return loaded.model, loaded.words.tokenizer

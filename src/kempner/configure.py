@@ -181,11 +181,11 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
     start from, the run to be forked, the run directory writable. Creates nothing."""
     found = []
     source = cfg.model.init_from
-    dpo = cfg.preference.loss == "dpo"  # it reads its reference at every start
+    again = cfg.preference.loss == "dpo" or cfg.lora.rank > 0  # every start reads these weights
     begins = not cfg.run.fork and not commit.complete(cfg.checkpoint_dir)
-    if source is not None and rank == 0 and (dpo or begins):
+    if source is not None and rank == 0 and (again or begins):
         try:
-            check_source(find(source, pinned=dpo), cfg.model)
+            check_source(find(source, pinned=again), cfg.model)
         except ConfigError as error:
             found += [f"model.init_from: {problem}" for problem in error.problems]
     try:

@@ -46,7 +46,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = x.new_zeros((), dtype=torch.float32)
         terms = x.new_empty(targets.shape, dtype=torch.float32)
         dx = torch.empty_like(x) if learns else None
-        dw = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        changes = learns and ctx.needs_input_grad[1]  # not where the weight is frozen
+        dw = torch.zeros_like(weight, dtype=torch.float32) if changes else None
         for start in range(0, x.shape[0], rows):
             part, labels = x[start : start + rows], targets[start : start + rows]
             logits = F.linear(part, weight).float()  # [rows, V]
@@ -56,20 +57,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses = torch.where(counts, total - logits.gather(1, known), 0.0)
             loss += losses.sum()
             terms[start : start + rows] = losses.squeeze(1)
-            if dx is None or dw is None:
+            if dx is None:
                 continue
             d = logits.sub_(total).exp_()  # softmax
             d.scatter_add_(1, known, torch.full_like(total, -1.0))
             d = torch.where(counts, d, 0.0).to(x.dtype)  # not a product: 0 times infinity is NaN
             dx[start : start + rows] = d @ weight
-            dw += d.t() @ part
+            if dw is not None:
+                dw += d.t() @ part
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(terms)
         return loss, terms
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         dx, dw = ctx.saved_tensors
         # In fp32: a scale that is rounded to bf16 makes every gradient wrong by the same 0.4 %.
-        return (dx.float() * scale).to(dx.dtype), (dw * scale).to(ctx.weight_dtype), None, None
+        dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
+        return (dx.float() * scale).to(dx.dtype), dw, None, None

@@ -105,15 +105,14 @@ def open_checkpointer(
 
 def resume(cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer) -> Progress:
     """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
-    model.init_from names."""
+    model.init_from names. Checkpoints of adapters need these, too."""
     manifest = checkpointer.load()
-    if manifest is None and cfg.run.fork:
-        return begin_fork(cfg, run, checkpointer)
-    if manifest is None and cfg.model.init_from is not None:
+    forks = manifest is None and bool(cfg.run.fork)
+    if cfg.model.init_from is not None and (cfg.lora.rank or (manifest is None and not forks)):
         from kempner.hf.load import start_from
 
         run.announce(start_from(model, cfg.model, run.dir))
-    return Progress.of(manifest).plan(cfg)
+    return begin_fork(cfg, run, checkpointer) if forks else Progress.of(manifest).plan(cfg)
 
 
 def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress:
@@ -164,7 +163,7 @@ def open_preference(
 
 
 @functools.cache  # for the check of the input, the manifest, and the loaders
-def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], Source | None]:
+def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
     """The sources of the training and, when the run validates, the held-out data. `check` all
     shards, which rank 0 does; otherwise none is opened before it is read. Raises ConfigError."""
     from kempner.data.opening import Opening, open_held_out, open_sources
@@ -175,8 +174,7 @@ def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], Source | None]
     shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut, preferences)
     how = Opening(shape, check, Path(cfg.run.dir, "bookmarks"))
     sources = open_sources(data, how)
-    held_out = open_held_out(data, how) if cfg.eval.interval else None
-    return sources, held_out
+    return sources, open_held_out(data, cfg.eval.sources, how) if cfg.eval.interval else []
 
 
 def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
@@ -192,9 +190,9 @@ def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) 
 
 def open_loaders(
     cfg: RunConfig, layout: Layout, pin: bool, progress: Progress
-) -> tuple[TrainLoader, Callable[[], Iterator[MicroBatch]]]:
-    """This rank's share of the data: the training's loader at its position, and what makes an
-    iterator over the held-out batches."""
+) -> tuple[TrainLoader, Callable[[], dict[str, Iterator[MicroBatch]]]]:
+    """This rank's share of the data: the training's loader at its position, and what makes
+    iterators over the held-out batches, by name of the set."""
     from kempner.data.loader import TrainLoader, val_batches
 
     sources, held_out = open_data(cfg, layout.data_rank == 0)
@@ -213,16 +211,18 @@ def open_loaders(
         skip=progress.skip,
     )
 
-    def held_out_batches() -> Iterator[MicroBatch]:
-        assert held_out is not None
-        return val_batches(
-            held_out,
-            samples=cfg.eval.samples or None,
-            micro=micro,
-            rank=layout.data_rank,
-            world=layout.data_ranks,
-            reset_positions=cfg.data.reset_positions,
-        )
+    def held_out_batches() -> dict[str, Iterator[MicroBatch]]:
+        return {
+            source.name: val_batches(
+                source,
+                samples=cfg.eval.samples or None,
+                micro=micro,
+                rank=layout.data_rank,
+                world=layout.data_ranks,
+                reset_positions=cfg.data.reset_positions,
+            )
+            for source in held_out
+        }
 
     return loader, held_out_batches
 

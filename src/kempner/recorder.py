@@ -35,7 +35,8 @@ class Recorder:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         peak = peak_flops(cfg, name)
         self._peak = peak and peak * world_size
-        self._flops = run.cfg.model.flops_per_token(run.cfg.train.seq_len)
+        frozen = run.cfg.lora.rank > 0  # the adapters themselves hardly count
+        self._flops = run.cfg.model.flops_per_token(run.cfg.train.seq_len, frozen)
         about = f"{name}; MFU = tokens/s x {self._flops:.3g} flops/token / " + (
             f"({world_size} x {peak:.3g} flops/s)" if peak else "peak, which is not known for it"
         )
@@ -95,9 +96,19 @@ class Recorder:
         self.write(record)
         self.run.announce(line(record, self.run.cfg.train.max_steps))
 
-    def validation(self, step: int, loss: float, tokens: int) -> None:
-        self.write({"step": step, "val_loss": loss, "val_tokens": tokens})
-        self.run.announce(f"step {step}  validation loss {loss:.4f} over {tokens:,} tokens")
+    def validation(self, step: int, sets: dict[str, tuple[float, int]]) -> None:
+        """`sets`: loss and tokens of each; val_loss is that of the first."""
+        loss, tokens = next(iter(sets.values()))
+        record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
+        if len(sets) > 1:
+            record["val_sets"] = {
+                name: {"loss": loss if math.isfinite(loss) else None, "tokens": tokens}
+                for name, (loss, tokens) in sets.items()
+            }
+        self.write(record)
+        for name, (loss, tokens) in sets.items():
+            of = f" of {name}" if len(sets) > 1 else ""
+            self.run.announce(f"step {step}  validation loss{of} {loss:.4f} over {tokens:,} tokens")
 
     def write(self, record: dict[str, Any]) -> None:
         """One line; numbers that JSON does not know (a non-finite loss) become null."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.config.option import ConfigError, option
-from kempner.data.config import DataConfig
+from kempner.config.option import REQUIRED, ConfigError, option
+from kempner.data.config import DataConfig, SourceConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
-from kempner.parallel.config import DistributedConfig
+from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.resilience.config import ResilienceConfig
 from kempner.trackers.config import TrackersConfig
@@ -87,9 +88,32 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class EvalSetConfig:
+    path: str = option(REQUIRED, "directory of token shards, of which the validation split is used")
+    name: str = option("", "its name in metrics and messages; unset: the last part of path")
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     interval: int = option(0, "steps between validations; 0: never validate", minimum=0)
-    samples: int = option(256, "validation sequences; 0: the whole split", minimum=0)
+    samples: int = option(256, "validation sequences of each set; 0: the whole split", minimum=0)
+    sets: tuple[EvalSetConfig, ...] = option(
+        (),
+        "data sets to validate on, in place of the run's own; [[eval.sets]] in a file; val_loss is "
+        "that of the first",
+    )
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        return tuple(SourceConfig(each.path, each.name) for each in self.sets)
+
+    def problems(self) -> list[str]:
+        names = Counter(source.label for source in self.sources)
+        return [
+            f"eval.sets: {count} have the name {name}; give each a name of its own"
+            for name, count in names.items()
+            if count > 1
+        ]
 
 
 @dataclass(frozen=True)
@@ -97,6 +121,7 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     train: TrainConfig = field(default_factory=TrainConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -123,6 +148,16 @@ class RunConfig:
             found.append(
                 "preference.loss = dpo: needs the model to start from, which is also its "
                 "reference; give model.init_from"
+            )
+        if self.lora.rank and self.model.init_from is None:
+            found.append(
+                f"lora.rank = {self.lora.rank}: adapters need weights to adapt; name them, "
+                "--model.init_from=DIR, or train all weights, --lora.rank=0"
+            )
+        if self.lora.rank and self.preference.loss != "none":
+            found.append(
+                f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
+                f"{self.preference.loss}; train all weights, --lora.rank=0"
             )
         return found
 

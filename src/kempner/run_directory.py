@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from kempner import process
 from kempner.checkpoint.ranks import PeerFailed
-from kempner.config.loading import config_hash, to_toml
+from kempner.config.loading import as_dict, config_hash, to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import what_changed
 from kempner.data.opening import facts_of
 from kempner.data.sidecar import copy_tokenizer
 from kempner.files import write_atomic
+from kempner.hf.adapter import identity
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
 from kempner.process_group import World
@@ -187,6 +188,10 @@ class Run:
         under "fixed" define the meaning of its weights and its position: a checkpoint with others
         is refused."""
         sources, _ = open_data(self.cfg, self.world.rank == 0)
+        lora = {}  # the weights that adapters belong to must stay the same, too
+        if self.cfg.lora.rank and self.world.rank == 0:
+            base = identity(self.cfg.model.init_from or "")
+            lora = {"lora": {**as_dict(self.cfg)["lora"], "base": base}}
         return (
             {"config.toml": to_toml(self.cfg)},
             {
@@ -199,6 +204,7 @@ class Run:
                         "seed": self.cfg.data.seed,
                         "mixture": facts_of(self.cfg.data, sources),  # its past: see choose.check
                     },
+                    **lora,
                 },
             },
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,17 +16,36 @@ from typing import Any
 import pytest
 import torch
 
+import kempner.load
+from kempner import load_model
 from kempner.checkpoint import commit
+from kempner.config.loading import load
+from kempner.config.option import ConfigError
 from kempner.data.dataset import TokenDataset
 from kempner.data.loader import val_batches
+from kempner.data.sidecar import SIDECAR
+from kempner.data.tokenizer import train_bpe
+from kempner.progress import open_data
+from kempner.run import RunConfig
 from tests.conftest import ROOT, TINY, clean_env, start_train
+from tests.hf_models import make
 
 SCRIPT = ROOT / "scripts/generate.py"
 SEQ_LEN = 32  # of TINY
+NEWLINE = "\n"
 
 
 @pytest.fixture(scope="module")
-def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "docs"
+    command = ["scripts/prepare_data.py", "docs", "--out", str(out), "--val-fraction", "0.3"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(data_dir: Path, other_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 30 steps with the checkpoints 15 and 30, and the validation loss of both."""
     path = tmp_path_factory.mktemp("runs") / "tiny run"
     words = [
@@ -35,6 +55,7 @@ def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--optimizer.lr=1e-2",
         "--checkpoint.interval=15",
         "--eval.interval=15",
+        f'--eval.sets=[{{path = "{data_dir}", name = "code"}}, {{path = "{other_data}"}}]',
     ]
     process = start_train(*TINY, *words)
     out, err = process.communicate(timeout=120)
@@ -79,18 +100,40 @@ def test_as_a_user_calls_it(run: Path) -> None:
     assert "Warning" not in done.stderr and "step 30 of" in done.stderr
 
 
-def test_the_model_is_that_of_the_run(generate: ModuleType, run: Path, data_dir: Path) -> None:
+def test_the_model_is_that_of_the_run(run: Path, data_dir: Path, other_data: Path) -> None:
+    """It has the validation losses of the run, on both sets."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    expected = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
-    data = TokenDataset.open(data_dir, "val", SEQ_LEN, 257)
-    for step in (15, 30):
-        path = run / "checkpoints" / commit.name_of(step)
-        model = generate.load_model(path, commit.read_manifest(path), torch.device("cpu"))
-        total = count = 0.0
-        for batch in val_batches(data, samples=32, micro=8, rank=0, world=1):
-            total += float(model(batch.inputs, batch.targets))
-            count += float((batch.targets != -100).sum())
-        assert total / count == pytest.approx(expected[step], rel=1e-5)
+    found = {line["step"]: line for line in lines if "val_loss" in line}
+    assert list(found) == [15, 30]
+    for step, line in found.items():
+        model, _ = load_model(run / "checkpoints" / commit.name_of(step))
+        sets = line["val_sets"]
+        assert list(sets) == ["code", "docs"] and line["val_loss"] == sets["code"]["loss"]
+        for name, path in (("code", data_dir), ("docs", other_data)):
+            data = TokenDataset.open(path, "val", SEQ_LEN, 257)
+            total = count = 0.0
+            for batch in val_batches(data, samples=32, micro=8, rank=0, world=1):
+                total += float(model(batch.inputs, batch.targets))
+                count += float((batch.targets != -100).sum())
+            assert sets[name]["loss"] == pytest.approx(total / count, rel=1e-5)
+            assert sets[name]["tokens"] == count
+
+
+def test_wrong_validation_sets_are_refused(data_dir: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(data_dir, tmp_path / "other"))
+    sidecar = json.loads((other / SIDECAR).read_text())
+    sidecar["tokenizer"] |= {"name": "words", "hash": "sha256:1"}
+    (other / SIDECAR).write_text(json.dumps(sidecar))
+    for sets, problem in {
+        f'{{path = "{other}"}}': f"{other}: its tokenizer is words, that of {data_dir} is bytes",
+        f'{{path = "{data_dir}"}}, {{path = "{data_dir}"}}': "2 have the name own; give each a",
+        '{path = "/gone"}': "/gone: no such directory",
+        '{name = "x"}': "eval.sets[0].path: must be given",
+    }.items():
+        words = [f"--data.dataset_path={data_dir}", "--eval.interval=1", f"--eval.sets=[{sets}]"]
+        with pytest.raises(ConfigError) as raised:
+            open_data(load(RunConfig, [], words), check=True)
+        assert problem in str(raised.value)
 
 
 def test_the_seed_decides(text: Any, run: Path) -> None:
@@ -120,14 +163,10 @@ def test_the_model_sees_the_end_of_a_long_prompt(text: Any, run: Path) -> None:
     assert long == "x" * 500 + short
 
 
-def test_it_ends_with_the_document(generate: ModuleType, run: Path) -> None:
-    path = run / "checkpoints/latest"
-    model = generate.load_model(path, commit.read_manifest(path), torch.device("cpu"))
-    tokenizer = generate.load_tokenizer(run)
-    options = generate.parse([str(run), "--temperature=0", "--max-tokens=3"])
-    first, *_ = generate.sample(model, tokenizer, [65], 1, options)
-    tokenizer.eod = first  # now the likeliest token ends the document
-    assert generate.sample(model, tokenizer, [65], 1, options) == []
+def test_it_ends_with_the_document(text: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = text(run, "--prompt=A", "--temperature=0", "--max-tokens=1")[1]
+    monkeypatch.setattr("kempner.load.end_tokens", lambda directory: [ord(first)])
+    assert text(run, "--prompt=A", "--temperature=0", "--max-tokens=9") == "A\n"
 
 
 def test_a_run_that_was_moved(text: Any, run: Path, tmp_path: Path) -> None:
@@ -139,18 +178,100 @@ def test_a_run_that_was_moved(text: Any, run: Path, tmp_path: Path) -> None:
 
 
 def test_retention_leaves_what_is_being_read(
-    generate: ModuleType, text: Any, run: Path, monkeypatch: pytest.MonkeyPatch
+    text: Any, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = []
-    load_model = generate.load_model
+    read_base = kempner.load.read_base
 
-    def load(path: Path, *args: Any) -> Any:
-        held.append(commit.is_read(path))
-        return load_model(path, *args)
+    def read(source: Any, *args: Any) -> Any:
+        held.append(commit.is_read(source.path))
+        return read_base(source, *args)
 
-    monkeypatch.setattr(generate, "load_model", load)
+    monkeypatch.setattr(kempner.load, "read_base", read)
     text(run, "--max-tokens=1")
     assert held == [True]
+
+
+def test_several_prompts(text: Any, run: Path, tmp_path: Path) -> None:
+    """Each gets the text that it gets alone, whatever shares its batch, and waits for room."""
+    prompts = ["def f(", "import", "class Reader(Protocol):", "# ", "x"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    args = ("--temperature=0", "--max-tokens=40")
+    alone = [text(run, "--prompt", prompt, *args) for prompt in prompts]
+    lines = [f"{one.removesuffix(NEWLINE)}\n--- {n} of 5\n" for n, one in enumerate(alone, 1)]
+    for batch in (1, 2, 16):
+        given = text(run, "--prompts", tmp_path / "prompts.txt", f"--batch={batch}", *args)
+        assert given == "".join(lines)
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    sampled = text(run, *words, "--seed=3")
+    assert text(run, *words, "--seed=3", "--batch=2") == sampled
+
+
+def test_a_text_ends_before_a_stop_string(text: Any, run: Path) -> None:
+    args = ("--prompt=def ", "--temperature=0", "--max-tokens=60")
+    whole = text(run, *args)
+    stop = whole[14:17]
+    assert text(run, *args, "--stop", stop) == whole[: whole.index(stop, 4)] + "\n"
+    assert text(run, *args, "--stop", "\x00", "--stop", stop + "\x00") == whole
+
+
+def test_a_text_is_printed_as_it_comes(run: Path) -> None:
+    """The first piece is out while a long text is generated."""
+    command = [sys.executable, "-u", SCRIPT, run, "--prompt", "def ", "--max-tokens", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env()) as process:
+        assert process.stdout is not None
+        assert len(process.stdout.read(8)) == 8 and process.poll() is None
+        process.kill()
+
+
+def test_the_commands_of_the_document(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what a directory in Hugging Face's form continues: the texts of transformers."""
+    import transformers
+
+    document = (ROOT / "docs/generate.md").read_text()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/quickstart").symlink_to(run)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    directory = tmp_path / "models/llama"
+    reference = make("llama3", directory)
+    tokenizer = json.loads(train_bpe([document], 259))
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 259, "content": "<s>"})
+    sequences = [{"Sequence": {"id": id_, "type_id": n}} for n, id_ in enumerate("AB")]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, *sequences[:1]],
+        "pair": sequences,
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [259], "tokens": ["<s>"]}},
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    prompts = ["What is it?", "Why?", "Who has written that long text?"]
+    (tmp_path / "questions.txt").write_text("\n".join(prompts))
+    commands = re.findall(r"^    (python .*)$", document, re.MULTILINE)
+    assert len(commands) == 3
+    commands[1] = commands[1].replace("@250", "@15")
+    commands.append(
+        "python scripts/generate.py models/llama --prompts questions.txt --temperature 0 "
+        "--max-tokens 30"
+    )
+    script = "\n".join(["set -e", f'PATH="{Path(sys.executable).parent}:$PATH"', *commands])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=clean_env(), capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+    for number, prompt in enumerate(prompts, 1):
+        ids = fast(prompt, return_tensors="pt")
+        assert ids["input_ids"][0, 0] == 259
+        expected = reference.generate(**ids, max_new_tokens=30, do_sample=False)[0]
+        text = fast.decode(expected, skip_special_tokens=True)
+        assert f"{text}\n--- {number} of 3\n" in done.stdout
+    (code,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, found := {})
+    assert found["logits"].shape == (1, 9, 257) and not found["logits"].requires_grad
 
 
 def damage(path: Path) -> None:
@@ -162,7 +283,7 @@ def damage(path: Path) -> None:
     ("change", "words"),
     [
         (shutil.rmtree, "no such directory"),
-        (lambda run: shutil.rmtree(run / "checkpoints"), "no complete checkpoint"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "nor a complete checkpoint"),
         (lambda run: damage(run / "checkpoints/step_00000030"), "name an older checkpoint"),
         (
             lambda run: (run / "checkpoints/latest/tensors.json").unlink(),
@@ -187,9 +308,20 @@ def test_bad_input(
 
 
 @pytest.mark.parametrize(
-    "word", ["--max-tokens=0", "--temperature=-1", "--temperature=nan", "--top-k=0"]
+    "word",
+    [
+        "--max-tokens=0",
+        "--temperature=-1",
+        "--temperature=nan",
+        "--top-k=0",
+        "--top-p=0",
+        "--min-p=2",
+        "--stop=",
+        "--batch=0",
+        "--prompts=x --prompt=y",
+    ],
 )
 def test_bad_values(generate: ModuleType, run: Path, word: str) -> None:
     with pytest.raises(SystemExit) as exit_:
-        generate.main([str(run), word])
+        generate.main([str(run), *word.split()])
     assert exit_.value.code == 2

@@ -20,7 +20,7 @@ LAYERS = (
     {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport"},
     {"trackers"},
     {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
-    {"parallel", "optim", "checkpoint", "resilience", "hf", "preference"},
+    {"parallel", "optim", "checkpoint", "resilience", "hf", "preference", "generate", "load"},
     {"run"},
     {"configure", "progress", "step", "evaluate"},
     {"run_directory", "hosts", "run_log", "run_records", "recorder", "inspection"},
@@ -83,9 +83,11 @@ def test_the_model_knows_neither_meshes_nor_files(module: str) -> None:
 
 
 def test_no_module_re_exports() -> None:
-    """A package's __init__ holds a sentence, no imports: each name has one home."""
+    """A package's __init__ holds a sentence, no imports: each name has one home. kempner's own has
+    load_model for notebooks, which imports when it is called."""
     for path in SOURCE.rglob("__init__.py"):
-        assert not list(imports(ast.parse(path.read_text()))), path
+        if path.parent != SOURCE:
+            assert not list(imports(ast.parse(path.read_text()))), path
 
 
 def test_modules_without_torch_stay_without_it() -> None:
@@ -98,6 +100,7 @@ def test_modules_without_torch_stay_without_it() -> None:
         "kempner.ray.node", "kempner.ray.ready",
         "kempner.trackers.follow", "kempner.trackers.start",
         "kempner.checkpoint.commit", "kempner.data.shards", "kempner.data.dataset",
+        "kempner", "kempner.load",
         *(name for name in MODULES if name.endswith(".config")),
     ]  # fmt: skip
     code = f"import sys, {', '.join(light)}; sys.exit('torch' in sys.modules)"

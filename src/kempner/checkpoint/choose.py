@@ -94,6 +94,8 @@ def differences(
         if (there := manifest["fixed"].get(section, {}).get(key, before.get(key))) != value
         and (name := f"{section}.{key}") != "data.mixture"
     }
+    if (lora := manifest["fixed"].get("lora")) and "lora" not in about["fixed"]:
+        differ["lora.rank"] = f"lora.rank is {lora['rank']} there, 0 here"
     if mixture := manifest["fixed"].get("data", {}).get("mixture"):
         here, starts = about["fixed"]["data"]["mixture"], manifest["phases"]
         if past := changes(mixture, here, starts, manifest["samples"]):

@@ -36,12 +36,13 @@ class StateProvider(Protocol):
 
 
 class ModelState:
-    """The parameters, by their names without wrappers."""
+    """The parameters that are trained, by their names without wrappers."""
 
     per_rank = False
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = parameter_names(model)
+        named = parameter_names(model)
+        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.parameters.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,17 @@ def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
     return sources
 
 
-def open_held_out(cfg: DataConfig, how: Opening) -> Source:
-    """The validation splits of all sources that have one, joined. Raises ConfigError."""
-    having = [one for one in cfg.mixed if len(cfg.mixed) == 1 or _has_held_out(one, how)]
-    sources, problems = _splits(having, "val", how)
+def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -> list[Source]:
+    """The validation splits of these sets; without any, those of all the run's own sources that
+    have one, joined. Raises ConfigError."""
+    own = [one for one in cfg.mixed if len(cfg.mixed) == 1 or _has_held_out(one, how)]
+    sources, problems = _splits(sets or own, "val", how)
+    if sets and not problems:
+        problems += one_vocabulary(replace(cfg, sources=(*cfg.mixed, *sets)))
     if problems or not sources:
         problems = problems or ["data.sources: none of them has a validation split"]
         raise ConfigError(problems, "or do not validate: give --eval.interval=0")
-    return sources[0] if len(sources) == 1 else Joined(sources)
+    return list(sources) if sets or len(sources) == 1 else [Joined(sources)]
 
 
 def _has_held_out(cfg: SourceConfig, how: Opening) -> bool:

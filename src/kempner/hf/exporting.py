@@ -19,7 +19,8 @@ from kempner.checkpoint.writer import pages
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, Sidecar
 from kempner.files import fsync, write_atomic
-from kempner.hf.families import Config, config_json, tensor_names
+from kempner.hf.adapter import merged
+from kempner.hf.families import Config, config_json, tensor_names, tensor_shapes
 from kempner.hf.source import CONFIG, FOLDER, TOKENIZER, carry, read_config, run_of
 from kempner.hf.stored import INDEX, SINGLE
 from kempner.model.config import ModelConfig
@@ -125,7 +126,8 @@ class _Reader:
         self.checkpoint, self.dtype = checkpoint, dtype
         self.manifest = commit.read_manifest(checkpoint)
         self.table = read_table(checkpoint, self.manifest)
-        self.shapes = {name: self.table[f"model.{name}"].shape for name in names}
+        shapes = tensor_shapes(ModelConfig(**self.manifest["fixed"]["model"]))
+        self.shapes = {name: torch.Size(shapes[name]) for name in names}
         self.sizes = {name: s.numel() * dtype.itemsize for name, s in self.shapes.items()}
         size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
         self.buffers = [torch.frombuffer(pages(size), dtype=torch.uint8) for _ in range(2)]
@@ -134,15 +136,26 @@ class _Reader:
         """The tensors of these names, one after the other, in pieces of uint8 [N]. A piece is valid
         until the next but one is asked for."""
         for group in _groups({name: self.sizes[name] for name in names}, READ_BYTES):
-            buffer, at, wants = self.buffers[0], 0, []
+            buffer, at, targets = self.buffers[0], 0, {}
             self.buffers.reverse()
             for name in group:
                 part = buffer[at : at + self.sizes[name]].view(self.dtype)
-                key = f"model.{name}"
-                wants.append(Want(key, key, part.view(self.shapes[name]), self.table[key].whole))
+                targets[name] = part.view(self.shapes[name])
                 at += self.sizes[name]
-            read_wanted(self.checkpoint, self.manifest, self.table, wants, near=0)
+            self._fill(targets)
             yield buffer[:at]
+
+    def _fill(self, targets: dict[str, Tensor]) -> None:
+        if "lora" in self.manifest["fixed"]:
+            with merged(self.checkpoint, self.manifest) as read:
+                for name, target in targets.items():
+                    target.copy_(read(name))
+            return
+        wants = [
+            Want(key := f"model.{name}", key, target, self.table[key].whole)
+            for name, target in targets.items()
+        ]
+        read_wanted(self.checkpoint, self.manifest, self.table, wants, near=0)
 
 
 def _write_file(path: Path, header: dict[str, Any], parts: Iterable[Tensor]) -> None:

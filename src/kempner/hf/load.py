@@ -23,6 +23,7 @@ from kempner.hf.source import FOLDER, Source, carry, held, read_config
 from kempner.hf.stored import Stored, check_directory
 from kempner.model.config import ModelConfig
 from kempner.parallel.build import parameter_names
+from kempner.parallel.lora import is_adapter
 
 madvise = ctypes.CDLL(None).madvise
 
@@ -54,12 +55,13 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
 def load_weights(
     model: nn.Module, cfg: ModelConfig, source: Source, rank: int = 0, world: int = 1
 ) -> None:
-    """Fill this rank's part of every parameter, cast to its dtype.
+    """Fill this rank's part of every parameter but adapters, cast to its dtype.
 
     Raises ConfigError when a tensor is missing, superfluous or of another shape, Damaged when a
     checkpoint is damaged.
     """
-    parameters: dict[str, Tensor] = dict(parameter_names(model))
+    named = parameter_names(model).items()
+    parameters: dict[str, Tensor] = {name: p for name, p in named if not is_adapter(name)}
     here = make_table(parameters, {}, world)
     boxes = {name: own_box(here[name], rank) for name in parameters}
     if source.is_checkpoint:

@@ -47,9 +47,15 @@ class Source(NamedTuple):
         if not self.is_checkpoint:
             return model_values(read_config(self.path), str(self.path / CONFIG))
         try:
-            model = ModelConfig(**commit.read_manifest(self.path)["fixed"]["model"])
+            fixed = commit.read_manifest(self.path)["fixed"]
         except commit.Damaged as error:
             raise ConfigError(f"{error}; name an older checkpoint") from None
+        if "lora" in fixed:
+            raise ConfigError(
+                f"{self.path}: holds adapters alone; merge them by `python scripts/convert.py "
+                f"export {run_of(self.path)} DIR`, and start from DIR"
+            )
+        model = ModelConfig(**fixed["model"])
         heads = {"n_kv_heads": model.kv_heads, "head_dim": model.resolved_head_dim}
         values = asdict(model) | heads
         del values["init_from"]
@@ -72,8 +78,8 @@ def find(name: str, download: bool = False, pinned: bool = False) -> Source:
         if pinned and not stepped and path.resolve() != found.path:
             step = int(found.path.name.rpartition("_")[2])
             raise ConfigError(
-                f"{name}: the reference must be the same after every restart; name its step, such "
-                f"as {name}@{step}"
+                f"{name}: every start reads these weights, and they must stay the same; name a "
+                f"step, such as {name}@{step}"
             )
         return found
     return Source(name, hub.snapshot(name, download), False)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
+from kempner.model.cache import LayerCache, Rows
 from kempner.model.config import ModelConfig
 
 FLASH = (torch.bfloat16, torch.float16)
@@ -67,13 +68,15 @@ class Attention(nn.Module):
             nn.RMSNorm(cfg.resolved_head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         )
 
-    def forward(self, x: Tensor, rope: Tensor, seen: Visible) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor, seen: Visible, cache: LayerCache | None = None
+    ) -> Tensor:
         heads = (*x.shape[:2], -1, self.resolved_head_dim)
         q = self.q_norm(self.wq(x).view(heads)).transpose(1, 2)  # [B, H, T, E]
         k = self.k_norm(self.wk(x).view(heads)).transpose(1, 2)  # [B, K, T, E]
         v = self.wv(x).view(heads).transpose(1, 2)  # [B, K, T, E]
         q, k = rotate(q, rope), rotate(k, rope)
-        y = attend(q, k, v, seen)
+        y = attend(q, k, v, seen) if cache is None else cache.attend(q, k, v, seen)
         return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -96,8 +99,10 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.ffn = FeedForward(cfg)
 
-    def forward(self, x: Tensor, rope: Tensor, seen: Visible) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, seen)
+    def forward(
+        self, x: Tensor, rope: Tensor, seen: Visible, cache: LayerCache | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, seen, cache)
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
@@ -123,17 +128,21 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         documents: Documents | None = None,
         token_losses: bool = False,
+        cache: Rows | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, targets: int64 [B, T]; a target of -100 does not count. Returns logits [B, T, V]
         or the fp32 loss sum [], with `token_losses` also its terms [B, T], without a gradient.
-        `documents`: what is packed into each row."""
-        rope = self.rope[:, : tokens.shape[1]]
-        if documents is not None and documents.positions is not None:
-            rope = self.rope[:, documents.positions].unsqueeze(2)  # [2, B, 1, T, E]
+        `documents`: what is packed into each row. `cache`: the rows that the tokens continue; the
+        logits are those of each row's last token alone, [B, 1, V]."""
+        rope, placed = self.rope[:, : tokens.shape[1]], documents if cache is None else cache
+        if placed is not None and placed.positions is not None:
+            rope = self.rope[:, placed.positions].unsqueeze(2)  # [2, B, 1, T, E]
         x = self.embed(tokens)  # [B, T, D]
         seen = visible(tokens, self.cfg.sliding_window, documents, flash=x.dtype in FLASH)
-        for block in self.blocks:
-            x = block(x, rope, seen)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, seen) if cache is None else block(x, rope, seen, cache.layer(i))
+        if cache is not None:
+            x = cache.last_tokens(x)
         x = self.norm(x)
         # A tied output layer has no parameter of its own: sharding two modules' one parameter is
         # asking for trouble.

@@ -15,14 +15,15 @@ from kempner.optim.config import OptimizerConfig
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW (arXiv:1711.05101) in two groups: matrices decay; norms, biases and embeddings do
-    not."""
-    named = list(model.named_parameters())
+    not. What is frozen has no part in it."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decay = [p for name, p in named if p.ndim >= 2 and "embed" not in name]
     rest = [p for name, p in named if p.ndim < 2 or "embed" in name]
     groups = [
         {"params": decay, "weight_decay": cfg.weight_decay, "lr_scale": 1.0},
         {"params": rest, "weight_decay": 0.0, "lr_scale": 1.0},
     ]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 

@@ -1,5 +1,5 @@
-"""From a shape to a sharded model with weights: meta -> recompute -> compile -> shard -> memory ->
-weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> recompute -> compile -> shard
+-> memory -> weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
+from kempner.parallel.config import LoraConfig
 from kempner.parallel.layout import Layout
+from kempner.parallel.lora import add_adapters, init_std, is_adapter
 
 
 class Settings(Protocol):
@@ -30,7 +32,13 @@ class Settings(Protocol):
     def compile(self) -> bool: ...
 
 
-def build_model(cfg: ModelConfig, layout: Layout, train: Settings, frozen: bool = False) -> Decoder:
+def build_model(
+    cfg: ModelConfig,
+    layout: Layout,
+    train: Settings,
+    lora: LoraConfig | None = None,
+    frozen: bool = False,
+) -> Decoder:
     """The model on this rank's device: fp32 master shards, train.dtype compute, fp32 gradient sums.
     A frozen one has no gradients, and the weights in the compute dtype.
 
@@ -43,6 +51,8 @@ def build_model(cfg: ModelConfig, layout: Layout, train: Settings, frozen: bool 
     if frozen:
         for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.to(dtype)
+    if lora is not None and lora.rank:
+        add_adapters(model, lora)
     if train.recompute:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
@@ -53,10 +63,9 @@ def build_model(cfg: ModelConfig, layout: Layout, train: Settings, frozen: bool 
     device_type = layout.mesh.device_type
     shard(model, layout, dtype)
     model.to_empty(device=device_type)
-    if cfg.init_from is None:
-        init_weights(model, train.seed)
-    else:  # they come from there, or from a checkpoint: hf/load.py, checkpoint/checkpointer.py
+    with torch.no_grad():
         model.rope.copy_(rope_table(cfg))
+        init_weights(model, train.seed)
     return model
 
 
@@ -84,15 +93,16 @@ def shard(model: Decoder, layout: Layout, dtype: torch.dtype) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-@torch.no_grad()
 def init_weights(model: Decoder, seed: int) -> None:
     """Initial values, each parameter from a generator of its own, whole, then cut: the same on
-    every mesh."""
-    model.rope.copy_(rope_table(model.cfg))
-    for wrapped, param in model.named_parameters():
-        name = wrapped.replace("_checkpoint_wrapped_module.", "")
-        if (std := model.init_std(name)) == 0.0:
-            param.fill_(0.0 if name.endswith("bias") else 1.0)
+    every mesh. With init_from those of adapters alone: the others come from there, or from a
+    checkpoint (hf/load.py, checkpoint/checkpointer.py)."""
+    for name, param in parameter_names(model).items():
+        adapter = is_adapter(name)
+        if model.cfg.init_from is not None and not adapter:
+            continue
+        if (std := init_std(name, param) if adapter else model.init_std(name)) == 0.0:
+            param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
         generator = torch.Generator(param.device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(param.shape, device=param.device, dtype=param.dtype)

@@ -59,3 +59,25 @@ class DistributedConfig:
                 "and dp_replicate itself; leave both out"
             )
         return found
+
+
+MATRICES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # of a block
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = option(
+        0,
+        "rank of the adapters that are trained in place of the weights; 0: train the weights",
+        minimum=0,
+        maximum=2**14,
+    )
+    alpha: float = option(16.0, "adapters are scaled by alpha / rank", minimum=0.0)
+    targets: tuple[str, ...] = option(
+        MATRICES, "matrices of each block that get an adapter", choices=MATRICES
+    )
+
+    def problems(self) -> list[str]:
+        if self.rank and not self.targets:
+            return ["lora.targets = []: nothing is trained; name at least one matrix"]
+        return []

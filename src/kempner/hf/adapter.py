@@ -1,0 +1,150 @@
+"""Adapters (LoRA) of a run: which weights they belong to, and adapter and weights as files.
+
+An adapter is exported in peft's form, or merged into the weights of its base.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kempner.checkpoint import commit
+from kempner.config.option import ConfigError
+from kempner.hf.families import config_json, tensor_names
+from kempner.hf.source import CONFIG, FOLDER, Source, held, read_config, run_of
+from kempner.model.config import ModelConfig
+
+SAMPLES, SAMPLE = 64, 1 << 16  # pieces of a file that a fingerprint is made of, and their bytes
+
+Lora = dict[str, Any]  # "lora" under "fixed" in a manifest: the [lora] section, and "base"
+
+
+def fingerprint(source: Source) -> str:
+    """16 hex digits that differ for other weights: from the manifest of a checkpoint, from samples
+    of the files of a directory."""
+    digest = hashlib.sha256()
+    if source.is_checkpoint:
+        manifest = commit.read_manifest(source.path)
+        digest.update(json.dumps([manifest[key] for key in ("run", "step", "time")]).encode())
+        return digest.hexdigest()[:16]
+    for path in sorted(source.path.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size}".encode())
+            for at in range(0, size, max(SAMPLE, size // SAMPLES)):
+                file.seek(at)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def identity(name: str) -> str:
+    """fingerprint() of what `name` means now."""
+    with held(name) as source:
+        return fingerprint(source)
+
+
+@contextlib.contextmanager
+def base_of(manifest: dict[str, Any]) -> Iterator[Source]:
+    """The weights that a checkpoint's adapter belongs to. Raises ConfigError when they are not
+    there any more, or others."""
+    name = manifest["fixed"]["model"]["init_from"]
+    with held(name) as source:
+        if fingerprint(source) != manifest["fixed"]["lora"]["base"]:
+            raise ConfigError(
+                f"{name}: not the weights that the adapter was trained on; put those back there"
+            )
+        yield source
+
+
+@contextlib.contextmanager
+def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
+    """A function: name of a tensor -> its base weights plus alpha / rank B A, fp32. The base is
+    rounded to bf16 first, as it was in the training."""
+    from kempner.checkpoint.reader import read_tensors
+    from kempner.hf.stored import Stored
+    from kempner.parallel.lora import FROZEN
+
+    lora, cfg = manifest["fixed"]["lora"], ModelConfig(**manifest["fixed"]["model"])
+    adapters = set(adapter_names(cfg, lora))
+    with base_of(manifest) as source, contextlib.ExitStack() as opened:
+        if not source.is_checkpoint:
+            stored = opened.enter_context(Stored(source.path, "pt"))
+            names = tensor_names(cfg, read_config(source.path)["model_type"])
+
+        def read(name: str) -> Any:
+            if source.is_checkpoint:
+                weight = read_tensors(source.path, [key := f"model.{name}"])[key]
+            else:
+                weight = stored.slice(names[name])[:]
+            weight = weight.to(FROZEN).float()
+            prefix = name.removesuffix("weight")
+            if prefix in adapters:
+                keys = [f"model.{prefix}lora_{x}" for x in "ba"]
+                b, a = read_tensors(checkpoint, keys).values()
+                weight += lora["alpha"] / lora["rank"] * (b @ a)
+            return weight
+
+        yield read
+
+
+def adapter_names(cfg: ModelConfig, lora: Lora) -> list[str]:
+    """`blocks.0.attention.wq.` and so on: what comes before weight, lora_a and lora_b."""
+    matrices = [
+        f"{'ffn' if '1' <= name[1] <= '3' else 'attention'}.{name}." for name in lora["targets"]
+    ]
+    return [f"blocks.{i}.{matrix}" for i in range(cfg.n_layers) for matrix in matrices]
+
+
+def export_adapter(checkpoint: Path, out: Path) -> Path:
+    """Write the adapter of a checkpoint in peft's form to a new directory; returns it.
+
+    Raises ConfigError, Damaged, OSError.
+    """
+    from safetensors.torch import save_file
+
+    from kempner.checkpoint.reader import read_tensors
+
+    manifest = commit.read_manifest(checkpoint)
+    lora = lora_of(checkpoint, manifest)
+    cfg = ModelConfig(**manifest["fixed"]["model"])
+    carried = run_of(checkpoint) / FOLDER
+    config = read_config(carried) if (carried / CONFIG).is_file() else None
+    names = tensor_names(cfg, config_json(cfg, config, "float32", None)["model_type"])
+    tensors, modules = {}, set()
+    for prefix in adapter_names(cfg, lora):
+        theirs = names[f"{prefix}weight"].removesuffix(".weight")
+        modules.add(theirs.rpartition(".")[2])
+        keys = [f"model.{prefix}lora_{x}" for x in "ab"]
+        for x, tensor in zip("AB", read_tensors(checkpoint, keys).values(), strict=True):
+            tensors[f"base_model.model.{theirs}.lora_{x}.weight"] = tensor
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": cfg.init_from,
+        "r": lora["rank"],
+        "lora_alpha": lora["alpha"],
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"{out}: exists already; give another directory, or remove it") from None
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    (out / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    return out
+
+
+def lora_of(checkpoint: Path, manifest: dict[str, Any]) -> Lora:
+    """Raises ConfigError when the checkpoint holds a whole model."""
+    if (lora := manifest["fixed"].get("lora")) is None:
+        raise ConfigError(f"{checkpoint}: is a whole model, not an adapter; leave out --adapter")
+    return lora  # type: ignore[no-any-return]

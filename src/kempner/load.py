@@ -1,0 +1,157 @@
+"""A model and its tokenizer in this one process: from a run, from a checkpoint, or from a directory
+in Hugging Face's form."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.commit import Damaged
+from kempner.config import toml
+from kempner.config.option import ConfigError
+from kempner.data.sidecar import SIDECAR
+from kempner.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, need
+from kempner.hf.source import FOLDER, TOKENIZER, Source, held, run_of
+from kempner.model.config import ModelConfig
+from kempner.parallel.config import LoraConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from kempner.model.decoder import Decoder
+
+GENERATION = "generation_config.json"  # of Hugging Face: which tokens end a text, among others
+
+
+class Words(NamedTuple):
+    """Text for a model."""
+
+    tokenizer: Tokenizer
+    begin: list[int]  # tokens before each text
+    ends: set[int]  # tokens that end one
+
+
+class Loaded(NamedTuple):
+    model: Decoder
+    words: Words
+    window: int  # tokens that the model has been trained to see
+    about: str  # for messages
+
+
+def load(name: str, device: str) -> Loaded:
+    """`name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id of the hub.
+    `device`: auto, cpu or cuda.
+
+    The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is
+    read. Raises ConfigError, Damaged or OSError; each says what to do.
+    """
+    with held(name) as source:
+        place = pick_device(device)
+        if not source.is_checkpoint:
+            cfg = ModelConfig(**source.model())
+            words = words_of_directory(source.path)
+            return Loaded(read_base(source, cfg, place), words, cfg.max_seq_len, str(source.path))
+        manifest = commit.read_manifest(source.path)
+        words = words_of_run(Path(name), source.path)
+        model = read_checkpoint(source, manifest, place)
+    window = min(manifest["fixed"]["train"]["seq_len"], model.cfg.max_seq_len)
+    return Loaded(model, words, window, f"step {manifest['step']:,} of {source.path}")
+
+
+# --- The tokenizer ---
+
+
+def words_of_run(source: Path, checkpoint: Path) -> Words:
+    """Of the run, or of the data that it was made from. A document begins where one has ended."""
+    config = toml.loads((checkpoint / "config.toml").read_text())
+    named = (config["run"]["dir"], config["data"]["dataset_path"])
+    tried = dict.fromkeys(
+        (source, checkpoint.parent.parent, *(Path(path).expanduser() for path in named if path))
+    )
+    carried = run_of(checkpoint) / FOLDER
+    for directory in tried:
+        if (directory / SIDECAR).is_file():
+            tokenizer = load_tokenizer(directory)
+            return Words(tokenizer, [tokenizer.eod], {tokenizer.eod, *end_tokens(carried)})
+    if (carried / TOKENIZER).is_file():
+        return words_of_directory(carried)
+    raise ConfigError(
+        f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, tried))}; "
+        f"copy {SIDECAR} (and tokenizer.json) from the data into the first of them"
+    )
+
+
+def words_of_directory(directory: Path) -> Words:
+    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it."""
+    ends = end_tokens(directory)
+    tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0] if ends else None)
+    begin = need("tokenizers").Tokenizer.from_file(str(directory / TOKENIZER)).encode("").ids
+    return Words(tokenizer, begin, {tokenizer.eod, *ends})
+
+
+def end_tokens(directory: Path) -> list[int]:
+    """The ids that generation_config.json or config.json name, none without either. A chat model
+    ends its turn with another token than a document."""
+    for name in (GENERATION, "config.json"):
+        with contextlib.suppress(FileNotFoundError):
+            ids = json.loads((directory / name).read_text()).get("eos_token_id")
+            if ids is not None:
+                return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+# --- The weights ---
+
+
+def pick_device(kind: str) -> torch.device:
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no GPU is visible; give --device cpu")
+    return torch.device("cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def read_checkpoint(source: Source, manifest: dict[str, Any], device: torch.device) -> Decoder:
+    """The model of a checkpoint; of one with adapters, the base with these. Raises ConfigError."""
+    from kempner.checkpoint.reader import read_into
+    from kempner.hf.adapter import base_of
+    from kempner.parallel.lora import is_adapter
+
+    cfg = ModelConfig(**manifest["fixed"]["model"])
+    if (lora := manifest["fixed"].get("lora")) is None:
+        return read_base(source, cfg, device)
+    options = LoraConfig(lora["rank"], lora["alpha"], tuple(lora["targets"]))
+    with base_of(manifest) as base:
+        model = read_base(base, cfg, device, options)
+    named = model.named_parameters()
+    read_into(source.path, {f"model.{name}": p for name, p in named if is_adapter(name)})
+    return model
+
+
+def read_base(
+    source: Source, cfg: ModelConfig, device: torch.device, lora: LoraConfig | None = None
+) -> Decoder:
+    """The model of a source, for inference; with `lora` its adapters have no values yet. Raises
+    ConfigError."""
+    import torch
+
+    from kempner.hf.load import load_weights
+    from kempner.model.decoder import Decoder, rope_table
+    from kempner.parallel.build import compute_dtype
+    from kempner.parallel.lora import add_adapters
+
+    dtype = compute_dtype("auto", device.type)
+    with torch.device("meta"):
+        model = Decoder(cfg).to(dtype)
+    if lora is not None:  # rounds the base, as in the training
+        add_adapters(model, lora)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    try:
+        load_weights(model, cfg, source)
+    except Damaged as error:
+        raise ConfigError(f"{error}; name an older checkpoint") from None
+    model.to(dtype).rope = rope_table(cfg).to(device)  # it stays fp32
+    return model

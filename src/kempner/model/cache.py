@@ -1,0 +1,140 @@
+"""The keys and values of texts that are being generated, so that each token is computed once.
+
+B rows of a forward pass, T tokens, D width, H query heads, K key-value heads, E head width, C
+tokens that a row holds.
+
+The texts in work are the rows 0 to n - 1 of every layer, without gaps: a step reads slices of the
+cache and copies nothing. A text that joins becomes row n; when one leaves, the last row moves into
+its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kempner.model.attention import Visible, attend
+from kempner.model.config import ModelConfig
+
+
+class KVCache:
+    """Memory for `slots` texts of up to `length` tokens each: 2 n_layers slots K length E
+    elements."""
+
+    def __init__(
+        self, cfg: ModelConfig, slots: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (cfg.n_layers, slots, cfg.kv_heads, length, cfg.resolved_head_dim)
+        # Zeros, not what the memory happens to hold: what is masked counts 0 times, and 0 times
+        # NaN is NaN.
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.slots, self.length, self.window = slots, length, cfg.sliding_window
+        self.lengths: list[int] = []  # tokens that each row holds
+
+    def join(self, counts: Sequence[int]) -> Rows:
+        """New rows. The next forward pass reads their texts, of `counts` tokens: tokens
+        [B, max(counts)], padded on the right."""
+        assert len(self.lengths) + len(counts) <= self.slots and max(counts) <= self.length
+        self.lengths += counts
+        return Rows(self, len(self.lengths) - len(counts), counts)
+
+    def step(self) -> Rows:
+        """All rows. The next forward pass reads one more token of each: tokens [B, 1]."""
+        assert max(self.lengths) < self.length
+        self.lengths = [count + 1 for count in self.lengths]
+        return Rows(self, 0, None)
+
+    def leave(self, row: int) -> None:
+        """Free a row; the last one moves into its place."""
+        used = self.lengths.pop()
+        last = len(self.lengths)
+        if row == last:
+            return
+        self.lengths[row] = used
+        for part in (self.keys, self.values):
+            part[:, row, :, :used] = part[:, last, :, :used]
+
+
+class Rows:
+    """The rows of one forward pass: where their new tokens stand, and which keys these see."""
+
+    def __init__(self, cache: KVCache, first: int, counts: Sequence[int] | None) -> None:
+        """`counts`: tokens of each new row; None: one more token for each."""
+        rows = slice(first, len(cache.lengths))
+        self._keys, self._values = cache.keys[:, rows], cache.values[:, rows]
+        self._last: Tensor | None = None  # [B]: each text's last token, where there is padding
+        self.positions: Tensor | None = None  # int64 [B, T]; None: each row from 0
+        self.step: Step | None = None
+        device = cache.keys.device
+        if counts is None:
+            self.positions = torch.tensor(cache.lengths, device=device).unsqueeze(1) - 1
+            self.step = next_step(cache, self.positions)
+        elif len(set(counts)) > 1:
+            self._last = torch.tensor(counts, device=device) - 1
+
+    def layer(self, number: int) -> LayerCache:
+        return LayerCache(self._keys[number], self._values[number], self.step)
+
+    def last_tokens(self, x: Tensor) -> Tensor:
+        """Of x [B, T, D] the last token of each row, without padding, [B, 1, D]."""
+        if self._last is None:
+            return x[:, -1:]
+        return x[torch.arange(len(x), device=x.device), self._last].unsqueeze(1)
+
+
+class Step(NamedTuple):
+    """Of a step with one new token a row: where it is written, and what it sees."""
+
+    at: int | tuple[Tensor, slice, Tensor]  # position, the same in all rows, or an index [B, K, E]
+    seen: slice  # of the C positions
+    mask: Tensor | None  # [B, 1, 1, C], 0 or -inf; None: all of `seen`
+
+
+def next_step(cache: KVCache, positions: Tensor) -> Step:
+    """positions [B, 1]: of the new tokens."""
+    lengths, window, device = cache.lengths, cache.window, positions.device
+    low, high = 0 if window is None else max(0, min(lengths) - window), max(lengths)
+    if len(set(lengths)) == 1:
+        return Step(high - 1, slice(low, high), None)
+    keys = torch.arange(low, high, device=device)
+    hidden = keys > positions  # [B, C]
+    if window is not None:
+        hidden |= keys <= positions - window
+    mask = torch.zeros(hidden.shape, device=device, dtype=cache.keys.dtype)
+    mask.masked_fill_(hidden, -torch.inf)
+    rows = torch.arange(len(lengths), device=device)
+    return Step((rows, slice(None), positions.squeeze(1)), slice(low, high), mask[:, None, None])
+
+
+class LayerCache(NamedTuple):
+    """The rows of one forward pass in one layer."""
+
+    keys: Tensor  # [B, K, length, E]
+    values: Tensor  # [B, K, length, E]
+    step: Step | None  # None: the texts are new
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
+        """Keep k and v [B, K, T, E], then attention of q [B, H, T, E]: [B, H, T, E].
+
+        What is kept of padding is overwritten before any token can see it.
+        """
+        if self.step is None:
+            self.keys[:, :, : k.shape[2]] = k
+            self.values[:, :, : v.shape[2]] = v
+            return attend(q, k, v, seen)
+        at, visible, mask = self.step
+        index = (slice(None), slice(None), at) if isinstance(at, int) else at
+        self.keys[index] = k.squeeze(2)
+        self.values[index] = v.squeeze(2)
+        # The query heads of one key-value head stand side by side as if they were its tokens: no
+        # key is copied or read twice.
+        grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # [B, K, H / K, E]
+        y = F.scaled_dot_product_attention(
+            grouped, self.keys[:, :, visible], self.values[:, :, visible], attn_mask=mask
+        )
+        return y.view(q.shape)

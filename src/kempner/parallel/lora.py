@@ -1,0 +1,54 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): each target W of the frozen model becomes
+W + alpha / rank * B A, and only A [rank, in] and B [out, rank] are trained.
+
+An adapter is part of its matrix's module, `...wq.lora_a` beside `...wq.weight`: the names of the
+model's own weights stay what they are, and the adapter is sharded with its block.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kempner.model.decoder import Decoder
+from kempner.parallel.config import LoraConfig
+
+FROZEN = torch.bfloat16  # of the model's own weights
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter. Takes over the parameters of `base`."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scale = scale
+        device = base.weight.device
+        self.lora_a = nn.Parameter(torch.empty(rank, self.in_features, device=device))
+        self.lora_b = nn.Parameter(torch.empty(self.out_features, rank, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = F.linear(F.linear(x, self.lora_a), self.lora_b)
+        return super().forward(x) + self.scale * change
+
+
+def add_adapters(model: Decoder, cfg: LoraConfig) -> None:
+    """Freeze the model, in bf16, and give its targets adapters, in fp32. Before it is sharded."""
+    rope = model.rope  # it stays fp32
+    model.to(FROZEN).requires_grad_(False)
+    model.rope = rope
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in cfg.targets:
+            model.set_submodule(name, LoraLinear(module, cfg.rank, cfg.alpha / cfg.rank))
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith(("lora_a", "lora_b"))
+
+
+def init_std(name: str, adapter: Tensor) -> float:
+    """Standard deviation of an adapter's initial values. B starts as zeros, so that the model
+    starts as it was; A with the variance that peft gives it, 1 / (3 in)."""
+    return 0.0 if name.endswith("lora_b") else (3 * adapter.shape[1]) ** -0.5

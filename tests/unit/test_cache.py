@@ -1,0 +1,218 @@
+"""Generation with the key-value cache gives what the model gives without it; sampling gives what
+transformers' filters give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kempner.data.tokenizer import ByteTokenizer
+from kempner.generate.engine import Engine, Request, generate
+from kempner.generate.sampling import Sampling, draw, filtered
+from kempner.generate.stream import TextStream
+from kempner.model.config import ModelConfig
+from kempner.model.decoder import Decoder
+
+VOCAB, MOST = 101, 24
+SHAPE = ModelConfig(
+    vocab_size=VOCAB, dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=112, max_seq_len=64
+)
+CASES = {
+    "grouped": {},
+    "as many keys": {"n_kv_heads": 8},
+    "window": {"sliding_window": 9},
+    "llama3 rope": {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_len": 16},
+    "qwen": {"qk_norm": True, "qkv_bias": True},
+}
+GREEDY = Sampling(temperature=0, max_tokens=MOST)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other make a busy machine slow."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+def build(**changes: object) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(replace(SHAPE, **changes)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(mean=0.5 if parameter.ndim == 1 else 0.0, std=0.2)
+    return model
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def without_cache(model: Decoder, prompt: list[int], count: int, window: int) -> list[int]:
+    """The likeliest tokens, each from a forward pass over all that the model may see."""
+    ids, start = list(prompt), 0
+    for left in range(count, 0, -1):
+        if len(ids) - start > window or (left == count and len(ids) >= window):
+            start = len(ids) - window + min(left - 1, window // 2)
+        ids.append(int(model(torch.tensor([ids[start:]]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def with_cache(
+    model: Decoder, prompts: list[list[int]], window: int, slots: int
+) -> list[list[int]]:
+    """The same from the engine, whose requests join and leave as there is room."""
+    engine = Engine(model, GREEDY, VOCAB, window, slots)
+    requests = [Request(n, prompt, GREEDY) for n, prompt in enumerate(prompts)]
+    waiting = list(requests)
+    while waiting or engine.requests:
+        if waiting and len(engine.requests) < slots:
+            engine.join([waiting.pop(0)])
+        else:
+            engine.step()
+        for request in list(engine.requests):
+            if len(request.new) == MOST:
+                engine.leave(request)
+    return [request.new for request in requests]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cache_changes_no_token(case: str) -> None:
+    model = build(**CASES[case])
+    prompts = prompts_of(1, 20, 5, 13, 30)
+    expected = [without_cache(model, prompt, MOST, 64) for prompt in prompts]
+    assert len({tuple(text) for text in expected}) == 5 and max(map(len, map(set, expected))) > 6
+    for slots in (1, 2, 5):
+        assert with_cache(model, prompts, 64, slots) == expected
+
+
+def test_the_cache_changes_no_logit() -> None:
+    """Prompts of one batch, padded, and rows that move when another leaves."""
+    model, counts = build(sliding_window=9), [20, 5, 13]
+    texts = torch.tensor(prompts_of(40, 40, 40))
+    full = model(texts)
+    cache = Engine(model, GREEDY, VOCAB, 64, 4).cache
+    padded = torch.zeros(3, 20, dtype=torch.int64)
+    for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
+        padded[row, :count] = text[:count]
+    rows = [0, 1, 2]
+    logits = model(padded, cache=cache.join(counts))
+    for step in range(20):
+        expected = torch.stack([full[row, counts[row] - 1] for row in rows])
+        torch.testing.assert_close(logits[:, 0], expected, atol=1e-5, rtol=0)
+        if step == 8:
+            cache.leave(0)
+            rows = [2, 1]
+        logits = model(
+            torch.tensor([[int(texts[row, counts[row]])] for row in rows]), cache=cache.step()
+        )
+        counts = [count + (row in rows) for row, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize("window", [1, 16])
+def test_a_text_may_outgrow_the_window(window: int) -> None:
+    model, prompts = build(), prompts_of(3, 16, 40)
+    expected = [without_cache(model, prompt, MOST, window) for prompt in prompts]
+    assert with_cache(model, prompts, window, 2) == expected
+
+
+FILTERS = [
+    Sampling(temperature=0.7),
+    Sampling(top_k=5),
+    Sampling(top_k=500),
+    Sampling(top_p=0.6),
+    Sampling(top_p=1e-6),
+    Sampling(min_p=0.3),
+    Sampling(temperature=1.7, top_k=30, top_p=0.8, min_p=0.1),
+]
+
+
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_filters_equal_those_of_transformers(sampling: Sampling) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(4, VOCAB)
+    wanted = transformers.TemperatureLogitsWarper(sampling.temperature)(None, logits.clone())
+    if sampling.top_k:
+        wanted = transformers.TopKLogitsWarper(sampling.top_k)(None, wanted)
+    if sampling.top_p < 1:
+        wanted = transformers.TopPLogitsWarper(sampling.top_p)(None, wanted)
+    if sampling.min_p:
+        wanted = transformers.MinPLogitsWarper(sampling.min_p)(None, wanted)
+    chances, ids = filtered(logits, sampling)
+    if ids is not None:
+        chances = torch.zeros_like(logits).scatter(1, ids, chances)
+    chances = chances / chances.sum(-1, keepdim=True)
+    torch.testing.assert_close(chances, wanted.softmax(-1), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9)], ids=str)
+def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
+    count = 20_000
+    logits = torch.tensor([[-torch.inf, 2.0, 0.0, 1.0, -3.0, -torch.inf]])
+    uniform = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-24])  # the first and the last that there are
+    drawn = Counter(draw(logits.expand(count, -1), sampling, uniform).tolist())
+    chances, ids = filtered(logits, sampling)
+    chances = chances if ids is None else torch.zeros_like(logits).scatter(1, ids, chances)
+    for token, chance in enumerate((chances / chances.sum()).flatten().tolist()):
+        assert drawn[token] / count == pytest.approx(chance, abs=0.01)
+        assert (drawn[token] > 0) == (chance > 0)
+
+
+def pieces(ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
+    stream = TextStream(ByteTokenizer(), list(b"prompt "), stop)
+    result = []
+    for token in ids:
+        if stream.stopped:
+            break
+        result.append(stream.add(token))
+    return [*result, stream.end()]
+
+
+def test_a_character_is_shown_when_it_is_complete() -> None:
+    text = "näh €𝄞!"
+    given = pieces(list(text.encode()))
+    assert "".join(given) == text and "€" in given and not any("\ufffd" in one for one in given)
+    assert "".join(pieces([0xFF, 0xFF, 65, 0xE2, 0x82])) == "\ufffd\ufffdA\ufffd"
+
+
+def test_the_beginning_of_a_stop_string_is_held_back() -> None:
+    given = pieces(list(b"one END two ENDING"), ("ENDING", "quit"))
+    assert "".join(given) == "one END two "
+    assert given[:5] == ["o", "n", "e", " ", ""] and given[7] == "END "
+    assert "".join(pieces(list(b"one END two"), ("ENDING",))) == "one END two"
+    assert "".join(pieces(list(b"a END"), ("ENDING",))) == "a END"
+
+
+def test_pieces_of_a_vocabulary_with_spaces() -> None:
+    """A tokenizer whose decoder drops the first space of what it is given."""
+
+    class Words(ByteTokenizer):
+        words = (" one", " two", " three")
+
+        def decode(self, ids: list[int]) -> str:  # type: ignore[override]
+            return "".join(self.words[i] for i in ids).removeprefix(" ")
+
+    stream = TextStream(Words(), [0], ())
+    assert [stream.add(1), stream.add(2), stream.end()] == [" two", " three", ""]
+
+
+def test_pieces_make_the_whole_text() -> None:
+    tokenizer, model = ByteTokenizer(), build(vocab_size=257)
+    prompts = [list(b"first"), list(b"the second"), list(b"3")]
+    sampling = Sampling(seed=4, max_tokens=50)
+    engine = Engine(model, sampling, 257, 64, 2)
+    texts, order = ["", "", ""], []
+    for piece in generate(engine, tokenizer, prompts, {256}):
+        texts[piece.prompt] += piece.text
+        order.append(piece.prompt)
+    assert all(texts) and {0, 1} == set(order[:4]) and order[-1] == 2
+    assert any(a != b for a, b in pairwise(order[:40]))  # they take turns
