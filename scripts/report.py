@@ -21,6 +21,7 @@ from pathlib import Path
 from kempner import slurm
 from kempner.history import plots
 from kempner.history.attempts import Attempt, Record
+from kempner.history.results import PREFIX
 from kempner.history.run_history import History, is_run, load_history
 from kempner.history.tables import aligned
 
@@ -124,7 +125,10 @@ def table(runs: list[History]) -> str:
         }
         for run in runs
     ]
-    return aligned([[name, *(column[name] for column in columns)] for name in columns[0]], gap=3)
+    names = dict.fromkeys(name for column in columns for name in column)
+    return aligned(
+        [[name, *(column.get(name, "-") for column in columns)] for name in names], gap=3
+    )
 
 
 def facts(run: History) -> dict[str, str]:
@@ -138,6 +142,7 @@ def facts(run: History) -> dict[str, str]:
         "loss, best": at_step(best(losses, "loss"), "loss"),
         "validation, last": at_step(run.validations[-1:], "val_loss"),
         "validation, best": at_step(best(run.validations, "val_loss"), "val_loss"),
+        **results(run),
         "non-finite steps": f"{skipped(run.losses):,}",
         "tokens": f"{last['tokens']:,}",
         "tokens/s, median": f"{median(run.losses, 'tokens_per_s'):,.0f}",
@@ -161,6 +166,16 @@ def at_step(lines: list[Record], key: str) -> str:
 def best(lines: list[Record], key: str) -> list[Record]:
     finite = [line for line in lines if line[key] is not None]
     return [min(finite, key=lambda line: line[key])] if finite else []
+
+
+def results(run: History) -> dict[str, str]:
+    """The last figures of each task that eval.py has run, without their errors."""
+    last = {name: line for line in run.results for name in line if name.startswith(PREFIX)}
+    return {
+        name.removeprefix(PREFIX): at_step([line], name)
+        for name, line in last.items()
+        if "stderr" not in name
+    }
 
 
 def median(lines: list[Record], key: str) -> float:

@@ -12,6 +12,7 @@ import torch
 
 from kempner.data.loader import TrainLoader
 from kempner.files import LineFile
+from kempner.history import results
 from kempner.metrics import Clock, line, peak_flops
 from kempner.progress import Progress
 from kempner.run_directory import Run
@@ -94,6 +95,7 @@ class Recorder:
             record["accuracy"] = result.values["ordered_right"] / pairs if pairs else None
             record["margin"] = result.values["margin_sum"] / pairs if pairs else None
         self.write(record)
+        self._add_results()
         self.run.announce(line(record, self.run.cfg.train.max_steps))
 
     def validation(self, step: int, sets: dict[str, tuple[float, int]]) -> None:
@@ -121,6 +123,12 @@ class Recorder:
         }
         text, file = json.dumps({**head, **known}), self._file
         self.run.background.put(lambda: file.write(text), self._path)
+
+    def _add_results(self) -> None:
+        """What scripts/eval.py has found meanwhile: this process is the one writer of the file."""
+        if (file := self._file) is not None:
+            run_dir = self.run.dir
+            self.run.background.put(lambda: results.add(run_dir, file.write), self._path)
 
 
 def _by_source(result: StepResult, loader: TrainLoader) -> dict[str, dict[str, float | None]]:

@@ -23,7 +23,7 @@ LAYERS = (
     {"parallel", "optim", "checkpoint", "resilience", "hf", "preference", "generate", "load"},
     {"run"},
     {"configure", "progress", "step", "evaluate"},
-    {"run_directory", "hosts", "run_log", "run_records", "recorder", "inspection"},
+    {"run_directory", "hosts", "run_log", "run_records", "recorder", "inspection", "harness"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {

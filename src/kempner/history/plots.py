@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kempner.history.attempts import Record
+from kempner.history.results import PREFIX
 from kempner.history.run_history import History
 from kempner.history.wall_time import WallTime
 
@@ -52,8 +53,12 @@ def draw(runs: list[History], out: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure = Figure(figsize=(9, 8.5), dpi=130, layout="constrained")
-    loss, rate, lr = panels = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.4, 1.1))
+    tasks = sorted({name for run in runs for line in run.results for name in main_figures(line)})
+    figure = Figure(figsize=(9, 11 if tasks else 8.5), dpi=130, layout="constrained")
+    heights = (3, 1.4, 1.1, *((2,) if tasks else ()))
+    loss, rate, lr, *more = panels = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights
+    )
     colors = matplotlib.color_sequences["tab10"]
     alone = len(runs) == 1
     for i, (run, name) in enumerate(zip(runs, short_names(runs), strict=True)):
@@ -76,9 +81,12 @@ def draw(runs: list[History], out: Path) -> None:
         )
         mark_starts(panels, run, "0.45" if alone else color)
     scale_loss(loss, runs)
+    for panel in more:
+        draw_results(panel, runs, tasks)
     rate.set(ylim=(0, None), ylabel="throughput (tokens/s)")
     rate.yaxis.set_major_formatter(EngFormatter(sep=""))
-    lr.set(ylim=(0, None), ylabel="learning rate", xlabel="step")
+    lr.set(ylim=(0, None), ylabel="learning rate")
+    panels[-1].set_xlabel("step")
     lr.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     lr.xaxis.set_major_locator(MaxNLocator(integer=True))
     lr.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
@@ -92,6 +100,31 @@ def draw(runs: list[History], out: Path) -> None:
         title = f"{runs[0].path}: {runs[0].state.word}, step {runs[0].step:,}"
         loss.set_title(title, loc="left", fontsize=11)
     figure.savefig(out)
+
+
+def main_figures(line: Record) -> dict[str, float]:
+    """The figures of a result that lie from 0 to 1, such as accuracies: without their errors."""
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in line.items()
+        if name.startswith(PREFIX) and "stderr" not in name and 0 <= value <= 1
+    }
+
+
+def draw_results(axes: Axes, runs: list[History], tasks: list[str]) -> None:
+    """One line for each task of each run."""
+    for run, name in zip(runs, short_names(runs), strict=True):
+        for task in tasks:
+            points = [
+                (line["step"], figures[task])
+                for line in run.results
+                if task in (figures := main_figures(line))
+            ]
+            if points:
+                label = task if len(runs) == 1 else f"{name}: {task}"
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, label=label)
+    axes.set(ylim=(0, None), ylabel="tasks")
+    axes.legend(loc="best", framealpha=0.9, fontsize=8)
 
 
 def curve(

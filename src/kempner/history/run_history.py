@@ -18,6 +18,7 @@ from pathlib import Path
 from kempner.files import read_jsonl, step_of
 from kempner.history import events
 from kempner.history.attempts import Attempt, Record, attempts_of, is_known
+from kempner.history.results import PREFIX
 from kempner.history.state import State, job_of, judge, read_lock
 from kempner.history.wall_time import WallTime, wall_time_of
 from kempner.slurm import Job
@@ -33,6 +34,7 @@ class History:
     path: Path
     status: Record
     lines: list[Record] = field(repr=False)
+    results: list[Record] = field(repr=False)  # of eval.py, one a step, in order
     attempts: list[Attempt]
     state: State
     job: Job | None  # as Slurm shows it; None where that is not known
@@ -77,14 +79,28 @@ def load_history(
         file = path / "status.json"
         status = {"time": file.stat().st_mtime, **json.loads(file.read_text())}
     found = read_jsonl(path / "metrics.jsonl", tail)
-    lines = [line for line in found if is_known(line, "step", "time")]
+    known = [line for line in found if is_known(line, "step", "time")]
+    lines = [line for line in known if not is_result(line)]
     attempts = attempts_of(events.read(path / "attempts.jsonl"), lines, status)
     name = next((a.job for a in reversed(attempts) if a.job), None) or status.get("job")
     job = job_of(path, name, jobs)
     state = judge(attempts, lines, read_lock(path, time.time()), job)
     if state.word in ("running", "silent") and attempts:
         attempts[-1] = replace(attempts[-1], state="running")
-    return History(path, status, lines, attempts, state, job)
+    return History(path, status, lines, results_of(known), attempts, state, job)
+
+
+def is_result(line: Record) -> bool:
+    """Results come from another process, at any time: they are no sign of life of an attempt."""
+    return any(key.startswith(PREFIX) for key in line)
+
+
+def results_of(lines: Sequence[Record]) -> list[Record]:
+    """The newest figures of each step."""
+    found: dict[int, Record] = {}
+    for line in filter(is_result, lines):
+        found[line["step"]] = found.get(line["step"], {}) | line
+    return [found[step] for step in sorted(found)]
 
 
 def newest_checkpoint(checkpoints: Path) -> int | None:

@@ -1,0 +1,150 @@
+"""Evaluate a checkpoint with lm-evaluation-harness (extra `eval`), without exporting it.
+
+    python scripts/eval.py runs/7b --tasks hellaswag,arc_easy
+    python scripts/eval.py runs/7b@1000 --tasks mine --include-path tasks/ --limit 100
+    python scripts/eval.py some-model/ --tasks mine           a directory in Hugging Face's form
+    sbatch scripts/slurm/eval.sh runs/7b --tasks hellaswag    follows the newest checkpoint
+
+Prints the harness's table. The figures of a run are added to its metrics.jsonl, as eval/TASK/METRIC
+of the step, while it trains too. Retention leaves a checkpoint alone while it is read. The tasks'
+data sets come from the hub's cache or from files: on a node without network set HF_HUB_OFFLINE=1.
+Exit code 0, or 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from kempner import slurm
+from kempner.checkpoint.commit import Damaged, latest
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.files import step_of, write_atomic
+from kempner.hf.source import find_checkpoint, held, run_of
+from kempner.history import results
+from kempner.history.run_history import is_run, load_history
+
+POLL_S = 10.0
+LIVE = ("running", "silent", "starting", "waiting")
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    try:
+        if options.follow:
+            follow(options)
+        else:
+            evaluate_once(options, options.model)
+    except (ConfigError, Damaged, ValueError, OSError) as error:
+        print(f"eval: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argument_parser("eval.py", __doc__)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="RUN[@STEP], a checkpoint, or a Hugging Face directory")
+    add("--tasks", required=True, help="tasks of lm-eval, separated by commas")
+    include = "directory with tasks of your own, as YAML files; may be given several times"
+    add("--include-path", action="append", default=[], metavar="DIR", help=include)
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question")
+    add("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    add("--batch", type=int, default=8, help="texts at a time (default: 8)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
+    follow = "evaluate each checkpoint that becomes the newest one, until the run has ended"
+    add("--follow", action="store_true", help=follow)
+    options = parser.parse_args(argv)
+    for name in ("limit", "batch"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name} {value}: must be at least 1")
+    for path in options.include_path:
+        if not Path(path).is_dir():
+            parser.error(f"--include-path {path}: no such directory")
+    if options.follow and not Path(options.model).is_dir():
+        parser.error(f"--follow {options.model}: no such directory; name a run")
+    return options
+
+
+def evaluate_once(options: argparse.Namespace, name: str) -> None:
+    """Evaluate one model, and record the figures if it is a checkpoint of a run."""
+    try:
+        from kempner.harness import HarnessModel, evaluate
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        fix = ".venv/bin/pip install -c constraints.txt -e '.[eval]'"
+        raise ConfigError(f"the package lm-eval is not installed; run {fix}") from None
+    from kempner.load import load
+
+    with held(name) as source:
+        loaded = load(str(source.path) if source.is_checkpoint else name, options.device)
+    print(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters", flush=True)
+    model = HarnessModel(loaded, options.batch)
+    tasks = options.tasks.split(",")
+    figures, table = evaluate(
+        model, tasks, options.include_path, options.num_fewshot, options.limit
+    )
+    print(table, flush=True)
+    if not source.is_checkpoint:
+        return
+    step, run_dir = step_of(source.path.name), run_of(source.path)
+    if step is not None and is_run(run_dir):
+        results.put(run_dir, step, figures)
+        print(f"recorded as step {step} in {run_dir / 'metrics.jsonl'}", flush=True)
+
+
+def follow(options: argparse.Namespace) -> None:
+    """The newest checkpoint, each time that there is a new one; the last one is always among them,
+    because the run has ended before it is looked for."""
+    run_dir = Path(options.model)
+    leave_on_request(run_dir)
+    while True:
+        run = load_history(run_dir, slurm.my_jobs())
+        ended = run.attempts and run.state.word not in LIVE  # without one it has not started yet
+        checkpoint = newest(run_dir)
+        if checkpoint is not None and step_of(checkpoint.name) not in results.evaluated(run_dir):
+            evaluate_once(options, options.model)  # by now it may be another one
+        elif ended:
+            break
+        else:
+            results.add_without_trainer(run_dir)
+            time.sleep(POLL_S)
+    results.add_without_trainer(run_dir)
+    say_state(run_dir, "done")
+
+
+def newest(run_dir: Path) -> Path | None:
+    try:
+        return latest(find_checkpoint(str(run_dir)).parent)
+    except ConfigError:  # none yet
+        return None
+
+
+def leave_on_request(run_dir: Path) -> None:
+    """The batch script asks at the end of its job's time: nothing is lost but the evaluation that
+    runs, which the next attempt repeats."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        say_state(run_dir, "interrupted")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGUSR1, leave)
+
+
+def say_state(run_dir: Path, state: str) -> None:
+    """For eval.sh: how this attempt has ended."""
+    if attempt := os.environ.get("KEMPNER_ATTEMPT_ID"):
+        record = f'{{"state": "{state}", "attempt_id": "{attempt}"}}\n'
+        write_atomic(run_dir / "eval" / "status.json", record)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

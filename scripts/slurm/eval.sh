@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Evaluate a run beside its training: each checkpoint that becomes the newest one, until the run has ended.
+#
+#   sbatch scripts/slurm/eval.sh runs/7b --tasks hellaswag,arc_easy --limit 500
+#   sbatch --gpus-per-node=0 scripts/slurm/eval.sh runs/debug --tasks mine --include-path tasks --device cpu
+#
+# The options are those of scripts/eval.py; the figures appear in the run's metrics.jsonl and in the picture of
+# scripts/report.py. The job is requeued at its time limit, and goes on with the next checkpoint.
+#SBATCH --job-name=eval
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --gpus-per-node=1
+#SBATCH --signal=B:SIGTERM@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: eval.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/eval.sh itself, or from the root of the repository" >&2 && exit 2; }
+fi
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$lib"
+# shellcheck source-path=SCRIPTDIR source=lib/alone.sh
+source "$KP_LIB/alone.sh"
+
+kp_committed_step() { # checkpoints that are evaluated
+    find "$KP_RUN_DIR" -name 'step_*.json' | wc -l
+}
+
+kp_setup # the repository, its Python, site.env
+kp_in_job || kp_die "eval.sh runs in a job: sbatch scripts/slurm/eval.sh RUN --tasks ...; here it is scripts/eval.py"
+[[ -d ${1:-} ]] || kp_die "no run '${1:-}': give its directory first, then the options of scripts/eval.py"
+mkdir -p -- "$1/eval" || kp_die "$1/eval cannot be written"
+KP_RUN_DIR=$(realpath -- "$1/eval") KP_NODES=1 KP_TASKS=1 KP_MEASURE="checkpoints evaluated:"
+KP_COMMITTED_BEFORE=$(kp_committed_step)
+kp_alone "$KP_ROOT/scripts/eval.py" "$@" --follow
+kp_finish # requeue or not; the exit code
