@@ -15,7 +15,7 @@ from kempner.progress import (
     go_back,
     open_checkpointer,
     open_loaders,
-    open_preference,
+    open_objective,
     resume,
     seed_everything,
 )
@@ -34,13 +34,12 @@ from torch import Tensor, nn
 
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
-from kempner.data.source import IGNORE
 from kempner.evaluate import validate
+from kempner.objective import Objective
 from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
-from kempner.preference.losses import Preference
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -49,7 +48,7 @@ from kempner.run_directory import Run
 from kempner.step import (
     Numbers,
     PendingStep,
-    SourceSums,
+    StepSums,
     collect_garbage,
     guard_update,
     reduce_step,
@@ -66,7 +65,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     progress = resume(cfg, run, model, checkpointer)
     step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
-    preference = open_preference(cfg, layout, model, run, device)  # None: the loss of next tokens
+    objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress), NonFinite(cfg.resilience.max_skipped)
     work, stragglers = BlockClock(model.blocks, device), Stragglers(run.hosts, device, run.announce)
@@ -80,12 +79,11 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             micro_batches = next(loader)
         sums = forward_backward(
             model,
+            objective,
             micro_batches,
-            device,
+            StepSums(loader.names, device),
             step_tokens,
-            loader.names,
             leave=stop if long_steps else None,
-            preference=preference,
         )
         if isinstance(sums, Verdict):  # of all ranks, in the middle of a long step
             verdict = sums
@@ -127,12 +125,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         if verdict.go_back:
             with watchdog.patient():
                 progress, verdict = go_back(
-                    progress,
-                    [nonfinite.since - cfg.train.sequences, loader.position],
-                    verdict,
-                    checkpointer,
-                    loader,
-                    run,
+                    progress, nonfinite.since, verdict, checkpointer, loader, run
                 )
             recorder.begin(progress)
             pending = []
@@ -145,7 +138,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
             with recorder.clock.part("eval"), watchdog.patient():
-                recorder.validation(step, validate(model, val_batches(), device, stop, preference))
+                recorder.validation(step, validate(model, objective, val_batches(), device, stop))
 
     for late in pending:
         recorder.step(late.read(), loader)
@@ -160,34 +153,23 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
 
 def forward_backward(
     model: nn.Module,
+    objective: Objective,
     micro_batches: list[MicroBatch],
-    device: torch.device,
+    sums: StepSums,
     step_tokens: int,
-    names: list[str],
     leave: StopRequests | None,
-    preference: Preference | None = None,
 ) -> dict[str, Tensor | float] | Verdict:
-    """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sum of losses and
-    the number of tokens that count, fp32 [] each, with `names` of several data sources also those
-    of each. With `leave`, the requests of this rank, all ranks may give up the step instead: then
-    it returns their verdict."""
-    loss_sum, tokens = torch.zeros((), device=device), torch.zeros((), device=device)
-    by_source = SourceSums(names, device)
+    """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sums by name,
+    fp32 [] each. With `leave`, the requests of this rank, all ranks may give up the step instead:
+    then it returns their verdict."""
     for i, batch in enumerate(micro_batches):
-        if i and leave is not None and (verdict := requests.asked_meanwhile(leave, device)):
+        if i and leave is not None and (verdict := requests.asked_meanwhile(leave, sums.device)):
             return verdict
         model.set_requires_all_reduce(i == len(micro_batches) - 1)
-        batch = batch.to(device)
-        if preference is None:
-            loss, losses = model(batch.inputs, batch.targets, batch.documents, token_losses=True)
-        else:
-            loss, losses, batch = preference(model, batch)
+        loss, terms, batch = objective(model, batch.to(sums.device))
         (loss / step_tokens).backward()
-        loss_sum += loss.detach()
-        tokens += (batch.targets != IGNORE).sum()
-        by_source.add(batch, losses)
-    more = {} if preference is None else preference.numbers()
-    return {"loss_sum": loss_sum, "tokens": tokens, **by_source.numbers(), **more}
+        sums.add(batch, loss, terms)
+    return {**sums.numbers(), **objective.numbers()}
 
 
 def update(

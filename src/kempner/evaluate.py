@@ -10,17 +10,17 @@ from torch import nn
 
 from kempner.data.batch import MicroBatch
 from kempner.data.source import IGNORE
-from kempner.preference.losses import Preference
+from kempner.objective import Objective
 from kempner.resilience.requests import StopRequests
 
 
 @torch.no_grad()
 def validate(
     model: nn.Module,
+    objective: Objective,
     sets: Mapping[str, Iterable[MicroBatch]],
     device: torch.device,
     stop: StopRequests,
-    preference: Preference | None = None,
 ) -> dict[str, tuple[float, int]]:
     """For each set, by its name, the mean loss over the held-out tokens of all ranks, and how many
     they are; when a request to leave comes in between, of those until then."""
@@ -28,11 +28,7 @@ def validate(
     for name, batches in sets.items():
         totals = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
-            batch = batch.to(device)
-            if preference is None:
-                loss = model(batch.inputs, batch.targets, batch.documents)
-            else:
-                loss, _, batch = preference(model, batch)
+            loss, _, batch = objective(model, batch.to(device))
             leave = loss.new_tensor(stop.wants_to_leave())
             sums = torch.stack((loss, (batch.targets != IGNORE).sum(), leave)).double()
             dist.all_reduce(sums)

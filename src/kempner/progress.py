@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kempner.data.mixture import Mixture
     from kempner.data.source import Source
     from kempner.model.decoder import Decoder
+    from kempner.objective import Objective
     from kempner.parallel.layout import Layout
-    from kempner.preference.losses import Preference
     from kempner.run_directory import Run
 
 
@@ -142,13 +142,15 @@ def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress
     return progress
 
 
-def open_preference(
+def open_objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
-) -> Preference | None:
-    """The loss of a run on preferences. The reference of DPO is sharded as the model is, and has
-    the weights of model.init_from after every restart, too."""
+) -> Objective:
+    """What the run minimises. The reference of DPO is sharded as the model is, and has the weights
+    of model.init_from after every restart, too."""
     if cfg.preference.loss == "none":
-        return None
+        from kempner.objective import NextToken
+
+        return NextToken()
     from kempner.hf.load import start_from
     from kempner.parallel.build import build_model
     from kempner.preference.losses import DPO, Reward, token_losses, token_scores
@@ -229,14 +231,15 @@ def open_loaders(
 
 def go_back(
     progress: Progress,
-    bad: list[int],
+    since: int,
     verdict: Verdict,
     checkpointer: Checkpointer,
     loader: TrainLoader,
     run: Run,
 ) -> tuple[Progress, Verdict]:
-    """To the last checkpoint, from where the samples numbered bad[0] to bad[1] - 1 are left out;
-    returns where the run is then, and what is next."""
+    """To the last checkpoint, from where the samples of the bad steps are left out; returns where
+    the run is then, and what is next. `since`: the position after the first of these steps."""
+    bad = [since - run.cfg.train.sequences, loader.position]
     manifest = checkpointer.load()
     if manifest is None:
         reason = f"{verdict.reason}; no checkpoint to go back to"

@@ -38,28 +38,35 @@ def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> Numbers:
     return dict(zip(parts, layout.sum(torch.stack(values)).unbind(), strict=True))
 
 
-class SourceSums:
-    """Loss and tokens of each data source over the micro-batches of a step, on the device. With a
-    single source there is nothing to tell apart, and it does nothing."""
+class StepSums:
+    """Loss and tokens over the micro-batches of a step, on the device: in all, and of each of
+    several data sources."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        """`names`: of the sources."""
+        self.device = device
+        self._loss, self._tokens = torch.zeros((), device=device), torch.zeros((), device=device)
         self._names = names if len(names) > 1 else ()
         self._numbers = torch.arange(len(self._names), device=device)  # [S]
         self._sums = torch.zeros(2, len(self._names), device=device)  # loss and tokens, [2, S]
 
-    def add(self, batch: MicroBatch, losses: Tensor) -> None:
-        """`losses` [B, T], 0 where the target does not count."""
+    def add(self, batch: MicroBatch, loss: Tensor, terms: Tensor) -> None:
+        """`loss` []: the sum of `terms` [B, T], 0 where the target does not count."""
+        counts = batch.targets != IGNORE
+        self._loss += loss.detach()
+        self._tokens += counts.sum()
         if batch.sources is None:
             return
-        rows = torch.stack((losses.sum(1), (batch.targets != IGNORE).sum(1)))  # [2, B]
+        rows = torch.stack((terms.sum(1), counts.sum(1)))  # [2, B]
         # Not index_add: on a GPU the order of its additions, and so the sum, differs every time.
         mine = batch.sources == self._numbers  # [B, S]
         self._sums += torch.where(mine, rows.unsqueeze(2), 0.0).sum(1)
 
     def numbers(self) -> dict[str, Tensor]:
+        """fp32 [] each."""
         losses, tokens = self._sums.unbind()
         named = zip(self._names, losses, tokens, strict=True)
-        return {
+        return {"loss_sum": self._loss, "tokens": self._tokens} | {
             f"{what} of {name}": part
             for name, *parts in named
             for what, part in zip(("loss_sum", "tokens"), parts, strict=True)

@@ -21,7 +21,7 @@ from kempner.model.attention import Documents
 
 
 class Preference:
-    """What a step with preferences has in place of the next-token loss. It also counts how often
+    """An objective (kempner.objective) on pairs of answers. It also counts how often
     the chosen answer has the higher value, and sums up by how much."""
 
     def __init__(self, device: torch.device) -> None:
