@@ -185,7 +185,7 @@ def test_wrong_combinations_are_refused(place: Path, data_dir: Path) -> None:
     assert 'must be one of "wq", "wk", "wv", "wo", "w1", "w2", "w3"' in problem
     (problem,) = rejected(*good, "--lora.targets=[]")
     assert "nothing is trained" in problem
-    (problem,) = rejected(*good, f"--model.init_from={place / 'run'}")
+    (problem,) = rejected(*good, f"--model.init_from={place}/run@6")
     assert "holds adapters alone; merge them" in problem
     convert("import", place / "model", place / "imported")
     (problem,) = rejected(*good, f"--model.init_from={place / 'imported'}")

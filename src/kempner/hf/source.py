@@ -50,11 +50,6 @@ class Source(NamedTuple):
             fixed = commit.read_manifest(self.path)["fixed"]
         except commit.Damaged as error:
             raise ConfigError(f"{error}; name an older checkpoint") from None
-        if "lora" in fixed:
-            raise ConfigError(
-                f"{self.path}: holds adapters alone; merge them by `python scripts/convert.py "
-                f"export {run_of(self.path)} DIR`, and start from DIR"
-            )
         model = ModelConfig(**fixed["model"])
         heads = {"n_kv_heads": model.kv_heads, "head_dim": model.resolved_head_dim}
         values = asdict(model) | heads

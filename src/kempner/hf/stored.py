@@ -12,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
 from kempner.hf.families import tensor_names, tensor_shapes
-from kempner.hf.source import Source, read_config, vocabulary
+from kempner.hf.source import Source, read_config, run_of, vocabulary
 from kempner.model.config import ModelConfig
 
 SINGLE = "model.safetensors"
@@ -133,6 +134,11 @@ def check_source(source: Source, cfg: ModelConfig) -> None:
     """The same of any source; a checkpoint's tensors have been checked when it was written."""
     if not source.is_checkpoint:
         check_directory(source.path, cfg)
+    elif "lora" in commit.read_manifest(source.path)["fixed"]:
+        raise ConfigError(
+            f"{source.path}: holds adapters alone; merge them by `python scripts/convert.py "
+            f"export {run_of(source.path)} DIR`, and start from DIR"
+        )
 
 
 def _open(path: Path, framework: str) -> Any:
