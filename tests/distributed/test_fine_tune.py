@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused(work: Path) -> None:
 
     dpo = ("configs/train/dpo.toml", "--run.dir=runs/other")
     text = problems(*dpo, "--model.init_from=runs/sft", "--data.dataset_path=data/chat")
-    assert "name its step, such as runs/sft@4" in text
+    assert "every start reads these weights" in text and "runs/sft@4" in text
     assert "data/chat: holds data of the kind chat; preference.loss needs" in text
     text = problems("configs/train/sft.toml", "--data.dataset_path=data/preferences")
     assert "give --preference.loss=dpo or reward" in text

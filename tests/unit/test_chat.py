@@ -109,11 +109,14 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sums(model: Decoder, batches: list[MicroBatch]) -> tuple[float, float, list[torch.Tensor]]:
     """The trainer's: loss, tokens that count, gradients."""
+    from kempner.objective import NextToken
+    from kempner.step import StepSums
     from scripts.train import forward_backward
 
     model.zero_grad()
     model.set_requires_all_reduce = lambda last: None  # type: ignore[attr-defined]
-    found: Any = forward_backward(model, batches, torch.device("cpu"), 1, [], leave=None)
+    start = StepSums([], torch.device("cpu"))
+    found: Any = forward_backward(model, NextToken(), batches, start, 1, leave=None)
     grads = [parameter.grad for parameter in model.parameters()]
     return float(found["loss_sum"]), float(found["tokens"]), [g for g in grads if g is not None]
 
