@@ -3,6 +3,7 @@
     python scripts/generate.py runs/quickstart --prompt "def main("
     python scripts/generate.py runs/7b@1000 --prompt "Once" --temperature 0
     python scripts/generate.py models/llama --prompts questions.txt --top-p 0.9
+    python scripts/generate.py runs/sft --chat --prompt "What is a mole?"
 
 Prints each prompt and its continuation, one prompt as it is generated; the same --seed gives the
 same text. It can run while the run trains: the checkpoint is locked against deletion. Exit code 0,
@@ -30,12 +31,14 @@ def main(argv: list[str]) -> int:
     try:
         prompts = read_prompts(options)
         loaded = load(options.source, options.device)
+        ids = prompt_ids(loaded, prompts, options.chat)
     except (ConfigError, ValueError, OSError) as error:
         print(f"generate: error: {error}", file=sys.stderr)
         return 2
     note(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters")
     began = time.perf_counter()
-    count = print_texts(loaded, prompts, sampling(options), options.batch)
+    shown = [f"{text}\n" for text in prompts] if options.chat else prompts
+    count = print_texts(loaded, shown, ids, sampling(options), options.batch)
     seconds = time.perf_counter() - began
     note(f"{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s")
     return 0
@@ -57,6 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="text to continue, also several times (default: start a new document)",
     )
     add("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line")
+    add("--chat", action="store_true", help="a prompt is a message; the model answers it")
     add("--max-tokens", type=int, default=200, help="tokens a prompt, at most (default: 200)")
     add(
         "--temperature",
@@ -131,14 +135,25 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def print_texts(loaded: Loaded, prompts: list[str], sampling: Sampling, batch: int) -> int:
-    """Generate and print; a single text as it comes, several in the order of the prompts. Returns
-    the number of new tokens."""
+def prompt_ids(loaded: Loaded, prompts: list[str], chat: bool) -> list[list[int]]:
+    words = loaded.words
+    if chat:
+        return [words.chat(prompt) for prompt in prompts]
+    # A model without a token to begin with has at least one that ends a text.
+    return [
+        [*words.begin, *words.tokenizer.encode(prompt)] or [words.tokenizer.eod]
+        for prompt in prompts
+    ]
+
+
+def print_texts(
+    loaded: Loaded, prompts: list[str], ids: list[list[int]], sampling: Sampling, batch: int
+) -> int:
+    """Generate what follows `ids`, and print it after the prompts; a single text as it comes,
+    several in the order of the prompts. Returns the number of new tokens."""
     from kempner.generate.engine import Engine, generate
 
-    tokenizer, begin, ends = loaded.words
-    # A model without a token to begin with has at least one that ends a text.
-    ids = [[*begin, *tokenizer.encode(prompt)] or [tokenizer.eod] for prompt in prompts]
+    tokenizer, ends = loaded.words.tokenizer, loaded.words.ends
     if (longest := max(map(len, ids))) > loaded.window:
         note(f"a prompt has {longest} tokens; the model sees the last of {loaded.window} at most")
     window = min(loaded.window, longest + sampling.max_tokens)  # memory for no more than that

@@ -26,7 +26,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """`batch`: texts at a time. Of a context longer than the window the last part is read."""
         super().__init__()
         self.model, self.window, self.batch = loaded.model, loaded.window, batch
-        self.text, self.begin, self.ends = loaded.words
+        self.text, self.begin, self.ends, _ = loaded.words
 
     @property
     def eot_token_id(self) -> int:

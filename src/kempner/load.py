@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.commit import Damaged
 from kempner.config import toml
 from kempner.config.option import ConfigError
+from kempner.data.chat_template import ChatTemplate, read_config
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, need
 from kempner.hf.source import FOLDER, TOKENIZER, Source, held, run_of
@@ -32,6 +34,17 @@ class Words(NamedTuple):
     tokenizer: Tokenizer
     begin: list[int]  # tokens before each text
     ends: set[int]  # tokens that end one
+    folder: Path  # with the tokenizer's files
+
+    def chat(self, message: str) -> list[int]:
+        """The conversation that a user's message begins, up to where the answer comes, as the
+        tokenizer's own template has it. Raises DataError without one, ValueError when it refuses.
+        """
+        template = ChatTemplate(read_config(self.folder), date.today())
+        assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
+        turn = [{"role": "user", "content": message}]
+        ((ids, _),) = self.tokenizer.encode_rendered([template.render(turn, None, True)])
+        return ids
 
 
 class Loaded(NamedTuple):
@@ -75,7 +88,8 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
     for directory in tried:
         if (directory / SIDECAR).is_file():
             tokenizer = load_tokenizer(directory)
-            return Words(tokenizer, [tokenizer.eod], {tokenizer.eod, *end_tokens(carried)})
+            ends = {tokenizer.eod, *end_tokens(carried)}
+            return Words(tokenizer, [tokenizer.eod], ends, directory)
     if (carried / TOKENIZER).is_file():
         return words_of_directory(carried)
     raise ConfigError(
@@ -89,7 +103,7 @@ def words_of_directory(directory: Path) -> Words:
     ends = end_tokens(directory)
     tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0] if ends else None)
     begin = need("tokenizers").Tokenizer.from_file(str(directory / TOKENIZER)).encode("").ids
-    return Words(tokenizer, begin, {tokenizer.eod, *ends})
+    return Words(tokenizer, begin, {tokenizer.eod, *ends}, directory)
 
 
 def end_tokens(directory: Path) -> list[int]:
