@@ -127,7 +127,7 @@ def complete_model(given: Values, run_dir: str) -> list[str]:
 def begun(run: Path, checkpoints: Path, source: str) -> dict[str, Any] | None:
     """The [model] section of a run that has a checkpoint, and so needs its source no more; None
     when it has yet to start from `source`."""
-    if not commit.complete(checkpoints):
+    if not has_checkpoint(checkpoints):
         return None
     try:
         model = load(RunConfig, [run / "config.toml"]).model
@@ -176,13 +176,21 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     return found
 
 
+def has_checkpoint(root: Path) -> bool:
+    """Where a directory cannot be read there is none, as far as the check of the input goes, which
+    names the directory."""
+    with contextlib.suppress(OSError):
+        return bool(commit.complete(root))
+    return False
+
+
 def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
     """Whether the files can be used: token shards readable and of this vocabulary, the weights to
     start from, the run to be forked, the run directory writable. Creates nothing."""
     found = []
     source = cfg.model.init_from
     again = cfg.preference.loss == "dpo" or cfg.lora.rank > 0  # every start reads these weights
-    begins = not cfg.run.fork and not commit.complete(cfg.checkpoint_dir)
+    begins = not cfg.run.fork and not has_checkpoint(cfg.checkpoint_dir)
     if source is not None and rank == 0 and (again or begins):
         try:
             check_source(find(source, pinned=again), cfg.model)

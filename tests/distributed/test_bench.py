@@ -13,7 +13,7 @@ from tests.conftest import ROOT, clean_env
 LAST = {
     "overhead": "fp32 eager, ranks: 1",
     "startup": "step 1",
-    "data": "seq_len 128",
+    "data": "target, plain shards",
     "checkpoint": "async / synchronous",
 }
 

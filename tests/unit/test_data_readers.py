@@ -117,7 +117,7 @@ def test_bad_megatron_files_are_named(tmp_path: Path) -> None:
         assert said in refused(prefix, vocab=400), said
     cfg = DataConfig(str(prefix))
     with pytest.raises(ConfigError, match=r"no validation split\nor do not validate: give --eval"):
-        open_held_out(cfg, Opening(Shape(4, 400), True, tmp_path))
+        open_held_out(cfg, (), Opening(Shape(4, 400), True, tmp_path))
 
 
 # --- Hugging Face -----------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_saved_data_set_of_tokens_is_mapped(
     whole = datasets.concatenate_datasets([data.select(range(3)), data.select(range(3, len(data)))])
     datasets.DatasetDict({"train": whole, "test": data}).save_to_disk(path)
     check_samples(opened(path, seq_len, separate=True), documents, seq_len)
-    held_out = open_held_out(DataConfig(str(path)), Opening(Shape(seq_len, 100), True, path))
+    (held_out,) = open_held_out(DataConfig(str(path)), (), Opening(Shape(seq_len, 100), True, path))
     assert len(held_out) == len(opened(path, seq_len))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import random
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,9 @@ import pytest
 from kempner.config.option import ConfigError
 from kempner.data import sources
 from kempner.data.dataset import TokenDataset
+from kempner.data.encode import Encoding, in_workers
 from kempner.data.sidecar import copy_tokenizer
-from kempner.data.tokenizer import load_tokenizer
+from kempner.data.tokenizer import Tokenizer, load_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(REPO / "scripts/prepare_data.py")]
@@ -366,6 +370,25 @@ def test_a_killed_worker_is_noticed(tmp_path: Path) -> None:
         os.kill(children(process.pid)[-1], signal.SIGKILL)
     said = process.communicate(timeout=30)[1]
     assert process.returncode == 1 and "a worker was killed" in said
+
+
+def die_while_sending(item: int, how: Encoding, tokenizer: Tokenizer) -> int:
+    """The executor's thread reads the beginning of a result, and waits for the rest."""
+    frame = inspect.currentframe()
+    while frame is not None and "result_queue" not in frame.f_locals:
+        frame = frame.f_back
+    assert frame is not None
+    pipe = frame.f_locals["result_queue"]._writer.fileno()
+    os.write(pipe, struct.pack("!i", 1_000_000) + b"torn")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_a_worker_that_is_killed_while_it_sends_is_noticed() -> None:
+    """Results are megabytes, so that a worker that runs out of memory often dies there."""
+    how = Encoding("", 256, "uint16", "text", 0.0)
+    with pytest.raises(BrokenProcessPool):
+        list(in_workers(die_while_sending, range(4), how, workers=2))
 
 
 def test_finished_data_are_complete_or_refused_and_replaced_only_on_request(

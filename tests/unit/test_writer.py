@@ -38,6 +38,7 @@ from kempner.checkpoint.metadata import write_metadata
 from kempner.checkpoint.reader import DataFile, read_tensors, verify
 from kempner.checkpoint.state import run_state
 from kempner.checkpoint.writer import BLOCK, MAGIC, PAGE, Image, frame, plan_file, write_file
+from kempner.parallel.build import parameter_names
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -55,6 +56,7 @@ def checkpointer(root: Path, model: nn.Module, **cfg: Any) -> tuple[Checkpointer
     log: list[str] = []
     optimizer = torch.optim.AdamW(model.parameters())
     state = run_state(model, optimizer)
+    state["model"].parameters = parameter_names(model)  # type: ignore[attr-defined]  # integers too
     made = Checkpointer(CheckpointConfig(**cfg), root, state, ({}, {"fixed": {}}), log.append)
     return made, log
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,10 +117,29 @@ def in_workers(
         source = iter(items)
         running.extend(_submit(pool, act, item) for item in itertools.islice(source, 2 * workers))
         while running:
-            yield running.popleft().result()
+            yield _result(pool, running.popleft())
             running.extend(_submit(pool, act, item) for item in itertools.islice(source, 1))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _result(pool: ProcessPoolExecutor, future: Future[R]) -> R:
+    """Its result. Raises BrokenProcessPool when a worker was killed.
+
+    The executor notices that by itself, unless the worker died while it was sending a result: then
+    the executor's thread waits for the rest of it forever, and so would the exit of this process.
+    When nobody is left who could send it, the thread sees the end of the pipe.
+    """
+    while True:
+        try:
+            return future.result(timeout=1.0)
+        except futures.TimeoutError:
+            workers = list(pool._processes.values())
+            if all(worker.exitcode is None for worker in workers):
+                continue
+            for worker in workers:
+                worker.kill()
+            pool._result_queue._writer.close()  # type: ignore[attr-defined]
 
 
 def _submit(
