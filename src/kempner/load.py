@@ -16,7 +16,7 @@ from kempner.config.option import ConfigError
 from kempner.data.chat_template import ChatTemplate, read_config
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, need
-from kempner.hf.source import FOLDER, TOKENIZER, Source, held, run_of
+from kempner.hf.source import FOLDER, GENERATION, TOKENIZER, Source, held, run_of
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import LoraConfig
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from kempner.model.decoder import Decoder
-
-GENERATION = "generation_config.json"  # of Hugging Face: which tokens end a text, among others
 
 
 class Words(NamedTuple):

@@ -116,6 +116,18 @@ def test_dpo_resumes_with_its_first_reference_on_other_ranks(work: Path) -> None
     assert broken == pytest.approx(unbroken, abs=1e-5)
 
 
+def test_an_export_ends_its_turns(work: Path) -> None:
+    """The base model ends texts with another token than the chat template ends a turn with."""
+    hf_models.convert("export", work / "runs/sft", work / "models/mine")
+    before, after = (work / "models" / name for name in ("llama", "mine"))
+    base = json.loads((before / "generation_config.json").read_text())["eos_token_id"]
+    turn = json.loads((work / "runs/sft/dataset.json").read_text())["eod"]
+    found = json.loads((after / "generation_config.json").read_text())["eos_token_id"]
+    assert found == [base, turn] and base != turn
+    template = json.loads((after / "tokenizer_config.json").read_text())["chat_template"]
+    assert template == GENERATION
+
+
 def test_what_does_not_fit_is_refused(work: Path) -> None:
     def problems(*words: str) -> str:
         done = subprocess.run(

@@ -17,11 +17,19 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.reader import Want, read_table, read_wanted
 from kempner.checkpoint.writer import pages
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import SIDECAR, Sidecar
+from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
 from kempner.files import fsync, write_atomic
 from kempner.hf.adapter import merged
 from kempner.hf.families import Config, config_json, tensor_names, tensor_shapes
-from kempner.hf.source import CONFIG, FOLDER, TOKENIZER, carry, read_config, run_of
+from kempner.hf.source import (
+    CONFIG,
+    FOLDER,
+    GENERATION,
+    TOKENIZER,
+    carry,
+    read_config,
+    run_of,
+)
 from kempner.hf.stored import INDEX, SINGLE
 from kempner.model.config import ModelConfig
 
@@ -74,15 +82,32 @@ def _write_beside(
     eos = None
     if carried is not None:
         carry(run / FOLDER, out)
+        _write_chat(out, run, carried)
     elif (run / SIDECAR).is_file():
         sidecar = Sidecar.load(run / SIDECAR)
         eos = sidecar.eod
         if sidecar.tokenizer["kind"] != "bytes":
             shutil.copyfile(run / TOKENIZER, out / TOKENIZER)
-            _write_json(out / "tokenizer_config.json", _tokenizer_config(out / TOKENIZER, eos))
+            _write_json(out / TOKENIZER_CONFIG, _tokenizer_config(out / TOKENIZER, eos))
     config = config_json(cfg, carried, dtype, eos)
     _write_json(out / CONFIG, config)
     return str(config["model_type"])
+
+
+def _write_chat(out: Path, run: Path, carried: Config) -> None:
+    """The template that a run on chat data was trained with, and the token that ends a turn: a base
+    model may have neither, and would talk on."""
+    sidecar = Sidecar.load(run / SIDECAR) if (run / SIDECAR).is_file() else None
+    if sidecar is None or sidecar.kind == "text":
+        return
+    shutil.copyfile(run / TOKENIZER_CONFIG, out / TOKENIZER_CONFIG)
+    (out / "chat_template.jinja").unlink(missing_ok=True)  # it is in that file
+    file = out / GENERATION
+    config: Config = json.loads(file.read_bytes()) if file.is_file() else {}
+    ends = config.get("eos_token_id", carried.get("eos_token_id"))
+    ends = [ends] if isinstance(ends, int) else ends or []
+    if sidecar.eod not in ends:
+        _write_json(file, {**config, "eos_token_id": [*ends, sidecar.eod]})
 
 
 def _tokenizer_config(tokenizer: Path, eos: int) -> Config:

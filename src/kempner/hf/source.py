@@ -26,6 +26,7 @@ from kempner.model.config import ModelConfig
 
 FOLDER = "hf"  # in a run: what an imported model had beside its weights
 CONFIG = "config.json"
+GENERATION = "generation_config.json"  # which tokens end a text, among others
 TOKENIZER = "tokenizer.json"
 STEP = re.compile(r"(.+)@(\d+)")
 
