@@ -64,7 +64,7 @@ if [[ -n $kp_setup ]]; then
     ((kp_code == 0)) || fault "SETUP_COMMAND has failed with exit code $kp_code: see $kp_log"
 fi
 kp_python=$(find_python) || fault "no Python with Ray${KEMPNER_PYTHON:+ (KEMPNER_PYTHON=$KEMPNER_PYTHON)}:" \
-    "in $kp_root run .venv/bin/pip install -c constraints.txt -e '.[ray]', or set KEMPNER_PYTHON to a Python that has it"
+    "in $kp_root run .venv/bin/pip install -c constraints.txt -e '.[ray]', or set KEMPNER_PYTHON to one that has it"
 # The command's `python`, too, is the one with Ray.
 [[ $(command -v "${kp_python##*/}") == "$kp_python" ]] || PATH=${kp_python%/*}:$PATH
 [[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] || export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}
