@@ -64,6 +64,7 @@ def wait_for_units(out: Path, more_than: int) -> int:
     return count
 
 
+@pytest.mark.soak  # a machine that is fast enough has done the work before the warning comes
 def test_two_nodes_write_what_one_machine_writes_also_after_a_kill_and_a_warning(
     cluster: Cluster, tmp_path: Path, corpus: list[object]
 ) -> None:
