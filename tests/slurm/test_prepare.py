@@ -77,14 +77,13 @@ def test_two_nodes_write_what_one_machine_writes_also_after_a_kill_and_a_warning
     assert not (out / "dataset.json").exists()
     start_again(cluster, job)
     cluster.wait_for("restart count 1", log)
-    before = wait_for_units(out, count)
-    wait_for_units(out, before + 2)  # the rest takes a fast machine a second or two
+    wait_for_units(out, count + 40)
     cluster.ask("scancel", "--batch", "--signal=TERM", job)
     assert cluster.wait(job) == 0, log.read_text()
     said = log.read_text()
     assert said.count("requeue: interrupted and saved (work done:") == 2
     found = [int(n) for n in re.findall(r"(\d+) of 301 units of input are encoded already", said)]
-    assert len(found) == 3 and found[1] >= count and found[2] > before + 2
+    assert len(found) == 3 and found[1] >= count and found[2] >= count + 40
     assert "end: the data are complete" in said and "skipped 1 bad lines of JSON" in said
     program = [sys.executable, ROOT / "scripts/prepare_data.py"]
     cluster.ask(*program, *corpus, "--out", alone)
