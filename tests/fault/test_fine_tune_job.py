@@ -13,22 +13,12 @@ import pytest
 from tests import hf_models
 from tests.cluster import Cluster, boot
 from tests.conftest import ROOT, clean_env, status
+from tests.slurm.test_eval_job import TASK
 from tests.unit.templates import GENERATION, write_tokenizer
 
 pytest.importorskip("lm_eval")
 
 ANSWERS = {"one": "a cat", "two": "some dogs", "three": "no bird"}
-TASK = """
-task: choose
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list: [{{metric: acc}}]
-"""
 
 
 @pytest.fixture(scope="module")
