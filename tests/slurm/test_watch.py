@@ -309,6 +309,9 @@ def tmux(
         reason = f"not installed: tmux; run {SCRIPTS / 'testbed.sh'} install"
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     env["TMUX_TMPDIR"] = str(tmp_path_factory.mktemp("tmux"))
+    # The panes' shells must not read the startup files of whoever runs the tests: pyenv's, for
+    # one, wait 60 s for a lock that a killed process has left behind.
+    env |= {"HOME": env["TMUX_TMPDIR"], "SHELL": str(shutil.which("bash"))}
 
     def run(*command: str) -> str:
         done = subprocess.run(
