@@ -150,7 +150,11 @@ def open_objective(
     if cfg.preference.loss == "none":
         from kempner.objective import NextToken
 
-        return NextToken()
+        if layout.cp is None:
+            return NextToken()
+        from kempner.parallel.context import own_tokens
+
+        return NextToken(own_tokens(layout.cp, cfg.distributed.cp_method))
     from kempner.hf.load import start_from
     from kempner.parallel.build import build_model
     from kempner.preference.losses import DPO, Reward, token_losses, token_scores
@@ -158,7 +162,7 @@ def open_objective(
     if cfg.preference.loss == "reward":
         model.loss = token_scores
         return Reward(open_sidecar(cfg.data.mixed[0].path).eod, device)
-    reference = build_model(cfg.model, layout, cfg.train, frozen=True)
+    reference = build_model(cfg.model, layout, cfg.train, cfg.distributed, frozen=True)
     run.announce(f"the reference {start_from(reference, cfg.model, run.dir)}")
     model.loss = reference.loss = token_losses
     return DPO(reference, cfg.preference.beta, device)

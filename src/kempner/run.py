@@ -159,6 +159,38 @@ class RunConfig:
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
             )
+        return found + (self._context_problems() if self.distributed.cp > 1 else [])
+
+    def _context_problems(self) -> list[str]:
+        """Of rows whose tokens several ranks share (parallel/context.py)."""
+        ranks, method, found = self.distributed.cp, self.distributed.cp_method, []
+        instead = "give --distributed.cp_method=ulysses, or --distributed.cp=1"
+        parts = 2 * ranks if method == "ring" else ranks
+        length, heads = self.train.seq_len, self.model.n_heads // self.distributed.tp
+        if length % parts:
+            near = max(parts, length // parts * parts)
+            found.append(
+                f"train.seq_len = {length}: distributed.cp = {ranks} with cp_method = {method} "
+                f"cuts a sequence into {parts} parts; give a multiple, such as {near}"
+            )
+        if self.preference.loss != "none":
+            found.append(
+                f"preference.loss = {self.preference.loss}: not with distributed.cp = {ranks}: an "
+                "answer would be on several ranks; give --distributed.cp=1"
+            )
+        if method == "ulysses":
+            if heads % ranks:
+                found.append(
+                    f"distributed.cp = {ranks} with cp_method = ulysses: must divide the {heads} "
+                    "query heads of a tensor-parallel rank; give another --distributed.cp, or "
+                    "--distributed.cp_method=ring"
+                )
+            return found
+        if self.data.document_mask:
+            found.append(f"data.document_mask: the ring has no mask of documents; {instead}")
+        window = self.model.sliding_window
+        if window is not None and window < length:
+            found.append(f"model.sliding_window = {window}: the ring has no windows; {instead}")
         return found
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kempner.config.option import ConfigError
+from kempner.configure import check_world, load_config
 from kempner.data.batch import MicroBatch
 from kempner.data.source import IGNORE
 from kempner.model.attention import Documents, attend, visible
@@ -31,9 +36,11 @@ from kempner.parallel.context import (
     ulysses_attention,
 )
 
+ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kempner.parallel.context"])
 WORLD, ROWS, LENGTH = 4, 2, 48
+ULYSSES = "--distributed.cp_method=ulysses"
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,8 @@ def model_error(case: Case, group: dist.ProcessGroup) -> float:
     torch.manual_seed(2)
     plain, split = Decoder(shape), Decoder(shape)
     split.load_state_dict(plain.state_dict())
-    split_context(split, group, case.method)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    split_context(split, mesh, case.method, torch.float32)
     for i, block in enumerate(split.blocks):
         if case.recompute:
             split.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
@@ -123,7 +131,7 @@ def model_error(case: Case, group: dist.ProcessGroup) -> float:
     batch = MicroBatch(tokens[:, :-1], targets, documents() if case.packed else None)
     expected, expected_terms, _ = NextToken()(plain, batch)
     expected.backward()
-    loss, terms, part = NextToken(own_tokens(group, case.method))(split, batch)
+    loss, terms, part = NextToken(own_tokens(mesh, case.method))(split, batch)
     loss.backward()
     mine = columns(LENGTH, group.rank(), group.size(), case.method, torch.device("cpu"))
     assert torch.equal(part.targets, targets[:, mine])
@@ -246,3 +254,46 @@ def test_no_rank_of_the_ring_has_more_work(
     for pairs in by_rank.values():
         assert sum(pairs) == length * (length + 1) // 2
         assert max(pairs) <= 1.05 * sum(pairs) / ranks
+
+
+REFUSED = {
+    "the ring's chunks": ("--train.seq_len=36 --distributed.cp=8", "into 16 parts"),
+    "ulysses' parts": (f"--train.seq_len=30 {ULYSSES} --distributed.cp=4", "into 4 parts"),
+    "heads": (f"--train.seq_len=30 {ULYSSES} --distributed.cp=3", "must divide the 4 query heads"),
+    "documents": ("--distributed.cp=2 --data.document_mask", "no mask of documents"),
+    "window": ("--distributed.cp=2 --model.sliding_window=8", "no windows"),
+    "preferences": ("--distributed.cp=2 --preference.loss=reward", "preference.loss = reward"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_combined_is_refused(what: str) -> None:
+    words, problem = REFUSED[what]
+    with pytest.raises(ConfigError) as refused:
+        load_config(["configs/train/debug.toml"], words.split())
+    assert [problem in each for each in refused.value.problems] == [True]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--distributed.cp=8",
+        "--distributed.cp=2 --model.sliding_window=128",
+        f"{ULYSSES} --distributed.cp=4 --model.sliding_window=8 --data.document_mask",
+    ],
+)
+def test_what_can_be_combined_is_taken(words: str) -> None:
+    load_config(["configs/train/debug.toml"], words.split())
+
+
+def test_the_command_of_the_page_fits_its_world() -> None:
+    page = (ROOT / "docs/long-sequences.md").read_text()
+    command = page.partition("multinode.sh ")[2].partition("\n\n")[0].replace("\\\n", " ")
+    file, *words = command.split()
+    assert check_world(load_config([file], words), 16, 8) == []
+
+
+def test_the_ring_on_a_gpu_needs_bf16() -> None:
+    mesh = types.SimpleNamespace(device_type="cuda")  # there is none here
+    with pytest.raises(ConfigError, match=r"train\.dtype=bf16"):
+        split_context(Decoder(ModelConfig()), mesh, "ring", torch.float32)

@@ -1,5 +1,5 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> recompute -> compile -> shard
--> memory -> weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> context -> recompute -> compile
+-> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
-from kempner.parallel.config import LoraConfig
+from kempner.parallel.config import DistributedConfig, LoraConfig
+from kempner.parallel.context import split_context
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
 
@@ -36,6 +37,7 @@ def build_model(
     cfg: ModelConfig,
     layout: Layout,
     train: Settings,
+    distributed: DistributedConfig,
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
@@ -53,6 +55,8 @@ def build_model(
             parameter.data = parameter.data.to(dtype)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
+    if layout.cp is not None:
+        split_context(model, layout.cp, distributed.cp_method, dtype)
     if train.recompute:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)

@@ -25,7 +25,15 @@ class DistributedConfig:
         minimum=1,
     )
     pp: int = option(1, "pipeline stages; only 1 is supported", minimum=1)
-    cp: int = option(1, "context-parallel ranks; only 1 is supported", minimum=1)
+    cp: int = option(
+        1, "ranks that share the tokens of each sequence (context parallelism)", minimum=1
+    )
+    cp_method: str = option(
+        "ring",
+        "attention over cp ranks: keys and values go round them, or (ulysses) tokens are exchanged "
+        "for heads",
+        choices=("ring", "ulysses"),
+    )
     tp: int = option(1, "tensor-parallel ranks; only 1 is supported", minimum=1)
     ep: int = option(1, "expert-parallel ranks; only 1 is supported", minimum=1)
     device: str = option("auto", "device to train on", choices=("auto", "cuda", "cpu"))
@@ -39,7 +47,7 @@ class DistributedConfig:
     def problems(self) -> list[str]:
         found = [
             f"distributed.{axis} = {getattr(self, axis)}: this axis is not built yet; leave it at 1"
-            for axis in ("pp", "cp", "tp", "ep")  # what is built leaves this list
+            for axis in ("pp", "tp", "ep")  # what is built leaves this list
             if getattr(self, axis) != 1
         ]
         for axis in ("dp_shard", "dp_replicate"):

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.model.attention import Documents, Visible, attend
 from kempner.model.cache import Rows
-from kempner.model.decoder import Block, Decoder
+from kempner.model.decoder import FLASH, Block, Decoder
 
 aten = torch.ops.aten
 
@@ -40,9 +42,18 @@ def columns(length: int, rank: int, ranks: int, method: str, device: torch.devic
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
 
-def split_context(model: Decoder, group: dist.ProcessGroup, method: str) -> None:
-    """Let the ranks of `group` share the tokens of each row: the model takes this rank's columns()
-    of them. What is packed into the rows it takes whole."""
+def split_context(model: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype) -> None:
+    """Let the ranks of the 1-D `mesh` share the tokens of each row: the model takes this rank's
+    columns() of them, and the documents of whole rows. `dtype`: of the activations.
+
+    Raises ConfigError where no kernel does it.
+    """
+    if method == "ring" and mesh.device_type == "cuda" and dtype not in FLASH:
+        raise ConfigError(
+            "distributed.cp_method = ring: on a GPU it needs activations in bf16; give "
+            "--train.dtype=bf16, or --distributed.cp_method=ulysses"
+        )
+    group = mesh.get_group()
     model.place = partial(_place, model.place, group, method)  # type: ignore[method-assign]
     attention = _attend_ring if method == "ring" else ulysses_attention
 
@@ -55,8 +66,9 @@ def split_context(model: Decoder, group: dist.ProcessGroup, method: str) -> None
         block.attention.attend = attend
 
 
-def own_tokens(group: dist.ProcessGroup, method: str) -> Callable[[MicroBatch], MicroBatch]:
-    """What cuts whole rows down to the tokens of this rank."""
+def own_tokens(mesh: DeviceMesh, method: str) -> Callable[[MicroBatch], MicroBatch]:
+    """What cuts whole rows down to the tokens of this rank of the mesh."""
+    group = mesh.get_group()
 
     def cut(batch: MicroBatch) -> MicroBatch:
         length, device = batch.inputs.shape[1], batch.inputs.device
