@@ -90,11 +90,17 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
     from kempner.model.attention import choose
     from kempner.parallel.build import compute_dtype
+    from kempner.parallel.compiled import leave_compiler_out
 
+    if not cfg.train.compile:
+        leave_compiler_out()
     torch.manual_seed(cfg.train.seed)
     if cfg.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        if cfg.train.compile or device.type == "cuda":
+            torch.use_deterministic_algorithms(True)  # imports the compiler, to tell it, too
+        else:
+            torch.set_deterministic_debug_mode("error")
     sources, _ = open_data(cfg, run.world.rank == 0)
     packed = cfg.data.document_mask or any(source.packing is not None for source in sources)
     tokens = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64, device=device)

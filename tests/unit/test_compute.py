@@ -4,6 +4,8 @@ the loss, compilation of blocks or of the whole model, bf16 weights, fp8 product
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -78,6 +80,23 @@ def test_blocks_share_one_graph_and_a_whole_model_is_one(
         assert len(graphs) == count and clock.take() > 0.0
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(found, plain)
+
+
+def test_the_compiler_is_imported_when_something_is_compiled() -> None:
+    code = """if True:
+        import sys, torch
+        from kempner.parallel.compiled import leave_compiler_out
+        leave_compiler_out()
+        late = sys.modules["torch._dynamo"]
+        parameter = torch.nn.Parameter(torch.ones(3))
+        torch.optim.AdamW([parameter], fused=True).step()
+        assert torch._dynamo is late and "torch._dynamo.symbolic_convert" not in sys.modules
+        assert torch.compile(lambda x: x + 1, backend="eager")(parameter).sum() == 6
+        assert torch._dynamo.config.cache_size_limit and torch._dynamo is not late
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_loss_has_chunks_of_the_given_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,6 @@ from kempner.model.config import ModelConfig
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-try:  # the flash kernel over sequences of different length; older torch lacks its window
-    from torch.nn.attention.varlen import varlen_attn
-
-    HAS_VARLEN = {"window_size", "enable_gqa"} <= varlen_attn.__annotations__.keys()
-except ImportError:
-    HAS_VARLEN = False
-
 FLASH = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels
 
 
@@ -91,7 +84,7 @@ def visible(
         return Visible(None)
     device = tokens.device
     if device.type == "cuda" and kernel in ("auto", "flash"):
-        if softcap is None and dtype in FLASH and HAS_VARLEN:
+        if softcap is None and dtype in FLASH and varlen() is not None:
             if documents is not None:
                 return Visible(window, starts=documents.starts)
             ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
@@ -130,11 +123,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
     rows, _, length, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, E]
     left = -1 if seen.window is None else seen.window - 1
+    flash, starts = varlen(), seen.starts
+    assert flash is not None
     # A document never leaves its row, so that T is a bound for its length that the host knows.
-    y = varlen_attn(  # type: ignore[assignment]  # a tuple only if asked for more
-        q, k, v, seen.starts, seen.starts, length, length, window_size=(left, 0), enable_gqa=grouped
-    )
+    y = flash(q, k, v, starts, starts, length, length, window_size=(left, 0), enable_gqa=grouped)
     return y.view(rows, length, *y.shape[1:]).transpose(1, 2)
+
+
+@functools.cache
+def varlen() -> Callable[..., Any] | None:
+    """The flash kernel over sequences of different length, None where torch has none with a window.
+    Imported where it is used: it brings the compiler, a second of every start."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = {"window_size", "enable_gqa"} <= varlen_attn.__annotations__.keys()
+    return varlen_attn if known else None
 
 
 # --- Capped scores (Gemma 2, arXiv:2408.00118, section 2) ---
