@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from kempner.data.config import DataConfig, SourceConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
+from kempner.parallel.combinations import context_problems
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.resilience.config import ResilienceConfig
@@ -55,9 +57,39 @@ class TrainConfig:
     )
     grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping", minimum=0.0)
     dtype: str = option(
-        "auto", "compute dtype; weights stay fp32", choices=("auto", "bf16", "fp32")
+        "auto",
+        "dtype of the products; auto: bf16 on a GPU, else fp32",
+        choices=("auto", "bf16", "fp32"),
     )
-    compile: bool = option(False, "apply torch.compile to each block and to the loss")
+    weights: str = option(
+        "fp32",
+        "dtype of the weights, their gradients and the optimizer's moments; bf16: half the memory, "
+        "and updates under 0.4 % of a weight may be lost",
+        choices=("fp32", "bf16"),
+    )
+    fp8: str = option(
+        "none",
+        "matrix products of the blocks in 8-bit floats, by torchao, with one scale a tensor or a "
+        "row; needs an Ada, Hopper or later GPU",
+        choices=("none", "tensorwise", "rowwise"),
+    )
+    attention: str = option(
+        "auto",
+        "kernel of the attention; auto: the fastest that torch has for the shape",
+        choices=("auto", "cudnn", "flash", "efficient", "math"),
+    )
+    loss_chunk: int | None = option(
+        None,
+        "tokens whose logits exist at once; unset: as many as make 2^27 logits",
+        minimum=1,
+        maximum=MAX_FORWARD_TOKENS,
+    )
+    compile: bool = option(False, "apply torch.compile")
+    compile_scope: str = option(
+        "block",
+        "what train.compile compiles: each block and the loss, or the whole model",
+        choices=("block", "model"),
+    )
     recompute: bool = option(
         False, "activation checkpointing: recompute blocks in the backward pass to save memory"
     )
@@ -72,19 +104,35 @@ class TrainConfig:
         return self.global_batch_tokens // self.seq_len
 
     def problems(self) -> list[str]:
+        found = []
         most = MAX_STEP_TOKENS // self.seq_len
         if self.sequences > most:
-            return [
+            found.append(
                 f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
                 f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
-            ]
-        if self.global_batch_tokens is None or self.global_batch_tokens % self.seq_len == 0:
-            return []
-        down = self.global_batch_tokens // self.seq_len * self.seq_len
-        return [
-            f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
-            f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}"
-        ]
+            )
+        elif self.global_batch_tokens is not None and self.global_batch_tokens % self.seq_len:
+            down = self.global_batch_tokens // self.seq_len * self.seq_len
+            found.append(
+                f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
+                f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}"
+            )
+        if self.weights == "bf16" and self.dtype != "bf16":
+            found.append(
+                f"train.weights = bf16: with train.dtype = {self.dtype} the products would be no "
+                "more exact than the weights; add --train.dtype=bf16"
+            )
+        if self.compile_scope == "model" and not self.compile:
+            found.append(
+                "train.compile_scope = model: nothing is compiled; add --train.compile, or leave "
+                "train.compile_scope out"
+            )
+        if self.fp8 != "none" and importlib.util.find_spec("torchao") is None:
+            found.append(
+                f"train.fp8 = {self.fp8}: the package torchao is not installed; run "
+                ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -159,39 +207,33 @@ class RunConfig:
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
             )
-        return found + (self._context_problems() if self.distributed.cp > 1 else [])
+        if self.lora.rank and (lever := self._trains_weights()):
+            found.append(
+                f"lora.rank = {self.lora.rank}: adapters are fp32 on a frozen model in bf16, and "
+                f"not built for {lever}; leave that out"
+            )
+        if self.train.attention != "auto" and self.model.attention_softcap is not None:
+            found.append(
+                f"train.attention = {self.train.attention}: this kernel does not cap scores, as "
+                f"model.attention_softcap = {self.model.attention_softcap} asks; leave it at auto"
+            )
+        if self.train.loss_chunk is not None and self.preference.loss != "none":
+            found.append(
+                f"train.loss_chunk = {self.train.loss_chunk}: has no effect on preference.loss = "
+                f"{self.preference.loss}; leave it out"
+            )
+        if self.distributed.device == "cpu" and self.train.fp8 != "none":
+            found.append(
+                f"train.fp8 = {self.train.fp8}: not on distributed.device = cpu; give --train.fp8="
+                "none, or a GPU"
+            )
+        return found + context_problems(self)
 
-    def _context_problems(self) -> list[str]:
-        """Of rows whose tokens several ranks share (parallel/context.py)."""
-        ranks, method, found = self.distributed.cp, self.distributed.cp_method, []
-        instead = "give --distributed.cp_method=ulysses, or --distributed.cp=1"
-        parts = 2 * ranks if method == "ring" else ranks
-        length, heads = self.train.seq_len, self.model.n_heads // self.distributed.tp
-        if length % parts:
-            near = max(parts, length // parts * parts)
-            found.append(
-                f"train.seq_len = {length}: distributed.cp = {ranks} with cp_method = {method} "
-                f"cuts a sequence into {parts} parts; give a multiple, such as {near}"
-            )
-        if self.preference.loss != "none":
-            found.append(
-                f"preference.loss = {self.preference.loss}: not with distributed.cp = {ranks}: an "
-                "answer would be on several ranks; give --distributed.cp=1"
-            )
-        if method == "ulysses":
-            if heads % ranks:
-                found.append(
-                    f"distributed.cp = {ranks} with cp_method = ulysses: must divide the {heads} "
-                    "query heads of a tensor-parallel rank; give another --distributed.cp, or "
-                    "--distributed.cp_method=ring"
-                )
-            return found
-        if self.data.document_mask:
-            found.append(f"data.document_mask: the ring has no mask of documents; {instead}")
-        window = self.model.sliding_window
-        if window is not None and window < length:
-            found.append(f"model.sliding_window = {window}: the ring has no windows; {instead}")
-        return found
+    def _trains_weights(self) -> str:
+        """The option that changes how all weights are trained, if there is one."""
+        if self.train.weights != "fp32":
+            return f"train.weights = {self.train.weights}"
+        return f"train.fp8 = {self.train.fp8}" if self.train.fp8 != "none" else ""
 
 
 def micro_batch(cfg: TrainConfig, world_size: int) -> int:

@@ -84,7 +84,7 @@ def attention_error(case: Case, group: dist.ProcessGroup) -> float:
     heads = (4, case.kv_heads, case.kv_heads)
     whole = [torch.randn(ROWS, n, LENGTH, 8, requires_grad=True) for n in heads]
     seen = visible(
-        torch.zeros(ROWS, LENGTH), case.window, documents() if case.packed else None, False
+        torch.zeros(ROWS, LENGTH), case.window, documents() if case.packed else None, torch.float32
     )
     expected = attend(*whole, seen)
     weights = torch.randn_like(expected)
@@ -262,6 +262,8 @@ REFUSED = {
     "heads": (f"--train.seq_len=30 {ULYSSES} --distributed.cp=3", "must divide the 4 query heads"),
     "documents": ("--distributed.cp=2 --data.document_mask", "no mask of documents"),
     "window": ("--distributed.cp=2 --model.sliding_window=8", "no windows"),
+    "capped scores": ("--distributed.cp=2 --model.attention_softcap=50", "does not cap scores"),
+    "another kernel": ("--distributed.cp=2 --train.attention=math", "kernel is flash"),
     "preferences": ("--distributed.cp=2 --preference.loss=reward", "preference.loss = reward"),
 }
 

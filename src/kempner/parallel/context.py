@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
-from kempner.model.attention import Documents, Visible, attend
+from kempner.model.attention import FLASH, Documents, Visible, attend
 from kempner.model.cache import Rows
-from kempner.model.decoder import FLASH, Block, Decoder
+from kempner.model.decoder import Block, Decoder
 
 aten = torch.ops.aten
 
