@@ -258,6 +258,7 @@ def test_no_rank_of_the_ring_has_more_work(
 
 REFUSED = {
     "the ring's chunks": ("--train.seq_len=36 --distributed.cp=8", "into 16 parts"),
+    "a ramp's shortest": ("--train.seq_len_ramp=[4,9] --distributed.cp=4", "at first = 4"),
     "ulysses' parts": (f"--train.seq_len=30 {ULYSSES} --distributed.cp=4", "into 4 parts"),
     "heads": (f"--train.seq_len=30 {ULYSSES} --distributed.cp=3", "must divide the 4 query heads"),
     "documents": ("--distributed.cp=2 --data.document_mask", "no mask of documents"),

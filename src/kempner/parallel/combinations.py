@@ -17,11 +17,14 @@ def context_problems(cfg: RunConfig) -> list[str]:
     instead = "give --distributed.cp_method=ulysses, or --distributed.cp=1"
     parts = 2 * ranks if method == "ring" else ranks
     length, heads = cfg.train.seq_len, cfg.model.n_heads // cfg.distributed.tp
-    if length % parts:
-        near = max(parts, length // parts * parts)
+    option, shortest = "train.seq_len", length
+    if cfg.train.seq_len_ramp is not None:
+        option, shortest = "train.seq_len_ramp, at first", cfg.train.seq_len_ramp[0]
+    if shortest % parts:
+        near = max(parts, shortest // parts * parts)
         found.append(
-            f"train.seq_len = {length}: distributed.cp = {ranks} with cp_method = {method} "
-            f"cuts a sequence into {parts} parts; give a multiple, such as {near}"
+            f"{option} = {shortest}: distributed.cp = {ranks} with cp_method = {method} cuts a "
+            f"sequence into {parts} parts; give a multiple, such as {near}"
         )
     if cfg.preference.loss != "none":
         found.append(
