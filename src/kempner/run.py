@@ -159,6 +159,33 @@ class RunConfig:
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
             )
+        return found + (self._tensor_problems() if self.distributed.tp > 1 else [])
+
+    def _tensor_problems(self) -> list[str]:
+        """Of distributed.tp: each rank has whole heads, as many as the others, and between the
+        products the same number of tokens."""
+        axes, model, given = self.distributed, self.model, f"distributed.tp = {self.distributed.tp}"
+        sizes = {
+            "model.n_heads": model.n_heads,
+            "model.n_kv_heads": model.kv_heads,
+            "model.ffn_dim": model.ffn_dim,
+            "train.seq_len": self.train.seq_len,
+        }
+        found = [
+            f"{given}: must divide {key} = {size}; give another size, or 1"
+            for key, size in sizes.items()
+            if size % axes.tp
+        ]
+        if self.lora.rank:
+            found.append(
+                f"{given}: adapters are not built for it; give --distributed.tp=1, or train all "
+                "weights, --lora.rank=0"
+            )
+        if self.preference.loss != "none":
+            found.append(
+                f"{given}: preference.loss = {self.preference.loss} is not built for it; give "
+                "--distributed.tp=1"
+            )
         return found
 
 
