@@ -20,6 +20,7 @@ from kempner.config.option import ConfigError
 from kempner.config.values import shown, to_text
 from kempner.hf.source import find
 from kempner.hf.stored import check_source
+from kempner.model.config import OF_TRAINING
 from kempner.optim.config import learning_rate
 from kempner.parallel.layout import sizes
 from kempner.process_group import discover
@@ -102,7 +103,7 @@ def load_config(
 
 def complete_model(given: Values, run_dir: str) -> list[str]:
     """The rest of [model] from what model.init_from names, or the run that is forked in its place.
-    A key that contradicts it is a problem; the maximum length and the initial weights' deviation
+    A key that contradicts it is a problem; the maximum length and what only shapes the training
     are no part of the weights."""
     model = given["model"]
     if (source := model.get("init_from")) is None:
@@ -113,7 +114,7 @@ def complete_model(given: Values, run_dir: str) -> list[str]:
         shape = shape or find(given["run"].get("fork") or source).model()
     except ConfigError as error:
         return [f"model.init_from: {problem}" for problem in error.problems]
-    fixed = shape.keys() - {"max_seq_len", "init_std"}
+    fixed = shape.keys() - {"max_seq_len", *OF_TRAINING}
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
     model |= {key: value for key, value in shape.items() if key in unset or key not in model}
     return [

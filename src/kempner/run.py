@@ -154,10 +154,32 @@ class RunConfig:
                 f"lora.rank = {self.lora.rank}: adapters need weights to adapt; name them, "
                 "--model.init_from=DIR, or train all weights, --lora.rank=0"
             )
+        if self.model.aux_loss and self.preference.loss != "none":
+            found.append(
+                f"model.aux_loss = {self.model.aux_loss}: is not built for preference.loss = "
+                f"{self.preference.loss}; leave it at 0, the experts stay balanced as they are"
+            )
+        if self.lora.rank and self.model.n_experts:
+            found += self._lora_of_experts()
         if self.lora.rank and self.preference.loss != "none":
             found.append(
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
+            )
+        return found
+
+    def _lora_of_experts(self) -> list[str]:
+        found = []
+        if wrong := [name for name in self.lora.targets if name in ("w1", "w2", "w3")]:
+            found.append(
+                f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
+                "matrices of experts; give those of the attention, "
+                """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
+            )
+        if self.model.router_bias:
+            found.append(
+                "model.router_bias: the biases move while the weights are trained, which lora.rank "
+                f"= {self.lora.rank} keeps as they are; train all weights, --lora.rank=0"
             )
         return found
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box
 from kempner.checkpoint.reader import Want
 from kempner.config.option import ConfigError
-from kempner.parallel.build import parameter_names
+from kempner.parallel.build import buffer_names, parameter_names
 
 
 class StateProvider(Protocol):
@@ -36,16 +36,17 @@ class StateProvider(Protocol):
 
 
 class ModelState:
-    """The parameters that are trained, by their names without wrappers."""
+    """The parameters that are trained, and the buffers, by their names without wrappers."""
 
     per_rank = False
 
     def __init__(self, model: nn.Module) -> None:
         named = parameter_names(model)
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self.buffers = buffer_names(model)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.parameters.items()}
+        return {name: p.detach() for name, p in self.parameters.items()} | self.buffers
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         return self.tensors()

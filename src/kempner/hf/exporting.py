@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
 from kempner.files import fsync, write_atomic
 from kempner.hf.adapter import merged
-from kempner.hf.families import Config, config_json, tensor_names, tensor_shapes
+from kempner.hf.families import Config, config_json
 from kempner.hf.source import (
     CONFIG,
     FOLDER,
@@ -31,6 +32,7 @@ from kempner.hf.source import (
     run_of,
 )
 from kempner.hf.stored import INDEX, SINGLE
+from kempner.hf.tensors import parts, tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -132,12 +134,14 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for ours in shard:
-            header[names[ours]] = {
-                "dtype": HEADER_DTYPES[reader.dtype],
-                "shape": reader.shapes[ours],
-                "data_offsets": [at, at := at + reader.sizes[ours]],
-            }
-            files[names[ours]] = file
+            for name, shape in parts(names[ours], reader.shapes[ours]).items():
+                size = math.prod(shape) * reader.dtype.itemsize
+                header[name] = {
+                    "dtype": HEADER_DTYPES[reader.dtype],
+                    "shape": shape,
+                    "data_offsets": [at, at := at + size],
+                }
+                files[name] = file
         _write_file(out / file, header, reader.parts(shard))
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}

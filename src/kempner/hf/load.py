@@ -18,11 +18,11 @@ from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.reader import Want, read_table, read_wanted
 from kempner.checkpoint.writer import local
 from kempner.config.option import ConfigError
-from kempner.hf.families import tensor_names
 from kempner.hf.source import FOLDER, Source, carry, held, read_config
 from kempner.hf.stored import Stored, check_directory
+from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
-from kempner.parallel.build import parameter_names
+from kempner.parallel.build import buffer_names, parameter_names
 from kempner.parallel.lora import is_adapter
 
 madvise = ctypes.CDLL(None).madvise
@@ -55,13 +55,16 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
 def load_weights(
     model: nn.Module, cfg: ModelConfig, source: Source, rank: int = 0, world: int = 1
 ) -> None:
-    """Fill this rank's part of every parameter but adapters, cast to its dtype.
+    """Fill this rank's part of every parameter but adapters, cast to its dtype; from a checkpoint
+    the buffers, too.
 
     Raises ConfigError when a tensor is missing, superfluous or of another shape, Damaged when a
     checkpoint is damaged.
     """
     named = parameter_names(model).items()
     parameters: dict[str, Tensor] = {name: p for name, p in named if not is_adapter(name)}
+    if source.is_checkpoint:
+        parameters |= buffer_names(model)
     here = make_table(parameters, {}, world)
     boxes = {name: own_box(here[name], rank) for name in parameters}
     if source.is_checkpoint:
@@ -84,8 +87,14 @@ def load_weights(
 
 
 def fill(target: Tensor, stored: Stored, name: str, box: Box) -> None:
-    """Copy a box of a stored tensor, and read no more than that; cast to the target's dtype."""
+    """Copy a box of a stored tensor, and read no more than that; cast to the target's dtype. With a
+    `*` in its name: of the tensors of the experts that the box holds."""
     if not target.numel():
+        return
+    if "*" in name:
+        (first, count), *rest = box
+        for i in range(count):
+            fill(target[i], stored, name.replace("*", str(first + i)), tuple(rest))
         return
     part = stored.slice(name)[tuple(slice(at, at + length) for at, length in box)]
     # The slice is a view of the mapped file: without a word the kernel would read it page fault by

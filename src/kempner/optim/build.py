@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kempner.model.decoder import Decoder
 from kempner.optim.config import OptimizerConfig
 
 
@@ -24,7 +25,12 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optim
         {"params": rest, "weight_decay": 0.0, "lr_scale": 1.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    if isinstance(model, Decoder) and model.cfg.router_bias:
+        optimizer.register_step_post_hook(
+            lambda optimizer, *_: model.move_router_biases(unless=optimizer.found_inf)
+        )
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

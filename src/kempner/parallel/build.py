@@ -7,7 +7,7 @@ import zlib
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -49,8 +49,7 @@ def build_model(
         model = Decoder(cfg)
     dtype = compute_dtype(train.dtype, layout.mesh.device_type)
     if frozen:
-        for parameter in model.requires_grad_(False).parameters():
-            parameter.data = parameter.data.to(dtype)
+        model.cast(dtype).requires_grad_(False)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
     if train.recompute:
@@ -96,7 +95,9 @@ def shard(model: Decoder, layout: Layout, dtype: torch.dtype) -> None:
 def init_weights(model: Decoder, seed: int) -> None:
     """Initial values, each parameter from a generator of its own, whole, then cut: the same on
     every mesh. With init_from those of adapters alone: the others come from there, or from a
-    checkpoint (hf/load.py, checkpoint/checkpointer.py)."""
+    checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
+    for buffer in buffer_names(model).values():
+        buffer.zero_()
     for name, param in parameter_names(model).items():
         adapter = is_adapter(name)
         if model.cfg.init_from is not None and not adapter:
@@ -116,7 +117,15 @@ def init_weights(model: Decoder, seed: int) -> None:
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by the names that they have without wrappers: what checkpoints use."""
-    return {
-        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): param
-        for name, param in model.named_parameters()
-    }
+    return {_plain(name): param for name, param in model.named_parameters()}
+
+
+def buffer_names(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that checkpoints hold, the biases of routers, in the same way. They are equal on
+    all ranks."""
+    stored = model.state_dict().keys()
+    return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in stored}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
