@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from kempner.checkpoint.choose import check
 from kempner.checkpoint.layout import Layout, StoredTensor, own_box
 from kempner.checkpoint.reader import read_tensors, verify
 from kempner.config.option import ConfigError
-from kempner.hf import exporting, importing
-from kempner.hf.load import fill, load_weights
+from kempner.hf import exporting, importing, load
+from kempner.hf.load import Job, fill, load_weights
 from kempner.hf.source import find
+from kempner.hf.stored import Stored
 from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -137,23 +139,26 @@ def test_the_weights_are_cast_to_the_model(model: Path, run: Path) -> None:
             assert torch.equal(got[name], tensors(model)[other]), name
 
 
-def test_a_rank_reads_its_rows_alone() -> None:
-    """Of 10 rows in 4 parts the last one has one row."""
-    asked = []
+def test_a_rank_reads_its_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 rows in 4 parts the second has rows 3 to 5; here of columns 1 and 2 alone."""
+    wide = torch.arange(40.0).view(10, 4)
+    save_file({"x": wide, "y": wide.bfloat16()}, tmp_path / "model.safetensors")
+    read: list[int] = []
 
-    class Slice:
-        def __getitem__(self, rows: Any) -> torch.Tensor:
-            asked.append(rows)
-            return torch.arange(30.0).view(10, 3)[rows]
+    class Counted(FileIO):
+        def readinto(self, buffer: Any) -> int:
+            read.append(super().readinto(buffer))
+            return read[-1]
 
-    class Fake:
-        def slice(self, name: str) -> Slice:
-            return Slice()
-
-    stored = StoredTensor(torch.Size((10, 3)), torch.float32, Layout((4,), (0,)), 0)
-    target = torch.empty(1, 3)
-    fill(target, Fake(), "x", own_box(stored, 3))  # type: ignore[arg-type]
-    assert asked == [(slice(9, 10), slice(0, 3))] and target.tolist() == [[27.0, 28.0, 29.0]]
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1: Counted(path, mode[:1]))
+    monkeypatch.setattr(load, "PIECE", 32)  # two rows
+    targets = torch.empty(3, 2), torch.empty(10, 4)
+    box = own_box(StoredTensor(wide.shape, torch.float32, Layout((4,), (0,)), 0), 1)
+    with Stored(tmp_path, "pt") as stored:
+        jobs = [Job(targets[0], "x", (box[0], (1, 2))), Job(targets[1], "y", ((0, 10), (0, 4)))]
+        fill(stored, jobs)
+    assert targets[0].equal(wide[3:6, 1:3]) and targets[1].equal(wide)
+    assert read == [32, 16, 32, 32, 16]  # rows of 16 bytes, then of 8
 
 
 def test_an_imported_model_is_no_run_to_continue(run: Path) -> None:
@@ -310,7 +315,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device", "x.safetensors")
 
-    monkeypatch.setattr(exporting, "_write_file", full)
+    monkeypatch.setattr(exporting, "_write_all", full)
     convert("export", run, tmp_path / "out", code=2)
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

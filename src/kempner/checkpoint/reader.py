@@ -14,6 +14,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -106,11 +107,18 @@ class DataFile:
         """Fill `target` [N] with the N elements of `dtype` from byte `start` on, cast to its own.
         Elements never cross blocks: both begin at multiples of their size."""
         stop, size = start + len(target) * dtype.itemsize, self._block_size
-        os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
         for k in range(start // size, -(-stop // size)):
             low, high = max(start, k * size), min(stop, (k + 1) * size)
             part = torch.frombuffer(self.block(k)[low - k * size : high - k * size], dtype=dtype)
             target[(low - start) // dtype.itemsize :][: len(part)].copy_(part)
+
+    def announce(self, want: Want) -> None:
+        """Let the kernel read what fill() will ask for, in the background."""
+        if (entry := self.index["tensors"].get(want.name)) is not None:
+            (first, rows), row = _overlap(want, entry)[0], _row_bytes(entry)
+            os.posix_fadvise(
+                self._fd, entry["at"] + first * row, rows * row, os.POSIX_FADV_WILLNEED
+            )
 
     def fill(self, want: Want, stored: StoredTensor) -> None:
         """Copy the part of a wanted box that is in this file."""
@@ -120,28 +128,38 @@ class DataFile:
             str(stored.dtype),
         ):
             raise self._damage(f"{want.name} is not in it as {TENSORS} says")
-        part, inner = want.target, []
-        for dim, (start, length) in enumerate(want.box):
-            here = entry["start"][dim]
-            low = max(start, here)
-            high = min(start + length, here + entry["size"][dim])
-            part = part.narrow(dim, low - start, high - low)
-            inner.append((low - here, high - low))
+        rows, *inner = _overlap(want, entry)
+        part = want.target
+        for dim, (here, (start, _)) in enumerate(zip(entry["start"], want.box, strict=True)):
+            low, length = (rows, *inner)[dim]
+            part = part.narrow(dim, here + low - start, length)
         if part.numel() == 0:
             return
         # Whole rows of what is stored, in one piece.
-        rows = inner[0] if inner else (0, 1)
-        row = entry["bytes"] // (entry["size"][0] if inner else 1)
+        first = entry["at"] + rows[0] * _row_bytes(entry)
         columns = entry["size"][1:]
-        all_columns = [length for _, length in inner[1:]] == columns
-        if all_columns and part.is_contiguous():
-            self.read(entry["at"] + rows[0] * row, part.view(-1), stored.dtype)
+        if part.is_contiguous() and [length for _, length in inner] == columns:
+            self.read(first, part.view(-1), stored.dtype)
             return
         stored_rows = torch.empty((rows[1], *columns), dtype=stored.dtype)
-        self.read(entry["at"] + rows[0] * row, stored_rows.view(-1), stored.dtype)
-        for dim, (start, length) in enumerate(inner[1:], 1):
+        self.read(first, stored_rows.view(-1), stored.dtype)
+        for dim, (start, length) in enumerate(inner, 1):
             stored_rows = stored_rows.narrow(dim, start, length)
         part.copy_(stored_rows)
+
+
+def _overlap(want: Want, entry: dict[str, Any]) -> list[tuple[int, int]]:
+    """Start and length in each dimension of what is wanted of the stored part; of a single number
+    one row."""
+    found = []
+    for (start, length), here, size in zip(want.box, entry["start"], entry["size"], strict=True):
+        low = max(start - here, 0)
+        found.append((low, min(start + length - here, size) - low))
+    return found or [(0, 1)]
+
+
+def _row_bytes(entry: dict[str, Any]) -> int:
+    return int(entry["bytes"] // (entry["size"] or [1])[0])
 
 
 @torch.no_grad()
@@ -165,7 +183,9 @@ def read_wanted(
         with DataFile(path, manifest, rank) as file:
             entries = file.index["tensors"]
             of_rank.sort(key=lambda want: entries.get(want.name, {"at": 0})["at"])
-            for want in of_rank:
+            for want, after in zip_longest(of_rank, of_rank[1:]):
+                if after is not None:
+                    file.announce(after)
                 file.fill(want, table[want.key])
 
 

@@ -69,7 +69,7 @@ def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str
     import torch
 
     from kempner.checkpoint.reader import read_tensors
-    from kempner.hf.load import fill
+    from kempner.hf.load import Job, fill
     from kempner.hf.stored import Stored
     from kempner.parallel.lora import FROZEN
 
@@ -85,7 +85,8 @@ def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str
                 weight = read_tensors(source.path, [key := f"model.{name}"])[key]
             else:
                 weight = torch.empty(shapes[name])
-                fill(weight, stored, names[name], tuple((0, size) for size in shapes[name]))
+                box = tuple((0, size) for size in shapes[name])
+                fill(stored, [Job(weight, names[name], box)])
             weight = weight.to(FROZEN).float()
             prefix = name.removesuffix("weight")
             if prefix in adapters:

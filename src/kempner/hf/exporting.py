@@ -6,8 +6,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +57,20 @@ def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
     beside = run_of(checkpoint)
     carried = read_config(beside / FOLDER) if (beside / FOLDER / CONFIG).is_file() else None
     torch_dtype = DTYPES[_dtype(carried) if dtype == "auto" else dtype]
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    unfinished = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        kind = _write_beside(partial, beside, cfg, carried, str(torch_dtype).removeprefix("torch."))
+        unfinished.mkdir(parents=True)
+        kind = _write_beside(
+            unfinished, beside, cfg, carried, str(torch_dtype).removeprefix("torch.")
+        )
         names = tensor_names(cfg, kind)
-        _write_tensors(partial, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
-        fsync(partial)
-        partial.rename(out)
+        _write_tensors(unfinished, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
+        fsync(unfinished)
+        unfinished.rename(out)
         fsync(out.parent)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return out
 
@@ -127,25 +131,51 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
     """`names`: of the tensors, ours -> theirs."""
     shards = list(_groups(reader.sizes, shard_bytes))
     files: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = SINGLE
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for ours in shard:
-            for name, shape in parts(names[ours], reader.shapes[ours]).items():
-                size = math.prod(shape) * reader.dtype.itemsize
-                header[name] = {
-                    "dtype": HEADER_DTYPES[reader.dtype],
-                    "shape": shape,
-                    "data_offsets": [at, at := at + size],
-                }
-                files[name] = file
-        _write_file(out / file, header, reader.parts(shard))
+    with ThreadPoolExecutor(1) as writer:
+        written: Future[object] = writer.submit(bool)
+        for number, shard in enumerate(shards, 1):
+            file = SINGLE
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for ours in shard:
+                files |= dict.fromkeys(parts(names[ours], reader.shapes[ours]), file)
+            for act in _acts(out / file, reader, names, shard):
+                written.result()  # one part is written while the next one is read
+                written = writer.submit(act)
+        written.result()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
         _write_json(out / INDEX, index)
+
+
+def _acts(
+    path: Path, reader: _Reader, names: dict[str, str], shard: list[str]
+) -> Iterator[Callable[[], object]]:
+    """What writes a safetensors file: the length of the header, the header, the tensors (the
+    format's README). The library writes a file only from tensors that are all in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for ours in shard:
+        for name, shape in parts(names[ours], reader.shapes[ours]).items():
+            header[name] = {
+                "dtype": HEADER_DTYPES[reader.dtype],
+                "shape": shape,
+                "data_offsets": [at, at := at + math.prod(shape) * reader.dtype.itemsize],
+            }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data are aligned
+    with open(path, "wb", buffering=0) as file:
+        yield partial(_write_all, file, len(text).to_bytes(8, "little") + text)
+        for part in reader.parts(shard):
+            yield partial(_write_all, file, part.numpy().data)
+        yield partial(os.fsync, file.fileno())
+        yield bool  # the file is closed when its fsync is done
+
+
+def _write_all(file: RawIOBase, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) or 0 :]
 
 
 class _Reader:
@@ -185,24 +215,6 @@ class _Reader:
             for name, target in targets.items()
         ]
         read_wanted(self.checkpoint, self.manifest, self.table, wants, near=0)
-
-
-def _write_file(path: Path, header: dict[str, Any], parts: Iterable[Tensor]) -> None:
-    """A safetensors file: the length of the header, the header, the tensors (the format's README).
-
-    The library writes a file only from tensors that are all in memory. Here one part is written
-    while the next one is read.
-    """
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data are aligned
-    with open(path, "wb") as file, ThreadPoolExecutor(1) as writer:
-        written = writer.submit(file.write, len(text).to_bytes(8, "little") + text)
-        for part in parts:
-            written.result()
-            written = writer.submit(file.write, part.numpy().data)
-        written.result()
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _groups(sizes: dict[str, int], most: int) -> Iterator[list[str]]:

@@ -21,7 +21,7 @@ from kempner.checkpoint.reader import TENSORS
 from kempner.checkpoint.writer import Image, plan_file, write_file
 from kempner.config.option import ConfigError
 from kempner.files import write_atomic
-from kempner.hf.load import fill
+from kempner.hf.load import Job, fill
 from kempner.hf.source import FOLDER, carry, read_config
 from kempner.hf.stored import Stored, check_directory
 from kempner.hf.tensors import tensor_names, tensor_shapes
@@ -87,8 +87,8 @@ def _write_rank(path: Path, table: Table, rank: int, stored: Stored, names: dict
     """The file of one rank; its memory is freed with the call."""
     plan = plan_file(table, rank)
     image = Image(plan, None, print)
-    for slot in plan:
-        if slot.size:
-            ours = slot.key.removeprefix("model.")
-            fill(image.targets[slot.key], stored, names[ours], slot.box)
+    slots = [slot for slot in plan if slot.size]
+    theirs = [names[slot.key.removeprefix("model.")] for slot in slots]
+    boxes = zip(slots, theirs, strict=True)
+    fill(stored, [Job(image.targets[slot.key], name, slot.box) for slot, name in boxes])
     write_file(path, image.bytes, {"step": 0, "rank": rank, "tensors": image.entries})

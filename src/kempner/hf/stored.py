@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
@@ -26,6 +26,13 @@ COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  #
 SHOWN = 5  # names in a message
 
 
+class Place(NamedTuple):
+    """Where the elements of a tensor begin: a file and a byte in it."""
+
+    path: Path
+    at: int
+
+
 class Stored:
     """The open files of a model. `slice(NAME)[a:b]` reads these rows only."""
 
@@ -35,6 +42,7 @@ class Stored:
         self.directory = directory
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}  # by tensor
+        self.places: dict[str, Place] = {}
         listed = self._listed()
         with contextlib.ExitStack() as opened:
             for file in sorted(set(listed.values())) if listed else [SINGLE]:
@@ -45,6 +53,7 @@ class Stored:
                             f"{directory / file}: {name} is not of this file in {INDEX}; {AGAIN}"
                         )
                     self._files[name] = handle
+                self.places |= _places(directory / file)
             if lost := sorted(set(listed) - set(self._files)):
                 raise ConfigError(f"{directory / INDEX}: {_some(lost)} in none of its files")
             self._open = opened.pop_all()
@@ -81,6 +90,10 @@ class Stored:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """As the header has it, such as BF16."""
+        return str(self.slice(name).get_dtype())
+
     def problems(self, cfg: ModelConfig, kind: str) -> list[str]:
         """What keeps these tensors from being exactly those of the model: each of the model's must
         be there, in its shape, and none besides."""
@@ -101,7 +114,7 @@ class Stored:
         for name in expected.keys() & self._files.keys():
             if (shape := self.shape(name)) != expected[name]:
                 found.append(f"{name} has shape {[*shape]}, the model needs {[*expected[name]]}")
-            if (dtype := self.slice(name).get_dtype()) not in DTYPES:
+            if (dtype := self.dtype(name)) not in DTYPES:
                 found.append(f"{name} is {dtype}; only {', '.join(sorted(DTYPES))} are read")
         return [f"{self.directory}: {line}" for line in found]
 
@@ -154,6 +167,15 @@ def _open(path: Path, framework: str) -> Any:
         raise ConfigError(
             f"{path}: truncated or not a safetensors file ({error}); {AGAIN}"
         ) from None
+
+
+def _places(path: Path) -> dict[str, Place]:
+    """By the header of a file that the library has checked: 8 bytes of its length, then JSON."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: Place(path, 8 + length + x["data_offsets"][0]) for name, x in header.items()}
 
 
 def _some(names: Iterable[str]) -> str:
