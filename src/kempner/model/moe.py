@@ -18,7 +18,7 @@ from kempner.model.config import ModelConfig
 from kempner.model.feed_forward import FeedForward
 
 GROUPED_MM = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
-ALIGNED = 16  # bytes: it takes no other rows
+ALIGNED = 8  # bf16 elements, 16 bytes: it takes no other rows
 
 
 class Routing(NamedTuple):
@@ -52,7 +52,8 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         scores, chosen, weights = self.route(x)
         load, order, place = sort_by_expert(chosen, self.cfg.n_experts)
-        y = self.experts(take_rows(x.flatten(0, 1), order, place), load)  # [N K, D]
+        copies = self.cfg.experts_per_token
+        y = self.experts(take_rows(x.flatten(0, 1), order, place, copies), load)  # [N K, D]
         y = take_rows(y, place, order).view(*chosen.shape, -1)  # [B, T, K, D]
         y = (y * weights.unsqueeze(-1).to(y.dtype)).sum(2)
         if self.shared is not None:
@@ -85,20 +86,25 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, load: Tensor) -> Tensor:
         """x [M, D]: first the load[0] tokens of expert 0, then those of expert 1, and so on."""
-        if not has_grouped_mm(x, self.w1):
-            y: Tensor = one_by_one(x, load, self.w1, self.w2, self.w3)
-            return y
-        ends = load.cumsum(0).int()
-        gate = grouped_mm(x, self.w1, ends)  # [M, F]
-        return grouped_mm(F.silu(gate) * grouped_mm(x, self.w3, ends), self.w2, ends)
+        return through_experts(x, load, self.w1, self.w2, self.w3)
+
+
+def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """x [M, D] through the experts whose weights these are, load[e] rows through expert e."""
+    if not has_grouped_mm(x, w1):
+        y: Tensor = one_by_one(x, load, w1, w2, w3)
+        return y
+    ends = load.cumsum(0).int()
+    gate = grouped_mm(x, w1, ends)  # [M, F]
+    return grouped_mm(F.silu(gate) * grouped_mm(x, w3, ends), w2, ends)
 
 
 def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    """Can torch multiply each group of rows of x by the matrix of its expert? In bf16 that is one
-    kernel on GPUs of compute capability 9.0 and later, and the host need not know the load; on a
-    CPU, on an older GPU and in fp32 it is torch's own loop. Rows must be aligned."""
-    sizes = (size * x.element_size() for size in weight.shape[1:])
-    if any(size % ALIGNED for size in sizes):
+    """Can torch multiply each group of rows of x by the matrix of its expert? That is one kernel on
+    GPUs of compute capability 9.0 and later, and the host need not know the load; on others and on
+    a CPU it is torch's own loop. In bf16 only, because torch 2.13 cannot compile it in fp32: the
+    function that finds out the shapes takes no other dtype. Rows must be aligned."""
+    if x.dtype != torch.bfloat16 or any(size % ALIGNED for size in weight.shape[1:]):
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
@@ -111,7 +117,7 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes differ: it would recompile
 def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """The same by a loop over the experts."""
+    """through_experts() by a loop over the experts."""
     parts = zip(torch.split(x, load.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
     return torch.cat(
         [
@@ -131,9 +137,10 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
     return torch.searchsorted(ranked, edges).diff(), order, order.argsort()
 
 
-def take_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Of x [N, D] the rows index [N K], where row n counts as rows n K to n K + K - 1."""
-    rows: Tensor = _TakeRows.apply(x, index, inverse)  # type: ignore[no-untyped-call]
+def take_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Of x [N, D] the rows index [N K], where row n counts as rows n K to n K + K - 1: `copies` is
+    K."""
+    rows: Tensor = _TakeRows.apply(x, index, inverse, copies)  # type: ignore[no-untyped-call]
     return rows
 
 
@@ -142,18 +149,18 @@ class _TakeRows(torch.autograd.Function):
     in an order that differs every time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.copies = len(index) // len(x)
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
         ctx.save_for_backward(inverse)
-        return x[index // ctx.copies if ctx.copies > 1 else index]
+        return x[index // copies if copies > 1 else index]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         grad = grad[inverse]
         if ctx.copies > 1:
             grad = grad.view(-1, ctx.copies, grad.shape[-1]).sum(1)
-        return grad, None, None
+        return grad, None, None, None
 
 
 def balance_loss(scores: Tensor, chosen: Tensor) -> Tensor:
