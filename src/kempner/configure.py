@@ -22,7 +22,7 @@ from kempner.hf.source import find
 from kempner.hf.stored import check_source
 from kempner.model.config import OF_TRAINING
 from kempner.optim.config import learning_rate
-from kempner.parallel.layout import sizes
+from kempner.parallel.layout import Axes, sizes
 from kempner.process_group import discover
 from kempner.progress import Progress, open_data, open_mixture
 from kempner.resilience.requests import StopRequests
@@ -167,7 +167,9 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     found: list[str] = []
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
-        data_ranks = sizes(cfg.distributed, world_size, per_node).data_ranks
+        axes = sizes(cfg.distributed, world_size, per_node)
+        data_ranks = axes.data_ranks
+        found += check_experts(cfg, axes)
     except ConfigError as error:
         found += error.problems
     try:
@@ -175,6 +177,20 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     except ConfigError as error:
         found += error.problems
     return found
+
+
+def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
+    """FSDP cuts the experts along their width; of that it takes no uneven parts."""
+    ranks = axes.shard * axes.cp // cfg.distributed.ep
+    if cfg.distributed.ep == 1 or not cfg.model.n_experts:
+        return []
+    return [
+        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
+        f"{ranks} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep; choose "
+        "another ep or dp_shard"
+        for name, size in (("dim", cfg.model.dim), ("ffn_dim", cfg.model.ffn_dim))
+        if size % ranks
+    ]
 
 
 def has_checkpoint(root: Path) -> bool:

@@ -49,7 +49,8 @@ class WithExperts:
         """The load of the busiest and of the idlest expert of any layer, as a multiple of the mean,
         are those of the whole step: one rank names them, for the sum over ranks."""
         load, balance = self.routings.take()
-        self.routings.step_load = load = self.layout.sum(load)  # [L, E]
+        ours = self.layout.once({"load": load})["load"]
+        self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
         shares = load / load.mean(1, keepdim=True)
         one = float(dist.get_rank() == 0)
         return {

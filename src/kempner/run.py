@@ -159,6 +159,11 @@ class RunConfig:
                 f"model.aux_loss = {self.model.aux_loss}: is not built for preference.loss = "
                 f"{self.preference.loss}; leave it at 0, the experts stay balanced as they are"
             )
+        if (ep := self.distributed.ep) > 1 and (self.model.n_experts or 1) % ep:
+            found.append(
+                f"distributed.ep = {ep}: must divide model.n_experts = {self.model.n_experts}, "
+                "which it shares out"
+            )
         if self.lora.rank and self.model.n_experts:
             found += self._lora_of_experts()
         if self.lora.rank and self.preference.loss != "none":

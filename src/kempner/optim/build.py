@@ -7,6 +7,8 @@ is). The fused kernels read both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,13 +26,21 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optim
         {"params": decay, "weight_decay": cfg.weight_decay, "lr_scale": 1.0},
         {"params": rest, "weight_decay": 0.0, "lr_scale": 1.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [part for group in groups for part in by_mesh(group)]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
     if isinstance(model, Decoder) and model.cfg.router_bias:
         optimizer.register_step_post_hook(
             lambda optimizer, *_: model.move_router_biases(unless=optimizer.found_inf)
         )
     return optimizer
+
+
+def by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group in parts whose parameters are on one mesh each: a fused kernel takes no others."""
+    parts: dict[Any, list[nn.Parameter]] = {}
+    for p in group["params"]:
+        parts.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return [{**group, "params": part} for part in parts.values()]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

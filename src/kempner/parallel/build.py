@@ -1,5 +1,5 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> recompute -> compile -> shard
--> memory -> weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> experts -> recompute -> compile
+-> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.parallel.config import LoraConfig
+from kempner.parallel.experts import shard_experts, split_experts
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
 
@@ -52,6 +53,7 @@ def build_model(
         model.cast(dtype).requires_grad_(False)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
+    split_experts(model, layout)
     if train.recompute:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
@@ -84,6 +86,7 @@ def shard(model: Decoder, layout: Layout, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    shard_experts(model, layout, policy)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=layout.parameter_mesh, mp_policy=policy)
     for module in model.modules():
