@@ -92,8 +92,7 @@ class Experts(nn.Module):
 def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """x [M, D] through the experts whose weights these are, load[e] rows through expert e."""
     if not has_grouped_mm(x, w1):
-        y: Tensor = one_by_one(x, load, w1, w2, w3)
-        return y
+        return one_by_one(x, load, w1, w2, w3)
     ends = load.cumsum(0).int()
     gate = grouped_mm(x, w1, ends)  # [M, F]
     return grouped_mm(F.silu(gate) * grouped_mm(x, w3, ends), w2, ends)
@@ -115,7 +114,6 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes differ: it would recompile
 def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """through_experts() by a loop over the experts."""
     parts = zip(torch.split(x, load.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kempner.model.decoder import Decoder
-from kempner.model.moe import Experts, take_rows, through_experts
+from kempner.model.moe import Experts, has_grouped_mm, take_rows, through_experts
 from kempner.parallel.layout import Layout
 
 
@@ -33,7 +33,6 @@ class ParallelExperts(nn.Module):
             part = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             self.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes differ: it would recompile
     def forward(self, x: Tensor, load: Tensor) -> Tensor:
         """x [M, D], sorted by expert, and load [E], as of Experts."""
         ranks, group = self.mesh.size(), self.mesh.get_group()
@@ -61,6 +60,15 @@ def split_experts(model: Decoder, layout: Layout) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, Experts):
             model.set_submodule(name, ParallelExperts(module, layout.ep))
+
+
+def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
+    """What hands the host the load of each expert, which differs every time, would be compiled
+    again and again. torch's kernel for all experts takes it on the device."""
+    for module in model.modules():
+        grouped = isinstance(module, Experts) and has_grouped_mm(module.w1.to(dtype), module.w1)
+        if isinstance(module, Experts | ParallelExperts) and not grouped:
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
 
 
 def shard_experts(model: Decoder, layout: Layout, policy: MixedPrecisionPolicy) -> None:
