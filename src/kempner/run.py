@@ -14,6 +14,7 @@ from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
+from kempner.profiling import ProfileConfig
 from kempner.resilience.config import ResilienceConfig
 from kempner.trackers.config import TrackersConfig
 
@@ -117,6 +118,34 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class BenchConfig:
+    """Of `train.py --bench`; no other run reads it."""
+
+    warmup: int = option(5, "steps that do not count", minimum=1)
+    steps: int = option(20, "steps that count", minimum=1)
+    data: str = option("fake", "random tokens, or those of [data]", choices=("fake", "real"))
+    length: str = option(
+        "fixed",
+        "fake documents as long as a row, or of variable length, apart in each row",
+        choices=("fixed", "variable"),
+    )
+    output_json: str = option("", "file for the figures; unset: bench.json in the run directory")
+    compare: tuple[str, ...] = option(
+        (),
+        "variants to measure one after the other, in place of the one configuration; each is what "
+        "it adds to the command line, such as '--train.micro_batch=4'",
+    )
+
+    def problems(self) -> list[str]:
+        if self.data == "real" and self.length == "variable":
+            return [
+                "bench.length = variable: is for bench.data = fake; real data have the lengths "
+                "that they have"
+            ]
+        return []
+
+
+@dataclass(frozen=True)
 class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -132,6 +161,8 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -158,6 +189,11 @@ class RunConfig:
             found.append(
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
+            )
+        if not self.checkpoint.save and self.run.fork:
+            found.append(
+                "checkpoint.save = false: a run with run.fork begins from a checkpoint, and with a "
+                "checkpoint of its own; leave one of the two out"
             )
         return found
 

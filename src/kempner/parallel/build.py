@@ -45,6 +45,22 @@ def build_model(
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
     """
+    model = plan_model(cfg, layout, train, lora, frozen)
+    model.to_empty(device=layout.mesh.device_type)
+    with torch.no_grad():
+        model.rope.copy_(rope_table(cfg))
+        init_weights(model, train.seed)
+    return model
+
+
+def plan_model(
+    cfg: ModelConfig,
+    layout: Layout,
+    train: Settings,
+    lora: LoraConfig | None = None,
+    frozen: bool = False,
+) -> Decoder:
+    """The same model on the meta device: all plans are applied, and it has no values yet."""
     with torch.device("meta"):
         model = Decoder(cfg)
     dtype = compute_dtype(train.dtype, layout.mesh.device_type)
@@ -60,12 +76,7 @@ def build_model(
         for block in model.blocks:
             block.compile()
         model.loss = torch.compile(model.loss)
-    device_type = layout.mesh.device_type
     shard(model, layout, dtype)
-    model.to_empty(device=device_type)
-    with torch.no_grad():
-        model.rope.copy_(rope_table(cfg))
-        init_weights(model, train.seed)
     return model
 
 
