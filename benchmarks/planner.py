@@ -1,7 +1,7 @@
 """The planner's estimate of memory beside the peak that was measured, lever by lever.
 
-    python -m benchmarks.planner            a model of 29 M parameters
-    python -m benchmarks.planner --quick    a small one: only shows that it works
+    python -m benchmarks.planner
+    python -m benchmarks.planner --quick    the first lever alone: only shows that it works
 
 One process on a CPU trains two steps of fake data with the trainer's own functions. The profiler
 sees every allocation of torch's CPU allocator; the largest sum of those that live is the peak.
@@ -17,22 +17,15 @@ import sys
 
 from kempner.config.command_line import argument_parser
 from kempner.configure import load_config
-from kempner.history.tables import aligned
 from kempner.planner.memory import memory
 from kempner.run import RunConfig
 
 MIB = 2.0**20
-SHAPE = {
-    False: (
-        "--model.vocab_size=16384 --model.dim=512 --model.n_layers=6 --model.n_heads=8 "
-        "--model.n_kv_heads=4 --model.ffn_dim=1536 --model.max_seq_len=512 --train.seq_len=512 "
-        "--train.global_batch=8"
-    ),
-    True: (
-        "--model.vocab_size=4096 --model.dim=128 --model.n_layers=4 --model.n_heads=4 "
-        "--model.n_kv_heads=2 --model.ffn_dim=384 --train.seq_len=256 --train.global_batch=8"
-    ),
-}
+SHAPE = (
+    "--model.vocab_size=8192 --model.dim=256 --model.n_layers=6 --model.n_heads=8 "
+    "--model.n_kv_heads=4 --model.ffn_dim=768 --model.max_seq_len=256 --train.seq_len=256 "
+    "--train.global_batch=8"
+)
 BASE = ["configs/train/debug.toml", "--data.dataset_path=fake:", "--eval.interval=0"]
 VARIANTS = (
     "",
@@ -43,6 +36,7 @@ VARIANTS = (
     "--train.dtype=bf16 --train.micro_batch=2",
     "--model.tie_embeddings",
     "--model.vocab_size=65536 --train.micro_batch=1",
+    "--model.n_layers=24 --train.micro_batch=1",
 )
 
 
@@ -94,16 +88,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, help="overrides, one word each")
     options = parser.parse_args(argv)
-    rows = [["planned, MiB", "measured", "ratio", "variant", "largest at"]]
+    print("planned, MiB  measured  ratio  variant (where memory is largest)", flush=True)
     for variant in options.variants[: 1 if options.quick else None]:
-        words = [*BASE, *shlex.split(SHAPE[options.quick]), *shlex.split(variant)]
+        words = [*BASE, *shlex.split(SHAPE), *shlex.split(variant)]
         command = [sys.executable, "-m", "benchmarks.planner", "one", *words]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         moment, planned, real, _ = json.loads(out.splitlines()[-1])
-        ratio = f"{planned / real:.3f}"
-        name = variant or "as it is"
-        rows.append([f"{planned / MIB:.1f}", f"{real / MIB:.1f}", ratio, name, moment])
-    print(aligned(rows, 2, range(3)))
+        name = f"{variant or 'as it is'} ({moment})"
+        sizes = f"{planned / MIB:>12.1f}  {real / MIB:>8.1f}  {planned / real:>5.3f}"
+        print(f"{sizes}  {name}", flush=True)
     return 0
 
 
