@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from kempner import slurm
+from kempner.checkpoint import named
 from kempner.checkpoint.commit import Damaged, latest
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.files import step_of, write_atomic
-from kempner.hf.source import find_checkpoint, held, run_of
+from kempner.hf.source import held, run_of
 from kempner.history import results
 from kempner.history.run_history import is_run, load_history
 
@@ -122,7 +123,7 @@ def follow(options: argparse.Namespace) -> None:
 
 def newest(run_dir: Path) -> Path | None:
     try:
-        return latest(find_checkpoint(str(run_dir)).parent)
+        return latest(named.find(str(run_dir)).parent)
     except ConfigError:  # none yet
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint import commit, fork
+from kempner.checkpoint import commit, fork, named
 from kempner.checkpoint.choose import check, differences, hold, remember_skip
 from kempner.checkpoint.commit import prune
 from kempner.config.option import ConfigError
@@ -170,6 +170,8 @@ def test_where_a_run_keeps_its_checkpoints(tmp_path: Path) -> None:
     run = tmp_path / "a@b"
     run.mkdir()
     (run / "config.toml").write_text(f'[checkpoint]\ndir = "{tmp_path}/elsewhere"\n')
-    assert fork.split(f"{run}@12") == (run, 12) and fork.split(str(run)) == (run, None)
-    assert fork.checkpoints_of(run) == tmp_path / "elsewhere"
-    assert fork.checkpoints_of(tmp_path) == tmp_path / "checkpoints"
+    assert named.split(f"{run}@12") == (run, 12) and named.split(str(run)) == (run, None)
+    assert named.checkpoints_of(run) == tmp_path / "elsewhere"
+    assert named.checkpoints_of(tmp_path) == tmp_path
+    (run / "checkpoints").mkdir()
+    assert named.checkpoints_of(run) == run / "checkpoints"

@@ -283,7 +283,7 @@ def damage(path: Path) -> None:
     ("change", "words"),
     [
         (shutil.rmtree, "no such directory"),
-        (lambda run: shutil.rmtree(run / "checkpoints"), "nor a complete checkpoint"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "no complete checkpoint"),
         (lambda run: damage(run / "checkpoints/step_00000030"), "name an older checkpoint"),
         (
             lambda run: (run / "checkpoints/latest/tensors.json").unlink(),

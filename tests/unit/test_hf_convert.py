@@ -296,11 +296,11 @@ def test_what_is_there_is_left_alone(
     for words, why in (
         (("import", model, run), "is a run already"),
         (("export", run, tmp_path / "out"), "exists already"),
-        (("export", f"{run}@7", tmp_path / "new"), "no complete checkpoint of that step"),
+        (("export", f"{run}@7", tmp_path / "new"), "no complete checkpoint of step 7"),
         (("export", model, tmp_path / "new"), "in Hugging Face's form already"),
         (("import", run, tmp_path / "new"), f"--model.init_from={run}"),
         (("push", run, "me/model"), "export it first"),
-        (("check", tmp_path / "out"), "neither a config.json nor a complete checkpoint"),
+        (("check", tmp_path / "out"), "neither a model, with a config.json, nor a run"),
         (("check", "./nowhere"), "no such directory, and no id of a model on the hub"),
     ):
         convert(*words, code=2)

@@ -5,57 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, named
 from kempner.checkpoint.commit import Damaged
-from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.files import step_of
-
-
-def split(source: str) -> tuple[Path, int | None]:
-    """RUN[@STEP] -> the directory of the run, and the step; None: its newest checkpoint."""
-    run, at, step = source.rpartition("@")
-    return (Path(run), int(step)) if at and step.isdecimal() else (Path(source), None)
-
-
-def checkpoints_of(run: Path) -> Path:
-    """Where a run keeps its checkpoints, as its config.toml says."""
-    try:
-        elsewhere = toml.loads((run / "config.toml").read_text())["checkpoint"]["dir"]
-    except (OSError, ValueError, KeyError, TypeError):
-        elsewhere = ""
-    return Path(elsewhere or run / "checkpoints")
 
 
 def find(source: str) -> Path:
     """The checkpoint RUN[@STEP]. Raises ConfigError when there is none."""
-    run, step = split(source)
-    if not run.is_dir():
-        raise ConfigError(
-            f"run.fork = {source}: no such directory {run}; name the run.dir of a run"
-        )
-    root = checkpoints_of(run)
-    there = commit.complete(root)
-    if not there:
-        raise ConfigError(
-            f"run.fork = {source}: there is no checkpoint in {root} yet; fork it later"
-        )
-    if step is None:
-        return there[0]
-    path = root / commit.name_of(step)
-    if path not in there:
-        steps = ", ".join(str(step_of(path.name)) for path in sorted(there))
-        raise ConfigError(
-            f"run.fork = {source}: {root} has no checkpoint of step {step}; there are those of "
-            f"steps {steps}: name one of them, or leave out @{step} for the newest"
-        )
-    return path
+    try:
+        return named.find(source)
+    except ConfigError as error:
+        raise ConfigError([f"run.fork = {problem}" for problem in error.problems]) from None
 
 
 def problems(source: str, run_dir: Path, root: Path) -> list[str]:
     """What is wrong with run.fork as far as names tell, before anything is loaded. `run_dir`,
     `root`: of the fork and of its checkpoints; when it has one, the other run is not needed."""
-    run = split(source)[0]
+    run = named.split(source)[0]
     if run.resolve() == run_dir.resolve():
         return [
             f"run.fork = {source} is this run itself; give the fork a directory of its own, "
@@ -81,7 +47,7 @@ def not_whole(source: str, error: Damaged) -> ConfigError:
 
 def _not_from(source: str, own: Path) -> list[str]:
     """A run that has a checkpoint goes on from that: it must be a fork of `source`."""
-    run, step = split(source)
+    run, step = named.split(source)
     lineage: list[dict[str, Any]] = commit.read_manifest(own).get("lineage") or [{}]
     found = lineage[0]
     if found.get("dir") == str(run.resolve()) and step in (None, found["step"]):
@@ -96,7 +62,7 @@ def _not_from(source: str, own: Path) -> list[str]:
 def generation(source: str, manifest: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
     """The lineage of a fork of this checkpoint, for its own manifests: where it comes from, and
     before that, where that run comes from. `optimizer`: "keep" or "fresh", its state."""
-    run, step = split(source)[0], manifest["step"]
+    run, step = named.split(source)[0], manifest["step"]
     parent = {
         "from": f"{run}@{step}",
         "dir": str(run.resolve()),

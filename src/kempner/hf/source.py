@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, named
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.files import write_atomic
+from kempner.files import step_of, write_atomic
 from kempner.hf import hub
 from kempner.hf.families import Config, model_values
 from kempner.model.config import ModelConfig
@@ -28,7 +27,6 @@ FOLDER = "hf"  # in a run: what an imported model had beside its weights
 CONFIG = "config.json"
 GENERATION = "generation_config.json"  # which tokens end a text, among others
 TOKENIZER = "tokenizer.json"
-STEP = re.compile(r"(.+)@(\d+)")
 
 
 class Source(NamedTuple):
@@ -68,11 +66,13 @@ def find(name: str, download: bool = False, pinned: bool = False) -> Source:
     path = Path(name).expanduser()
     if path.is_dir() and (path / CONFIG).is_file():
         return Source(name, path, False)
-    stepped = STEP.fullmatch(name)
-    if path.is_dir() or (stepped and Path(stepped[1]).expanduser().is_dir()):
-        found = Source(name, find_checkpoint(name), True)
-        if pinned and not stepped and path.resolve() != found.path:
-            step = int(found.path.name.rpartition("_")[2])
+    directory, step = named.split(name)
+    if directory.is_dir():
+        if not any((directory / file).exists() for file in named.SIGNS):
+            raise ConfigError(f"{name}: is neither a model, with a {CONFIG}, nor a run")
+        found = Source(name, named.find(name), True)
+        if pinned and step is None and path.resolve() != found.path:
+            step = step_of(found.path.name)
             raise ConfigError(
                 f"{name}: every start reads these weights, and they must stay the same; name a "
                 f"step, such as {name}@{step}"
@@ -94,37 +94,6 @@ def held(name: str, download: bool = False) -> Iterator[Source]:
             return
     with held(name) as source:  # it was removed between the two: now there is a newer one
         yield source
-
-
-def find_checkpoint(name: str) -> Path:
-    """The checkpoint that RUN[@STEP] names: a checkpoint itself, the best one of a run or of a
-    directory of checkpoints, or the one of that step. Raises ConfigError."""
-    stepped = STEP.fullmatch(name)
-    directory = Path(name).expanduser()
-    if stepped and not directory.is_dir():
-        directory = Path(stepped[1]).expanduser()
-    else:
-        stepped = None
-    if (directory / commit.MANIFEST).is_file():
-        return directory.resolve()
-    root = directory / "checkpoints"
-    if not root.is_dir() and (directory / "config.toml").is_file():
-        config = toml.loads((directory / "config.toml").read_text())
-        root = Path(config["checkpoint"]["dir"])  # checkpoint.dir was set
-    paths = commit.complete(root) or commit.complete(directory)
-    paths = [path for path in paths if (path / commit.MANIFEST).is_file()]
-    if stepped:
-        found = [path for path in paths if path.name == commit.name_of(int(stepped[2]))]
-        have = ", ".join(sorted(path.name for path in paths)) or "none"
-        if not found:
-            raise ConfigError(f"{name}: no complete checkpoint of that step; there are {have}")
-        return found[0].resolve()
-    if not paths:
-        raise ConfigError(
-            f"{name}: contains neither a {CONFIG} nor a complete checkpoint; a run saves one every "
-            "checkpoint.interval steps and at its end"
-        )
-    return paths[0].resolve()
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -1,0 +1,68 @@
+"""Which checkpoint RUN[@STEP] means. No torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kempner.checkpoint import commit
+from kempner.config import toml
+from kempner.config.option import ConfigError
+from kempner.files import step_of
+
+SIGNS = (
+    "config.toml",
+    "checkpoints",
+    "latest",
+    commit.MANIFEST,
+)  # one of them is in whatever has one
+STEPPED = re.compile(r"(.+)@(\d+)")
+
+
+def split(name: str) -> tuple[Path, int | None]:
+    """RUN[@STEP] -> a directory, and the step; None: its newest checkpoint."""
+    whole, stepped = Path(name).expanduser(), STEPPED.fullmatch(name)
+    if stepped is None or whole.is_dir():
+        return whole, None
+    return Path(stepped[1]).expanduser(), int(stepped[2])
+
+
+def find(name: str) -> Path:
+    """The checkpoint of that step, or the best one: of a run, or of a directory of checkpoints. A
+    checkpoint itself is what it is. Raises ConfigError when there is none."""
+    directory, step = split(name)
+    if not directory.is_dir():
+        raise ConfigError(f"{name}: no such directory {directory}; name the run.dir of a run")
+    if (directory / commit.MANIFEST).is_file():
+        return directory.resolve()
+    root = checkpoints_of(directory)
+    there = [path for path in commit.complete(root) if (path / commit.MANIFEST).is_file()]
+    if not there:
+        raise ConfigError(
+            f"{name}: there is no complete checkpoint in {root} yet; a run saves one every "
+            "checkpoint.interval steps and at its end"
+        )
+    if step is None:
+        return there[0].resolve()
+    path = root / commit.name_of(step)
+    if path not in there:
+        steps = ", ".join(str(step_of(path.name)) for path in sorted(there))
+        raise ConfigError(
+            f"{name}: {root} has no complete checkpoint of step {step}; there are those of steps "
+            f"{steps}: name one of them, or leave out @{step} for the newest"
+        )
+    return path.resolve()
+
+
+def checkpoints_of(run: Path) -> Path:
+    """Where a run keeps its checkpoints: inside it, unless checkpoint.dir was set; a directory that
+    is no run may hold checkpoints itself."""
+    if (inside := run / "checkpoints").is_dir():
+        return inside
+    try:
+        elsewhere = toml.loads((run / "config.toml").read_text())["checkpoint"]["dir"]
+    except FileNotFoundError:
+        return run
+    except (OSError, ValueError, KeyError, TypeError):
+        elsewhere = ""
+    return Path(elsewhere or inside)
