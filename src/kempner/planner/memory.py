@@ -44,7 +44,7 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
     held = weights(cfg, axes)
     compute = compute_bytes(cfg, gpu)
     gathered = Gathered.of(cfg, axes, compute)
-    kept, working = activations(cfg, tokens, compute)
+    kept, working = activations(cfg, tokens, compute, gpu)
     loss = loss_memory(cfg, tokens, compute)
     gradients = held.pop("gradients")
     so_far = gradients if often else 0.0
@@ -112,8 +112,6 @@ class Gathered:
         table = model.vocab_size * model.dim
         root = table * (2 - model.tie_embeddings)
         block = model.count_block()
-        if axes.shard == 1 and compute == FP32:
-            return cls(0.0, 0.0, 0.0, 0.0, 0.0)
         reduce = 0 if cfg.lora.rank else compute + FP32
         return cls(
             root=compute * root,
@@ -124,17 +122,18 @@ class Gathered:
         )
 
 
-def activations(cfg: RunConfig, tokens: int, compute: int) -> tuple[float, float]:
+def activations(cfg: RunConfig, tokens: int, compute: int, gpu: bool) -> tuple[float, float]:
     """What the backward pass of all blocks needs, and what that of one block has beside it while it
     runs.
 
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
     v and what attention returns, and four of SwiGLU's inner width (both products, the gate, and
-    their product); compiled, what is a pointwise function of the others is computed again.
+    their product); compiled, what is a pointwise function of the others is computed again. A CPU
+    has no fused RMSNorm, and keeps what it normalised.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
-    eager = 4 * model.dim + heads + 4 * model.ffn_dim
+    eager = (4 if gpu else 6) * model.dim + heads + 4 * model.ffn_dim
     block = 2 * model.dim + heads + 2 * model.ffn_dim if cfg.train.compile else eager
     working = tokens * compute * (3 * model.ffn_dim + 2 * model.dim)
     if cfg.train.recompute:
@@ -144,12 +143,12 @@ def activations(cfg: RunConfig, tokens: int, compute: int) -> tuple[float, float
 
 
 def loss_memory(cfg: RunConfig, tokens: int, compute: int) -> float:
-    """Logits of a chunk in fp32, twice for a moment, and in the compute dtype; the gradient of the
-    output's weight in fp32, and of its input."""
+    """Logits of a chunk in fp32, twice for a moment, then in the compute dtype; the gradient of the
+    output's weight in fp32, and a chunk's part of it; the gradient of its input."""
     from kempner.loss import CHUNK_LOGITS, TILE
 
     model = cfg.model
     rows = min(tokens, max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE))
-    logits = rows * model.vocab_size * (2 * FP32 + compute)
-    weight = 0 if cfg.lora.rank else FP32 * model.vocab_size * model.dim
+    logits = rows * model.vocab_size * (2 * FP32 + (compute if compute < FP32 else 0))
+    weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
     return float(logits + weight + tokens * model.dim * compute)
