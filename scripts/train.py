@@ -89,7 +89,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             verdict = sums
             break
         sums = {
-            **sums,
+            **layout.once(sums),
             "grad_norm_sq": layout.norm_sq(model.parameters()),
             "work": stragglers.contribution(work.take() + recorder.clock.last["data"]),
             "step_time": 0.0 if run.world.rank else watchdog.step_time,
@@ -138,7 +138,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
             with recorder.clock.part("eval"), watchdog.patient():
-                recorder.validation(step, validate(model, objective, val_batches(), device, stop))
+                recorder.validation(
+                    step, validate(model, objective, val_batches(), layout, device, stop)
+                )
 
     for late in pending:
         recorder.step(late.read(), loader)

@@ -99,7 +99,7 @@ def shard(model: Decoder, layout: Layout, dtype: torch.dtype) -> None:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=layout.parameter_mesh, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and layout.data_ranks > 1:
+        if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             module.set_gradient_divide_factor(1.0)
 
