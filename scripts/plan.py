@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         print("as configured: is refused", *problems, sep="\n  - ")
     else:
         show(cfg, nodes * per_node, per_node, gpu)
-    found = best(cfg, nodes * per_node, per_node, gpu)
+    found = best(cfg, nodes * per_node, per_node, gpu, check_world)
     print("\nbest combinations that fit, by the estimated step:")
     rows = [["step, s", "tokens/s per GPU", "GiB", "overrides"]]
     for each in found:

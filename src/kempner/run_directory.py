@@ -25,7 +25,7 @@ from kempner import process
 from kempner.checkpoint.ranks import PeerFailed
 from kempner.config.loading import as_dict, config_hash, to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import what_changed
+from kempner.configure import check_world, what_changed
 from kempner.data.opening import facts_of
 from kempner.data.sidecar import copy_tokenizer
 from kempner.files import write_atomic
@@ -239,7 +239,7 @@ class Run:
         reason = f"{where}: {detail.splitlines()[0]}"
         no_memory = isinstance(error, torch.OutOfMemoryError)
         if no_memory:  # the next start would need as much
-            fix = explain(self.cfg, self.world)
+            fix = explain(self.cfg, self.world, check_world)
             detail += f"\n  {fix}"
             reason += f"; {fix}"
         self._log.to_stderr(f"{where}: {detail}\n  (traceback in {self._log.path})")

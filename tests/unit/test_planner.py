@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -50,9 +51,25 @@ def test_traffic_of_fsdp_and_of_replicas() -> None:
     assert replicas.size == pytest.approx(2 * 4 * count / 8 / 2) and not replicas.within
 
 
+def test_every_axis_divides_what_it_cuts() -> None:
+    cfg = load_config([SEVEN], [])
+    plain = memory(cfg, 1, 1).parts
+    for axis in ("tp", "cp", "pp", "dp_shard"):
+        two = replace(cfg, distributed=replace(cfg.distributed, **{axis: 2}))
+        assert memory(two, 2, 2).parts["weights"] == plain["weights"] / 2, axis
+        activations = memory(two, 2, 2).parts["activations"] / plain["activations"]
+        assert activations == pytest.approx(0.5 if axis in ("tp", "cp") else 1.0, rel=0.01), axis
+    both = replace(cfg, distributed=replace(cfg.distributed, tp=2, cp=2, pp=2))
+    sent = {each.what.partition(":")[0]: each for each in traffic(both, 16, 8)}
+    assert sent.keys() == {"FSDP", "tensor parallel", "context parallel", "pipeline"}
+    layers, tokens, often = 32 / 2, 4_194_304 / 2, 3  # with recomputation
+    stream = tokens / 2 * 4096 * 2
+    assert sent["tensor parallel"].size == 4 * often * layers * stream / 2
+
+
 def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
     cfg = load_config([SEVEN], [])
-    found = best(cfg, 16, 8, GPUS["H100"])
+    found = best(cfg, 16, 8, GPUS["H100"], check_world)
     assert len(found) == 3
     for each in found:
         other = load_config([SEVEN], each.words.split())
@@ -61,12 +78,12 @@ def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
     steps = [each.time.step for each in found]
     assert steps == sorted(steps) and steps[0] < time(cfg, 16, 8, GPUS["H100"]).step
     # Nothing fits 7 B on one GPU of 44 GiB: 16 bytes a parameter are 100 GiB.
-    assert not best(cfg, 1, 1, GPUS["L40S"])
+    assert not best(cfg, 1, 1, GPUS["L40S"], check_world)
 
 
 def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
     cfg = load_config([SEVEN], ["--no-train.recompute", "--train.micro_batch=4"])
-    told = advice(cfg, 8, 8)
+    told = advice(cfg, 8, 8, check_world)
     found = re.search(r"estimates ([\d.]+) GiB.*; try (.*) \(([\d.]+) GiB\)", told)
     assert found, told
     other = load_config([SEVEN], [f"--{'no-'}train.recompute", *found[2].split()])

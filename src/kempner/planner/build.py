@@ -34,9 +34,7 @@ def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
         dist.destroy_process_group()
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     needs = memory(cfg, world_size, per_node)
-    axes = " x ".join(f"{name} {size}" for name, size in zip(
-        layout.mesh.mesh_dim_names or (), layout.mesh.shape, strict=True
-    ))  # fmt: skip
+    axes = " x ".join(f"{name} {n}" for name, n in layout.sizes._asdict().items() if n > 1)
     return (
         f"built as rank 0 of {world_size:,}: {axes}; {held:,} of {cfg.model.count_parameters():,} "
         f"parameters; the planner estimates {needs.peak / GIB:.1f} GiB"

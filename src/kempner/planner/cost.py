@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kempner.metrics import PEAK_BF16
-from kempner.parallel.layout import sizes
+from kempner.parallel.layout import Axes, sizes
 from kempner.planner.memory import FP32, GIB, compute_bytes
 from kempner.run import RunConfig, micro_batch
 
@@ -64,18 +64,38 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     micro = micro_batch(cfg.train, axes.data_ranks)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
-    parameters = cfg.model.count_parameters()
+    parameters = cfg.model.count_parameters() / (axes.pp * axes.tp)
     trained = 0 if cfg.lora.rank else parameters
     found = []
-    if (n := axes.shard) > 1:
-        share, within = (n - 1) / n, n <= per_node
+    if (n := axes.shard * axes.cp) > 1:
+        share, within = (n - 1) / n, n * axes.tp <= per_node
         gathers = 2 * passes * compute * parameters * share
         found.append(Traffic("FSDP: weights, gathered twice a pass", gathers, within, True))
         reduces = passes * FP32 * trained * share
         found.append(Traffic("FSDP: gradients, scattered", reduces, within, True))
     if (n := axes.replicate) > 1:
-        size = 2 * FP32 * trained / axes.shard * (n - 1) / n
+        size = 2 * FP32 * trained / (axes.shard * axes.cp) * (n - 1) / n
         found.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
+    return found + passing(cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node)
+
+
+def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int) -> list[Traffic]:
+    """Activations between the ranks of a sequence, a product or a pipeline, for `tokens` of a step:
+    those of one data rank."""
+    model, found = cfg.model, []
+    stream = tokens / axes.cp * compute * model.dim
+    layers = model.n_layers / axes.pp
+    often = 3 if cfg.train.recompute else 2  # forward and backward passes
+    if (n := axes.tp) > 1:
+        # Gathered before attention and SwiGLU, scattered after them.
+        size = 4 * often * layers * stream * (n - 1) / n
+        found.append(Traffic("tensor parallel: activations", size, n <= per_node, False))
+    if (n := axes.cp) > 1:
+        keys = 2 * model.kv_heads * model.resolved_head_dim * tokens / axes.cp * compute / axes.tp
+        size = (often + 1) * layers * keys * (n - 1)  # backward sends keys and their gradients
+        found.append(Traffic("context parallel: keys", size, n * axes.tp <= per_node, True))
+    if axes.pp > 1:
+        found.append(Traffic("pipeline: activations", 2 * stream / axes.tp, False, True))
     return found
 
 
@@ -100,4 +120,7 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
     for each in traffic(cfg, world_size, per_node):
         spent[each.hidden] += each.size / (gpu.link if each.within else gpu.network)
     compute = tokens * flops / (world_size * gpu.flops * ACHIEVED)
+    axes = sizes(cfg.distributed, world_size, per_node)
+    passes = cfg.train.sequences / (micro_batch(cfg.train, axes.data_ranks) * axes.data_ranks)
+    compute *= 1 + (axes.pp - 1) / passes  # stages that wait (1F1B)
     return Time(compute, spent[True], spent[False])

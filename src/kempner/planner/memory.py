@@ -2,14 +2,14 @@
 
 A count of what the trainer holds at the moments when it holds most; benchmarks/planner.py compares
 it with measured peaks. D width, F SwiGLU width, V vocabulary, tokens: of one forward pass of a
-rank. Sizes are in bytes.
+rank. Axes are in bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kempner.parallel.layout import Sizes, sizes
+from kempner.parallel.layout import Axes, sizes
 from kempner.run import RunConfig, micro_batch
 
 GIB = 2.0**30
@@ -39,17 +39,17 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
     of the last block, that of the first parameters, and the update."""
     axes = sizes(cfg.distributed, world_size, per_node)
     micro = micro_batch(cfg.train, axes.data_ranks)
-    tokens = micro * cfg.train.seq_len
+    tokens = micro * cfg.train.seq_len // axes.cp
     often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
     held = weights(cfg, axes)
     compute = compute_bytes(cfg, gpu)
     gathered = Gathered.of(cfg, axes, compute)
-    kept, working = activations(cfg, tokens, compute, gpu)
-    loss = loss_memory(cfg, tokens, compute)
+    kept, working = activations(cfg, axes, tokens, compute, gpu)
+    loss = loss_memory(cfg, axes, tokens, compute)
     gradients = held.pop("gradients")
     so_far = gradients if often else 0.0
-    ends = 2 * cfg.model.dim * tokens * compute  # the input of the last norm, and its output
-    stream = cfg.model.dim * tokens * compute
+    stream = cfg.model.dim * tokens * compute / axes.tp
+    ends = 2 * stream  # the input of the last norm, and its output
     return [
         Memory("loss", {
             **held, "gradients": so_far, "gathered weights": gathered.root,
@@ -72,7 +72,7 @@ def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
     return 2 if cfg.train.dtype == "bf16" or (cfg.train.dtype == "auto" and gpu) else FP32
 
 
-def weights(cfg: RunConfig, axes: Sizes) -> dict[str, float]:
+def weights(cfg: RunConfig, axes: Axes) -> dict[str, float]:
     """What a rank keeps of the model between steps."""
     count = cfg.model.count_parameters()
     if cfg.lora.rank:
@@ -82,7 +82,8 @@ def weights(cfg: RunConfig, axes: Sizes) -> dict[str, float]:
         trained = count
         state = {"weights": FP32 * count, "gradients": FP32 * count}
     state["optimizer"] = 2 * FP32 * trained
-    return {name: size / axes.shard for name, size in state.items()}
+    cuts = axes.pp * axes.shard * axes.cp * axes.tp
+    return {name: size / cuts for name, size in state.items()}
 
 
 def lora_parameters(cfg: RunConfig) -> float:
@@ -107,11 +108,11 @@ class Gathered:
     reduced: float  # gradients of a block, and the fp32 buffers that they are summed in
 
     @classmethod
-    def of(cls, cfg: RunConfig, axes: Sizes, compute: int) -> Gathered:
+    def of(cls, cfg: RunConfig, axes: Axes, compute: int) -> Gathered:
         model = cfg.model
-        table = model.vocab_size * model.dim
+        table = model.vocab_size * model.dim / axes.tp
         root = table * (2 - model.tie_embeddings)
-        block = model.count_block()
+        block = model.count_block() / axes.tp
         reduce = 0 if cfg.lora.rank else compute + FP32
         return cls(
             root=compute * root,
@@ -122,27 +123,34 @@ class Gathered:
         )
 
 
-def activations(cfg: RunConfig, tokens: int, compute: int, gpu: bool) -> tuple[float, float]:
+def activations(
+    cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool
+) -> tuple[float, float]:
     """What the backward pass of all blocks needs, and what that of one block has beside it while it
     runs.
 
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
     v and what attention returns, and four of SwiGLU's inner width (both products, the gate, and
     their product); compiled, what is a pointwise function of the others is computed again. A CPU
-    has no fused RMSNorm, and keeps what it normalised.
+    has no fused RMSNorm, and keeps what it normalised. Tensor parallelism divides all of it, but
+    for the whole inputs of attention and SwiGLU. A stage of a pipeline has its layers alone, for
+    as many passes as there are stages.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
     eager = (4 if gpu else 6) * model.dim + heads + 4 * model.ffn_dim
     block = 2 * model.dim + heads + 2 * model.ffn_dim if cfg.train.compile else eager
-    working = tokens * compute * (3 * model.ffn_dim + 2 * model.dim)
+    whole = 2 * model.dim * (1 - 1 / axes.tp)
+    each = tokens * compute * (block / axes.tp + whole)
+    working = tokens * compute * (3 * model.ffn_dim + 2 * model.dim) / axes.tp
+    passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
+    blocks = model.n_layers / axes.pp * passes
     if cfg.train.recompute:
-        kept = model.n_layers * model.dim
-        return float(tokens * compute * kept), float(working + tokens * compute * block)
-    return float(tokens * compute * block * model.n_layers), float(working)
+        return tokens * compute * model.dim / axes.tp * blocks, working + each
+    return each * blocks, working
 
 
-def loss_memory(cfg: RunConfig, tokens: int, compute: int) -> float:
+def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
     """Logits of a chunk in fp32, twice for a moment, then in the compute dtype; the gradient of the
     output's weight in fp32, and a chunk's part of it; the gradient of its input."""
     from kempner.loss import CHUNK_LOGITS, TILE
@@ -151,4 +159,4 @@ def loss_memory(cfg: RunConfig, tokens: int, compute: int) -> float:
     rows = min(tokens, max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE))
     logits = rows * model.vocab_size * (2 * FP32 + (compute if compute < FP32 else 0))
     weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
-    return float(logits + weight + tokens * model.dim * compute)
+    return (logits + weight) / axes.tp + tokens * model.dim * compute

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from kempner.planner.memory import Memory, memory
 from kempner.run import RunConfig
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,21 @@ class Candidate:
         return " ".join(f"--{key}={to_text(value)}" for key, value in self.overrides.items())
 
 
+Check = Callable[[RunConfig, int, int], list[str]]
+"""Why a configuration does not fit so many ranks, so many on each node: configure.check_world."""
+
+
 def best(
-    cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, count: int = 3
+    cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, check: Check, count: int = 3
 ) -> list[Candidate]:
     """The fastest by the estimate that fit; of equals the one that changes less."""
-    found = []
-    for levers in candidates(cfg, world_size, per_node):
+    found, known = [], problems_of(cfg)
+    for levers in candidates(world_size):
         changed = changes(cfg, levers, world_size, per_node)
-        if (each := judge(cfg, changed, world_size, per_node)) is None:
+        other = changed_by(cfg, changed)
+        if problems_of(other) - known or check(other, world_size, per_node):
             continue
-        used, other = each
+        used = memory(other, world_size, per_node)
         if used.peak <= gpu.usable:
             spent = time(other, world_size, per_node, gpu)
             found.append(Candidate(changed, used, spent))
@@ -64,35 +70,19 @@ def changes(
     return changed
 
 
-def candidates(cfg: RunConfig, world_size: int, per_node: int) -> Iterator[dict[str, Any]]:
-    """Values for every lever that costs or saves memory, by section.key."""
-    shards = {
-        size
-        for size in (1, per_node, 2 * per_node, 4 * per_node, 8 * per_node, world_size)
-        if world_size % size == 0
-    }
-    axes = (
-        ("train.micro_batch", MICRO_BATCHES),
-        ("train.recompute", (False, True)),
-        ("distributed.dp_shard", sorted(shards)),
-    )
-    for values in itertools.product(*(given for _, given in axes)):
-        levers = dict(zip((name for name, _ in axes), values, strict=True))
-        # What is left is replicas of the sharded copy.
-        yield {**levers, "distributed.dp_replicate": -1, "distributed.nodes_per_fsdp_group": None}
-
-
-def judge(
-    cfg: RunConfig, changed: Mapping[str, Any], world_size: int, per_node: int
-) -> tuple[Memory, RunConfig] | None:
-    """What a changed configuration needs; None where it is refused."""
-    other = changed_by(cfg, changed)
-    if problems_of(other) - problems_of(cfg):
-        return None
-    try:
-        return memory(other, world_size, per_node), other
-    except ConfigError:
-        return None
+def candidates(world_size: int) -> Iterator[dict[str, Any]]:
+    """Values for every lever that costs or saves memory, by section.key. What the axes leave of the
+    ranks is replicas."""
+    shards = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    meshes = [
+        {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,
+         "distributed.pp": pp, "distributed.dp_replicate": -1,
+         "distributed.nodes_per_fsdp_group": None}
+        for shard, tp, cp, pp in itertools.product(shards, WITHIN, WITHIN, (1, 2, 4))
+        if world_size % (shard * tp * cp * pp) == 0
+    ]  # fmt: skip
+    for mesh, micro, recompute in itertools.product(meshes, MICRO_BATCHES, (False, True)):
+        yield {"train.micro_batch": micro, "train.recompute": recompute, **mesh}
 
 
 def problems_of(cfg: RunConfig) -> set[str]:
