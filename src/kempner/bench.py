@@ -57,6 +57,8 @@ def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
     words = [
         f"--run.dir={run_dir}",
         f"--train.max_steps={bench.warmup + bench.steps}",
+        "--train.batch_ramp=none",
+        "--train.seq_len_ramp=none",
         "--checkpoint.save=false",
         "--eval.interval=0",
         "--metrics.log_interval=1",

@@ -61,7 +61,7 @@ class Traffic:
 def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     """A ring sends (n - 1) / n of what it gathers or scatters, and twice that to reduce it."""
     axes = sizes(cfg.distributed, world_size, per_node)
-    micro = micro_batch(cfg.train, axes.data_ranks)
+    micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
     parameters = cfg.model.count_parameters() / (axes.pp * axes.tp)
@@ -121,6 +121,8 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
         spent[each.hidden] += each.size / (gpu.link if each.within else gpu.network)
     compute = tokens * flops / (world_size * gpu.flops * ACHIEVED)
     axes = sizes(cfg.distributed, world_size, per_node)
-    passes = cfg.train.sequences / (micro_batch(cfg.train, axes.data_ranks) * axes.data_ranks)
+    passes = cfg.train.sequences / (
+        micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences) * axes.data_ranks
+    )
     compute *= 1 + (axes.pp - 1) / passes  # stages that wait (1F1B)
     return Time(compute, spent[True], spent[False])

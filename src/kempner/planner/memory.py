@@ -38,7 +38,7 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
     """The loss (all activations are there, no gradient of this forward pass yet), the backward pass
     of the last block, that of the first parameters, and the update."""
     axes = sizes(cfg.distributed, world_size, per_node)
-    micro = micro_batch(cfg.train, axes.data_ranks)
+    micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
     tokens = micro * cfg.train.seq_len // axes.cp
     often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
     held = weights(cfg, axes)
@@ -75,15 +75,29 @@ def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
 def weights(cfg: RunConfig, axes: Axes) -> dict[str, float]:
     """What a rank keeps of the model between steps."""
     count = cfg.model.count_parameters()
+    size = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
         trained = lora_parameters(cfg)
         state = {"weights": 2 * count + FP32 * trained, "gradients": FP32 * trained}
     else:
-        trained = count
-        state = {"weights": FP32 * count, "gradients": FP32 * count}
-    state["optimizer"] = 2 * FP32 * trained
+        trained = float(count)
+        state = {"weights": size * trained, "gradients": size * trained}
+    state["optimizer"] = optimizer_state(cfg, trained)
     cuts = axes.pp * axes.shard * axes.cp * axes.tp
     return {name: size / cuts for name, size in state.items()}
+
+
+def optimizer_state(cfg: RunConfig, trained: float) -> float:
+    """Bytes of averages: AdamW and schedule-free have two for each number of a parameter, Lion one,
+    Muon one for the matrices of the blocks and AdamW's for the rest."""
+    if cfg.optimizer.cpu_offload:
+        return 0.0
+    bf16 = cfg.train.weights == "bf16" or cfg.optimizer.moments == "bf16"
+    size = 2 if bf16 else FP32
+    if cfg.optimizer.name == "muon" and not cfg.lora.rank:
+        rest = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
+        return size * (trained + rest)
+    return size * trained * (1 if cfg.optimizer.name == "lion" else 2)
 
 
 def lora_parameters(cfg: RunConfig) -> float:
@@ -156,7 +170,8 @@ def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
     from kempner.loss import CHUNK_LOGITS, TILE
 
     model = cfg.model
-    rows = min(tokens, max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE))
+    most = cfg.train.loss_chunk or max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE)
+    rows = min(tokens, most)
     logits = rows * model.vocab_size * (2 * FP32 + (compute if compute < FP32 else 0))
     weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
     return (logits + weight) / axes.tp + tokens * model.dim * compute
