@@ -32,11 +32,11 @@ VARIANTS = (
     "--train.micro_batch=2",
     "--train.recompute",
     "--train.micro_batch=2 --train.recompute",
-    "--train.dtype=bf16",
     "--train.dtype=bf16 --train.micro_batch=2",
-    "--model.tie_embeddings",
-    "--model.vocab_size=65536 --train.micro_batch=1",
+    "--train.loss_chunk=256",
     "--model.n_layers=24 --train.micro_batch=1",
+    "--model.n_layers=24 --train.micro_batch=1 --optimizer.moments=bf16",
+    "--model.n_layers=24 --train.micro_batch=1 --optimizer.name=lion",
 )
 
 

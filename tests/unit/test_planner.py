@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch
     from kempner.parallel import build as plans
     from kempner.planner.build import build
 
-    def fails(*given: object) -> None:
+    def fails(*given: object, **named: object) -> None:
         raise ValueError("4 heads do not divide by 3")
 
     monkeypatch.setattr(plans, "shard", fails)

@@ -88,16 +88,16 @@ def weights(cfg: RunConfig, axes: Axes) -> dict[str, float]:
 
 
 def optimizer_state(cfg: RunConfig, trained: float) -> float:
-    """Bytes of averages: AdamW and schedule-free have two for each number of a parameter, Lion one,
-    Muon one for the matrices of the blocks and AdamW's for the rest."""
+    """Of each number that is trained AdamW has two averages, Lion one, schedule-free one and
+    weights in fp32, and Muon one, but AdamW's for embedding and output."""
     if cfg.optimizer.cpu_offload:
         return 0.0
-    bf16 = cfg.train.weights == "bf16" or cfg.optimizer.moments == "bf16"
-    size = 2 if bf16 else FP32
+    average = 2 if cfg.optimizer.moments == "bf16" else FP32
+    each = {"adamw": 2 * average, "lion": average, "schedule_free": average + FP32, "muon": average}
+    size = each[cfg.optimizer.name] * trained
     if cfg.optimizer.name == "muon" and not cfg.lora.rank:
-        rest = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
-        return size * (trained + rest)
-    return size * trained * (1 if cfg.optimizer.name == "lion" else 2)
+        size += average * cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
+    return float(size)
 
 
 def lora_parameters(cfg: RunConfig) -> float:
