@@ -115,7 +115,10 @@ def open_checkpointer(
     """Saves and loads the weights, the optimizer's state, and each rank's random state."""
     from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.checkpoint.state import run_state
+    from kempner.checkpoint.unsaved import Unsaved
 
+    if not cfg.checkpoint.save:
+        return Unsaved()
     state = run_state(model, optimizer)
     return Checkpointer(cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kempner.bench_config import BenchConfig
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import DataConfig, SourceConfig
@@ -17,6 +18,7 @@ from kempner.model.config import ModelConfig
 from kempner.optim.config import CONSTANT, OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
+from kempner.profiling import ProfileConfig
 from kempner.resilience.config import ResilienceConfig
 from kempner.trackers.config import TrackersConfig
 
@@ -237,6 +239,8 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -268,6 +272,11 @@ class RunConfig:
             found.append(
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
+            )
+        if not self.checkpoint.save and self.run.fork:
+            found.append(
+                "checkpoint.save = false: a run with run.fork begins from a checkpoint, and with a "
+                "checkpoint of its own; leave one of the two out"
             )
         if self.lora.rank and (lever := self._trains_weights()):
             found.append(

@@ -166,7 +166,9 @@ class ModelConfig:
         biases = (self.n_heads + 2 * self.kv_heads) * self.resolved_head_dim
         return norms + (biases if self.qkv_bias else 0)
 
-    def flops_per_token(self, seq_len: int, frozen: bool = False) -> float:
+    def flops_per_token(
+        self, seq_len: int, frozen: bool = False, keys: float | None = None
+    ) -> float:
         """Training operations per token, forward and backward, without recomputation.
 
         6 per weight that multiplies a token (all but the input embedding, norms and biases, and the
@@ -174,6 +176,7 @@ class ModelConfig:
         attention: 6 * n_layers * n_heads * head_dim * seq_len, half of the 12 of full attention
         (PaLM, arXiv:2204.02311, app. B). With a window w under seq_len a query sees
         w - w (w - 1) / (2 seq_len) keys on average. A frozen weight has no gradient: 4, not 6.
+        `keys`: that a query sees on average, where documents are packed.
         """
         weights = (
             self.count_active()
@@ -181,8 +184,9 @@ class ModelConfig:
             - self.dim
             - (0 if self.tie_embeddings else self.vocab_size * self.dim)
         )
-        keys = seq_len / 2
-        if self.sliding_window is not None and self.sliding_window < seq_len:
-            keys = self.sliding_window * (1 - (self.sliding_window - 1) / (2 * seq_len))
+        if keys is None:
+            keys = seq_len / 2
+            if self.sliding_window is not None and self.sliding_window < seq_len:
+                keys = self.sliding_window * (1 - (self.sliding_window - 1) / (2 * seq_len))
         attention = 12.0 * self.n_layers * self.n_heads * self.resolved_head_dim * keys
         return (4.0 if frozen else 6.0) * weights + attention

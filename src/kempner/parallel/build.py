@@ -61,6 +61,22 @@ def build_model(
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
     """
+    model = plan_model(cfg, layout, train, lora, frozen)
+    model.to_empty(device=layout.mesh.device_type)
+    with torch.no_grad():
+        model.rope.copy_(rope_table(cfg))
+        init_weights(model, train.seed, layout)
+    return model
+
+
+def plan_model(
+    cfg: ModelConfig,
+    layout: Layout,
+    train: Settings,
+    lora: LoraConfig | None = None,
+    frozen: bool = False,
+) -> Decoder:
+    """The same model on the meta device: all plans are applied, and it has no values yet."""
     with torch.device("meta"):
         model = Decoder(cfg)
     device_type = layout.mesh.device_type
@@ -87,10 +103,6 @@ def build_model(
         keep_from_compiler(model, dtype)
         compile_model(model, train.compile_scope)
     shard(model, layout, dtype, whole=train.compile_scope == "model")
-    model.to_empty(device=device_type)
-    with torch.no_grad():
-        model.rope.copy_(rope_table(cfg))
-        init_weights(model, train.seed, layout)
     return model
 
 
