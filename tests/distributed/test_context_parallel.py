@@ -46,14 +46,23 @@ def numbers(run_dir: Path) -> dict[tuple[int, str], float]:
     return found
 
 
-def test_a_ring_and_data_parallelism_give_the_numbers_of_one_process(
-    data_dir: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def expected(
+    data_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[int, str], float]:
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    run(data_dir, run_dir, *RING)
+    return numbers(run_dir)
+
+
+@pytest.mark.parametrize("more", ["--train.recompute", "--distributed.tp=2"])
+def test_a_ring_beside_another_axis_gives_the_numbers_of_one_process(
+    data_dir: Path, tmp_path: Path, expected: dict[tuple[int, str], float], more: str
 ) -> None:
-    """Two groups of two ranks; and one process goes on where they stopped."""
-    run(data_dir, tmp_path / "one", *RING)
-    mesh = ("--distributed.cp=2", "--train.recompute", "--train.micro_batch=2")
+    """Two groups of two ranks that share rows; data parallelism and the ranks of tensor parallelism
+    are two, too."""
+    mesh = ("--distributed.cp=2", "--train.micro_batch=2", more)
     run(data_dir, tmp_path / "ring", *RING, *mesh, nproc=4)
-    expected = numbers(tmp_path / "one")
     assert len(expected) == 20 * 6 + 2 * 2
     assert numbers(tmp_path / "ring") == pytest.approx(expected, rel=1e-5)
 

@@ -265,6 +265,15 @@ REFUSED = {
     "window": ("--distributed.cp=2 --model.sliding_window=8", "no windows"),
     "capped scores": ("--distributed.cp=2 --model.attention_softcap=50", "does not cap scores"),
     "another kernel": ("--distributed.cp=2 --train.attention=math", "kernel is flash"),
+    "tokens of tensor parallelism": (
+        f"--train.seq_len=30 {ULYSSES} --distributed.cp=2 --distributed.tp=2",
+        "the 15 tokens",
+    ),
+    "the auxiliary loss": (
+        "--distributed.cp=2 --model.n_experts=4 --model.experts_per_token=2 --model.aux_loss=0.1",
+        "whole sequences",
+    ),
+    "one graph": ("--distributed.cp=2 --train.compile_scope=model", "no whole graph"),
     "preferences": ("--distributed.cp=2 --preference.loss=reward", "preference.loss = reward"),
 }
 

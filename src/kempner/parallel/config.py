@@ -34,8 +34,17 @@ class DistributedConfig:
         "for heads",
         choices=("ring", "ulysses"),
     )
-    tp: int = option(1, "tensor-parallel ranks; only 1 is supported", minimum=1)
-    ep: int = option(1, "expert-parallel ranks; only 1 is supported", minimum=1)
+    tp: int = option(
+        1,
+        "ranks that share each matrix product and each sequence between them (tensor and sequence "
+        "parallelism); keep them on one node",
+        minimum=1,
+    )
+    ep: int = option(
+        1,
+        "ranks that share the experts of each layer, out of dp_shard x cp; tokens travel to them",
+        minimum=1,
+    )
     device: str = option("auto", "device to train on", choices=("auto", "cuda", "cpu"))
     start_timeout: float = option(
         600.0,
@@ -47,7 +56,7 @@ class DistributedConfig:
     def problems(self) -> list[str]:
         found = [
             f"distributed.{axis} = {getattr(self, axis)}: this axis is not built yet; leave it at 1"
-            for axis in ("pp", "tp", "ep")  # what is built leaves this list
+            for axis in ("pp",)  # what is built leaves this list
             if getattr(self, axis) != 1
         ]
         for axis in ("dp_shard", "dp_replicate"):
