@@ -120,7 +120,7 @@ def test_a_loss_over_parts_of_the_vocabulary() -> None:
     dx, dw = torch.zeros_like(x), []
     for first, end in ((0, 6), (6, 11)):
         ours, part = x.detach().requires_grad_(), weight[first:end].detach().requires_grad_()
-        mine, its_terms = cross_entropy(ours, part, targets, VocabularyPart(first, over_all))
+        mine, its_terms = cross_entropy(ours, part, targets, part=VocabularyPart(first, over_all))
         torch.testing.assert_close((mine, its_terms), (loss, terms))
         (mine / 300).backward()
         assert ours.grad is not None and part.grad is not None
@@ -134,8 +134,12 @@ REFUSED = {
     "key-value heads": (replace(SMALL, n_kv_heads=2), {}, "must divide model.n_kv_heads = 2"),
     "hidden units": (replace(SMALL, ffn_dim=98), {}, "must divide model.ffn_dim = 98"),
     "tokens": (SMALL, {"train": TrainConfig(seq_len=30)}, "must divide train.seq_len = 30"),
-    "adapters": (SMALL, {"lora": LoraConfig(rank=2)}, "adapters are not built for it"),
-    "preferences": (SMALL, {"preference": PreferenceConfig(loss="reward")}, "loss = reward is not"),
+    "adapters": (SMALL, {"lora": LoraConfig(rank=2)}, "not built for lora.rank = 2"),
+    "preferences": (
+        SMALL,
+        {"preference": PreferenceConfig(loss="reward")},
+        "not built for preference",
+    ),
 }
 
 

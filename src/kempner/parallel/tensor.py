@@ -15,6 +15,7 @@ Shapes: B rows, T tokens, D width, V vocabulary, n ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from kempner.loss import VocabularyPart, cross_entropy
+from kempner.loss import VocabularyPart
 from kempner.model.decoder import Block, Decoder
 
 SEQUENCE, HEADS = Shard(1), Shard(2)  # of activations [B, T, D] and [B, T, H, E]
@@ -43,7 +44,7 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     distribute_module(model.norm, mesh, None, _on(SEQUENCE), _whole_for_loss)
     if model.output is not None:
         parallelize_module(model.output, mesh, ColwiseParallel())
-    model.loss = VocabularyLoss(mesh)
+    model.loss = VocabularyLoss(model.loss, mesh)
 
 
 def _split_block(block: Block, mesh: DeviceMesh) -> None:
@@ -85,17 +86,17 @@ def _whole_for_loss(_: nn.Module, y: DTensor, mesh: DeviceMesh) -> Any:
 
 
 class VocabularyLoss:
-    """loss.cross_entropy with the rows of the vocabulary that this rank has."""
+    """`loss`, which is loss.cross_entropy, with the rows of the vocabulary that this rank has."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, loss: Callable[..., tuple[Tensor, Tensor]], mesh: DeviceMesh) -> None:
+        self._loss = loss
         self._group, self._rank, self._size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         assert isinstance(weight, DTensor)
         first = self._rank * -(-weight.shape[0] // self._size)  # as torch.chunk cuts it
-        return cross_entropy(
-            x, weight.to_local(), targets, VocabularyPart(first, self._over_all_ranks)
-        )
+        part = VocabularyPart(first, self._over_all_ranks)
+        return self._loss(x, weight.to_local(), targets, part=part)
 
     def _over_all_ranks(self, total: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """One small all-gather: of the logarithm of the sum, and of the target's logit, 0 on all
