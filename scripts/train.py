@@ -16,8 +16,8 @@ from kempner.progress import (
     open_checkpointer,
     open_loaders,
     open_objective,
+    prepare_torch,
     resume,
-    seed_everything,
 )
 from kempner.resilience import requests
 from kempner.resilience.requests import GO_ON, StopRequests, Verdict
@@ -57,7 +57,7 @@ from kempner.step import (
 
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
-    seed_everything(cfg.train)
+    prepare_torch(cfg, run, device)
     layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
     model = build_model(cfg.model, layout, cfg.train, cfg.lora)
     optimizer = build_optimizer(model, cfg.optimizer)
@@ -67,7 +67,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress), NonFinite(cfg.resilience.max_skipped)
-    work, stragglers = BlockClock(model.blocks, device), Stragglers(run.hosts, device, run.announce)
+    work, stragglers = BlockClock(model, device), Stragglers(run.hosts, device, run.announce)
     watchdog = start_watchdog(cfg, run, layout)
     stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
     verdict, pending, long_steps = GO_ON, [], False
@@ -89,7 +89,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             verdict = sums
             break
         sums = {
-            **sums,
+            **layout.once(sums),
             "grad_norm_sq": layout.norm_sq(model.parameters()),
             "work": stragglers.contribution(work.take() + recorder.clock.last["data"]),
             "step_time": 0.0 if run.world.rank else watchdog.step_time,
@@ -142,7 +142,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
                 watchdog.patient(),
                 published_weights(model, optimizer),
             ):
-                recorder.validation(step, validate(model, objective, val_batches(), device, stop))
+                recorder.validation(
+                    step, validate(model, objective, val_batches(), layout, device, stop)
+                )
 
     for late in pending:
         recorder.step(late.read(), loader)

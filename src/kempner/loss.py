@@ -15,17 +15,20 @@ CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
 TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
 
 
-def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Sum of -log p(target) over the targets that are not -100, fp32 []; and its terms, fp32 [N],
     0 where the target is -100: these have no gradient.
 
-    x [N, D], weight [V, D], targets int64 [N]. A sum and a count travel better than a mean: ranks
+    x [N, D], weight [V, D], targets int64 [N]; `chunk`: tokens whose logits exist at once, or as
+    many as make CHUNK_LOGITS. A sum and a count travel better than a mean: ranks
     and micro-batches with different numbers of real tokens add up to the exact mean, and one
     without any adds 0, not NaN.
     """
     learns = torch.is_grad_enabled()  # within a Function's forward it never is
     result: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets, learns
+        x, weight, targets, chunk, learns
     )
     return result
 
@@ -40,9 +43,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, learns: bool
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None, learns: bool
     ) -> tuple[Tensor, Tensor]:
-        rows = max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
+        rows = chunk or max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
         loss = x.new_zeros((), dtype=torch.float32)
         terms = x.new_empty(targets.shape, dtype=torch.float32)
         dx = torch.empty_like(x) if learns else None
@@ -71,8 +74,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss, terms
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, scale: Tensor, _: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
         dx, dw = ctx.saved_tensors
         # In fp32: a scale that is rounded to bf16 makes every gradient wrong by the same 0.4 %.
         dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
-        return (dx.float() * scale).to(dx.dtype), dw, None, None
+        return (dx.float() * scale).to(dx.dtype), dw, None, None, None

@@ -14,7 +14,7 @@ from kempner.config.option import ConfigError
 from kempner.data.sidecar import open_sidecar
 from kempner.data.stages import samples_between, step_of
 from kempner.resilience.requests import GO_ON, Verdict
-from kempner.run import RunConfig, TrainConfig, check_batch, micro_batch
+from kempner.run import RunConfig, check_batch, micro_batch
 
 if TYPE_CHECKING:
     import torch
@@ -83,13 +83,30 @@ class Progress:
         return asdict(self)
 
 
-def seed_everything(cfg: TrainConfig) -> None:
+def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
+    """What holds for the whole process: the seed, deterministic kernels, and the kernel of the
+    attention, which is announced. Raises ConfigError when this device does not have it."""
     import torch
 
-    torch.manual_seed(cfg.seed)
-    if cfg.deterministic:
+    from kempner.model.attention import choose
+    from kempner.parallel.build import compute_dtype
+    from kempner.parallel.compiled import leave_compiler_out
+
+    if not cfg.train.compile:
+        leave_compiler_out()
+    torch.manual_seed(cfg.train.seed)
+    if cfg.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        if cfg.train.compile or device.type == "cuda":
+            torch.use_deterministic_algorithms(True)  # imports the compiler, to tell it, too
+        else:
+            torch.set_deterministic_debug_mode("error")
+    sources, _ = open_data(cfg, run.world.rank == 0)
+    packed = cfg.data.document_mask or any(source.packing is not None for source in sources)
+    tokens = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64, device=device)
+    dtype = compute_dtype(cfg.train.dtype, device.type)
+    kernel = choose(cfg.train.attention, cfg.model, tokens, packed, dtype)
+    run.announce(f"attention: {kernel}, of {cfg.train.attention}")
 
 
 def open_checkpointer(

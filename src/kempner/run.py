@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import DataConfig, SourceConfig
-from kempner.data.stages import Stage, stage_at, stages
+from kempner.data.stages import Stage, ramp_problems, stage_at, stages
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import CONSTANT, OptimizerConfig, ScheduleConfig
@@ -23,7 +24,6 @@ from kempner.trackers.config import TrackersConfig
 # 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
 MAX_STEP_TOKENS = 2**30
 MAX_FORWARD_TOKENS = 2**24
-MAX_RISES = 1000  # of the batch; each is a stage that lists are made of
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,39 @@ class TrainConfig:
     )
     grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping", minimum=0.0)
     dtype: str = option(
-        "auto", "compute dtype; weights stay fp32", choices=("auto", "bf16", "fp32")
+        "auto",
+        "dtype of the products; auto: bf16 on a GPU, else fp32",
+        choices=("auto", "bf16", "fp32"),
     )
-    compile: bool = option(False, "apply torch.compile to each block and to the loss")
+    weights: str = option(
+        "fp32",
+        "dtype of the weights and their gradients; bf16: half the memory, and updates are rounded "
+        "stochastically; see optimizer.moments, too",
+        choices=("fp32", "bf16"),
+    )
+    fp8: str = option(
+        "none",
+        "matrix products of the blocks in 8-bit floats, by torchao, with one scale a tensor or a "
+        "row; needs an Ada, Hopper or later GPU",
+        choices=("none", "tensorwise", "rowwise"),
+    )
+    attention: str = option(
+        "auto",
+        "kernel of the attention; auto: the fastest that torch has for the shape",
+        choices=("auto", "cudnn", "flash", "efficient", "math"),
+    )
+    loss_chunk: int | None = option(
+        None,
+        "tokens whose logits exist at once; unset: as many as make 2^27 logits",
+        minimum=1,
+        maximum=MAX_FORWARD_TOKENS,
+    )
+    compile: bool = option(False, "apply torch.compile")
+    compile_scope: str = option(
+        "block",
+        "what train.compile compiles: each block and the loss, or the whole model",
+        choices=("block", "model"),
+    )
     recompute: bool = option(
         False, "activation checkpointing: recompute blocks in the backward pass to save memory"
     )
@@ -100,51 +130,35 @@ class TrainConfig:
         return stage_at(self.stages, step)
 
     def problems(self) -> list[str]:
-        found = [*self._too_large(), *ramp_problems(self)]
-        if self.global_batch_tokens is None or self.global_batch_tokens % self.seq_len == 0:
-            return found
-        down = self.global_batch_tokens // self.seq_len * self.seq_len
-        return [
-            *found,
-            f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
-            f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}",
-        ]
-
-    def _too_large(self) -> list[str]:
+        found = ramp_problems(self.sequences, self.batch_ramp, self.seq_len, self.seq_len_ramp)
         most = MAX_STEP_TOKENS // self.seq_len
-        if self.sequences <= most:
-            return []
-        return [
-            f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
-            f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
-        ]
-
-
-def ramp_problems(cfg: TrainConfig) -> list[str]:
-    found = []
-    if cfg.batch_ramp is not None:
-        first, increment, _ = cfg.batch_ramp
-        rises, rest = divmod(cfg.sequences - first, increment)
-        if rises < 1 or rest:
+        if self.sequences > most:
             found.append(
-                f"train.batch_ramp = {list(cfg.batch_ramp)}: from {first} by {increment} does not "
-                f"lead to the global batch of {cfg.sequences} sequences; give an increment that "
-                "divides the difference"
+                f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
+                f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
             )
-        elif rises > MAX_RISES:
+        elif self.global_batch_tokens is not None and self.global_batch_tokens % self.seq_len:
+            down = self.global_batch_tokens // self.seq_len * self.seq_len
             found.append(
-                f"train.batch_ramp = {list(cfg.batch_ramp)}: grows {rises} times; give a larger "
-                f"increment, for at most {MAX_RISES}"
+                f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
+                f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}"
             )
-    if cfg.seq_len_ramp is not None:
-        ratio, rest = divmod(cfg.seq_len, cfg.seq_len_ramp[0])
-        if rest or ratio < 2 or ratio & (ratio - 1):
+        if self.weights == "bf16" and self.dtype != "bf16":
             found.append(
-                f"train.seq_len_ramp = {list(cfg.seq_len_ramp)}: doubling {cfg.seq_len_ramp[0]} "
-                f"does not lead to train.seq_len = {cfg.seq_len}; give a half, a quarter, an "
-                "eighth, ... of it"
+                f"train.weights = bf16: with train.dtype = {self.dtype} the products would be no "
+                "more exact than the weights; add --train.dtype=bf16"
             )
-    return found
+        if self.compile_scope == "model" and not self.compile:
+            found.append(
+                "train.compile_scope = model: nothing is compiled; add --train.compile, or leave "
+                "train.compile_scope out"
+            )
+        if self.fp8 != "none" and importlib.util.find_spec("torchao") is None:
+            found.append(
+                f"train.fp8 = {self.fp8}: the package torchao is not installed; run "
+                ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -224,7 +238,33 @@ class RunConfig:
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
             )
+        if self.lora.rank and (lever := self._trains_weights()):
+            found.append(
+                f"lora.rank = {self.lora.rank}: adapters are fp32 on a frozen model in bf16, and "
+                f"not built for {lever}; leave that out"
+            )
+        if self.train.attention != "auto" and self.model.attention_softcap is not None:
+            found.append(
+                f"train.attention = {self.train.attention}: this kernel does not cap scores, as "
+                f"model.attention_softcap = {self.model.attention_softcap} asks; leave it at auto"
+            )
+        if self.train.loss_chunk is not None and self.preference.loss != "none":
+            found.append(
+                f"train.loss_chunk = {self.train.loss_chunk}: has no effect on preference.loss = "
+                f"{self.preference.loss}; leave it out"
+            )
+        if self.distributed.device == "cpu" and self.train.fp8 != "none":
+            found.append(
+                f"train.fp8 = {self.train.fp8}: not on distributed.device = cpu; give --train.fp8="
+                "none, or a GPU"
+            )
         return found
+
+    def _trains_weights(self) -> str:
+        """The option that changes how all weights are trained, if there is one."""
+        if self.train.weights != "fp32":
+            return f"train.weights = {self.train.weights}"
+        return f"train.fp8 = {self.train.fp8}" if self.train.fp8 != "none" else ""
 
 
 def check_batch(cfg: TrainConfig, world_size: int) -> None:

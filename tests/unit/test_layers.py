@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "kempner"
 
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
-    {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport"},
+    {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport", "hub"},
     {"trackers"},
     {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
     {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference"},
@@ -77,7 +77,8 @@ def test_no_module_imports_itself_around_a_corner() -> None:
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("kempner.model.")])
 def test_the_model_knows_neither_meshes_nor_files(module: str) -> None:
     allowed = ("torch", "torch.nn", "kempner.model", "kempner.loss", "kempner.config",
-               "math", "collections", "dataclasses", "typing", "__future__")  # fmt: skip
+               "functools", "math", "collections", "dataclasses", "typing",
+               "__future__")  # fmt: skip
     for name in imports(ast.parse(MODULES[module].read_text())):
         assert name.startswith(tuple(f"{package}." for package in allowed)) or name in allowed
         assert not name.startswith(("torch.distributed", "torch.utils", "torch.cuda")), name

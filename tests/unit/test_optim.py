@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import OptimizerConfig, ScheduleConfig, learning_rate
-from kempner.parallel.layout import Layout
+from kempner.parallel.layout import Axes, Layout
 from kempner.progress import Progress
 from kempner.run import RunConfig
 from kempner.step import Numbers, PendingStep, guard_update, reduce_step
@@ -108,8 +106,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 def copies(count: int) -> Layout:
     """A layout of so many ranks that all hold the whole model: one process plays them."""
-    layout: Any = Layout(SimpleNamespace(size=lambda: count))  # type: ignore[arg-type]
-    return layout
+    return Layout(Axes(replicate=count), 0, mesh=None)  # type: ignore[arg-type]
 
 
 BUDGET = 16  # tokens of a step, if every one counts

@@ -84,10 +84,10 @@ class Optimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, groups: list[Group], averages: torch.dtype = torch.float32, offload: bool = False
+        self, groups: list[Group], averages: torch.dtype | None = None, offload: bool = False
     ) -> None:
-        """`averages`: the dtype to keep moments in, fp32 or bf16. `offload`: state lives in the
-        host's memory."""
+        """`averages`: the dtype to keep moments in; None: that of the parameter. `offload`: state
+        lives in the host's memory."""
         super().__init__(groups, {})
         self._averages, self._offload = averages, offload
         first = self.param_groups[0]["params"][0]
@@ -103,6 +103,8 @@ class Optimizer(torch.optim.Optimizer):
             torch.ones((), device=place) if self.grad_scale is None else self.grad_scale.to(place),
             torch.zeros((), device=place) if self.found_inf is None else self.found_inf.to(place),
         )
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         for group in self.param_groups:
             rule: Rule = group["rule"]
             present = [p for p in group["params"] if p.grad is not None]
@@ -121,8 +123,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """All at once where nothing is copied; else one by one, which needs the least memory."""
-        copied = self._stream is not None or self._averages is not torch.float32
-        if copied or any(p.dtype is not torch.float32 for p in parameters):
+        dtypes = {p.dtype for p in parameters} | {self._averages or torch.float32}
+        if self._stream is not None or dtypes != {torch.float32}:
             return [[p] for p in parameters]
         return [parameters] if parameters else []
 
@@ -139,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
         """The state of a parameter as the rule wants it. A checkpoint may hold that of another
         optimizer, or in another dtype: what fits is kept, the rest starts anew."""
         state: State = self.state[p]
-        wanted = dict.fromkeys(rule.averages, self._averages)
+        wanted = dict.fromkeys(rule.averages, self._averages or p.dtype)
         wanted |= dict.fromkeys(rule.copies, torch.float32)
         for key in state.keys() - wanted.keys() - set(rule.scalars):
             del state[key]

@@ -1,9 +1,10 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> recompute -> compile -> shard
--> memory -> weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> fp8 -> recompute -> compile ->
+shard -> memory -> weights."""
 
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from kempner.loss import cross_entropy
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
+from kempner.parallel.compiled import compile_model
 from kempner.parallel.config import LoraConfig
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
@@ -30,6 +33,16 @@ class Settings(Protocol):
     def recompute(self) -> bool: ...
     @property
     def compile(self) -> bool: ...
+    @property
+    def compile_scope(self) -> str: ...
+    @property
+    def weights(self) -> str: ...
+    @property
+    def fp8(self) -> str: ...
+    @property
+    def attention(self) -> str: ...
+    @property
+    def loss_chunk(self) -> int | None: ...
 
 
 def build_model(
@@ -39,29 +52,33 @@ def build_model(
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
-    """The model on this rank's device: fp32 master shards, train.dtype compute, fp32 gradient sums.
-    A frozen one has no gradients, and the weights in the compute dtype.
+    """The model on this rank's device: master shards in train.weights, train.dtype compute, fp32
+    gradient sums. A frozen one has no gradients, and the weights in the compute dtype.
 
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
     """
     with torch.device("meta"):
         model = Decoder(cfg)
-    dtype = compute_dtype(train.dtype, layout.mesh.device_type)
-    if frozen:
-        for parameter in model.requires_grad_(False).parameters():
+    device_type = layout.mesh.device_type
+    dtype = compute_dtype(train.dtype, device_type)
+    model.kernel = train.attention
+    model.loss = partial(cross_entropy, chunk=train.loss_chunk)
+    if frozen or train.weights == "bf16":
+        for parameter in model.requires_grad_(not frozen).parameters():
             parameter.data = parameter.data.to(dtype)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
+    if train.fp8 != "none":
+        from kempner.parallel.fp8 import use_fp8
+
+        use_fp8(model, train.fp8, torch.device(device_type))
     if train.recompute:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
     if train.compile:
-        for block in model.blocks:
-            block.compile()
-        model.loss = torch.compile(model.loss)
-    device_type = layout.mesh.device_type
-    shard(model, layout, dtype)
+        compile_model(model, train.compile_scope)
+    shard(model, layout, dtype, whole=train.compile_scope == "model")
     model.to_empty(device=device_type)
     with torch.no_grad():
         model.rope.copy_(rope_table(cfg))
@@ -76,8 +93,9 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def shard(model: Decoder, layout: Layout, dtype: torch.dtype) -> None:
-    """FSDP2 (fully_shard) per block and over the rest; HSDP when the replicate axis is over 1.
+def shard(model: Decoder, layout: Layout, dtype: torch.dtype, whole: bool) -> None:
+    """FSDP2 (fully_shard) per block and over the rest, or over the `whole` model at once, without
+    hooks in it; HSDP when the replicate axis is over 1.
 
     Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
     is the mean.
@@ -85,10 +103,10 @@ def shard(model: Decoder, layout: Layout, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for module in (*model.blocks, model):
+    for module in (model,) if whole else (*model.blocks, model):
         fully_shard(module, mesh=layout.parameter_mesh, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and layout.data_ranks > 1:
+        if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             module.set_gradient_divide_factor(1.0)
 
@@ -105,7 +123,7 @@ def init_weights(model: Decoder, seed: int) -> None:
             param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
         generator = torch.Generator(param.device).manual_seed(seed ^ zlib.crc32(name.encode()))
-        whole = torch.empty(param.shape, device=param.device, dtype=param.dtype)
+        whole = torch.empty(param.shape, device=param.device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)
         if isinstance(param, DTensor):
             whole = distribute_tensor(
