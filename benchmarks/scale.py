@@ -47,7 +47,8 @@ from kempner.data.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
-from kempner.parallel.layout import Layout
+from kempner.parallel.config import DistributedConfig
+from kempner.parallel.layout import build_layout
 from kempner.process_group import World
 from kempner.resilience import watchdog
 from kempner.resilience.requests import FLAGS
@@ -201,8 +202,8 @@ def step_bytes(ranks: int) -> float:
     names = ("loss_sum", "tokens", "grad_norm_sq", "work", "step_time", *FLAGS)
     try:
         with fake_world(ranks):
-            mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("replicate", "shard"))
-            reduce_step(dict.fromkeys(names, torch.zeros(())), Layout(mesh))
+            axes = build_layout(DistributedConfig(), ranks, PER_HOST, "cpu")
+            reduce_step(dict.fromkeys(names, torch.zeros(())), axes)
     finally:
         dist.all_reduce = send
     return sum(sent)

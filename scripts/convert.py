@@ -17,12 +17,12 @@ import re
 import sys
 from pathlib import Path
 
+from kempner import hub
 from kempner.checkpoint import commit
 from kempner.config.command_line import argument_parser
 from kempner.config.loading import Values, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import complete_model
-from kempner.hf import hub
 from kempner.hf.families import FAMILIES, family_of, tensor_shapes
 from kempner.hf.source import find, held, vocabulary
 from kempner.hf.stored import check_source
@@ -84,7 +84,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     sub.add_argument("--private", action="store_true", help="create it as a private one")
     sub = command("prefetch", prefetch, "download what a configuration takes from the hub")
     sub.add_argument(
-        "words", nargs="+", metavar="CONFIG|ID", help="configuration files, or an id of the hub"
+        "words",
+        nargs="+",
+        metavar="CONFIG|ID",
+        help="configuration files, or what they name on the hub",
     )
     options, overrides = parser.parse_known_args(argv)
     if overrides and options.act is not prefetch:
@@ -167,10 +170,15 @@ def prefetch(options: argparse.Namespace) -> None:
 
     files = [word for word in options.words if word.endswith(".toml")]
     for name in options.words:
-        if name not in files:
+        if name.startswith(hub.HF_DATA):
+            print(f"data: {hub.data_files(name, download=True)}")
+        elif name not in files:
             print(f"model: {find(name, download=True).path}")
     if files:
-        load(RunConfig, files, options.overrides, complete=fetch)
+        cfg = load(RunConfig, files, options.overrides, complete=fetch)
+        for source in (*cfg.data.mixed, *cfg.eval.sources):
+            if source.path.startswith(hub.HF_DATA):
+                print(f"data: {hub.data_files(source.path, download=True)}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
 from kempner.objective import Objective
-from kempner.optim.build import build_optimizer, set_learning_rate
+from kempner.optim.build import build_optimizer, published_weights, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
@@ -63,7 +63,6 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = open_checkpointer(cfg, run, model, optimizer)
     progress = resume(cfg, run, model, checkpointer)
-    step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
@@ -75,6 +74,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
 
     while progress.step < cfg.train.max_steps and not verdict.state:
         # One step. Nothing here makes the host wait for the device.
+        step_tokens = cfg.train.stage(progress.step).batch * cfg.train.seq_len  # if all count
         with recorder.clock.part("data"):
             micro_batches = next(loader)
         sums = forward_backward(
@@ -89,7 +89,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             verdict = sums
             break
         sums = {
-            **sums,
+            **layout.once(sums),
             "grad_norm_sq": layout.norm_sq(model.parameters()),
             "work": stragglers.contribution(work.take() + recorder.clock.last["data"]),
             "step_time": 0.0 if run.world.rank else watchdog.step_time,
@@ -137,8 +137,14 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
                 checkpointer.save(step, progress.record())
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
-            with recorder.clock.part("eval"), watchdog.patient():
-                recorder.validation(step, validate(model, objective, val_batches(), device, stop))
+            with (
+                recorder.clock.part("eval"),
+                watchdog.patient(),
+                published_weights(model, optimizer),
+            ):
+                recorder.validation(
+                    step, validate(model, objective, val_batches(), layout, device, stop)
+                )
 
     for late in pending:
         recorder.step(late.read(), loader)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from kempner.data.batch import MicroBatch
 from kempner.data.source import IGNORE
 from kempner.objective import Objective
+from kempner.parallel.layout import Layout
 from kempner.resilience.requests import StopRequests
+from kempner.step import reduce_step
 
 
 @torch.no_grad()
@@ -19,6 +20,7 @@ def validate(
     model: nn.Module,
     objective: Objective,
     sets: Mapping[str, Iterable[MicroBatch]],
+    layout: Layout,
     device: torch.device,
     stop: StopRequests,
 ) -> dict[str, tuple[float, int]]:
@@ -29,10 +31,9 @@ def validate(
         totals = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
             loss, _, batch = objective(model, batch.to(device))
-            leave = loss.new_tensor(stop.wants_to_leave())
-            sums = torch.stack((loss, (batch.targets != IGNORE).sum(), leave)).double()
-            dist.all_reduce(sums)
-            totals += sums.cpu()
+            ours = layout.once({"loss": loss, "tokens": (batch.targets != IGNORE).sum()})
+            sums = reduce_step({**ours, "leave": stop.wants_to_leave()}, layout)
+            totals += torch.stack([*sums.values()]).cpu()
             if totals[2] > 0:
                 break
         found[name] = ((totals[0] / totals[1]).item(), int(totals[1].item()))

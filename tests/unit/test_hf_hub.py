@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from kempner.data.tokenizer import train_bpe
 from kempner.hf.source import find
-from tests.conftest import ROOT, clean_env
+from tests.conftest import ROOT, Train, clean_env
 from tests.hf_models import load_quietly, make, ours, theirs
 
 COMMIT = "a" * 40
@@ -50,12 +51,13 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
-        if "/resolve/" in self.path:
-            return self.send_file(self.files / self.path.rpartition("/")[2])
-        files = sorted(self.files.iterdir()) if self.files.is_dir() else []
+        path = urllib.parse.unquote(self.path)
+        if "/resolve/" in path:
+            return self.send_file(self.files / path.partition("/resolve/")[2].partition("/")[2])
+        files = sorted(file for file in self.files.rglob("*") if file.is_file())
         if "/tree/" in self.path:
             return self.answer([self.entry(file) for file in files])
-        names = [{"rfilename": file.name} for file in files]
+        names = [{"rfilename": str(file.relative_to(self.files))} for file in files]
         about = {"id": "me/tiny", "sha": COMMIT, "siblings": names, "private": False}
         self.answer(about | {"modelId": "me/tiny", "tags": [], "downloads": 0, "likes": 0})
 
@@ -63,7 +65,13 @@ class Hub(BaseHTTPRequestHandler):
         size, oid = file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
         lfs = {"oid": oid, "size": size, "pointerSize": 100}
         more = {"lfs": lfs} if file.suffix == ".safetensors" else {}
-        return {"type": "file", "path": file.name, "size": size, "oid": oid[:40], **more}
+        return {
+            "type": "file",
+            "path": str(file.relative_to(self.files)),
+            "size": size,
+            "oid": oid[:40],
+            **more,
+        }
 
     def send_file(self, file: Path) -> None:
         data = file.read_bytes()
@@ -152,6 +160,34 @@ def test_fetched_where_there_is_a_network_and_used_where_there_is_none(
     convert("import", "me/tiny@main", tmp_path / "run", **offline)
     assert Hub.asked == []
     assert (ours(tmp_path / "run") - theirs(model)).abs().max() < 1e-5
+
+
+def test_a_data_set_of_the_hub(hub: dict[str, str], train: Train, tmp_path: Path) -> None:
+    """Fetched by the configuration that names it, then read from the cache, with no request; a
+    pattern of which nothing is there is refused, by the check before srun too."""
+    (Hub.files / "data").mkdir(parents=True)
+    for number in range(2):
+        rows = [{"input_ids": [*range(number * 100, number * 100 + 90)]} for _ in range(30)]
+        lines = "\n".join(map(json.dumps, rows))
+        (Hub.files / f"data/part-{number}.jsonl").write_text(lines)
+    (Hub.files / "data/other.bin").write_bytes(b"of no use here")
+    config = tmp_path / "mine.toml"
+    config.write_text(
+        "[[data.sources]]\npath = 'hf://datasets/me/tiny@main/data/*.jsonl'\n[eval]\ninterval = 0\n"
+    )
+    offline = hub | {"HF_HUB_OFFLINE": "1"}
+    words = [str(config), "--data.dataset_path=", "--train.max_steps=3"]
+    done = train(tmp_path / "run", *words, "--check", code=2, **offline)
+    assert "not in the cache of the hub" in done.stderr and "prefetch CONFIG" in done.stderr
+    done = convert("prefetch", config, **hub)
+    (files,) = re.findall("^data: (.*)$", done.stdout, re.MULTILINE)
+    assert {file.name for file in Path(files).parent.iterdir()} == {"part-0.jsonl", "part-1.jsonl"}
+    Hub.asked.clear()
+    train(tmp_path / "run", *words, **offline)
+    assert Hub.asked == []
+    none = "hf://datasets/me/tiny/no/*.parquet"
+    done = convert("prefetch", none, code=2, **hub)
+    assert f"{none}: there are no such files in it" in done.stderr
 
 
 def test_what_is_not_there_is_said_with_the_fix(hub: dict[str, str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "kempner"
 
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
-    {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport"},
+    {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport", "hub"},
     {"trackers"},
     {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
     {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference"},

@@ -1,12 +1,22 @@
-"""Do the sizes make the world? And the arithmetic in the message when they do not."""
+"""Do the sizes make the world, and who is whose neighbour in it? And the arithmetic in the message
+when they do not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.config.option import ConfigError
 from kempner.parallel.config import DistributedConfig
-from kempner.parallel.layout import sizes
+from kempner.parallel.layout import Axes, Layout, build_layout, sizes
 
 
 @pytest.mark.parametrize(
@@ -26,8 +36,115 @@ def test_sizes_multiply_to_the_world(
     replicate: int, shard: int, world: int, expected: tuple[int, int]
 ) -> None:
     cfg = DistributedConfig(dp_replicate=replicate, dp_shard=shard)
-    assert sizes(cfg, world, 4) == expected
+    assert sizes(cfg, world, 4) == Axes(1, *expected)
     assert sizes(cfg, world, 4).data_ranks == world
+
+
+@pytest.mark.parametrize(
+    ("cfg", "world", "expected"),
+    [
+        ({"tp": 4}, 8, Axes(shard=2, tp=4)),
+        ({"tp": 8}, 8, Axes(tp=8)),
+        ({"cp": 2, "tp": 2, "dp_replicate": 2}, 16, Axes(replicate=2, shard=2, cp=2, tp=2)),
+        ({"pp": 2, "cp": 2, "tp": 2}, 16, Axes(2, 1, 2, 2, 2)),
+        ({"tp": 2, "dp_shard": 2, "dp_replicate": -1}, 16, Axes(replicate=4, shard=2, tp=2)),
+        ({"tp": 2, "nodes_per_fsdp_group": 2}, 32, Axes(replicate=4, shard=4, tp=2)),
+        ({"ep": 4, "cp": 2}, 8, Axes(shard=4, cp=2)),
+    ],
+)
+def test_data_parallelism_takes_the_ranks_that_the_other_axes_leave(
+    cfg: dict[str, int], world: int, expected: Axes
+) -> None:
+    assert sizes(DistributedConfig(**cfg), world, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ({"tp": 3}, "dp_replicate 1 x dp_shard rest x tp 3 does not make the world of 8 ranks (1 x "
+                    "2 x 3 = 6)"),
+        ({"tp": 16}, "(1 x 1 x 16 = 16); choose sizes whose product is 8"),
+        ({"pp": 2, "dp_shard": 8}, "(2 x 1 x 8 = 16)"),
+        ({"ep": 3}, "distributed.ep = 3: must divide dp_shard 8 x cp 1 = 8"),
+        ({"tp": 3, "nodes_per_fsdp_group": 1}, "= 4 ranks do not divide by cp 1 x tp 3 = 3"),
+    ],
+)  # fmt: skip
+def test_axes_that_do_not_fit_are_shown_with_the_arithmetic(
+    cfg: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        sizes(DistributedConfig(**cfg), 8, 4)
+    (problem,) = error.value.problems
+    assert words in problem
+
+
+@contextmanager
+def rank_of(world: int, rank: int) -> Iterator[None]:
+    """A process group in which nothing is ever sent."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks(mesh: DeviceMesh | None) -> Any:
+    assert mesh is not None
+    return mesh.mesh.tolist()
+
+
+def test_who_is_whose_neighbour() -> None:
+    """32 ranks, 2 along each axis: rank 22 is at (1, 0, 1, 1, 0)."""
+    cfg = DistributedConfig(pp=2, dp_replicate=2, cp=2, tp=2, ep=2)
+    with rank_of(32, 22):
+        layout = build_layout(cfg, 32, 8, "cpu")
+        assert layout.at == Axes(1, 0, 1, 1, 0)
+        assert ranks(layout.tp) == [22, 23]
+        assert ranks(layout.cp) == [20, 22]
+        assert ranks(layout.pp) == [6, 22]
+        assert ranks(layout.parameter_mesh) == [[16, 18, 20, 22], [24, 26, 28, 30]]
+        assert ranks(layout.ep) == [20, 22]
+        assert ranks(layout.expert_parameter_mesh) == [[18, 22], [26, 30]]
+        assert len(layout.groups) == 4 + 3 + 5
+    places = [Layout(Axes(2, 2, 2, 2, 2), rank, layout.mesh) for rank in range(32)]
+    assert [place.data_rank for place in places] == [rank % 16 // 4 for rank in range(32)]
+    assert {place.data_ranks for place in places} == {4}
+
+
+def test_an_axis_of_one_rank_is_none() -> None:
+    with rank_of(4, 3):
+        layout = build_layout(DistributedConfig(), 4, 8, "cpu")
+        assert (layout.pp, layout.cp, layout.tp, layout.ep) == (None,) * 4
+        assert layout.expert_parameter_mesh == layout.parameter_mesh == layout.mesh
+        assert ranks(layout.mesh) == [0, 1, 2, 3]
+
+
+def test_what_tensor_parallel_ranks_all_hold_counts_once() -> None:
+    loss = {"loss": torch.tensor(3.0), "bad": torch.tensor(torch.inf)}
+    held = [Layout(Axes(shard=2, tp=3), rank, None).once(loss) for rank in range(6)]  # type: ignore[arg-type]
+    assert sum(each["loss"] for each in held) == 6.0  # of the two data ranks
+    assert not any(each["bad"].isfinite() for each in held)
+
+
+@pytest.mark.parametrize(
+    ("axes", "placements", "copies"),
+    [
+        ({}, [Shard(0), Replicate()], 2),  # a norm: each of the two tp ranks has it
+        ({}, [Shard(0), Shard(1)], 1),
+        ({"dp_replicate": 2}, [Replicate(), Shard(0), Shard(1)], 2),
+        ({"pp": 2}, [Shard(0), Replicate()], 2),  # the other stage has other parameters
+    ],
+)
+def test_how_many_ranks_hold_the_same_part(
+    axes: dict[str, int], placements: list[Any], copies: int
+) -> None:
+    with rank_of(8, 5):
+        layout = build_layout(DistributedConfig(tp=2, **axes), 8, 8, "cpu")
+        names = layout.mesh.mesh_dim_names or ()
+        mesh = layout.mesh[tuple(name for name in names if name != "pp")]
+        tensor = DTensor.from_local(torch.zeros(4, 4), mesh, placements, run_check=False)
+        assert layout.copies(tensor) == copies
+        assert layout.copies(torch.zeros(4)) == 8 // axes.get("pp", 1)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +168,14 @@ def test_sizes_that_do_not_fit_are_shown_with_the_arithmetic(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"dp_shard": 0}, {"dp_shard": -2}, {"dp_replicate": 0}, {"tp": 2}, {"cp": 2}, {"ep": 4}],
+    [
+        {"dp_shard": 0},
+        {"dp_shard": -2},
+        {"dp_replicate": 0},
+        {"pp": 2},
+        {"cp": 2},
+        {"ep": 4},
+    ],
 )
 def test_sizes_that_no_world_has_are_named(wrong: dict[str, int]) -> None:
     ((name, value),) = wrong.items()
@@ -66,7 +190,7 @@ def test_the_default_has_no_problem() -> None:
 @pytest.mark.parametrize(("nodes", "expected"), [(1, (4, 8)), (2, (2, 16)), (4, (1, 32))])
 def test_a_copy_of_the_weights_on_so_many_nodes(nodes: int, expected: tuple[int, int]) -> None:
     """32 ranks on nodes of 8: the configuration names no number of hosts."""
-    assert sizes(DistributedConfig(nodes_per_fsdp_group=nodes), 32, 8) == expected
+    assert sizes(DistributedConfig(nodes_per_fsdp_group=nodes), 32, 8) == Axes(1, *expected)
 
 
 def test_nodes_that_do_not_divide_are_named() -> None:

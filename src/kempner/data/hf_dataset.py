@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kempner import hub
 from kempner.data.config import SourceConfig
 from kempner.data.sidecar import DataError
 from kempner.data.source import Int64
@@ -66,6 +67,8 @@ def _files(cfg: SourceConfig) -> Any:
     """Files, by name or pattern, as an iterable data set."""
     package, builder = need("datasets"), BUILDERS[Path(cfg.path).suffix]
     files = cfg.path if "://" in cfg.path else str(Path(cfg.path).expanduser())
+    if cfg.path.startswith(hub.HF_DATA):
+        files = hub.data_files(cfg.path, download=False)
     try:
         return package.load_dataset(builder, data_files=files, split="train", streaming=True)
     except FileNotFoundError:

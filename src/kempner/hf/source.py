@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kempner import hub
 from kempner.checkpoint import commit, named
 from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.files import step_of, write_atomic
-from kempner.hf import hub
 from kempner.hf.families import Config, model_values
 from kempner.model.config import ModelConfig
 

@@ -1,15 +1,25 @@
 """Which ranks do what: the axes of the mesh, and all that follows from them.
 
 Everything else asks here and never counts ranks itself: which share of the data is mine, over whom
-the numbers of a step are summed, how often a gradient exists. A new axis (tensor, context, expert,
-pipeline) changes this file and its own plan, nothing else.
+the numbers of a step are summed, how often a gradient exists. A rank's number is its place along
+the axes in row-major order, outermost first:
+
+    pp         stages of the model, one after another
+    replicate  copies of the weights (HSDP), on different data
+    shard      shards of one copy (FSDP), on different data
+    cp         parts of one sequence; they shard the weights, too
+    tp         parts of one matrix product, of the same tokens
+
+Expert parallelism (ep) is no axis of its own: the experts are cut over the inner ranks of
+shard x cp, and FSDP shards each of them over the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from kempner.config.option import ConfigError
@@ -20,83 +30,153 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-REPLICATE, SHARD = "replicate", "shard"
+# Of the meshes; FSDP shards over shard x cp.
+PP, REPLICATE, FSDP, CP, TP, EP = "pp", "replicate", "fsdp", "cp", "tp", "ep"
 
 
-class Sizes(NamedTuple):
-    """Ranks along each axis, outermost first; their product is the world."""
+class Axes(NamedTuple):
+    """A number for each axis: its ranks, whose product is the world, or a rank's index along it."""
 
-    replicate: int
-    shard: int
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different samples: all of them, along these two axes."""
+        """Of ranks, how many read different samples."""
         return self.replicate * self.shard
 
 
-def sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Sizes:
+def sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
     """The sizes of the axes for a world of nodes with `per_node` ranks each. Raises ConfigError
     with the arithmetic when they do not multiply to it."""
-    replicate, shard = cfg.dp_replicate, cfg.dp_shard
+    replicate, shard, inner = cfg.dp_replicate, cfg.dp_shard, cfg.cp * cfg.tp
+    group = ""
     if cfg.nodes_per_fsdp_group is not None:
-        replicate, shard = -1, cfg.nodes_per_fsdp_group * per_node
-    asked = " x ".join(
-        f"{name} {'rest' if size == -1 else size}"
-        for name, size in (("dp_replicate", replicate), ("dp_shard", shard))
-    )
+        replicate, ranks = -1, cfg.nodes_per_fsdp_group * per_node
+        group = f" (nodes_per_fsdp_group {cfg.nodes_per_fsdp_group} x {per_node} ranks a node)"
+        if ranks % inner:
+            raise ConfigError(
+                f"distributed:{group[1:]} = {ranks} ranks do not divide by cp {cfg.cp} x tp "
+                f"{cfg.tp} = {inner}; choose cp and tp that divide {ranks}"
+            )
+        shard = ranks // inner
+    asked = Axes(cfg.pp, replicate, shard, cfg.cp, cfg.tp)
     if shard == -1:
-        shard = max(1, world_size // replicate)
+        shard = max(1, world_size // (cfg.pp * inner * replicate))
     elif replicate == -1:
-        replicate = max(1, world_size // shard)
-    if replicate * shard != world_size:
-        nodes = (
-            f" (nodes_per_fsdp_group {cfg.nodes_per_fsdp_group} x {per_node} ranks a node)"
-            if cfg.nodes_per_fsdp_group
-            else ""
-        )
+        replicate = max(1, world_size // (cfg.pp * inner * shard))
+    found = asked._replace(replicate=replicate, shard=shard)
+    if (product := math.prod(found)) != world_size:
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        shown = [
+            (name, "rest" if size == -1 else str(size), str(made))
+            for name, size, made in zip(names, asked, found, strict=True)
+            if made > 1 or name.startswith("dp_")
+        ]
+        given = " x ".join(f"{name} {size}" for name, size, _ in shown)
+        others = " x ".join(name for name, *_ in shown if name != "dp_shard")
         raise ConfigError(
-            f"distributed: {asked}{nodes} does not make the world of "
-            f"{world_size} ranks ({replicate} x {shard} = {replicate * shard}); choose sizes whose "
-            f"product is {world_size}, or dp_shard=-1 with a dp_replicate that divides "
-            f"{world_size}, or start {replicate * shard} tasks"
+            f"distributed: {given}{group} does not make the world of {world_size} ranks "
+            f"({' x '.join(made for *_, made in shown)} = {product}); choose sizes whose "
+            f"product is {world_size}, or dp_shard=-1 with a {others} that divides {world_size}, "
+            f"or start {product} tasks"
         )
-    return Sizes(replicate, shard)
+    if shard * cfg.cp % cfg.ep:
+        raise ConfigError(
+            f"distributed.ep = {cfg.ep}: must divide dp_shard {shard} x cp {cfg.cp} = "
+            f"{shard * cfg.cp}, whose ranks share the experts"
+        )
+    return found
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh over all ranks and this rank's place in it."""
+    """The ranks along each axis, and this rank's place among them."""
 
-    mesh: DeviceMesh
+    sizes: Axes
+    rank: int
+    mesh: DeviceMesh  # of the weights, over all ranks: pp, replicate, fsdp, tp, where over 1
+    cp_mesh: DeviceMesh | None = None  # the same ranks, with an axis cp; None: cp is 1
+    ep_mesh: DeviceMesh | None = None  # pp, replicate, fsdp, ep, tp; None: ep is 1
+
+    @property
+    def at(self) -> Axes:
+        """This rank's index along each axis."""
+        rank, found = self.rank, []
+        for size in reversed(self.sizes):
+            rank, index = divmod(rank, size)
+            found.append(index)
+        return Axes(*reversed(found))
+
+    # --- Data ---
 
     @property
     def data_rank(self) -> int:
         """Which share of a global batch is this rank's. Ranks that share a copy of the weights are
-        neighbours, and read different samples all the same."""
-        replicate, shard = self.mesh.get_coordinate() or (0, 0)
-        return int(replicate) * self.mesh[SHARD].size() + int(shard)
+        neighbours, and read different samples all the same; those along pp, cp and tp read the
+        same ones."""
+        return self.at.replicate * self.sizes.shard + self.at.shard
 
     @property
     def data_ranks(self) -> int:
-        return self.mesh.size()
+        return self.sizes.data_ranks
 
-    @property
+    # --- Meshes; None: of one rank ---
+
+    @cached_property
+    def pp(self) -> DeviceMesh | None:
+        return _axis(self.mesh, PP)
+
+    @cached_property
+    def cp(self) -> DeviceMesh | None:
+        return _axis(self.cp_mesh, CP)
+
+    @cached_property
+    def tp(self) -> DeviceMesh | None:
+        return _axis(self.mesh, TP)
+
+    @cached_property
+    def ep(self) -> DeviceMesh | None:
+        return _axis(self.ep_mesh, EP)
+
+    @cached_property
     def parameter_mesh(self) -> DeviceMesh:
         """Over which fully_shard cuts and copies the parameters: FSDP, or HSDP where there are
         several copies."""
-        return self.mesh if self.mesh[REPLICATE].size() > 1 else self.mesh[SHARD]
+        return _data_parallel(self.mesh)
+
+    @cached_property
+    def expert_parameter_mesh(self) -> DeviceMesh:
+        """The same for the experts of an expert-parallel rank. Where ep is 1 they are parameters
+        as any other."""
+        return _data_parallel(self.ep_mesh or self.mesh)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        return self.mesh.get_all_groups()
+        meshes = (self.mesh, self.cp_mesh, self.ep_mesh)
+        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+
+    # --- Sums ---
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over all ranks, in place: of losses, token counts, flags, and norm_sq()."""
+        """Sum over all ranks, in place: of losses and token counts that went through once(), of
+        flags, and of norm_sq()."""
         import torch.distributed as dist
 
         dist.all_reduce(values)
         return values
+
+    def once(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of numbers about its tokens, by name: the ranks of one tp group have the
+        same tokens, and sum() must count them once."""
+        if self.sizes.tp == 1:
+            return dict(values)
+        # Times 0, not left out: what is not finite on any rank stays so.
+        share = float(self.at.tp == 0)
+        return {name: value * share for name, value in values.items()}
 
     def norm_sq(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """This rank's part of the squared norm of all gradients, fp32 []: sum() makes it whole.
@@ -119,24 +199,54 @@ class Layout:
         return torch.stack(parts).sum()
 
     def copies(self, tensor: Tensor) -> int:
-        """How many ranks hold the same part of a parameter or its gradient."""
+        """How many ranks hold the same part of a parameter or its gradient: of those of its stage
+        of the pipeline all along whose axes it is not cut."""
         from torch.distributed.tensor import DTensor
 
+        ranks = math.prod(self.sizes) // self.sizes.pp
         if not isinstance(tensor, DTensor):
-            return self.mesh.size()
+            return ranks
         cuts = math.prod(
             tensor.device_mesh.size(axis)
             for axis, placement in enumerate(tensor.placements)
-            if placement.is_shard()
+            # Not is_shard(): that of FSDP over tp, a _StridedShard, says no.
+            if not placement.is_replicate()
         )
-        return self.mesh.size() // cuts
+        return ranks // cuts
+
+
+def _axis(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
+    return mesh[name] if mesh is not None and name in (mesh.mesh_dim_names or ()) else None
+
+
+def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    several = REPLICATE in (mesh.mesh_dim_names or ())
+    return mesh[REPLICATE, FSDP] if several else mesh[FSDP]
 
 
 def build_layout(
     cfg: DistributedConfig, world_size: int, per_node: int, device_type: str
 ) -> Layout:
-    """The 2-D mesh with axes (replicate, shard) over all ranks; neighbours in rank share a copy."""
+    """The meshes over all ranks; neighbours in rank are neighbours along tp, then cp, then shard.
+
+    The axes of the weights have one mesh, and shard x cp is one axis of it: fully_shard composes
+    only what comes from one mesh, and an axis made by flattening two cannot be cut out of it
+    together with others.
+    """
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     found = sizes(cfg, world_size, per_node)
-    return Layout(init_device_mesh(device_type, found, mesh_dim_names=(REPLICATE, SHARD)))
+    pp, replicate, shard, cp, tp = found
+    outer = {PP: pp, REPLICATE: replicate}
+
+    def mesh(axes: dict[str, int]) -> DeviceMesh:
+        kept = {name: size for name, size in axes.items() if size > 1 or name == FSDP}
+        return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+    weights = mesh({**outer, FSDP: shard * cp, TP: tp})
+    sequences = mesh({"data": pp * replicate * shard, CP: cp, TP: tp}) if cp > 1 else None
+    experts = (
+        mesh({**outer, FSDP: shard * cp // cfg.ep, EP: cfg.ep, TP: tp}) if cfg.ep > 1 else None
+    )
+    return Layout(found, dist.get_rank(), weights, sequences, experts)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 
@@ -14,6 +15,8 @@ CARRIED = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
+HF_DATA = "hf://datasets/"
+DATA = re.compile(rf"{HF_DATA}(\w[\w.-]*/\w[\w.-]*?)(?:@([\w.-]+))?/(.+)")
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
@@ -45,6 +48,46 @@ def snapshot(name: str, download: bool) -> Path:
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise ConfigError(f"{name}: {_first_line(error)}") from None
     return Path(path)
+
+
+def data_files(path: str, download: bool) -> str:
+    """The files `hf://datasets/OWNER/NAME[@REVISION]/PATTERN` in the local cache; with `download`,
+    they are brought up to date first. Files that are not there are read over the network, as `path`
+    says, unless HF_HUB_OFFLINE forbids it.
+
+    Raises ConfigError when `path` names none, or when they can be had from nowhere.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if (found := DATA.fullmatch(path)) is None:
+        raise ConfigError(f"{path}: give hf://datasets/OWNER/NAME[@REVISION]/FILES")
+    repo, revision, pattern = found.groups()
+    try:
+        root = huggingface_hub.snapshot_download(
+            repo,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=[pattern],
+            local_files_only=not download,
+        )
+        files = str(Path(root, pattern))
+        if glob.glob(files, recursive=True):
+            return files
+        why = "there are no such files in it"
+    except LocalEntryNotFoundError as error:
+        why = _first_line(error.__cause__ or error)
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        why = _first_line(error)
+    if download:
+        raise ConfigError(f"{path}: {why}")
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        return path
+    raise ConfigError(
+        f"{path}: not in the cache of the hub, {huggingface_hub.constants.HF_HUB_CACHE}; on a "
+        "machine with network run `python scripts/convert.py prefetch CONFIG`, with HF_HOME on a "
+        "file system that the nodes share"
+    )
 
 
 def push(directory: Path, name: str, private: bool) -> str:
