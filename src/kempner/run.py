@@ -77,8 +77,8 @@ class TrainConfig:
     )
     weights: str = option(
         "fp32",
-        "dtype of the weights, their gradients and the optimizer's moments; bf16: half the memory, "
-        "and updates under 0.4 % of a weight may be lost",
+        "dtype of the weights and their gradients; bf16: half the memory, updates are rounded "
+        "stochastically",
         choices=("fp32", "bf16"),
     )
     fp8: str = option(

@@ -128,7 +128,7 @@ def test_pure_bf16_has_the_rounded_weights_and_bf16_moments() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
     for name, grad in found.items():
         assert torch.cosine_similarity(grad.flatten().float(), reference[name].flatten(), 0) > 0.99
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, moments="bf16"))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
     changed = [not torch.equal(before[name], p) for name, p in model.named_parameters()]
