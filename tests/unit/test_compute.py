@@ -154,6 +154,16 @@ def test_projections_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch, recipe: st
         assert cosine > 0.98, (name, cosine)
 
 
+def test_a_router_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchao = pytest.importorskip("torchao.float8.float8_linear")
+    monkeypatch.setattr(fp8, "need_fp8", lambda *_: None)
+    with torch.device("meta"):
+        model = Decoder(replace(SHAPE, n_experts=16, experts_per_token=2))
+    fp8.use_fp8(model, "rowwise", torch.device("cpu"))
+    converted = {name for name, m in model.named_modules() if isinstance(m, torchao.Float8Linear)}
+    assert {name.rpartition(".")[2] for name in converted} == {"wq", "wk", "wv", "wo"}
+
+
 def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     with pytest.raises(ConfigError, match="a CPU does not multiply 8-bit floats"):
