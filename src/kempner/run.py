@@ -298,7 +298,35 @@ class RunConfig:
                 f"train.fp8 = {self.train.fp8}: not on distributed.device = cpu; give --train.fp8="
                 "none, or a GPU"
             )
-        return found
+        return found + (self._tensor_problems() if self.distributed.tp > 1 else [])
+
+    def _tensor_problems(self) -> list[str]:
+        """Of distributed.tp: each rank has whole heads, as many as the others, and between the
+        products the same number of tokens."""
+        axes, model, given = self.distributed, self.model, f"distributed.tp = {self.distributed.tp}"
+        sizes = {
+            "model.n_heads": model.n_heads,
+            "model.n_kv_heads": model.kv_heads,
+            "model.ffn_dim": model.ffn_dim,
+            "train.seq_len": self.train.seq_len,
+            "train.seq_len_ramp[0]": (self.train.seq_len_ramp or (0, 0))[0],
+        }
+        found = [
+            f"{given}: must divide {key} = {size}; give another size, or 1"
+            for key, size in sizes.items()
+            if size % axes.tp
+        ]
+        others = {
+            f"lora.rank = {self.lora.rank}": self.lora.rank > 0,
+            f"preference.loss = {self.preference.loss}": self.preference.loss != "none",
+            f"train.fp8 = {self.train.fp8}": self.train.fp8 != "none",
+            "train.compile_scope = model": self.train.compile_scope == "model",
+        }
+        return found + [
+            f"{given}: not built for {other}; leave that out, or give --distributed.tp=1"
+            for other, asked in others.items()
+            if asked
+        ]
 
     def _trains_weights(self) -> str:
         """The option that changes how all weights are trained, if there is one."""

@@ -1,8 +1,9 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> fp8 -> recompute -> compile ->
-shard -> memory -> weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> recompute ->
+compile -> shard -> memory -> weights."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from functools import partial
 from typing import Protocol
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from kempner.checkpoint.layout import make_table, own_box, slices
+from kempner.checkpoint.writer import local
 from kempner.loss import cross_entropy
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
@@ -62,7 +64,7 @@ def build_model(
     model.to_empty(device=layout.mesh.device_type)
     with torch.no_grad():
         model.rope.copy_(rope_table(cfg))
-        init_weights(model, train.seed)
+        init_weights(model, train.seed, layout)
     return model
 
 
@@ -85,6 +87,10 @@ def plan_model(
             parameter.data = parameter.data.to(dtype)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
+    if layout.tp is not None:
+        from kempner.parallel.tensor import split_matrices
+
+        split_matrices(model, layout.tp)
     if train.fp8 != "none":
         from kempner.parallel.fp8 import use_fp8
 
@@ -123,11 +129,13 @@ def shard(model: Decoder, layout: Layout, dtype: torch.dtype, whole: bool) -> No
             module.set_gradient_divide_factor(1.0)
 
 
-def init_weights(model: Decoder, seed: int) -> None:
+def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
     """Initial values, each parameter from a generator of its own, whole, then cut: the same on
     every mesh. With init_from those of adapters alone: the others come from there, or from a
     checkpoint (hf/load.py, checkpoint/checkpointer.py)."""
-    for name, param in parameter_names(model).items():
+    named = parameter_names(model)
+    held = make_table(named, {}, math.prod(layout.sizes))
+    for name, param in named.items():
         adapter = is_adapter(name)
         if model.cfg.init_from is not None and not adapter:
             continue
@@ -137,11 +145,7 @@ def init_weights(model: Decoder, seed: int) -> None:
         generator = torch.Generator(param.device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(param.shape, device=param.device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)
-        if isinstance(param, DTensor):
-            whole = distribute_tensor(
-                whole, param.device_mesh, param.placements, src_data_rank=None
-            )
-        param.copy_(whole)
+        local(param).copy_(whole[slices(own_box(held[name], layout.rank))])
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
