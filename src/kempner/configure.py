@@ -23,8 +23,9 @@ from kempner.config.option import ConfigError
 from kempner.config.values import shown, to_text
 from kempner.hf.source import find
 from kempner.hf.stored import check_source
+from kempner.model.config import OF_TRAINING
 from kempner.optim.config import learning_rate
-from kempner.parallel.layout import sizes
+from kempner.parallel.layout import Axes, sizes
 from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress, open_data, open_mixture
@@ -154,7 +155,7 @@ def load_config(
 
 def complete_model(given: Values, run_dir: str) -> list[str]:
     """The rest of [model] from what model.init_from names, or the run that is forked in its place.
-    A key that contradicts it is a problem; the maximum length and the initial weights' deviation
+    A key that contradicts it is a problem; the maximum length and what only shapes the training
     are no part of the weights."""
     model = given["model"]
     if (source := model.get("init_from")) is None:
@@ -165,7 +166,7 @@ def complete_model(given: Values, run_dir: str) -> list[str]:
         shape = shape or find(given["run"].get("fork") or source).model()
     except ConfigError as error:
         return [f"model.init_from: {problem}" for problem in error.problems]
-    fixed = shape.keys() - {"max_seq_len", "init_std"}
+    fixed = shape.keys() - {"max_seq_len", *OF_TRAINING}
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
     model |= {key: value for key, value in shape.items() if key in unset or key not in model}
     return [
@@ -218,7 +219,9 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     found: list[str] = []
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
-        data_ranks = sizes(cfg.distributed, world_size, per_node).data_ranks
+        axes = sizes(cfg.distributed, world_size, per_node)
+        data_ranks = axes.data_ranks
+        found += check_experts(cfg, axes)
     except ConfigError as error:
         found += error.problems
     try:
@@ -226,6 +229,20 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     except ConfigError as error:
         found += error.problems
     return found
+
+
+def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
+    """FSDP cuts the experts along their width; of that it takes no uneven parts."""
+    ranks = axes.shard * axes.cp // cfg.distributed.ep
+    if cfg.distributed.ep == 1 or not cfg.model.n_experts:
+        return []
+    return [
+        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
+        f"{ranks} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep; choose "
+        "another ep or dp_shard"
+        for name, size in (("dim", cfg.model.dim), ("ffn_dim", cfg.model.ffn_dim))
+        if size % ranks
+    ]
 
 
 def has_checkpoint(root: Path) -> bool:

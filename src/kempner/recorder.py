@@ -104,6 +104,8 @@ class Recorder:
             record["sources"] = _by_source(result, loader)
         if packing := {each.name: each.packing for each in loader.sources if each.packing}:
             record |= {"loss_tokens": result.values["tokens"], "packing": packing}
+        if "load_max" in result.values:
+            record["experts"] = _of_experts(result)
         if "margin_sum" in result.values:
             pairs = record["pairs"] = record.pop("loss_tokens")
             record["accuracy"] = result.values["ordered_right"] / pairs if pairs else None
@@ -155,6 +157,14 @@ def _by_source(result: StepResult, loader: TrainLoader) -> dict[str, dict[str, f
         epochs = None if source.ordered else round(samples / len(source), 4)
         found[source.name] = {"loss": loss, "tokens": tokens, "epochs": epochs}
     return found
+
+
+def _of_experts(result: StepResult) -> dict[str, float]:
+    """The load of the busiest and of the idlest expert of any layer in this step, as a multiple of
+    the mean, and the auxiliary loss, 0 where there is none: mean of the layers, 1 at equal load."""
+    values = result.values
+    found = {name: values[name] for name in ("load_max", "load_min")}
+    return {**found, "aux_loss": values["aux_loss_sum"] / max(1.0, values["tokens"])}
 
 
 def memory_gib(device: torch.device) -> float:

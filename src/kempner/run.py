@@ -298,7 +298,9 @@ class RunConfig:
                 f"train.fp8 = {self.train.fp8}: not on distributed.device = cpu; give --train.fp8="
                 "none, or a GPU"
             )
-        return found + (self._tensor_problems() if self.distributed.tp > 1 else [])
+        if self.distributed.tp > 1:
+            found += self._tensor_problems()
+        return found + self._expert_problems()
 
     def _tensor_problems(self) -> list[str]:
         """Of distributed.tp: each rank has whole heads, as many as the others, and between the
@@ -320,6 +322,7 @@ class RunConfig:
             f"lora.rank = {self.lora.rank}": self.lora.rank > 0,
             f"preference.loss = {self.preference.loss}": self.preference.loss != "none",
             f"train.fp8 = {self.train.fp8}": self.train.fp8 != "none",
+            f"model.n_experts = {self.model.n_experts}": self.model.n_experts > 0,
             "train.compile_scope = model": self.train.compile_scope == "model",
         }
         return found + [
@@ -327,6 +330,38 @@ class RunConfig:
             for other, asked in others.items()
             if asked
         ]
+
+    def _expert_problems(self) -> list[str]:
+        found, ep = [], self.distributed.ep
+        if self.model.aux_loss and self.preference.loss != "none":
+            found.append(
+                f"model.aux_loss = {self.model.aux_loss}: is not built for preference.loss = "
+                f"{self.preference.loss}; leave it at 0, the experts stay balanced as they are"
+            )
+        if ep > 1 and (self.model.n_experts or 1) % ep:
+            found.append(
+                f"distributed.ep = {ep}: must divide model.n_experts = {self.model.n_experts}, "
+                "which it shares out"
+            )
+        if ep > 1 and self.train.compile_scope == "model":
+            found.append(
+                f"distributed.ep = {ep}: the exchange of tokens is not compiled, and train."
+                "compile_scope = model leaves no place for it; give --train.compile_scope=block"
+            )
+        if not self.lora.rank or not self.model.n_experts:
+            return found
+        if wrong := [name for name in self.lora.targets if name in ("w1", "w2", "w3")]:
+            found.append(
+                f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
+                "matrices of experts; give those of the attention, "
+                """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
+            )
+        if self.model.router_bias:
+            found.append(
+                "model.router_bias: the biases move while the weights are trained, which lora.rank "
+                f"= {self.lora.rank} keeps as they are; train all weights, --lora.rank=0"
+            )
+        return found
 
     def _trains_weights(self) -> str:
         """The option that changes how all weights are trained, if there is one."""

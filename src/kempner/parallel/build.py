@@ -1,5 +1,5 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> recompute ->
-compile -> shard -> memory -> weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> experts ->
+recompute -> compile -> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -20,6 +20,7 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.parallel.compiled import compile_model
 from kempner.parallel.config import LoraConfig
+from kempner.parallel.experts import keep_from_compiler, shard_experts, split_experts
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
 
@@ -83,8 +84,7 @@ def plan_model(
     model.kernel = train.attention
     model.loss = partial(cross_entropy, chunk=train.loss_chunk)
     if frozen or train.weights == "bf16":
-        for parameter in model.requires_grad_(not frozen).parameters():
-            parameter.data = parameter.data.to(dtype)
+        model.cast(dtype).requires_grad_(not frozen)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
     if layout.tp is not None:
@@ -95,10 +95,12 @@ def plan_model(
         from kempner.parallel.fp8 import use_fp8
 
         use_fp8(model, train.fp8, torch.device(device_type))
+    split_experts(model, layout)
     if train.recompute:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
     if train.compile:
+        keep_from_compiler(model, dtype)
         compile_model(model, train.compile_scope)
     shard(model, layout, dtype, whole=train.compile_scope == "model")
     return model
@@ -121,6 +123,7 @@ def shard(model: Decoder, layout: Layout, dtype: torch.dtype, whole: bool) -> No
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    shard_experts(model, layout, policy)
     for module in (model,) if whole else (*model.blocks, model):
         fully_shard(module, mesh=layout.parameter_mesh, mp_policy=policy)
     for module in model.modules():
@@ -132,7 +135,9 @@ def shard(model: Decoder, layout: Layout, dtype: torch.dtype, whole: bool) -> No
 def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
     """Initial values, each parameter from a generator of its own, whole, then cut: the same on
     every mesh. With init_from those of adapters alone: the others come from there, or from a
-    checkpoint (hf/load.py, checkpoint/checkpointer.py)."""
+    checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
+    for buffer in buffer_names(model).values():
+        buffer.zero_()
     named = parameter_names(model)
     held = make_table(named, {}, math.prod(layout.sizes))
     for name, param in named.items():
@@ -150,7 +155,15 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by the names that they have without wrappers: what checkpoints use."""
-    return {
-        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): param
-        for name, param in model.named_parameters()
-    }
+    return {_plain(name): param for name, param in model.named_parameters()}
+
+
+def buffer_names(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that checkpoints hold, the biases of routers, in the same way. They are equal on
+    all ranks."""
+    stored = model.state_dict().keys()
+    return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in stored}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
