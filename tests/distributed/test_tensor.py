@@ -135,6 +135,7 @@ REFUSED = {
     "hidden units": (replace(SMALL, ffn_dim=98), {}, "must divide model.ffn_dim = 98"),
     "tokens": (SMALL, {"train": TrainConfig(seq_len=30)}, "must divide train.seq_len = 30"),
     "adapters": (SMALL, {"lora": LoraConfig(rank=2)}, "not built for lora.rank = 2"),
+    "compilation": (SMALL, {"train": TrainConfig(compile=True)}, "not built for train.compile"),
     "preferences": (
         SMALL,
         {"preference": PreferenceConfig(loss="reward")},
