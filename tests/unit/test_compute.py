@@ -37,7 +37,7 @@ PLAIN = TrainConfig()
 
 def build(**changes: Any) -> Decoder:
     layout = build_layout(DistributedConfig(), 1, 1, "cpu")
-    return build_model(SHAPE, layout, replace(PLAIN, **changes))
+    return build_model(SHAPE, layout, replace(PLAIN, **changes), DistributedConfig())
 
 
 def gradients(model: Decoder) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
