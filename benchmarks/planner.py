@@ -59,7 +59,7 @@ def measured(cfg: RunConfig) -> float:
     device, tokens = torch.device("cpu"), cfg.train.sequences * cfg.train.seq_len
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         layout = build_layout(cfg.distributed, 1, 1, "cpu")
-        model = build_model(cfg.model, layout, cfg.train, cfg.lora)
+        model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
         optimizer = build_optimizer(model, cfg.optimizer)
         loader, _ = open_loaders(cfg, layout, False, Progress())
         for _ in range(2):

@@ -172,7 +172,7 @@ def by_turns(repeats: int, argv: list[str]) -> None:
     def bare_loop(device: torch.device, batches: list[MicroBatch]) -> None:
         if not bare:
             axes = build_layout(cfg.distributed, dist.get_world_size(), 1, device.type)
-            bare.append(build_model(cfg.model, axes, cfg.train))
+            bare.append(build_model(cfg.model, axes, cfg.train, cfg.distributed))
             bare.append(build_optimizer(bare[0], cfg.optimizer))
             bare.append([batch.to(device) for batch in batches])
         model, optimizer, batches = bare
@@ -231,6 +231,8 @@ def startup(options: argparse.Namespace, work: Path) -> None:
     for name, values in seconds.items():
         ratios = [b / a for a, b in zip(seconds["import torch"], values, strict=True)]
         print(f"{name:<22} {spread(values, '.2f')} s   {spread(ratios, '.2f')} x import torch")
+    over = [b - a for a, b in zip(seconds["import torch"], seconds["step 1"], strict=True)]
+    print(f"step 1 - import torch  {spread(over, '.2f')} s   target 1.20")
 
 
 def wall(act: Callable[[], object]) -> float:

@@ -59,7 +59,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     prepare_torch(cfg, run, device)
     layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
-    model = build_model(cfg.model, layout, cfg.train, cfg.lora)
+    model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = open_checkpointer(cfg, run, model, optimizer)
     progress = resume(cfg, run, model, checkpointer)

@@ -1,5 +1,5 @@
 """From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> experts ->
-recompute -> compile -> shard -> memory -> weights."""
+context -> recompute -> compile -> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kempner.loss import cross_entropy
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.parallel.compiled import compile_model
-from kempner.parallel.config import LoraConfig
+from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.experts import keep_from_compiler, shard_experts, split_experts
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
@@ -52,6 +52,7 @@ def build_model(
     cfg: ModelConfig,
     layout: Layout,
     train: Settings,
+    distributed: DistributedConfig,
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
@@ -61,7 +62,7 @@ def build_model(
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
     """
-    model = plan_model(cfg, layout, train, lora, frozen)
+    model = plan_model(cfg, layout, train, distributed, lora, frozen)
     model.to_empty(device=layout.mesh.device_type)
     with torch.no_grad():
         model.rope.copy_(rope_table(cfg))
@@ -73,6 +74,7 @@ def plan_model(
     cfg: ModelConfig,
     layout: Layout,
     train: Settings,
+    distributed: DistributedConfig,
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
@@ -96,6 +98,10 @@ def plan_model(
 
         use_fp8(model, train.fp8, torch.device(device_type))
     split_experts(model, layout)
+    if layout.cp is not None:
+        from kempner.parallel.context import split_context
+
+        split_context(model, layout.cp, distributed.cp_method, dtype)
     if train.recompute:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)

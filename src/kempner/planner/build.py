@@ -29,7 +29,7 @@ def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
         layout = build_layout(cfg.distributed, world_size, per_node, "cpu")
         # Neither changes what is cut; 8-bit products need the GPU, and the compiler some seconds.
         train = replace(cfg.train, fp8="none", compile=False)
-        model = plan_model(cfg.model, layout, train, cfg.lora)
+        model = plan_model(cfg.model, layout, train, cfg.distributed, cfg.lora)
         build_optimizer(model, cfg.optimizer)
     except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
