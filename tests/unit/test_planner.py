@@ -51,6 +51,16 @@ def test_traffic_of_fsdp_and_of_replicas() -> None:
     assert replicas.size == pytest.approx(2 * 4 * count / 8 / 2) and not replicas.within
 
 
+def test_experts_that_stay_where_they_are_are_not_gathered() -> None:
+    cfg = load_config([str(ROOT / "configs/scale/moe-30b-2nodes.toml")], [])
+    experts = 48 * 3 * 128 * 2048 * 768
+    others = cfg.model.count_parameters() - experts
+    gathers, _, replicas, tokens = traffic(cfg, 16, 8)
+    assert gathers.size == pytest.approx(2 * 1024 / (2 * 16) * 2 * others * 7 / 8)
+    assert replicas.size == pytest.approx(2 * 4 * (others + experts) / 8 / 2)
+    assert tokens.what.startswith("expert parallel") and tokens.within
+
+
 def test_every_axis_divides_what_it_cuts() -> None:
     cfg = load_config([SEVEN], [])
     plain = memory(cfg, 1, 1).parts

@@ -126,7 +126,7 @@ class Gathered:
         model = cfg.model
         table = model.vocab_size * model.dim / axes.tp
         root = table * (2 - model.tie_embeddings)
-        block = model.count_block() / axes.tp
+        block = whole_block(cfg, axes)
         reduce = 0 if cfg.lora.rank else compute + FP32
         return cls(
             root=compute * root,
@@ -135,6 +135,13 @@ class Gathered:
             root_gradients=reduce * root,
             reduced=2.0 * reduce * block,
         )
+
+
+def whole_block(cfg: RunConfig, axes: Axes) -> float:
+    """Parameters of a block that FSDP makes whole on a rank: of the experts its own alone."""
+    model = cfg.model
+    experts = model.n_experts * 3 * model.dim * model.ffn_dim
+    return (model.count_block() - experts * (1 - 1 / cfg.distributed.ep)) / axes.tp
 
 
 def activations(
@@ -148,15 +155,19 @@ def activations(
     their product); compiled, what is a pointwise function of the others is computed again. A CPU
     has no fused RMSNorm, and keeps what it normalised. Tensor parallelism divides all of it, but
     for the whole inputs of attention and SwiGLU. A stage of a pipeline has its layers alone, for
-    as many passes as there are stages.
+    as many passes as there are stages. A token's experts have what SwiGLU has, each, and its input
+    and output once more, in their order.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
-    eager = (4 if gpu else 6) * model.dim + heads + 4 * model.ffn_dim
-    block = 2 * model.dim + heads + 2 * model.ffn_dim if cfg.train.compile else eager
+    chosen = model.experts_per_token if model.n_experts else 0
+    inner = model.ffn_dim * (chosen + model.shared_experts if chosen else 1)
+    moved = 2 * chosen * model.dim
+    eager = (4 if gpu else 6) * model.dim + heads + 4 * inner + moved
+    block = 2 * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
     whole = 2 * model.dim * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
-    working = tokens * compute * (3 * model.ffn_dim + 2 * model.dim) / axes.tp
+    working = tokens * compute * (3 * inner + 2 * model.dim + moved) / axes.tp
     passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
     blocks = model.n_layers / axes.pp * passes
     if cfg.train.recompute:
