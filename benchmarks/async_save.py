@@ -66,7 +66,7 @@ class Job:
             vocab_size=8192, dim=512, n_layers=layers, n_heads=8, ffn_dim=1536, max_seq_len=128
         )
         axes = build_layout(DistributedConfig(), dist.get_world_size(), 1, "cpu")
-        self.model = build_model(shape, axes, TrainConfig())
+        self.model = build_model(shape, axes, TrainConfig(), DistributedConfig())
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.tokens = torch.randint(shape.vocab_size, (batch, 129))
 

@@ -172,7 +172,7 @@ def by_turns(repeats: int, argv: list[str]) -> None:
     def bare_loop(device: torch.device, batches: list[MicroBatch]) -> None:
         if not bare:
             axes = build_layout(cfg.distributed, dist.get_world_size(), 1, device.type)
-            bare.append(build_model(cfg.model, axes, cfg.train))
+            bare.append(build_model(cfg.model, axes, cfg.train, cfg.distributed))
             bare.append(build_optimizer(bare[0], cfg.optimizer))
             bare.append([batch.to(device) for batch in batches])
         model, optimizer, batches = bare

@@ -40,6 +40,7 @@ from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
+from kempner.parallel.shard import begin_micro_batch
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -59,7 +60,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     seed_everything(cfg.train)
     layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
-    model = build_model(cfg.model, layout, cfg.train, cfg.lora)
+    model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = open_checkpointer(cfg, run, model, optimizer)
     progress = resume(cfg, run, model, checkpointer)
@@ -167,7 +168,7 @@ def forward_backward(
     for i, batch in enumerate(micro_batches):
         if i and leave is not None and (verdict := requests.asked_meanwhile(leave, sums.device)):
             return verdict
-        model.set_requires_all_reduce(i == len(micro_batches) - 1)
+        begin_micro_batch(model, last=i == len(micro_batches) - 1)
         loss, terms, batch = objective(model, batch.to(sums.device))
         (loss / step_tokens).backward()
         sums.add(batch, loss, terms)

@@ -166,7 +166,9 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     found: list[str] = []
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
-        data_ranks = sizes(cfg.distributed, world_size, per_node).data_ranks
+        axes = sizes(cfg.distributed, world_size, per_node)
+        data_ranks = axes.data_ranks
+        found += cfg.distributed.island_problems(axes.shard * axes.cp)
     except ConfigError as error:
         found += error.problems
     try:

@@ -21,6 +21,7 @@ from kempner.trackers.config import TrackersConfig
 # 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
 MAX_STEP_TOKENS = 2**30
 MAX_FORWARD_TOKENS = 2**24
+PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")  # the modules of a block
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,26 @@ class TrainConfig:
         "auto", "compute dtype; weights stay fp32", choices=("auto", "bf16", "fp32")
     )
     compile: bool = option(False, "apply torch.compile to each block and to the loss")
-    recompute: bool = option(
-        False, "activation checkpointing: recompute blocks in the backward pass to save memory"
+    recompute: str = option(
+        "none",
+        "activation checkpointing: what the backward pass computes again; selective: all but "
+        "matrix products and attention",
+        choices=("none", "selective", "full"),
+    )
+    recompute_every: int = option(
+        1, "of the blocks every n-th one is recomputed", minimum=1, maximum=4096
+    )
+    recompute_modules: tuple[str, ...] = option(
+        (),
+        "modules of a block that are recomputed, each by itself; unset: the block",
+        choices=PARTS,
+    )
+    offload_activations: int = option(
+        0,
+        "blocks whose activations may be on the way to the host's memory, where they wait for the "
+        "backward pass; 0: activations stay on the device",
+        minimum=0,
+        maximum=4096,
     )
     seed: int = option(0, "seed for weight initialization", minimum=0)
     deterministic: bool = option(False, "use deterministic kernels only, on GPUs too")
@@ -72,18 +91,26 @@ class TrainConfig:
         return self.global_batch_tokens // self.seq_len
 
     def problems(self) -> list[str]:
+        found = []
+        if self.recompute == "none" and (self.recompute_every > 1 or self.recompute_modules):
+            found.append(
+                "train.recompute_every, train.recompute_modules: nothing is recomputed; set "
+                "train.recompute to selective or full, or leave them out"
+            )
         most = MAX_STEP_TOKENS // self.seq_len
         if self.sequences > most:
             return [
+                *found,
                 f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
-                f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
+                f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}",
             ]
         if self.global_batch_tokens is None or self.global_batch_tokens % self.seq_len == 0:
-            return []
+            return found
         down = self.global_batch_tokens // self.seq_len * self.seq_len
         return [
+            *found,
             f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
-            f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}"
+            f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}",
         ]
 
 

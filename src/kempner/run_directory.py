@@ -45,7 +45,7 @@ from kempner.trackers.start import Trackers
 
 # What an error says on a rank that only lost a peer: that one is to blame.
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
-LESS_MEMORY = "set a smaller train.micro_batch or train.recompute=true, or use more GPUs"
+LESS_MEMORY = "set a smaller train.micro_batch or train.recompute=full, or use more GPUs"
 FLUSH_S = 30.0  # for the last writes of an attempt
 LAST_WORDS_S = 5.0  # the same, for one that crashed or hangs
 LAST_POINTS_S = 15.0  # for the trackers

@@ -1,5 +1,5 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> recompute -> compile -> shard
--> memory -> weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> recompute -> compile -> offload
+-> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
-from kempner.parallel.config import LoraConfig
+from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
+from kempner.parallel.offload import Offload
+from kempner.parallel.recompute import Settings as RecomputeSettings
+from kempner.parallel.recompute import add_recompute
+from kempner.parallel.shard import shard
 
 
-class Settings(Protocol):
+class Settings(RecomputeSettings, Protocol):
     """What of the [train] section shapes the model."""
 
     @property
@@ -27,7 +29,7 @@ class Settings(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def recompute(self) -> bool: ...
+    def offload_activations(self) -> int: ...
     @property
     def compile(self) -> bool: ...
 
@@ -36,6 +38,7 @@ def build_model(
     cfg: ModelConfig,
     layout: Layout,
     train: Settings,
+    distributed: DistributedConfig,
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
@@ -53,18 +56,18 @@ def build_model(
             parameter.data = parameter.data.to(dtype)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
-    if train.recompute:
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
+    add_recompute(model, train)
     if train.compile:
         for block in model.blocks:
             block.compile()
         model.loss = torch.compile(model.loss)
+    if train.offload_activations:
+        Offload(model, train.offload_activations)
+    shard(model, layout, dtype, distributed, frozen)
     device_type = layout.mesh.device_type
-    shard(model, layout, dtype)
-    model.to_empty(device=device_type)
+    model.to_empty(device="cpu" if distributed.fsdp_cpu_offload else device_type)
     with torch.no_grad():
-        model.rope.copy_(rope_table(cfg))
+        model.rope = rope_table(cfg).to(device_type)
         init_weights(model, train.seed)
     return model
 
@@ -74,23 +77,6 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
     if name == "auto":
         name = "bf16" if device_type == "cuda" else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
-
-
-def shard(model: Decoder, layout: Layout, dtype: torch.dtype) -> None:
-    """FSDP2 (fully_shard) per block and over the rest; HSDP when the replicate axis is over 1.
-
-    Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
-    is the mean.
-    """
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=layout.parameter_mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            module.set_gradient_divide_factor(1.0)
 
 
 def init_weights(model: Decoder, seed: int) -> None:
@@ -104,8 +90,10 @@ def init_weights(model: Decoder, seed: int) -> None:
         if (std := init_std(name, param) if adapter else model.init_std(name)) == 0.0:
             param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
-        generator = torch.Generator(param.device).manual_seed(seed ^ zlib.crc32(name.encode()))
-        whole = torch.empty(param.shape, device=param.device, dtype=param.dtype)
+        # Of the mesh: with fsdp_cpu_offload the parameter itself is on the host.
+        device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device
+        generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
+        whole = torch.empty(param.shape, device=device, dtype=param.dtype)
         whole.normal_(std=std, generator=generator)
         if isinstance(param, DTensor):
             whole = distribute_tensor(
