@@ -16,8 +16,8 @@ from kempner.progress import (
     open_checkpointer,
     open_loaders,
     open_objective,
+    prepare_torch,
     resume,
-    seed_everything,
 )
 from kempner.resilience import requests
 from kempner.resilience.requests import GO_ON, StopRequests, Verdict
@@ -36,7 +36,7 @@ from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
 from kempner.objective import Objective
-from kempner.optim.build import build_optimizer, set_learning_rate
+from kempner.optim.build import build_optimizer, published_weights, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
@@ -58,24 +58,24 @@ from kempner.step import (
 
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
-    seed_everything(cfg.train)
+    prepare_torch(cfg, run, device)
     layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
     optimizer = build_optimizer(model, cfg.optimizer)
     checkpointer = open_checkpointer(cfg, run, model, optimizer)
     progress = resume(cfg, run, model, checkpointer)
-    step_tokens = cfg.train.sequences * cfg.train.seq_len  # of a step, if every one counts
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress), NonFinite(cfg.resilience.max_skipped)
-    work, stragglers = BlockClock(model.blocks, device), Stragglers(run.hosts, device, run.announce)
+    work, stragglers = BlockClock(model, device), Stragglers(run.hosts, device, run.announce)
     watchdog = start_watchdog(cfg, run, layout)
     stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
     verdict, pending, long_steps = GO_ON, [], False
 
     while progress.step < cfg.train.max_steps and not verdict.state:
         # One step. Nothing here makes the host wait for the device.
+        step_tokens = cfg.train.stage(progress.step).batch * cfg.train.seq_len  # if all count
         with recorder.clock.part("data"):
             micro_batches = next(loader)
         sums = forward_backward(
@@ -138,7 +138,11 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
                 checkpointer.save(step, progress.record())
         validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
         if validation_due and not verdict.state:
-            with recorder.clock.part("eval"), watchdog.patient():
+            with (
+                recorder.clock.part("eval"),
+                watchdog.patient(),
+                published_weights(model, optimizer),
+            ):
                 recorder.validation(
                     step, validate(model, objective, val_batches(), layout, device, stop)
                 )

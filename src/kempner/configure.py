@@ -25,7 +25,7 @@ from kempner.parallel.layout import sizes
 from kempner.process_group import discover
 from kempner.progress import Progress, open_data, open_mixture
 from kempner.resilience.requests import StopRequests
-from kempner.run import RunConfig, micro_batch
+from kempner.run import RunConfig, check_batch
 
 USAGE = """\
 python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
@@ -172,7 +172,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     except ConfigError as error:
         found += error.problems
     try:
-        micro_batch(cfg.train, data_ranks)
+        check_batch(cfg.train, data_ranks)
     except ConfigError as error:
         found += error.problems
     return found

@@ -16,6 +16,7 @@ from kempner.data.mixture import Mixture
 from kempner.data.opening import has_sidecar
 from kempner.data.sidecar import SPLITS, open_sidecar
 from kempner.data.source import IGNORE, Source
+from kempner.data.stages import samples_between, step_of
 from kempner.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_of
 from kempner.history.tables import aligned
 from kempner.optim.config import learning_rate
@@ -76,10 +77,12 @@ def counts(cfg: RunConfig, sources: Sequence[Source]) -> list[list[str]]:
 
 def shares(cfg: RunConfig, sources: Sequence[Source], mixture: Mixture) -> list[list[str]]:
     """A column for each part of the run with shares of its own, and what all of it takes."""
-    batch = cfg.train.sequences
-    parts = [each for each in mixture.segments if each.start < cfg.train.max_steps * batch]
-    used = mixture.drawn(cfg.train.max_steps * batch)
-    rows = [["source", *(f"from step {each.start // batch:,}" for each in parts), "all", "epochs"]]
+    stages = cfg.train.stages
+    samples = samples_between(stages, 0, cfg.train.max_steps)
+    parts = [each for each in mixture.segments if each.start < samples]
+    used = mixture.drawn(samples)
+    starts = [step_of(stages, 0, each.start) for each in parts]
+    rows = [["source", *(f"from step {start:,}" for start in starts), "all", "epochs"]]
     for i, source in enumerate(sources):
         epochs = "" if source.ordered else f"{used[i] / len(source):.2f}"
         rows.append([source.name, *(f"{each.shares[i]:.2%}" for each in parts)])
@@ -125,22 +128,24 @@ def draw(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
         fix = "`.venv/bin/pip install -c constraints.txt -e '.[plot]'`"
         print(f"\nno picture: matplotlib is not installed; {fix}", file=sys.stderr)
         return
-    batch, last = cfg.train.sequences, cfg.train.max_steps
+    stages, last = cfg.train.stages, cfg.train.max_steps
+    samples = samples_between(stages, 0, last)
     figure = Figure(figsize=(9, 5), dpi=130, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    parts = [each for each in mixture.segments if each.start < last * batch]
-    edges = [*(each.start / batch for each in parts), last]
+    parts = [each for each in mixture.segments if each.start < samples]
+    edges = [*(step_of(stages, 0, each.start) for each in parts), last]
     low = np.zeros(len(parts))
     for i, ingredient in enumerate(mixture.ingredients):
         high = low + np.array([each.shares[i] for each in parts]) * 100
         top.stairs(high, edges, baseline=low, fill=True, label=ingredient.name)
         low = high
     steps = np.unique(np.linspace(0, last - 1, 1000, dtype=int))
-    scales = [cfg.data.lr_scales[mixture.phase(int(step) * batch)] for step in steps]
+    places = [samples_between(stages, 0, int(step)) for step in steps]
+    scales = [cfg.data.lr_scales[mixture.phase(place)] for place in places]
     bottom.plot(steps, [rate(cfg, int(s)) * k for s, k in zip(steps, scales, strict=True)])
     for phase in mixture.phases[1:]:
         for panel in (top, bottom):
-            panel.axvline(phase.start / batch, color="0.3", linestyle=":", linewidth=1)
+            panel.axvline(step_of(stages, 0, phase.start), color="0.3", linestyle=":", linewidth=1)
     top.set(ylabel="share of the samples, %", ylim=(0, 100), xlim=(0, last))
     bottom.set(ylabel="learning rate", xlabel="step", ylim=(0, None))
     top.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -3,7 +3,8 @@ exist at once."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +16,33 @@ CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
 TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
 
 
-def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+class VocabularyPart(NamedTuple):
+    """Some rows of a vocabulary whose others are on other ranks."""
+
+    first: int
+    over_all: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """From logsumexp over these rows, and the target's logit or 0, to those over all rows."""
+
+
+def cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | None = None,
+    part: VocabularyPart | None = None,
+) -> tuple[Tensor, Tensor]:
     """Sum of -log p(target) over the targets that are not -100, fp32 []; and its terms, fp32 [N],
     0 where the target is -100: these have no gradient.
 
-    x [N, D], weight [V, D], targets int64 [N]. A sum and a count travel better than a mean: ranks
+    x [N, D], weight [V, D], targets int64 [N]; `chunk`: tokens whose logits exist at once, or as
+    many as make CHUNK_LOGITS. A sum and a count travel better than a mean: ranks
     and micro-batches with different numbers of real tokens add up to the exact mean, and one
-    without any adds 0, not NaN.
+    without any adds 0, not NaN. `part`: which rows of the vocabulary weight has; the gradient of x
+    is then the part of it that comes from these.
     """
     learns = torch.is_grad_enabled()  # within a Function's forward it never is
     result: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets, learns
+        x, weight, targets, chunk, learns, part
     )
     return result
 
@@ -40,9 +57,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, learns: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int | None,
+        learns: bool,
+        vocabulary: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
-        rows = max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
+        rows = chunk or max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
         loss = x.new_zeros((), dtype=torch.float32)
         terms = x.new_empty(targets.shape, dtype=torch.float32)
         dx = torch.empty_like(x) if learns else None
@@ -53,14 +76,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = F.linear(part, weight).float()  # [rows, V]
             total = torch.logsumexp(logits, dim=-1, keepdim=True)
             counts = (labels != IGNORE).unsqueeze(1)
-            known = torch.where(counts.squeeze(1), labels, 0).unsqueeze(1)
-            losses = torch.where(counts, total - logits.gather(1, known), 0.0)
+            rows_of = labels.unsqueeze(1) - (vocabulary.first if vocabulary else 0)
+            here = counts & (rows_of >= 0) & (rows_of < len(weight)) if vocabulary else counts
+            rows_of = torch.where(here, rows_of, 0)
+            known = torch.where(here, logits.gather(1, rows_of), 0.0)
+            if vocabulary is not None:
+                total, known = vocabulary.over_all(total, known)
+            losses = torch.where(counts, total - known, 0.0)
             loss += losses.sum()
             terms[start : start + rows] = losses.squeeze(1)
             if dx is None:
                 continue
             d = logits.sub_(total).exp_()  # softmax
-            d.scatter_add_(1, known, torch.full_like(total, -1.0))
+            d.scatter_add_(1, rows_of, -here.float())
             d = torch.where(counts, d, 0.0).to(x.dtype)  # not a product: 0 times infinity is NaN
             dx[start : start + rows] = d @ weight
             if dw is not None:
@@ -71,8 +99,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss, terms
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         # In fp32: a scale that is rounded to bf16 makes every gradient wrong by the same 0.4 %.
         dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
-        return (dx.float() * scale).to(dx.dtype), dw, None, None
+        return (dx.float() * scale).to(dx.dtype), dw, None, None, None, None

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from kempner.checkpoint.fork import generation
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import open_sidecar
+from kempner.data.stages import samples_between, step_of
 from kempner.resilience.requests import GO_ON, Verdict
-from kempner.run import RunConfig, TrainConfig, micro_batch
+from kempner.run import RunConfig, check_batch, micro_batch
 
 if TYPE_CHECKING:
     import torch
@@ -54,15 +55,14 @@ class Progress:
     def plan(self, cfg: RunConfig) -> Progress:
         """With the starts of the phases: those that have begun stay, whatever the global batch was
         then; the others follow from the steps and tokens that are left until they begin."""
-        step_tokens = cfg.train.sequences * cfg.train.seq_len
+        stages = cfg.train.stages
         starts = [start for start in self.phases if start < self.samples]
         for phase in cfg.data.phases[len(starts) :]:
-            if phase.start_step is not None:
-                steps = phase.start_step - self.step
-            else:
+            if (first := phase.start_step) is None:
                 assert phase.start_token is not None
-                steps = -((self.tokens - phase.start_token) // step_tokens)
-            start = self.samples + steps * cfg.train.sequences
+                samples = -((self.tokens - phase.start_token) // cfg.train.seq_len)
+                first = step_of(stages, self.step, samples)
+            start = self.samples + samples_between(stages, self.step, first)
             if start < self.samples:
                 raise ConfigError(
                     f"data.phases[{len(starts)}]: would have begun before step {self.step}, where "
@@ -83,13 +83,30 @@ class Progress:
         return asdict(self)
 
 
-def seed_everything(cfg: TrainConfig) -> None:
+def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
+    """What holds for the whole process: the seed, deterministic kernels, and the kernel of the
+    attention, which is announced. Raises ConfigError when this device does not have it."""
     import torch
 
-    torch.manual_seed(cfg.seed)
-    if cfg.deterministic:
+    from kempner.model.attention import choose
+    from kempner.parallel.build import compute_dtype
+    from kempner.parallel.compiled import leave_compiler_out
+
+    if not cfg.train.compile:
+        leave_compiler_out()
+    torch.manual_seed(cfg.train.seed)
+    if cfg.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        if cfg.train.compile or device.type == "cuda":
+            torch.use_deterministic_algorithms(True)  # imports the compiler, to tell it, too
+        else:
+            torch.set_deterministic_debug_mode("error")
+    sources, _ = open_data(cfg, run.world.rank == 0)
+    packed = cfg.data.document_mask or any(source.packing is not None for source in sources)
+    tokens = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64, device=device)
+    dtype = compute_dtype(cfg.train.dtype, device.type)
+    kernel = choose(cfg.train.attention, cfg.model, tokens, packed, dtype)
+    run.announce(f"attention: {kernel}, of {cfg.train.attention}")
 
 
 def open_checkpointer(
@@ -176,6 +193,11 @@ def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
     shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut, preferences)
     how = Opening(shape, check, Path(cfg.run.dir, "bookmarks"))
     sources = open_sources(data, how)
+    if cfg.train.seq_len_ramp and any(source.packing for source in sources):
+        raise ConfigError(
+            f"train.seq_len_ramp = {list(cfg.train.seq_len_ramp)}: would cut conversations in two; "
+            "it is for text: leave it out"
+        )
     return sources, open_held_out(data, cfg.eval.sources, how) if cfg.eval.interval else []
 
 
@@ -184,7 +206,7 @@ def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) 
     from kempner.data.opening import facts_of, mixture_of
 
     mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
-    left = (cfg.train.max_steps - progress.step) * cfg.train.sequences
+    left = samples_between(cfg.train.stages, progress.step, cfg.train.max_steps)
     if mixture.end is not None and mixture.end < progress.samples + left:
         raise ConfigError(mixture.too_short(progress.samples + left))
     return mixture
@@ -198,15 +220,17 @@ def open_loaders(
     from kempner.data.loader import TrainLoader, val_batches
 
     sources, held_out = open_data(cfg, layout.data_rank == 0)
-    micro = micro_batch(cfg.train, layout.data_ranks)
+    check_batch(cfg.train, layout.data_ranks)
+    micro = micro_batch(cfg.train, layout.data_ranks, cfg.train.sequences)
     loader = TrainLoader(
         sources,
         open_mixture(cfg, sources, progress),
-        batch=cfg.train.sequences,
+        stages=cfg.train.stages,
         rank=layout.data_rank,
         world=layout.data_ranks,
         micro=micro,
         position=progress.samples,
+        step=progress.step,
         prefetch=cfg.data.prefetch,
         pin=pin,
         reset_positions=cfg.data.reset_positions,
@@ -231,15 +255,15 @@ def open_loaders(
 
 def go_back(
     progress: Progress,
-    since: int,
+    since: Progress,
     verdict: Verdict,
     checkpointer: Checkpointer,
     loader: TrainLoader,
     run: Run,
 ) -> tuple[Progress, Verdict]:
     """To the last checkpoint, from where the samples of the bad steps are left out; returns where
-    the run is then, and what is next. `since`: the position after the first of these steps."""
-    bad = [since - run.cfg.train.sequences, loader.position]
+    the run is then, and what is next. `since`: after the first of these steps."""
+    bad = [since.samples - run.cfg.train.stage(since.step - 1).batch, loader.position]
     manifest = checkpointer.load()
     if manifest is None:
         reason = f"{verdict.reason}; no checkpoint to go back to"
@@ -247,6 +271,6 @@ def go_back(
     progress = replace(Progress.of(manifest), skip=[bad]).plan(run.cfg)
     checkpointer.remember_skip(progress.skip)  # a restart leaves them out, too
     mixture = open_mixture(run.cfg, loader.sources, progress)
-    loader.seek(progress.samples, progress.skip, mixture)
+    loader.seek(progress.samples, progress.step, progress.skip, mixture)
     run.went_back(progress.step, bad, verdict.reason)
     return progress, GO_ON

@@ -36,9 +36,8 @@ class Recorder:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         peak = peak_flops(cfg, name)
         self._peak = peak and peak * world_size
-        frozen = run.cfg.lora.rank > 0  # the adapters themselves hardly count
-        self._flops = run.cfg.model.flops_per_token(run.cfg.train.seq_len, frozen)
-        about = f"{name}; MFU = tokens/s x {self._flops:.3g} flops/token / " + (
+        flops = self._flops_per_token(run.cfg.train.max_steps)
+        about = f"{name}; MFU = tokens/s x {flops:.3g} flops/token / " + (
             f"({world_size} x {peak:.3g} flops/s)" if peak else "peak, which is not known for it"
         )
         run.announce(about)
@@ -46,6 +45,11 @@ class Recorder:
         if run.world.rank == 0:
             self._path = run.dir / "metrics.jsonl"
             self._file = LineFile(self._path)
+
+    def _flops_per_token(self, step: int) -> float:
+        cfg = self.run.cfg
+        frozen = cfg.lora.rank > 0  # the adapters themselves hardly count
+        return cfg.model.flops_per_token(cfg.train.seq_len // cfg.train.stage(step).pieces, frozen)
 
     def begin(self, progress: Progress) -> None:
         """The rates start here: at a start, and when the run has gone back."""
@@ -56,7 +60,7 @@ class Recorder:
         self.run.progress(result.step)
         if result.bad:
             self.skipped += 1
-            batch = self.run.cfg.train.sequences
+            batch = self.run.cfg.train.stage(result.step - 1).batch
             samples = loader.sample_numbers(result.after.samples - batch, batch)
             self.write({"step": result.step, "not_finite": True, "sample_numbers": samples})
             self.run.announce(f"step {result.step} was not finite: its update is skipped")
@@ -82,7 +86,7 @@ class Recorder:
             "step_time": lap["total"] / count,
             **parts,
             "compute_time": lap["total"] / count - sum(parts.values()),
-            "mfu": self._peak and rate * self._flops / self._peak,
+            "mfu": self._peak and rate * self._flops_per_token(result.step - 1) / self._peak,
             "memory_gib": memory_gib(self.device),
             "skipped": self.skipped,
         }

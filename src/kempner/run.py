@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +11,10 @@ from pathlib import Path
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import DataConfig, SourceConfig
+from kempner.data.stages import Stage, stage_at, stages
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
-from kempner.optim.config import OptimizerConfig, ScheduleConfig
+from kempner.optim.config import CONSTANT, OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.resilience.config import ResilienceConfig
@@ -22,6 +25,7 @@ from kempner.trackers.config import TrackersConfig
 MAX_STEP_TOKENS = 2**30
 MAX_FORWARD_TOKENS = 2**24
 PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")  # the modules of a block
+MAX_RISES = 1000  # of the batch; each is a stage that lists are made of
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,53 @@ class TrainConfig:
     micro_batch: int | None = option(
         None, "sequences per forward pass of a rank; unset: its whole share", minimum=1
     )
+    batch_ramp: tuple[int, int, int] | None = option(
+        None,
+        "[B, I, N]: the first steps have B sequences, and I more at a time, until step N has the "
+        "global batch; unset: all have",
+        minimum=1,
+    )
+    seq_len_ramp: tuple[int, int] | None = option(
+        None,
+        "[L, N]: sequences are cut into shorter ones of L tokens, which doubles at equal intervals "
+        "until they are whole at step N; unset: never cut",
+        minimum=1,
+    )
     grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping", minimum=0.0)
     dtype: str = option(
-        "auto", "compute dtype; weights stay fp32", choices=("auto", "bf16", "fp32")
+        "auto",
+        "dtype of the products; auto: bf16 on a GPU, else fp32",
+        choices=("auto", "bf16", "fp32"),
     )
-    compile: bool = option(False, "apply torch.compile to each block and to the loss")
+    weights: str = option(
+        "fp32",
+        "dtype of the weights, their gradients and the optimizer's moments; bf16: half the memory, "
+        "and updates under 0.4 % of a weight may be lost",
+        choices=("fp32", "bf16"),
+    )
+    fp8: str = option(
+        "none",
+        "matrix products of the blocks in 8-bit floats, by torchao, with one scale a tensor or a "
+        "row; needs an Ada, Hopper or later GPU",
+        choices=("none", "tensorwise", "rowwise"),
+    )
+    attention: str = option(
+        "auto",
+        "kernel of the attention; auto: the fastest that torch has for the shape",
+        choices=("auto", "cudnn", "flash", "efficient", "math"),
+    )
+    loss_chunk: int | None = option(
+        None,
+        "tokens whose logits exist at once; unset: as many as make 2^27 logits",
+        minimum=1,
+        maximum=MAX_FORWARD_TOKENS,
+    )
+    compile: bool = option(False, "apply torch.compile")
+    compile_scope: str = option(
+        "block",
+        "what train.compile compiles: each block and the loss, or the whole model",
+        choices=("block", "model"),
+    )
     recompute: str = option(
         "none",
         "activation checkpointing: what the backward pass computes again; selective: all but "
@@ -90,28 +136,89 @@ class TrainConfig:
             return self.global_batch
         return self.global_batch_tokens // self.seq_len
 
+    @functools.cached_property
+    def stages(self) -> list[Stage]:
+        """The sizes of all steps."""
+        first, over = self.seq_len_ramp or (self.seq_len, 0)
+        doublings = (self.seq_len // first).bit_length() - 1
+        return stages(
+            self.sequences, self.batch_ramp, [2**i for i in range(doublings, 0, -1)], over
+        )
+
+    def stage(self, step: int) -> Stage:
+        """The sizes of a step."""
+        return stage_at(self.stages, step)
+
     def problems(self) -> list[str]:
-        found = []
+        found = [*self._too_large(), *ramp_problems(self)]
         if self.recompute == "none" and (self.recompute_every > 1 or self.recompute_modules):
             found.append(
                 "train.recompute_every, train.recompute_modules: nothing is recomputed; set "
                 "train.recompute to selective or full, or leave them out"
             )
+        if self.global_batch_tokens is not None and self.global_batch_tokens % self.seq_len:
+            down = self.global_batch_tokens // self.seq_len * self.seq_len
+            found.append(
+                f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
+                f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}"
+            )
+        if self.weights == "bf16" and self.dtype != "bf16":
+            found.append(
+                f"train.weights = bf16: with train.dtype = {self.dtype} the products would be no "
+                "more exact than the weights; add --train.dtype=bf16"
+            )
+        if self.compile_scope == "model" and not self.compile:
+            found.append(
+                "train.compile_scope = model: nothing is compiled; add --train.compile, or leave "
+                "train.compile_scope out"
+            )
+        if self.compile_scope == "model" and self.offload_activations:
+            found.append(
+                "train.offload_activations with train.compile_scope = model: activations leave "
+                "block by block; leave one of the two out"
+            )
+        if self.fp8 != "none" and importlib.util.find_spec("torchao") is None:
+            found.append(
+                f"train.fp8 = {self.fp8}: the package torchao is not installed; run "
+                ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
+            )
+        return found
+
+    def _too_large(self) -> list[str]:
         most = MAX_STEP_TOKENS // self.seq_len
-        if self.sequences > most:
-            return [
-                *found,
-                f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
-                f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}",
-            ]
-        if self.global_batch_tokens is None or self.global_batch_tokens % self.seq_len == 0:
-            return found
-        down = self.global_batch_tokens // self.seq_len * self.seq_len
+        if self.sequences <= most:
+            return []
         return [
-            *found,
-            f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
-            f"train.seq_len = {self.seq_len}, such as {down or self.seq_len}",
+            f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
+            f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
         ]
+
+
+def ramp_problems(cfg: TrainConfig) -> list[str]:
+    found = []
+    if cfg.batch_ramp is not None:
+        first, increment, _ = cfg.batch_ramp
+        rises, rest = divmod(cfg.sequences - first, increment)
+        if rises < 1 or rest:
+            found.append(
+                f"train.batch_ramp = {list(cfg.batch_ramp)}: from {first} by {increment} does not "
+                f"lead to the global batch of {cfg.sequences} sequences; give an increment that "
+                "divides the difference"
+            )
+        elif rises > MAX_RISES:
+            found.append(
+                f"train.batch_ramp = {list(cfg.batch_ramp)}: grows {rises} times; give a larger "
+                f"increment, for at most {MAX_RISES}"
+            )
+    if cfg.seq_len_ramp is not None:
+        ratio, rest = divmod(cfg.seq_len, cfg.seq_len_ramp[0])
+        if rest or ratio < 2 or ratio & (ratio - 1):
+            found.append(
+                f"train.seq_len_ramp = {list(cfg.seq_len_ramp)}: doubling {cfg.seq_len_ramp[0]} "
+                f"does not lead to train.seq_len = {cfg.seq_len}; give a half, a quarter, an "
+                "eighth, ... of it"
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -176,6 +283,11 @@ class RunConfig:
                 "preference.loss = dpo: needs the model to start from, which is also its "
                 "reference; give model.init_from"
             )
+        if self.optimizer.name == "schedule_free" and self.schedule.name not in CONSTANT:
+            found.append(
+                f"schedule.name = {self.schedule.name}: optimizer.name = schedule_free averages "
+                "weights in place of a decay; give --schedule.name=constant"
+            )
         if self.lora.rank and self.model.init_from is None:
             found.append(
                 f"lora.rank = {self.lora.rank}: adapters need weights to adapt; name them, "
@@ -186,22 +298,103 @@ class RunConfig:
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
             )
-        return found
+        if self.lora.rank and (lever := self._trains_weights()):
+            found.append(
+                f"lora.rank = {self.lora.rank}: adapters are fp32 on a frozen model in bf16, and "
+                f"not built for {lever}; leave that out"
+            )
+        if self.train.attention != "auto" and self.model.attention_softcap is not None:
+            found.append(
+                f"train.attention = {self.train.attention}: this kernel does not cap scores, as "
+                f"model.attention_softcap = {self.model.attention_softcap} asks; leave it at auto"
+            )
+        if self.train.loss_chunk is not None and self.preference.loss != "none":
+            found.append(
+                f"train.loss_chunk = {self.train.loss_chunk}: has no effect on preference.loss = "
+                f"{self.preference.loss}; leave it out"
+            )
+        if self.distributed.device == "cpu" and self.train.fp8 != "none":
+            found.append(
+                f"train.fp8 = {self.train.fp8}: not on distributed.device = cpu; give --train.fp8="
+                "none, or a GPU"
+            )
+        if self.train.compile_scope == "model" and (lever := self._goes_by_blocks()):
+            found.append(
+                f"distributed.{lever} with train.compile_scope = model: all weights are gathered "
+                "at once, not block by block; leave one of the two out"
+            )
+        return found + (self._tensor_problems() if self.distributed.tp > 1 else [])
+
+    def _goes_by_blocks(self) -> str:
+        """What of FSDP has an effect only where each block is a group of its own."""
+        if self.distributed.reshard_island is not None:
+            return "reshard_island"
+        return "prefetch_blocks" if self.distributed.prefetch_blocks else ""
+
+    def _tensor_problems(self) -> list[str]:
+        """Of distributed.tp: each rank has whole heads, as many as the others, and between the
+        products the same number of tokens."""
+        axes, model, given = self.distributed, self.model, f"distributed.tp = {self.distributed.tp}"
+        sizes = {
+            "model.n_heads": model.n_heads,
+            "model.n_kv_heads": model.kv_heads,
+            "model.ffn_dim": model.ffn_dim,
+            "train.seq_len": self.train.seq_len,
+            "train.seq_len_ramp[0]": (self.train.seq_len_ramp or (0, 0))[0],
+        }
+        found = [
+            f"{given}: must divide {key} = {size}; give another size, or 1"
+            for key, size in sizes.items()
+            if size % axes.tp
+        ]
+        others = {
+            f"lora.rank = {self.lora.rank}": self.lora.rank > 0,
+            f"preference.loss = {self.preference.loss}": self.preference.loss != "none",
+            f"train.fp8 = {self.train.fp8}": self.train.fp8 != "none",
+            "train.compile_scope = model": self.train.compile_scope == "model",
+        }
+        return found + [
+            f"{given}: not built for {other}; leave that out, or give --distributed.tp=1"
+            for other, asked in others.items()
+            if asked
+        ]
+
+    def _trains_weights(self) -> str:
+        """The option that changes how all weights are trained, if there is one."""
+        if self.train.weights != "fp32":
+            return f"train.weights = {self.train.weights}"
+        return f"train.fp8 = {self.train.fp8}" if self.train.fp8 != "none" else ""
 
 
-def micro_batch(cfg: TrainConfig, world_size: int) -> int:
-    """Sequences of one forward on one rank. Raises ConfigError with the arithmetic when the batch
-    does not divide."""
-    share, rest = divmod(cfg.sequences, world_size)
+def check_batch(cfg: TrainConfig, world_size: int) -> None:
+    """Raises ConfigError with the arithmetic when the global batch of some step does not divide
+    into the micro-batches of so many ranks."""
+    for batch in sorted({stage.batch for stage in cfg.stages}, reverse=True):
+        micro_batch(cfg, world_size, batch)
+
+
+def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
+    """Sequences of one forward on one rank, in a step of `batch`: train.micro_batch, or all where a
+    rank has fewer."""
+    share, rest = divmod(batch, world_size)
+    ramp = batch != cfg.sequences
     micro = cfg.micro_batch or share
-    if rest or share % micro:
+    micro = min(micro, share) if ramp else micro
+    if rest or not micro or share % micro:
         unit = world_size * (cfg.micro_batch or 1)
-        near, key = max(unit, cfg.sequences // unit * unit), "train.global_batch"
+        near, key = max(unit, batch // unit * unit), "train.global_batch"
         if cfg.global_batch_tokens is not None:
             near, key = near * cfg.seq_len, "train.global_batch_tokens"
-        what = f"{world_size} ranks" + (f" x micro_batch {micro}" if cfg.micro_batch else "")
+        what = f"{world_size} ranks" + (
+            f" x micro_batch {cfg.micro_batch}" if cfg.micro_batch else ""
+        )
+        if ramp:
+            raise ConfigError(
+                f"train.batch_ramp: {batch} sequences do not divide by {what} = {unit}; start and "
+                f"increase by multiples of {unit} sequences"
+            )
         raise ConfigError(
-            f"{key}: {cfg.sequences} sequences do not divide by {what} = {unit}; "
+            f"{key}: {batch} sequences do not divide by {what} = {unit}; "
             f"give a multiple of {unit} sequences, such as --{key}={near}"
         )
     if micro * cfg.seq_len > MAX_FORWARD_TOKENS:

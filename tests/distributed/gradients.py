@@ -99,7 +99,7 @@ def check(overrides: list[str], batch: MicroBatch) -> dict[str, object]:
         name: error(whole(p.grad), gradients[name]) for name, p in parameter_names(model).items()
     }
     return {
-        "loss": error(layout.sum(found["loss_sum"].clone()), loss),
+        "loss": error(layout.sum(layout.once(found)["loss_sum"].clone()), loss),
         "gradient": max(errors.values()),
         "calls": calls.counts,
         "ahead": calls.ahead,

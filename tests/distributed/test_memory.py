@@ -37,6 +37,7 @@ CASES = {
         "--distributed.reshard_island=2",
         "--distributed.prefetch_blocks=1",
     ],
+    "tensor": ["--distributed.tp=2", SELECTIVE, "--train.offload_activations=1", ONCE],
     "bf16": ["--distributed.reduce_dtype=bf16"],
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +24,11 @@ from kempner.data.loader import (
     reading_speed,
     val_batches,
 )
-from kempner.data.mixture import Mixture
+from kempner.data.mixture import Ingredient, Mixture, Phase
 from kempner.data.permute import shuffled
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
 from kempner.data.source import IGNORE, Rows
+from kempner.data.stages import Stage
 
 SEQ_LEN = 3
 SAMPLES = 53  # a prime: epochs end inside batches
@@ -46,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
 
 
 def loader(data: TokenDataset, **changes: Any) -> TrainLoader:
-    given = {"batch": 12, "rank": 0, "world": 1, "micro": 12, "prefetch": 0}
+    given = {"stages": [Stage(0, 12)], "rank": 0, "world": 1, "micro": 12, "prefetch": 0}
     return TrainLoader([data], Mixture.alone(data, seed=1), **{**given, **changes})
 
 
@@ -71,7 +73,7 @@ def steps(source: TrainLoader, count: int) -> list[list[int]]:
 
 def test_an_epoch_reads_every_sample_once_and_the_next_in_another_order(data: TokenDataset) -> None:
     assert len(data) == SAMPLES
-    read = list(chain(*steps(loader(data, batch=2, micro=2), SAMPLES)))
+    read = list(chain(*steps(loader(data, stages=[Stage(0, 2)], micro=2), SAMPLES)))
     first, second = read[:SAMPLES], read[SAMPLES:]
     assert sorted(first) == sorted(second) == list(range(SAMPLES))
     assert first != second and first != sorted(first)
@@ -99,6 +101,50 @@ def test_any_world_size_split_prefetch_and_position_read_the_same_batches(
     assert ranks[0].sample_numbers(position, 12) == expected[0]
 
 
+RAMP = [Stage(0, 2), Stage(3, 4), Stage(5, 12)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_growing_batch_reads_the_samples_in_order_from_any_step_on(
+    data: TokenDataset, prefetch: int
+) -> None:
+    expected = shuffled(np.arange(30), SAMPLES, 1).tolist()
+    ends = [0, 2, 4, 6, 10, 14, 26]
+    for done, position in enumerate(ends[:-1]):
+        ranks = [
+            loader(data, stages=RAMP, rank=r, world=2, micro=3, position=position, step=done,
+                   prefetch=prefetch)
+            for r in range(2)
+        ]  # fmt: skip
+        parts = [steps(rank, len(ends) - 1 - done) for rank in ranks]
+        read = [list(chain(*step)) for step in zip(*parts, strict=True)]
+        assert read == [expected[a:b] for a, b in itertools.pairwise(ends[done:])]
+        assert {(rank.position, rank.step) for rank in ranks} == {(26, 6)}
+
+
+def test_a_shorter_length_cuts_each_sample_and_loses_no_token(data: TokenDataset) -> None:
+    whole = next(loader(data, stages=[Stage(0, 4)], micro=2))
+    cut = next(loader(data, stages=[Stage(0, 4, 3), Stage(1, 4)], micro=2))
+    assert [batch.inputs.shape for batch in cut] == [(6, 1), (6, 1)]
+    for long, short in zip(whole, cut, strict=True):
+        assert torch.equal(long.inputs.flatten(), short.inputs.flatten())
+        assert torch.equal(long.targets.flatten(), short.targets.flatten())
+
+
+def test_the_pieces_of_a_row_have_its_source_and_its_documents(data: TokenDataset) -> None:
+    mixture = Mixture([Ingredient("a", 9), Ingredient("b", 9)], [Phase(0, (1.0, 2.0))])
+    two = {"rank": 0, "world": 1, "micro": 6, "prefetch": 0}
+    (whole,) = next(TrainLoader([data, data], mixture, stages=[Stage(0, 6)], **two))
+    (cut,) = next(TrainLoader([data, data], mixture, stages=[Stage(0, 6, 3)], **two))
+    assert whole.sources is not None and cut.sources is not None
+    assert torch.equal(cut.sources, whole.sources.repeat_interleave(3, dim=0))
+    index = np.array([[0, 0, 1, 1], [0, 1, 1, 1]], np.int32)
+    rows = Rows(np.arange(8).reshape(2, 4), np.arange(8).reshape(2, 4), index).cut(2)
+    assert rows.documents is not None
+    assert rows.documents.tolist() == [[0, 0], [1, 1], [0, 1], [1, 1]]
+    assert rows.inputs.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_resuming_at_any_step_continues_the_unbroken_run(data: TokenDataset) -> None:
     unbroken = steps(loader(data), 10)
     for done in range(10):
@@ -112,12 +158,12 @@ def test_resuming_at_any_step_continues_the_unbroken_run(data: TokenDataset) -> 
 def test_seek_leaves_out_ranges_and_what_was_read_ahead(data: TokenDataset, prefetch: int) -> None:
     source = loader(data, prefetch=prefetch)
     next(source)
-    source.seek(19, [(31, 55), (55, 60)])
+    source.seek(19, 0, [(31, 55), (55, 60)])
     assert source.position == 19
     for position in (19, 60, 72):  # 31 to 59 are left out
         assert samples(next(source)) == source.sample_numbers(position, 12)
         assert source.position == position + 12
-    source.seek(0)
+    source.seek(0, 0)
     assert samples(next(source)) == source.sample_numbers(0, 12)
     source.close()
     resumed = loader(data, prefetch=prefetch, position=31, skip=[(31, 55), (55, 60)])

@@ -161,3 +161,5 @@ def test_our_own_model_is_one_of_transformers(case: str, tmp_path: Path) -> None
 def test_a_model_that_transformers_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="no model of transformers has both"):
         family_of(ModelConfig(qkv_bias=True, qk_norm=True))
+    with pytest.raises(ConfigError, match="caps its attention scores"):
+        family_of(ModelConfig(attention_softcap=50.0))

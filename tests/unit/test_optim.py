@@ -17,6 +17,7 @@ from kempner.optim.build import build_optimizer, set_learning_rate
 from kempner.optim.config import OptimizerConfig, ScheduleConfig, learning_rate
 from kempner.parallel.layout import Axes, Layout
 from kempner.progress import Progress
+from kempner.run import RunConfig
 from kempner.step import Numbers, PendingStep, guard_update, reduce_step
 
 # --- The schedule -------------------------------------------------------------------------------
@@ -33,9 +34,18 @@ WARM = {"warmup_steps": 10, "min_lr_ratio": 0.1}
             {10: 2.0, 35: 0.2 + 1.8 * (1 + math.sqrt(0.5)) / 2, 60: 1.1, 110: 0.2},
         ),
         ({"name": "linear"}, {10: 2.0, 35: 1.55, 60: 1.1, 110: 0.2}),
+        ({"name": "rex"}, {10: 2.0, 60: 0.2 + 1.8 * 2 / 3, 110: 0.2}),
         ({"name": "constant"}, {10: 2.0, 60: 2.0, 109: 2.0}),
         ({"name": "wsd", "decay_steps": 20}, {10: 2.0, 89: 2.0, 99: 1.1, 109: 0.2}),
         ({"name": "wsd"}, {98: 2.0, 99: 2.0 - 1.8 / 11, 109: 0.2}),  # a tenth: 11 steps
+        (
+            {"name": "wsd", "decay_steps": 20, "decay_shape": "cosine"},
+            {89: 2.0, 94: 0.2 + 1.8 * (1 + math.sqrt(0.5)) / 2, 99: 1.1, 109: 0.2},
+        ),
+        (
+            {"name": "wsd", "decay_steps": 20, "decay_shape": "1-sqrt"},
+            {89: 2.0, 94: 1.1, 109: 0.2},
+        ),
     ],
 )
 def test_schedule(cfg: dict[str, object], points: dict[int, float]) -> None:
@@ -49,6 +59,21 @@ def test_schedule(cfg: dict[str, object], points: dict[int, float]) -> None:
 
 def test_without_warm_up_the_first_update_has_the_peak() -> None:
     assert learning_rate(ScheduleConfig(name="cosine"), 3e-4, 0, 100) == pytest.approx(3e-4)
+
+
+def test_no_schedule_is_the_peak_at_every_step() -> None:
+    none = ScheduleConfig(name="none")
+    assert {learning_rate(none, 3e-4, step, 100) for step in range(200)} == {3e-4}
+    (problem,) = ScheduleConfig(name="none", warmup_steps=10).problems()
+    assert "schedule.warmup_steps = 10" in problem and "name=constant" in problem
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "rex", "wsd", "constant", "none"])
+def test_schedule_free_decays_nothing(schedule: str) -> None:
+    optimizer = OptimizerConfig(name="schedule_free")
+    problems = RunConfig(optimizer=optimizer, schedule=ScheduleConfig(name=schedule)).problems()
+    assert bool(problems) == (schedule not in ("constant", "none"))
+    assert OptimizerConfig(name="schedule_free", betas=(0.0, 0.9)).problems()
 
 
 def test_moments_that_never_forget_are_refused() -> None:

@@ -63,9 +63,15 @@ def test_the_slowest_of_four_ranks_is_found_by_two_reductions(tmp_path: Any) -> 
     ] * 2
 
 
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+
 def test_the_clock_scales_one_block_to_all_of_them() -> None:
-    blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
-    clock = BlockClock(blocks, torch.device("cpu"))
+    blocks = [nn.Linear(64, 64) for _ in range(4)]
+    clock = BlockClock(Model(*blocks), torch.device("cpu"))
     blocks[0](torch.randn(512, 64))
     assert clock.take() > 0.0
     blocks[1](torch.randn(512, 64))
@@ -87,7 +93,7 @@ def test_work_that_the_device_has_not_ended_counts_later(monkeypatch: pytest.Mon
             assert self in done and other in done, "Both events must be completed"
             return 2000.0
 
-    clock = BlockClock(nn.ModuleList([nn.Identity()]), torch.device("cuda"))
+    clock = BlockClock(Model(nn.Identity()), torch.device("cuda"))
     monkeypatch.setattr(clock, "_now", lambda: Event(name=len(clock._spans)))
     for _ in range(2):
         clock._start()

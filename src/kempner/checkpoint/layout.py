@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 SMALL = 1 << 16  # bytes: every rank writes its copy of a replicated tensor of at most this size
 SPREAD = 16  # copies that share the writing, at most: a rank that loads opens as many files
@@ -26,10 +27,18 @@ Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimens
 
 class Layout(NamedTuple):
     """A mesh over all ranks in row-major order. `cuts`: for each axis of the mesh the dimension of
-    the tensor that it shards, None where it replicates."""
+    the tensor that it shards, None where it replicates. `order`: the axes in the order in which
+    they cut, empty where that is their own: of two that cut one dimension the first one cuts the
+    whole, the other one these parts."""
 
     mesh: tuple[int, ...]
     cuts: tuple[int | None, ...]
+    order: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """In the order in which they cut."""
+        return self.order or tuple(range(len(self.mesh)))
 
 
 class StoredTensor(NamedTuple):
@@ -89,16 +98,19 @@ def _layout_of(
 ) -> Layout:
     if not isinstance(tensor, DTensor):
         return Layout((world,), (None,))
-    mesh, cuts = tensor.device_mesh, list[int | None]()
+    mesh, cuts, late = tensor.device_mesh, list[int | None](), list[int]()
     if mesh not in meshes:
         if mesh.mesh.flatten().tolist() != list(range(world)):
             raise TypeError(f"{name}: its mesh does not hold all {world} ranks in order")
         meshes[mesh] = tuple(mesh.mesh.shape)
-    for placement in tensor.placements:
-        if type(placement) is not Shard and not isinstance(placement, Replicate):
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, (Shard, Replicate, _StridedShard)):
             raise TypeError(f"{name}: cannot store the placement {placement}")
-        cuts.append(placement.dim if type(placement) is Shard else None)
-    return Layout(meshes[mesh], tuple(cuts))
+        cuts.append(None if isinstance(placement, Replicate) else placement.dim)
+        late += [axis] if isinstance(placement, _StridedShard) else []
+    # FSDP shards what tensor parallelism has cut before, although its axis is the outer one.
+    order = [axis for axis in range(mesh.ndim) if axis not in late] + late
+    return Layout(meshes[mesh], tuple(cuts), tuple(order) if late else ())
 
 
 def own_box(stored: StoredTensor, rank: int) -> Box:
@@ -106,12 +118,20 @@ def own_box(stored: StoredTensor, rank: int) -> Box:
     if stored.layout is None:
         return stored.whole
     box = list(stored.whole)
-    for size, dim, index in zip(*stored.layout, _coordinate(rank, stored.layout.mesh), strict=True):
-        if dim is not None:
+    mesh, cuts, _ = stored.layout
+    at = _coordinate(rank, mesh)
+    for axis in stored.layout.axes:
+        size, index = mesh[axis], at[axis]
+        if (dim := cuts[axis]) is not None:
             start, length = box[dim]
             step = -(-length // size)
             box[dim] = (start + min(index * step, length), max(0, min(step, length - index * step)))
     return tuple(box)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """To index the whole tensor with."""
+    return tuple(slice(start, start + length) for start, length in box)
 
 
 def _coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
@@ -141,7 +161,7 @@ def chunks_of(table: Table, rank: int) -> list[tuple[str, Box]]:
 def _written_box(stored: StoredTensor, rank: int) -> Box | None:
     if stored.layout is None or stored.everywhere:
         return stored.whole
-    mesh, cuts = stored.layout
+    mesh, cuts, _ = stored.layout
     at = _coordinate(rank, mesh)
     for size, dim, index in zip(mesh, cuts, at, strict=True):
         if dim is None and index != _writing_replica(stored.turn, size):
@@ -158,20 +178,22 @@ def ranks_with(stored: StoredTensor, box: Box, near: int) -> Iterator[int]:
     """The ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer where
     every rank has a copy."""
     assert stored.layout is not None
-    mesh, cuts = stored.layout
+    mesh, cuts, _ = stored.layout
+    axes = stored.layout.axes
     if not all(length for _, length in box):
         return
     if stored.everywhere:
         yield near
         return
 
-    def walk(axis: int, rank: int, held: Box) -> Iterator[int]:
-        if axis == len(mesh):
+    def walk(cut: int, rank: int, held: Box) -> Iterator[int]:
+        if cut == len(axes):
             yield rank
             return
-        size, dim = mesh[axis], cuts[axis]
+        axis = axes[cut]
+        size, dim, apart = mesh[axis], cuts[axis], math.prod(mesh[axis + 1 :])
         if dim is None:
-            yield from walk(axis + 1, rank * size + _writing_replica(stored.turn, size), held)
+            yield from walk(cut + 1, rank + _writing_replica(stored.turn, size) * apart, held)
             return
         start, length = held[dim]
         step = max(1, -(-length // size))
@@ -179,7 +201,7 @@ def ranks_with(stored: StoredTensor, box: Box, near: int) -> Iterator[int]:
         end = min(sum(box[dim]) - start, length)
         for index in range(first // step, -(-end // step)):
             part = (start + index * step, min(step, length - index * step))
-            yield from walk(axis + 1, rank * size + index, (*held[:dim], part, *held[dim + 1 :]))
+            yield from walk(cut + 1, rank + index * apart, (*held[:dim], part, *held[dim + 1 :]))
 
     yield from walk(0, 0, stored.whole)
 

@@ -6,7 +6,7 @@ rng.RANK.KIND. Only tensors are stored; everything else goes into the manifest a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -16,7 +16,10 @@ from torch.distributed.tensor import DTensor
 from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box
 from kempner.checkpoint.reader import Want
 from kempner.config.option import ConfigError
+from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import parameter_names
+
+WEIGHT = "weight"
 
 
 class StateProvider(Protocol):
@@ -36,26 +39,33 @@ class StateProvider(Protocol):
 
 
 class ModelState:
-    """The parameters that are trained, by their names without wrappers."""
+    """The parameters that are trained, by their names without wrappers: as they are published, when
+    the optimizer trains others than these."""
 
     per_rank = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         named = parameter_names(model)
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self.optimizer = optimizer
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.parameters.items()}
+        averaging = averaging_of(self.optimizer)
+        return {
+            name: averaging[p]() if p in averaging else p.detach()
+            for name, p in self.parameters.items()
+        }
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        return self.tensors()
+        return {name: p.detach() for name, p in self.parameters.items()}
 
     def restored(self) -> None:
         pass
 
 
 class OptimizerState:
-    """The tensors that an optimizer keeps for each parameter: NAME.KEY."""
+    """The tensors that an optimizer keeps for each parameter: NAME.KEY; and NAME.weight, the
+    parameter itself, where the model's provider has the published one."""
 
     per_rank = False
 
@@ -63,10 +73,16 @@ class OptimizerState:
         self.parameters, self.optimizer = parameter_names(model), optimizer
 
     def tensors(self) -> dict[str, Tensor]:
+        if isinstance(self.optimizer, Optimizer):
+            self.optimizer.wait()
+        trained = averaging_of(self.optimizer)
         return {
             f"{name}.{key}": value
             for name, p in self.parameters.items()
-            for key, value in self.optimizer.state.get(p, {}).items()
+            for key, value in (
+                *self.optimizer.state.get(p, {}).items(),
+                *([(WEIGHT, p.detach())] if p in trained else []),
+            )
         }
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
@@ -78,14 +94,29 @@ class OptimizerState:
             if (p := self.parameters.get(name)) is None:
                 continue
             targets[full] = self.optimizer.state[p][key] = (
-                torch.empty_like(p, dtype=entry.dtype, requires_grad=False)
+                self._like(p, entry.dtype)
                 if entry.shape == p.shape
                 else torch.empty(entry.shape, dtype=entry.dtype, device=p.device)
             )
         return targets
 
+    def _like(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        if isinstance(self.optimizer, Optimizer):
+            return self.optimizer.new_state(p, dtype)
+        return torch.empty_like(p, dtype=dtype, requires_grad=False)
+
+    @torch.no_grad()
     def restored(self) -> None:
-        pass
+        """An optimizer that trains what it publishes goes on from the published weights."""
+        trained = {p: state.pop(WEIGHT, None) for p, state in self.optimizer.state.items()}
+        for p in averaging_of(self.optimizer):
+            if (weight := trained[p]) is not None:
+                p.copy_(weight)
+
+
+def averaging_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Callable[[], Tensor]]:
+    """The parameters of which another value is published than is trained, and what computes it."""
+    return optimizer.averaging() if isinstance(optimizer, Optimizer) else {}
 
 
 class RandomState:
@@ -116,7 +147,7 @@ class RandomState:
 def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateProvider]:
     """The providers of a plain training run."""
     return {
-        "model": ModelState(model),
+        "model": ModelState(model, optimizer),
         "optim": OptimizerState(model, optimizer),
         "rng": RandomState(),
     }

@@ -3,14 +3,14 @@
 A run's position is the number of samples it has consumed, over all ranks and epochs. What sample
 number n is follows from n, the seed and the mixture alone, and the global batch at a position is
 the numbers position to position + batch - 1: the order is the same for any world size, micro-batch
-and prefetch.
+and prefetch. How large the batch of a step is follows from the number of the step alone.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
 import numpy as np
@@ -21,6 +21,7 @@ from kempner.data.joined import read_mixed
 from kempner.data.mixture import Mixture
 from kempner.data.permute import shuffled
 from kempner.data.source import IGNORE, Int64, Rows, Source
+from kempner.data.stages import Stage, stage_at
 from kempner.model.attention import Documents
 
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
@@ -38,26 +39,30 @@ class TrainLoader:
         sources: Sequence[Source],
         mixture: Mixture,
         *,
-        batch: int,
+        stages: Sequence[Stage],
         rank: int,
         world: int,
         micro: int,
         position: int = 0,
+        step: int = 0,
         prefetch: int = 2,
         pin: bool = False,
         reset_positions: bool = True,
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`batch`: samples of a global step. `micro`: samples of a micro-batch of one rank.
-        `reset_positions`: in each document of a row. `skip`: see seek()."""
+        """`stages`: the samples of each step. `micro`: samples of a micro-batch of one rank, at
+        most. `step`: that comes next. `reset_positions`: in each document of a row. `skip`: see
+        seek()."""
         assert 0 <= rank < world and position >= 0
-        assert batch % (world * micro) == 0, "batch must be a multiple of world * micro"
-        self.position = position  # samples consumed
+        for stage in stages:
+            share, rest = divmod(stage.batch, world)
+            assert not rest and share % min(micro, share) == 0, "world * micro must divide a batch"
+        self.position, self.step = position, step  # samples and steps consumed
         self.phase = 0  # of the mixture, that the last batch was of
         self.sources, self.mixture = tuple(sources), mixture
         self.names = [source.name for source in sources]
-        self._batch, self._micro, self._pin = batch, micro, pin
-        self._rank, self._share = rank, batch // world
+        self._stages, self._micro, self._pin = stages, micro, pin
+        self._rank, self._world = rank, world
         self._reset_positions = reset_positions
         self._prefetch = prefetch
         self._skip = skip
@@ -77,32 +82,35 @@ class TrainLoader:
     def __next__(self) -> list[MicroBatch]:
         for begin, end in self._skip:
             if begin <= self.position < end:
-                self.seek(end, self._skip)
+                self.seek(end, self.step, self._skip)
         if not self._prefetch:
-            result = self._read(self.position)
+            result = self._read(self.position, self.step)
         else:
             if self._reader is None:
-                self._reader = _Reader(self._read, self.position, self._batch, self._prefetch)
+                self._reader = _Reader(self._read_on(self.position, self.step), self._prefetch)
             try:
                 result = self._reader.next()
             except BaseException:
                 self.close()
                 raise
         self.phase = self.mixture.phase(self.position)
-        self.position += self._batch
+        self.position += stage_at(self._stages, self.step).batch
+        self.step += 1
         return result
 
     def seek(
         self,
         position: int,
+        step: int,
         skip: Sequence[Sequence[int]] = (),
         mixture: Mixture | None = None,
     ) -> None:
-        """Go on at `position`, and leave out the sample numbers of the ranges `skip`, [from, to)
-        each; what has been read ahead is thrown away. `mixture`: in place of the one so far."""
+        """Go on at `position` with this step, and leave out the sample numbers of the ranges
+        `skip`, [from, to) each; what has been read ahead is thrown away. `mixture`: in place of the
+        one so far."""
         assert position >= 0
         self.close()
-        self.position, self._skip = position, skip
+        self.position, self.step, self._skip = position, step, skip
         self.mixture = mixture or self.mixture
 
     def close(self) -> None:
@@ -111,42 +119,48 @@ class TrainLoader:
             self._reader.stop()
             self._reader = None
 
-    def _read(self, position: int) -> list[MicroBatch]:
-        begin = position + self._rank * self._share
-        numbers, indices = self.mixture.draw(begin, self._share)
+    def _read_on(self, position: int, step: int) -> Iterator[list[MicroBatch]]:
+        while True:
+            yield self._read(position, step)
+            position += stage_at(self._stages, step).batch
+            step += 1
+
+    def _read(self, position: int, step: int) -> list[MicroBatch]:
+        stage = stage_at(self._stages, step)
+        share = stage.batch // self._world
+        numbers, indices = self.mixture.draw(position + self._rank * share, share)
         if len(self.sources) == 1:
             rows, sources = self.sources[0].read(indices), None
         else:
             rows, sources = read_mixed(self.sources, numbers, indices), numbers
+        if stage.pieces > 1:
+            rows = rows.cut(stage.pieces)
+            sources = None if sources is None else sources.repeat(stage.pieces)
+        micro = min(self._micro, share) * stage.pieces
         return [
-            _tensors(rows, slice(i, i + self._micro), self._pin, self._reset_positions, sources)
-            for i in range(0, self._share, self._micro)
+            _tensors(rows, slice(i, i + micro), self._pin, self._reset_positions, sources)
+            for i in range(0, len(rows.inputs), micro)
         ]
 
 
 class _Reader:
-    """A thread that calls read(position), read(position + step), ..., `ahead` of next()."""
+    """A thread that takes from `steps`, `ahead` of next()."""
 
-    def __init__(
-        self, read: Callable[[int], list[MicroBatch]], position: int, step: int, ahead: int
-    ) -> None:
-        self._read = read
+    def __init__(self, steps: Iterator[list[MicroBatch]], ahead: int) -> None:
+        self._steps = steps
         self._free = threading.Semaphore(ahead)
         self._done: SimpleQueue[list[MicroBatch] | BaseException] = SimpleQueue()
         self._stopped = False
-        self._thread = threading.Thread(
-            target=self._run, args=(position, step), name="data", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="data", daemon=True)
         self._thread.start()
 
-    def _run(self, position: int, step: int) -> None:
+    def _run(self) -> None:
         while self._free.acquire() and not self._stopped:
             try:
-                self._done.put(self._read(position))
+                self._done.put(next(self._steps))
             except BaseException as error:
                 self._done.put(error)
                 return
-            position += step
 
     def next(self) -> list[MicroBatch]:
         result = self._done.get()
@@ -198,7 +212,8 @@ def reading_speed(
 ) -> float:
     """Tokens per second that one core reads, shuffles and makes into tensors, without prefetch: of
     this thread's CPU time, so that other processes do not count."""
-    loader = TrainLoader(sources, mixture, batch=micro, rank=0, world=1, micro=micro, prefetch=0)
+    every = [Stage(0, micro)]
+    loader = TrainLoader(sources, mixture, stages=every, rank=0, world=1, micro=micro, prefetch=0)
     next(loader)
     began, first = time.thread_time(), loader.position
     while (elapsed := time.thread_time() - began) < seconds:

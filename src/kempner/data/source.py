@@ -22,6 +22,12 @@ class Rows:
     targets: Int64  # [N, T]; -100 does not count: the loss mask
     documents: Int32 | None = None  # [N, T]: which document of its row, from 0; None: one a row
 
+    def cut(self, pieces: int) -> Rows:
+        """Each row as so many shorter ones, [N * pieces, T / pieces]."""
+        size = self.inputs.shape[1] // pieces
+        documents = None if self.documents is None else self.documents.reshape(-1, size)
+        return Rows(self.inputs.reshape(-1, size), self.targets.reshape(-1, size), documents)
+
 
 class Source(Protocol):
     """A data set of one split, for one sequence length. Reading it is safe in any thread.

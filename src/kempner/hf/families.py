@@ -191,6 +191,11 @@ def _rope(config: Config) -> dict[str, Any]:
 
 def family_of(cfg: ModelConfig) -> str:
     """The model_type whose mathematics is that of `cfg`. Raises ConfigError when there is none."""
+    if cfg.attention_softcap is not None:
+        raise ConfigError(
+            f"model.attention_softcap = {cfg.attention_softcap}: no model of transformers that is "
+            "supported here caps its attention scores; export a model without it"
+        )
     if cfg.qkv_bias and cfg.qk_norm:
         raise ConfigError(
             "model.qkv_bias and model.qk_norm: no model of transformers has both; export a model "

@@ -5,19 +5,23 @@ Shapes: B rows, T tokens, H query heads, K key-value heads, E head width.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-try:  # the flash kernel over sequences of different length; older torch lacks its window
-    from torch.nn.attention.varlen import varlen_attn
+from kempner.config.option import ConfigError
+from kempner.model.config import ModelConfig
 
-    HAS_VARLEN = {"window_size", "enable_gqa"} <= varlen_attn.__annotations__.keys()
-except ImportError:
-    HAS_VARLEN = False
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FLASH = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels
 
 
 @dataclass(frozen=True)
@@ -48,33 +52,48 @@ class Documents:
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query sees, made once for all layers of a forward pass."""
+    """Which keys each query sees, and how its scores are changed: made once for all layers of a
+    forward pass."""
 
     window: int | None  # so many keys, its own among them; None: all before it
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     starts: Tensor | None = None  # for varlen_attn: of the documents, or of the rows
     mask: Tensor | None = None  # bool [B or 1, 1, T, T], True: seen; where no kernel does without
+    blocks: BlockMask | None = None  # for flex_attention
 
 
 def visible(
-    tokens: Tensor, window: int | None, documents: Documents | None, flash: bool
+    tokens: Tensor,
+    window: int | None,
+    documents: Documents | None,
+    dtype: torch.dtype,
+    softcap: float | None = None,
+    kernel: str = "auto",
 ) -> Visible:
-    """The pattern for int64 tokens [B, T]. `flash`: activations have a dtype of the flash kernel.
+    """The pattern for int64 tokens [B, T] and activations of `dtype`. `kernel`: see choose().
 
     Plain causal attention needs no tensor at all. On a GPU, documents and windows take the
-    variable-length flash kernel, which skips what a query does not see; elsewhere a dense mask of
+    variable-length flash kernel, which skips what a query does not see, and with capped scores, in
+    fp32, or in a torch that lacks it, flex_attention, which does so too. Elsewhere a dense mask of
     T x T.
     """
     rows, length = tokens.shape
     if window is not None and window >= length:
         window = None
-    if window is None and documents is None:
+    if window is None and documents is None and softcap is None:
         return Visible(None)
     device = tokens.device
-    if device.type == "cuda" and flash and HAS_VARLEN:
-        if documents is not None:
-            return Visible(window, starts=documents.starts)
-        ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
-        return Visible(window, starts=ends)
+    if device.type == "cuda" and kernel in ("auto", "flash"):
+        if softcap is None and dtype in FLASH and varlen() is not None:
+            if documents is not None:
+                return Visible(window, starts=documents.starts)
+            ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
+            return Visible(window, starts=ends)
+        if kernel == "auto":
+            if documents is None:
+                return Visible(window, softcap, blocks=causal_blocks(length, window, device))
+            blocks = block_mask(rows, length, window, documents.index, device)
+            return Visible(window, softcap, blocks=blocks)
     at = torch.arange(length, device=device)
     behind = at[:, None] - at  # [T, T]: how far a key lies behind its query
     seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
@@ -82,12 +101,21 @@ def visible(
     if documents is not None:
         index = documents.index
         mask = mask & (index[:, None, :, None] == index[:, None, None, :])
-    return Visible(window, mask=mask)
+    return Visible(window, softcap, mask=mask)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
     """Attention of q [B, H, T, E] over k and v [B, K, T, E]: [B, H, T, E]."""
     grouped = q.shape[1] != k.shape[1]
+    if seen.blocks is not None:
+        change = None if seen.softcap is None else score_change(seen.softcap)
+        flex = compiled_flex()[0]
+        y: Tensor = flex(q, k, v, score_mod=change, block_mask=seen.blocks, enable_gqa=grouped)
+        return y
+    if seen.softcap is not None:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return capped_attention(q, k, v, seen.mask, seen.softcap)
     if seen.starts is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen.mask, is_causal=seen.mask is None, enable_gqa=grouped
@@ -95,8 +123,135 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
     rows, _, length, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, E]
     left = -1 if seen.window is None else seen.window - 1
+    flash, starts = varlen(), seen.starts
+    assert flash is not None
     # A document never leaves its row, so that T is a bound for its length that the host knows.
-    y: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only if asked for more
-        q, k, v, seen.starts, seen.starts, length, length, window_size=(left, 0), enable_gqa=grouped
-    )
+    y = flash(q, k, v, starts, starts, length, length, window_size=(left, 0), enable_gqa=grouped)
     return y.view(rows, length, *y.shape[1:]).transpose(1, 2)
+
+
+@functools.cache
+def varlen() -> Callable[..., Any] | None:
+    """The flash kernel over sequences of different length, None where torch has none with a window.
+    Imported where it is used: it brings the compiler, a second of every start."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = {"window_size", "enable_gqa"} <= varlen_attn.__annotations__.keys()
+    return varlen_attn if known else None
+
+
+# --- Capped scores (Gemma 2, arXiv:2408.00118, section 2) ---
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float
+) -> Tensor:
+    """Attention of q [..., N, E] over k and v [..., S, E] with scores softcap * tanh(s / softcap).
+    `mask` [..., N, S]: bool, True where a key is seen, or added to the scores; None: all are."""
+    scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1).type_as(v) @ v
+
+
+@functools.cache  # one function per cap: torch.compile recognises it
+def score_change(softcap: float) -> Callable[..., Tensor]:
+    """The same change for flex_attention."""
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+# --- flex_attention ---
+
+
+@functools.cache
+def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """flex_attention, a kernel only where it is compiled, whether or not its caller is; and
+    create_block_mask, which then never makes the T x T mask itself."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(flex_attention), torch.compile(create_block_mask)
+
+
+def block_mask(
+    rows: int | None, length: int, window: int | None, index: Tensor | None, device: torch.device
+) -> BlockMask:
+    """Which tiles of the scores flex_attention computes. `rows`: None where all have the same;
+    `index`: see Documents."""
+
+    def seen(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        keep = query >= key
+        if window is not None:
+            keep = keep & (query - key < window)
+        if index is not None:
+            keep = keep & (index[row, query] == index[row, key])
+        return keep
+
+    create = compiled_flex()[1]
+    return create(seen, rows, None, length, length, device=device)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=4)  # made once, not in every step
+def causal_blocks(length: int, window: int | None, device: torch.device) -> BlockMask:
+    return block_mask(None, length, window, None, device)
+
+
+# --- The choice of the kernel ---
+
+KERNELS = {  # what train.attention calls them, and torch
+    "cudnn": "CUDNN_ATTENTION",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+
+
+def choose(kernel: str, cfg: ModelConfig, tokens: Tensor, packed: bool, dtype: torch.dtype) -> str:
+    """Let scaled_dot_product_attention take `kernel` alone, in this whole process; auto: any, in
+    torch's order. Returns which one runs for rows like `tokens` [B, T], with several documents if
+    they are `packed`. Raises ConfigError when the chosen one cannot."""
+    cuda = torch.backends.cuda  # these switches are those of a CPU, too
+    cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
+    cuda.enable_flash_sdp(kernel in ("auto", "flash"))
+    cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
+    cuda.enable_math_sdp(kernel in ("auto", "math"))
+    documents = Documents.of(tokens.cpu(), False) if packed else None
+    if documents is not None:
+        documents = documents.map(lambda x: x.to(tokens.device))
+    seen = visible(tokens, cfg.sliding_window, documents, dtype, cfg.attention_softcap, kernel)
+    for field, name in (("starts", "flash, by length"), ("blocks", "flex"), ("softcap", "math")):
+        if getattr(seen, field) is not None:
+            return name
+    q, k = (
+        torch.empty(
+            (*tokens.shape[:1], heads, tokens.shape[1], cfg.resolved_head_dim),
+            device=tokens.device,
+            dtype=dtype,
+            requires_grad=True,
+        )
+        for heads in (cfg.n_heads, cfg.kv_heads)
+    )
+    causal, grouped = seen.mask is None, cfg.n_heads != cfg.kv_heads
+    try:
+        choice = torch._fused_sdp_choice(
+            q, k, k, seen.mask, 0.0, is_causal=causal, enable_gqa=grouped
+        )
+    except RuntimeError:  # what a CPU says where a GPU says -1
+        choice = -1
+    names = {int(getattr(torch._C._SDPBackend, theirs)): ours for ours, theirs in KERNELS.items()}
+    if choice not in names:
+        what = "with a mask of documents or a window" if seen.mask is not None else "causal"
+        raise ConfigError(
+            f"train.attention = {kernel}: torch {torch.__version__} has no such kernel on this "
+            f"{tokens.device.type} device for {dtype} {what}, {cfg.n_heads} heads over "
+            f"{cfg.kv_heads} of width {cfg.resolved_head_dim}; leave it at auto"
+        )
+    return names[choice] + (", dense mask" if seen.mask is not None else "")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kempner.model.attention import Visible, attend
+from kempner.model.attention import Visible, attend, capped_attention
 from kempner.model.config import ModelConfig
 
 
@@ -134,7 +134,8 @@ class LayerCache(NamedTuple):
         # The query heads of one key-value head stand side by side as if they were its tokens: no
         # key is copied or read twice.
         grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # [B, K, H / K, E]
-        y = F.scaled_dot_product_attention(
-            grouped, self.keys[:, :, visible], self.values[:, :, visible], attn_mask=mask
-        )
+        keys, values = self.keys[:, :, visible], self.values[:, :, visible]
+        if seen.softcap is not None:
+            return capped_attention(grouped, keys, values, mask, seen.softcap).view(q.shape)
+        y = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         return y.view(q.shape)

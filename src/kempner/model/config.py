@@ -35,6 +35,11 @@ class ModelConfig:
         "keys that a query sees, its own among them (Mistral); unset: all before it",
         minimum=1,
     )
+    attention_softcap: float | None = option(
+        None,
+        "attention scores s become softcap * tanh(s / softcap) (Gemma 2); unset: they stay",
+        minimum=1e-3,
+    )
     tie_embeddings: bool = option(False, "share the embedding's weight with the output layer")
     init_from: str | None = option(
         None,

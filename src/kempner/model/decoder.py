@@ -1,5 +1,5 @@
 """A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; QK-norm,
-biases of q, k and v, a sliding window, and tied weights optional.
+biases of q, k and v, a sliding window, capped attention scores, and tied weights optional.
 
 Shapes: B batch, T tokens, D width, H query heads, K key-value heads, E head width, F SwiGLU width,
 V vocabulary. Parameter names and the order of rotary pairs are those of the Hugging Face Llama and
@@ -21,7 +21,6 @@ from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.cache import LayerCache, Rows
 from kempner.model.config import ModelConfig
 
-FLASH = (torch.bfloat16, torch.float16)
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -143,6 +142,7 @@ class Decoder(nn.Module):
         self.output = None if cfg.tie_embeddings else Output(cfg.dim, cfg.vocab_size, bias=False)
         self.register_buffer("rope", rope_table(cfg), persistent=False)
         self.loss: Loss = cross_entropy
+        self.kernel = "auto"  # of the attention: see attention.choose
 
     def forward(
         self,
@@ -160,7 +160,11 @@ class Decoder(nn.Module):
         if placed is not None and placed.positions is not None:
             rope = self.rope[:, placed.positions].unsqueeze(2)  # [2, B, 1, T, E]
         x = self.embed(tokens)  # [B, T, D]
-        seen = visible(tokens, self.cfg.sliding_window, documents, flash=x.dtype in FLASH)
+        cfg = self.cfg
+        kernel = self.kernel if cache is None else "flash"  # flex would compile for every length
+        seen = visible(
+            tokens, cfg.sliding_window, documents, x.dtype, cfg.attention_softcap, kernel
+        )
         for i, block in enumerate(self.blocks):
             x = block(x, rope, seen) if cache is None else block(x, rope, seen, cache.layer(i))
         if cache is not None:

@@ -1,33 +1,106 @@
-"""Optimizers over sharded parameters.
-
-An optimizer takes two tensors from the step, so that neither clipping nor a bad gradient costs the
-host a wait: `grad_scale` (gradients are divided by it) and `found_inf` (1: leave everything as it
-is). The fused kernels read both.
-"""
+"""From the [optimizer] section to an optimizer over the parameters of a model."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from kempner.optim.config import OptimizerConfig
+from kempner.config.option import ConfigError
+from kempner.optim.config import GroupConfig, OptimizerConfig
+from kempner.optim.muon import Muon
+from kempner.optim.optimizer import Group, Optimizer, Rule
+from kempner.optim.rules import AdamW, Lion, ScheduleFree
+from kempner.parallel.build import parameter_names
+
+RULES: Mapping[str, type[Rule]] = {
+    "adamw": AdamW,
+    "lion": Lion,
+    "muon": Muon,
+    "schedule_free": ScheduleFree,
+}
 
 
-def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101) in two groups: matrices decay; norms, biases and embeddings do
-    not. What is frozen has no part in it."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decay = [p for name, p in named if p.ndim >= 2 and "embed" not in name]
-    rest = [p for name, p in named if p.ndim < 2 or "embed" in name]
-    groups = [
-        {"params": decay, "weight_decay": cfg.weight_decay, "lr_scale": 1.0},
-        {"params": rest, "weight_decay": 0.0, "lr_scale": 1.0},
+def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
+    """The optimizer of the run. Matrices decay; norms, biases and embeddings do not. Muon takes the
+    matrices of the blocks, and AdamW the rest. What is frozen has no part in it.
+
+    Raises ConfigError when an entry of optimizer.groups is the first to match no parameter.
+    """
+    named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
+    groups: dict[tuple[str, bool, int | None], Group] = {}
+    for name, p in named.items():
+        matrix = p.ndim >= 2 and "embed" not in name
+        rule = "adamw" if cfg.name == "muon" and (not matrix or "output" in name) else cfg.name
+        number = first_match(cfg.groups, name)
+        own = GroupConfig(names=()) if number is None else cfg.groups[number]
+        decay = cfg.weight_decay if matrix else 0.0
+        group = groups.setdefault(
+            (rule, matrix, number),
+            {
+                "params": [],
+                "rule": RULES[rule](),
+                "lr": cfg.lr,
+                "lr_scale": own.lr_scale,
+                "weight_decay": decay if own.weight_decay is None else own.weight_decay,
+                "betas": cfg.betas,
+                "eps": cfg.eps,
+                "momentum": cfg.momentum,
+                "nesterov": cfg.nesterov,
+                "scale": cfg.muon_scale,
+            },
+        )
+        group["params"].append(p)
+    _check_used(cfg.groups, named)
+    ordered = [groups[key] for key in sorted(groups, key=lambda key: not key[1])]
+    averages = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moments]
+    return Optimizer(ordered, averages, cfg.cpu_offload)
+
+
+def first_match(groups: tuple[GroupConfig, ...], name: str) -> int | None:
+    """The first group with a pattern that the name of a parameter matches."""
+    for number, group in enumerate(groups):
+        if any(fnmatchcase(name, pattern) for pattern in group.names):
+            return number
+    return None
+
+
+def _check_used(groups: tuple[GroupConfig, ...], named: Mapping[str, Tensor]) -> None:
+    used = {first_match(groups, name) for name in named}
+    unused = [
+        f"optimizer.groups[{i}].names = {list(group.names)}: no trained parameter is the first to "
+        f"match; the names are such as {', '.join(list(named)[:3])}, and * stands for any text"
+        for i, group in enumerate(groups)
+        if i not in used
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    if unused:
+        raise ConfigError(unused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """`lr`: of this step, for all groups alike; a group with an "lr_scale" has that multiple."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
+
+
+@contextlib.contextmanager
+def published_weights(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """The model has the weights to evaluate, which not every optimizer trains; afterwards it has
+    those that are trained again, bit for bit."""
+    averaging = optimizer.averaging()
+    trained = {p: p.detach().clone() for p in averaging}
+    with torch.no_grad():
+        for p, average in averaging.items():
+            p.copy_(average())
+    yield
+    with torch.no_grad():
+        for p, weights in trained.items():
+            p.copy_(weights)
+    for module in model.modules():
+        # What the root has gathered in a forward pass stays until the next backward pass.
+        if trained and isinstance(module, FSDPModule):
+            module.reshard()

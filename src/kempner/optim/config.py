@@ -3,59 +3,125 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kempner.config.option import option
+from kempner.config.option import REQUIRED, option
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    names: tuple[str, ...] = option(
+        REQUIRED, "patterns of the names of its parameters, such as 'blocks.0.*'; * is any text"
+    )
+    lr_scale: float = option(1.0, "factor of the scheduled learning rate", minimum=0.0)
+    weight_decay: float | None = option(
+        None, "in place of the one that its parameters would have", minimum=0.0
+    )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    name: str = option(
+        "adamw",
+        "what changes the weights; see docs/optimizers.md",
+        choices=("adamw", "muon", "lion", "schedule_free"),
+    )
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
     betas: tuple[float, float] = option((0.9, 0.95), "decay rates of the first and second moments")
     eps: float = option(1e-8, "added to the denominator for numerical stability", minimum=0.0)
     weight_decay: float = option(
         0.1, "applied to matrices only, not to norms or embeddings", minimum=0.0
     )
+    groups: tuple[GroupConfig, ...] = option(
+        (), "parameters with a learning rate or decay of their own; [[optimizer.groups]] in a file"
+    )
+    momentum: float = option(0.95, "muon: decay rate of the momentum", minimum=0.0, maximum=0.9999)
+    nesterov: bool = option(True, "muon: look ahead by one gradient")
+    muon_scale: str = option(
+        "adamw",
+        "muon: adamw: updates as large as AdamW's, 0.2 sqrt(max(rows, columns)); spectral: "
+        "sqrt(rows / columns)",
+        choices=("adamw", "spectral"),
+    )
+    moments: str = option(
+        "fp32",
+        "dtype of the averages of gradients; bf16: half the memory, rounded stochastically",
+        choices=("fp32", "bf16"),
+    )
+    cpu_offload: bool = option(
+        False, "keep the optimizer's state in the host's memory; it travels during the update"
+    )
 
     def problems(self) -> list[str]:
-        if all(0.0 <= beta < 1.0 for beta in self.betas):
-            return []
-        return [f"optimizer.betas = {list(self.betas)}: each must be at least 0 and under 1"]
+        found = []
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            found.append(
+                f"optimizer.betas = {list(self.betas)}: each must be at least 0 and under 1"
+            )
+        if self.name == "schedule_free" and self.betas[0] == 0.0:
+            found.append(
+                f"optimizer.betas = {list(self.betas)}: schedule_free interpolates by the first, "
+                "which must be over 0"
+            )
+        return found
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     name: str = option(
         "cosine",
-        "shape after the warm-up; wsd: constant, then linear decay over decay_steps",
-        choices=("cosine", "linear", "wsd", "constant"),
+        "shape after the warm-up; wsd: constant, then decay over decay_steps; none: the peak at "
+        "every step",
+        choices=("cosine", "linear", "rex", "wsd", "constant", "none"),
     )
     warmup_steps: int = option(0, "steps of linear warm-up", minimum=0)
     decay_steps: int | None = option(
         None, "wsd: steps of the final decay; unset: a tenth of train.max_steps", minimum=1
     )
+    decay_shape: str = option(
+        "linear", "wsd: shape of the final decay", choices=("linear", "cosine", "1-sqrt")
+    )
     min_lr_ratio: float = option(
         0.1, "final learning rate as a fraction of the peak", minimum=0.0, maximum=1.0
     )
+
+    def problems(self) -> list[str]:
+        if self.name != "none" or not self.warmup_steps:
+            return []
+        return [
+            f"schedule.warmup_steps = {self.warmup_steps}: schedule.name = none has no warm-up; "
+            "give --schedule.warmup_steps=0, or --schedule.name=constant"
+        ]
+
+
+CONSTANT = ("constant", "none")  # after the warm-up
+
+# What is left of the way from the peak to the lowest rate, by the fraction x of the decay.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,  # arXiv:1608.03983
+    "rex": lambda x: (1 - x) / (1 - x / 2),  # arXiv:2107.04197
+    "1-sqrt": lambda x: 1 - math.sqrt(x),  # arXiv:2405.18392
+}
 
 
 def learning_rate(cfg: ScheduleConfig, peak: float, step: int, max_steps: int) -> float:
     """The rate of update `step` (from 0). Never 0 by accident: the first update of a warm-up of n
     has peak/n.
 
-    cosine: min + (peak - min) (1 + cos(pi x)) / 2, x the fraction of the steps after the warm-up
-    (arXiv:1608.03983). wsd: warm-up, stable, decay (arXiv:2404.06395).
+    min + (peak - min) SHAPES[name](x), x the fraction of the steps after the warm-up. wsd: warm-up,
+    stable, decay (arXiv:2404.06395).
     """
     low = peak * cfg.min_lr_ratio
     if step < cfg.warmup_steps:
         return peak * (step + 1) / cfg.warmup_steps
-    if cfg.name == "constant":
+    if cfg.name in CONSTANT:
         return peak
     if cfg.name == "wsd":
-        fall = cfg.decay_steps or max(1, max_steps // 10)
+        fall, shape = cfg.decay_steps or max(1, max_steps // 10), cfg.decay_shape
         x = (step + 1 - (max_steps - fall)) / fall
     else:
+        shape = cfg.name
         x = (step - cfg.warmup_steps) / max(1, max_steps - cfg.warmup_steps)
-    x = min(max(x, 0.0), 1.0)
-    shape = (1 + math.cos(math.pi * x)) / 2 if cfg.name == "cosine" else 1 - x
-    return low + (peak - low) * shape
+    return low + (peak - low) * SHAPES[shape](min(max(x, 0.0), 1.0))

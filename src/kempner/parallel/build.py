@@ -1,17 +1,22 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> recompute -> compile -> offload
--> shard -> memory -> weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> recompute ->
+compile -> offload -> shard -> memory -> weights."""
 
 from __future__ import annotations
 
+import math
 import zlib
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from kempner.checkpoint.layout import make_table, own_box, slices
+from kempner.checkpoint.writer import local
+from kempner.loss import cross_entropy
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
+from kempner.parallel.compiled import compile_model
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
@@ -32,6 +37,16 @@ class Settings(RecomputeSettings, Protocol):
     def offload_activations(self) -> int: ...
     @property
     def compile(self) -> bool: ...
+    @property
+    def compile_scope(self) -> str: ...
+    @property
+    def weights(self) -> str: ...
+    @property
+    def fp8(self) -> str: ...
+    @property
+    def attention(self) -> str: ...
+    @property
+    def loss_chunk(self) -> int | None: ...
 
 
 def build_model(
@@ -42,33 +57,41 @@ def build_model(
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
-    """The model on this rank's device: fp32 master shards, train.dtype compute, fp32 gradient sums.
-    A frozen one has no gradients, and the weights in the compute dtype.
+    """The model on this rank's device: master shards in train.weights, train.dtype compute, fp32
+    gradient sums. A frozen one has no gradients, and the weights in the compute dtype.
 
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
     """
     with torch.device("meta"):
         model = Decoder(cfg)
-    dtype = compute_dtype(train.dtype, layout.mesh.device_type)
-    if frozen:
-        for parameter in model.requires_grad_(False).parameters():
+    device_type = layout.mesh.device_type
+    dtype = compute_dtype(train.dtype, device_type)
+    model.kernel = train.attention
+    model.loss = partial(cross_entropy, chunk=train.loss_chunk)
+    if frozen or train.weights == "bf16":
+        for parameter in model.requires_grad_(not frozen).parameters():
             parameter.data = parameter.data.to(dtype)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
+    if layout.tp is not None:
+        from kempner.parallel.tensor import split_matrices
+
+        split_matrices(model, layout.tp)
+    if train.fp8 != "none":
+        from kempner.parallel.fp8 import use_fp8
+
+        use_fp8(model, train.fp8, torch.device(device_type))
     add_recompute(model, train)
     if train.compile:
-        for block in model.blocks:
-            block.compile()
-        model.loss = torch.compile(model.loss)
+        compile_model(model, train.compile_scope)
     if train.offload_activations:
         Offload(model, train.offload_activations)
-    shard(model, layout, dtype, distributed, frozen)
-    device_type = layout.mesh.device_type
+    shard(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
     model.to_empty(device="cpu" if distributed.fsdp_cpu_offload else device_type)
     with torch.no_grad():
         model.rope = rope_table(cfg).to(device_type)
-        init_weights(model, train.seed)
+        init_weights(model, train.seed, layout)
     return model
 
 
@@ -79,27 +102,24 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def init_weights(model: Decoder, seed: int) -> None:
+def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
     """Initial values, each parameter from a generator of its own, whole, then cut: the same on
     every mesh. With init_from those of adapters alone: the others come from there, or from a
     checkpoint (hf/load.py, checkpoint/checkpointer.py)."""
-    for name, param in parameter_names(model).items():
+    named = parameter_names(model)
+    held = make_table(named, {}, math.prod(layout.sizes))
+    for name, param in named.items():
         adapter = is_adapter(name)
         if model.cfg.init_from is not None and not adapter:
             continue
         if (std := init_std(name, param) if adapter else model.init_std(name)) == 0.0:
             param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
-        # Of the mesh: with fsdp_cpu_offload the parameter itself is on the host.
-        device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device
+        device = layout.mesh.device_type  # with fsdp_cpu_offload the parameter is on the host
         generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
-        whole = torch.empty(param.shape, device=device, dtype=param.dtype)
+        whole = torch.empty(param.shape, device=device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)
-        if isinstance(param, DTensor):
-            whole = distribute_tensor(
-                whole, param.device_mesh, param.placements, src_data_rank=None
-            )
-        param.copy_(whole)
+        local(param).copy_(whole[slices(own_box(held[name], layout.rank))])
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:

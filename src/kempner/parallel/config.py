@@ -26,7 +26,12 @@ class DistributedConfig:
     )
     pp: int = option(1, "pipeline stages; only 1 is supported", minimum=1)
     cp: int = option(1, "context-parallel ranks; only 1 is supported", minimum=1)
-    tp: int = option(1, "tensor-parallel ranks; only 1 is supported", minimum=1)
+    tp: int = option(
+        1,
+        "ranks that share each matrix product and each sequence between them (tensor and sequence "
+        "parallelism); keep them on one node",
+        minimum=1,
+    )
     ep: int = option(1, "expert-parallel ranks; only 1 is supported", minimum=1)
     device: str = option("auto", "device to train on", choices=("auto", "cuda", "cpu"))
     start_timeout: float = option(
@@ -69,7 +74,7 @@ class DistributedConfig:
         found = self._contradictions()
         found += [
             f"distributed.{axis} = {getattr(self, axis)}: this axis is not built yet; leave it at 1"
-            for axis in ("pp", "cp", "tp", "ep")  # what is built leaves this list
+            for axis in ("pp", "cp", "ep")  # what is built leaves this list
             if getattr(self, axis) != 1
         ]
         for axis in ("dp_shard", "dp_replicate"):

@@ -22,11 +22,17 @@ from kempner.parallel.layout import Layout
 
 
 def shard(
-    model: Decoder, layout: Layout, dtype: torch.dtype, cfg: DistributedConfig, frozen: bool
+    model: Decoder,
+    layout: Layout,
+    dtype: torch.dtype,
+    cfg: DistributedConfig,
+    frozen: bool,
+    whole: bool,
 ) -> None:
     """fully_shard per block, over the embedding, and over the final norm and the output layer; HSDP
     when the replicate axis is over 1. A tied embedding is needed at both ends: it stays with the
-    model itself, and gathered until the backward pass has ended.
+    model itself, and gathered until the backward pass has ended. `whole`: of the model at once,
+    without hooks in it.
 
     Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
     is the mean.
@@ -41,13 +47,13 @@ def shard(
 
     cut = partial(fully_shard, mesh=layout.parameter_mesh, mp_policy=policy, offload_policy=offload)
     between = not cfg.sync_once and (cfg.reshard_island or cfg.reshard_after_forward)
-    if model.output is not None:
+    if model.output is not None and not whole:
         cut(model.embed, reshard_after_forward=frozen or between)
         assert isinstance(model.embed, FSDPModule)
         model.embed.set_unshard_in_backward(False)  # its gradient needs no weight
         # What comes last in the forward pass comes first in the backward pass.
         cut([model.norm, model.output], reshard_after_forward=frozen)
-    for block in model.blocks:
+    for block in () if whole else model.blocks:
         cut(block, reshard_after_forward=frozen or between)
     cut(model, reshard_after_forward=frozen)
     model.sync_once = cfg.sync_once  # type: ignore[assignment]

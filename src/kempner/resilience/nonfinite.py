@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kempner.resilience.requests import Verdict
 
 if TYPE_CHECKING:
+    from kempner.progress import Progress
     from kempner.step import StepResult
 
 
@@ -16,14 +17,14 @@ class NonFinite:
     def __init__(self, max_skipped: int) -> None:
         self.max_skipped = max_skipped
         self.in_a_row = 0
-        self.since = 0  # samples consumed after the first of them
+        self.since: Progress  # after the first of them
 
     def judge(self, result: StepResult, may_go_back: bool) -> Verdict | None:
         """What follows from a step, None when nothing does. After `max_skipped` bad steps in a row
         the run goes back to its last checkpoint or, where it may not (it has done so before),
         fails."""
         if result.bad and not self.in_a_row:
-            self.since = result.after.samples
+            self.since = result.after
         self.in_a_row = self.in_a_row + 1 if result.bad else 0
         if self.in_a_row < self.max_skipped:
             return None

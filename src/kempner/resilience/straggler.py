@@ -31,20 +31,27 @@ RANKS = 1 << 20  # more than any world has; a ratio and a rank travel as ratio *
 class BlockClock:
     """Seconds of this rank's own work in a step, from the forward of the model's first block."""
 
-    def __init__(self, blocks: nn.ModuleList, device: torch.device) -> None:
-        self._scale = WORK_PER_FORWARD * len(blocks)
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """`model` has `blocks`. Of one that is compiled as a whole it is the model's own forward: a
+        hook within would cut its graph in two."""
+        assert isinstance(model.blocks, nn.ModuleList)
+        whole = model._compiled_call_impl is not None
+        clocked = model if whole else model.blocks[0]
+        self._scale = WORK_PER_FORWARD * (1 if whole else len(model.blocks))
         self._cuda = device.type == "cuda"
         self._began: float | torch.Event = 0.0
         self._spans: list[tuple[Any, Any]] = []
-        # Inside of what fully_shard has put around the block: its weights are there by then.
-        blocks[0].register_forward_pre_hook(self._start)
-        blocks[0].register_forward_hook(self._end, prepend=True)
+        start, end = self._start, self._end
+        if whole or clocked._compiled_call_impl is not None:
+            # Only then: it imports the compiler, half a second of every start.
+            start, end = map(torch.compiler.disable, (start, end))
+        # Inside of what fully_shard has put around it: its weights are there by then.
+        clocked.register_forward_pre_hook(start)
+        clocked.register_forward_hook(end, prepend=True)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _start(self, *_: object) -> None:
         self._began = self._now()
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _end(self, *_: object) -> None:
         if torch.is_grad_enabled():  # not a validation
             self._spans.append((self._began, self._now()))

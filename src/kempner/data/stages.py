@@ -1,0 +1,68 @@
+"""How many samples each step takes, and into how many sequences each is cut. No torch.
+
+A sample is always train.seq_len tokens. A shorter sequence length cuts it into equal pieces, which
+are rows of their own: the numbers of the samples, and so the position of a run, stay what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Stage(NamedTuple):
+    """The steps from `start` on, up to the next stage."""
+
+    start: int
+    batch: int  # samples of a global step
+    pieces: int = 1  # sequences that each sample is cut into
+
+
+def stages(
+    batch: int, batch_ramp: Sequence[int] | None, pieces: Sequence[int], over: int
+) -> list[Stage]:
+    """`batch_ramp`: samples of the first step, increment, and the step that first has `batch`.
+    `pieces`: by rising sequence length, each for an equal part of the first `over` steps; 1 after
+    them."""
+    first, increment, steps = batch_ramp or (batch, 1, 0)
+    rises = (batch - first) // increment
+    batches = [(-(-i * steps // max(1, rises)), first + i * increment) for i in range(rises + 1)]
+    cuts = [(-(-i * over // len(pieces)), each) for i, each in enumerate(pieces)]
+    cuts.append((over if pieces else 0, 1))
+    starts = sorted({start for start, _ in (*batches, *cuts)})
+    return [Stage(at, _last(batches, at), _last(cuts, at)) for at in starts]
+
+
+def _last(values: Sequence[tuple[int, int]], step: int) -> int:
+    """The newest value at a step."""
+    return [value for start, value in values if start <= step][-1]
+
+
+def stage_at(all_stages: Sequence[Stage], step: int) -> Stage:
+    return [stage for stage in all_stages if stage.start <= step][-1]
+
+
+def samples_between(all_stages: Sequence[Stage], begin: int, end: int) -> int:
+    """Samples of the steps `begin` to `end` - 1; less than 0 where `end` comes first."""
+    return _samples_before(all_stages, end) - _samples_before(all_stages, begin)
+
+
+def _samples_before(all_stages: Sequence[Stage], step: int) -> int:
+    stops = [*(stage.start for stage in all_stages[1:]), math.inf]
+    return sum(
+        stage.batch * int(max(0, min(step, stop) - stage.start))
+        for stage, stop in zip(all_stages, stops, strict=True)
+    )
+
+
+def step_of(all_stages: Sequence[Stage], begin: int, samples: int) -> int:
+    """The first step that comes at least `samples` samples after step `begin`."""
+    total = _samples_before(all_stages, begin) + samples
+    for stage, later in pairwise((*all_stages, None)):
+        assert stage is not None
+        step = stage.start + -((_samples_before(all_stages, stage.start) - total) // stage.batch)
+        if later is None or step <= later.start:
+            return step
+    raise AssertionError("the last stage has no end")

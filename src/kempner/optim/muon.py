@@ -1,0 +1,134 @@
+"""Muon: momentum whose matrices are made orthogonal (Jordan et al., 2024; arXiv:2502.16982).
+
+A matrix has to be whole for that, and is spread over the ranks. So matrix i of as many as there
+are ranks is made whole on rank i, made orthogonal there, and sent back in parts: two all-to-alls,
+and each matrix is worked on once, whatever cuts or copies it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kempner.checkpoint.layout import Box, StoredTensor, chunks_of, own_box, ranks_with
+from kempner.optim.optimizer import Group, Guard, Part, Rule
+
+# Of the five iterations; chosen so that every singular value from 1e-3 on ends near 1.
+COEFFICIENTS = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+EPS = 1e-7
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """U V^T of the singular value decomposition of each matrix [..., rows, columns], nearly: its
+    singular values are 0.97 to 1.04. Newton-Schulz iterations, in the dtype of the matrices."""
+    x = matrices.reshape(-1, *matrices.shape[-2:])
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    norm = x.float().norm(dim=(1, 2), keepdim=True)
+    x = (x / (norm + EPS)).to(matrices.dtype)
+    for a, b, c in COEFFICIENTS:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(matrices.shape)
+
+
+def orthogonal_parts(parts: Sequence[Tensor], wholes: Sequence[StoredTensor]) -> list[Tensor]:
+    """This rank's part of each orthogonal matrix, from its part of each matrix; all ranks call it
+    with at most as many as they are. `wholes`: the matrices, and how they are cut."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world == 1:
+        return [orthogonalise(part) for part in parts]
+    written = dict(chunks_of({str(i): whole for i, whole in enumerate(wholes)}, rank))
+    mine = wholes[rank] if rank < len(wholes) else None
+
+    # What each owner lacks, from one of the ranks that have it.
+    outgoing = [
+        part.flatten()
+        if str(i) in written and (i == rank or not whole.everywhere)
+        else part.new_empty(0)
+        for i, (part, whole) in enumerate(zip(parts, wholes, strict=True))
+    ]
+    outgoing += [parts[0].new_empty(0)] * (world - len(parts))
+    boxes: dict[int, Box] = {}
+    if mine is not None:
+        boxes = {each: own_box(mine, each) for each in ranks_with(mine, mine.whole, near=rank)}
+    incoming = _all_to_all(outgoing, [_size(boxes[r]) if r in boxes else 0 for r in range(world)])
+
+    # What each rank holds of the result.
+    outgoing = [parts[0].new_empty(0)] * world
+    if mine is not None:
+        matrix = parts[0].new_empty(mine.shape)
+        for each, box in boxes.items():
+            matrix[_slices(box)] = incoming[each].view([length for _, length in box])
+        matrix = orthogonalise(matrix)
+        outgoing = [matrix[_slices(own_box(mine, each))].flatten() for each in range(world)]
+    sizes = [part.numel() for part in parts] + [0] * (world - len(parts))
+    incoming = _all_to_all(outgoing, sizes)
+    return [found.view(part.shape) for found, part in zip(incoming, parts, strict=False)]
+
+
+def _all_to_all(outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """outgoing[r] goes to rank r; sizes[r] numbers come from it."""
+    packed = torch.cat(list(outgoing))
+    received = packed.new_empty(sum(sizes))
+    dist.all_to_all_single(received, packed, list(sizes), [len(part) for part in outgoing])
+    return list(torch.split(received, list(sizes)))
+
+
+def _size(box: Box) -> int:
+    return math.prod(length for _, length in box)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in box)
+
+
+class Muon(Rule):
+    """For matrices, or stacks of them. The momentum is a mean: Newton-Schulz does not see the
+    factor between that and a sum."""
+
+    averages = ("momentum",)
+
+    def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """As many as there are ranks, of the same size where possible, so that all ranks work."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        by_size = sorted(parameters, key=lambda p: -p.numel())
+        return [by_size[i : i + world] for i in range(0, len(by_size), world)]
+
+    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+        guard.prepare(parts)
+        keep, beta = guard.keep, group["momentum"]
+        for part in parts:
+            part.state["momentum"].lerp_(part.grad, (1 - beta) * keep)
+            part.state["step"].add_(keep)
+        changes = [
+            part.grad.lerp(part.state["momentum"], beta)
+            if group["nesterov"]
+            else part.state["momentum"]
+            for part in parts
+        ]
+        # On a CPU products in bf16 are no faster.
+        dtype = torch.bfloat16 if changes[0].is_cuda else torch.float32
+        found = orthogonal_parts([x.to(dtype) for x in changes], [part.whole for part in parts])
+        rate = group["lr"] * keep
+        for part, change in zip(parts, found, strict=True):
+            scale = SCALES[group["scale"]](*part.whole.shape[-2:])
+            part.weight.mul_(1 - rate * group["weight_decay"]).sub_(change * (rate * scale))
+
+
+SCALES = {
+    # The root mean square of AdamW's updates: its learning rate and decay serve (arXiv:2502.16982).
+    "adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    # The same change of the output for every width (arXiv:2310.17813).
+    "spectral": lambda rows, columns: math.sqrt(rows / columns),
+}

@@ -1,0 +1,253 @@
+"""The optimizer of a run: rules over the parts of parameters that this rank holds.
+
+It takes two tensors from the step, so that neither clipping nor a bad gradient costs the host a
+wait: `grad_scale` (gradients are divided by it) and `found_inf` (1: leave everything as it is).
+
+A rule sees plain fp32 tensors on the parameter's device. Where the state is kept, and as what, is
+decided here: in bf16 it is rounded stochastically, on the host it travels beside the updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box
+from kempner.optim.rounding import noise, to_bf16
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+
+
+class Part(NamedTuple):
+    """What this rank holds of a parameter; a rule changes weight and state in place."""
+
+    weight: Tensor  # fp32, as are grad and state
+    grad: Tensor
+    state: State  # as large as weight, or []
+    whole: StoredTensor  # the parameter
+
+
+class Guard(NamedTuple):
+    """What the step says of its gradients."""
+
+    grad_scale: Tensor  # fp32 []
+    found_inf: Tensor  # fp32 [], 0 or 1
+
+    @property
+    def keep(self) -> Tensor:
+        """A factor of everything that an update adds: 0 leaves the old value exactly."""
+        return 1.0 - self.found_inf
+
+    def prepare(self, parts: Iterable[Part]) -> None:
+        """Divide the gradients by grad_scale; in a bad step they become 0, so that no NaN is left
+        that a factor of 0 would not remove."""
+        grads = [part.grad for part in parts]
+        torch._foreach_div_(grads, self.grad_scale)
+        bad = self.found_inf > 0
+        for grad in grads:
+            grad.masked_fill_(bad, 0.0)
+
+
+class Rule:
+    """How a group of parameters changes. lr and the other numbers come from the group."""
+
+    averages: tuple[str, ...] = ()  # of gradients, which start as 0
+    copies: tuple[str, ...] = ()  # of the weights, which start as these
+    scalars: tuple[str, ...] = ("step",)  # fp32 []; "step" counts the updates
+    publishes_average = False  # other weights than those that are trained
+
+    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+        raise NotImplementedError
+
+    def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]] | None:
+        """Which parameters an update needs at once; None: any."""
+        return None
+
+    def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
+        """The weights to evaluate and to publish, from those that are trained."""
+        return weight
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Each group has a `rule`, and what that rule reads (lr, weight_decay, betas, ...)."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, groups: list[Group], averages: torch.dtype = torch.float32, offload: bool = False
+    ) -> None:
+        """`averages`: the dtype to keep moments in, fp32 or bf16. `offload`: state lives in the
+        host's memory."""
+        super().__init__(groups, {})
+        self._averages, self._offload = averages, offload
+        first = self.param_groups[0]["params"][0]
+        self._stream: torch.cuda.Stream | None = None
+        if offload and first.is_cuda:
+            self._stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        first = self.param_groups[0]["params"][0]
+        guard = Guard(
+            torch.ones((), device=first.device) if self.grad_scale is None else self.grad_scale,
+            torch.zeros((), device=first.device) if self.found_inf is None else self.found_inf,
+        )
+        for group in self.param_groups:
+            rule: Rule = group["rule"]
+            present = [p for p in group["params"] if p.grad is not None]
+            batches = rule.batches(present) or self._batches(present)
+            coming = self._fetch(batches[0], rule) if batches else []
+            for batch, following in itertools.zip_longest(batches, batches[1:]):
+                states = coming
+                self._arrived(states)
+                parts = [
+                    Part(fp32(local(p)), fp32(local(p.grad)), state, self._whole(p))
+                    for p, state in zip(batch, states, strict=True)
+                ]
+                coming = self._fetch(following, rule) if following else []
+                rule.update(group, parts, guard)
+                self._put_back(batch, parts)
+
+    def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
+        """All at once where nothing is copied; else one by one, which needs the least memory."""
+        copied = self._stream is not None or self._averages is not torch.float32
+        if copied or any(p.dtype is not torch.float32 for p in parameters):
+            return [[p] for p in parameters]
+        return [parameters] if parameters else []
+
+    # --- state ---
+
+    def new_state(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor like `p`, distributed as `p` is, where this optimizer keeps its state."""
+        part = local(p)
+        place = torch.device("cpu") if self._offload else part.device
+        pin = part.is_cuda and self._offload
+        return as_part_of(p, torch.empty(part.shape, dtype=dtype, device=place, pin_memory=pin))
+
+    def _state(self, p: Tensor, rule: Rule) -> State:
+        """The state of a parameter as the rule wants it. A checkpoint may hold that of another
+        optimizer, or in another dtype: what fits is kept, the rest starts anew."""
+        state: State = self.state[p]
+        wanted = dict.fromkeys(rule.averages, self._averages)
+        wanted |= dict.fromkeys(rule.copies, torch.float32)
+        for key in state.keys() - wanted.keys() - set(rule.scalars):
+            del state[key]
+        for key, dtype in wanted.items():
+            old = state.get(key)
+            if old is not None and old.dtype is dtype:
+                continue
+            state[key] = new = self.new_state(p, dtype)
+            source = old if old is not None else p if key in rule.copies else None
+            local(new).zero_() if source is None else local(new).copy_(local(source))
+        for key in rule.scalars:
+            if key not in state:
+                state[key] = torch.zeros((), device=local(p).device)
+        return state
+
+    @functools.cached_property
+    def _table(self) -> tuple[dict[Tensor, int], Table]:
+        everything = [p for group in self.param_groups for p in group["params"]]
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        table = make_table({str(i): p for i, p in enumerate(everything)}, {}, world)
+        return {p: i for i, p in enumerate(everything)}, table
+
+    def _whole(self, p: Tensor) -> StoredTensor:
+        numbers, table = self._table
+        return table[str(numbers[p])]
+
+    # --- copies, on a stream of their own where the state is on the host ---
+
+    def _copying(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _fetch(self, batch: Sequence[Tensor], rule: Rule) -> list[State]:
+        with self._copying():
+            return [
+                {
+                    key: fp32(local(value).to(local(p).device, non_blocking=True))
+                    for key, value in self._state(p, rule).items()
+                }
+                for p in batch
+            ]
+
+    def _arrived(self, states: Sequence[State]) -> None:
+        """From here on the fetched state may be used."""
+        if self._stream is not None:
+            now = torch.cuda.current_stream()
+            now.wait_stream(self._stream)
+            for state in states:
+                for value in state.values():
+                    value.record_stream(now)
+
+    def _put_back(self, batch: Sequence[Tensor], parts: Sequence[Part]) -> None:
+        """Store what the rule has changed in a copy."""
+        for p, part in zip(batch, parts, strict=True):
+            pairs = [(p, part.weight), *((self.state[p][k], new) for k, new in part.state.items())]
+            for salt, (kept, new) in enumerate(pairs):
+                home = local(kept)
+                if home.data_ptr() == new.data_ptr():
+                    continue
+                if home.dtype is torch.bfloat16:
+                    new = to_bf16(new, self._noise(p, part, salt))
+                if self._stream is None or home.device == new.device:
+                    home.copy_(new)
+                    continue
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    home.copy_(new, non_blocking=True)
+                new.record_stream(self._stream)
+
+    def _noise(self, p: Tensor, part: Part, salt: int) -> Tensor:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        number = self._table[0][p]
+        box = own_box(part.whole, rank)
+        return noise(part.whole.shape, box, part.state["step"], 8 * number + salt)
+
+    # --- for checkpoints and evaluation ---
+
+    def wait(self) -> None:
+        """Until all copies to the host have arrived."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def averaging(self) -> dict[Tensor, Callable[[], Tensor]]:
+        """The parameters of which an average is published, and what computes it."""
+        return {
+            p: functools.partial(self._average, p, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if group["rule"].publishes_average and "z" in self.state.get(p, {})
+        }
+
+    @torch.no_grad()
+    def _average(self, p: Tensor, group: Group) -> Tensor:
+        state = {key: local(value) for key, value in self.state[p].items()}
+        return as_part_of(p, group["rule"].average(group, local(p), state))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_part_of(whole: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a tensor that is distributed as `whole` is."""
+    if not isinstance(whole, DTensor):
+        return part
+    return DTensor(part, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def fp32(tensor: Tensor) -> Tensor:
+    """The tensor itself where it is fp32."""
+    return tensor.float()

@@ -1,0 +1,48 @@
+"""Stochastic rounding to bf16, the same on every mesh.
+
+Rounded to the nearest number, a slow average in bf16 stands still: with a decay rate of 0.999 a
+step moves it by less than half of the distance to its neighbour, 2^-8. Rounded up or down at random
+it moves by the right amount on average (arXiv:2010.06192).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint.layout import Box
+
+
+def to_bf16(value: Tensor, noise: Tensor) -> Tensor:
+    """`value`, fp32, as bf16: up with the probability of its distance to the number below. `noise`:
+    int32, uniform in 0 to 2^16 - 1. A number that bf16 has stays what it is."""
+    return (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+
+
+def noise(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
+    """Uniform int32 in 0 to 2^16 - 1 for the part `box` of a tensor of this shape.
+
+    A hash of each element's place in the whole tensor, not a random generator of the rank: ranks
+    that hold copies of a part must round alike, or the copies drift apart, and a resumed run on
+    other ranks should round as the unbroken one. The hash is lowbias32 (Chris Wellons, "Prospecting
+    for Hash Functions", 2018); int32 products wrap around. `step` [], `salt`: of the tensor.
+    """
+    x = (step.to(torch.int32) * _int32(0x9E3779B9)).add_(_int32(salt * 0x85EBCA6B))
+    stride = 1
+    for dim, (start, length) in reversed(list(enumerate(box))):
+        places = torch.arange(length, dtype=torch.int32, device=step.device)
+        places = places.mul_(_int32(stride)).add_(_int32(start * stride))
+        x = x + places.view(-1, *[1] * (len(box) - 1 - dim))
+        stride *= shape[dim]
+    x = _mixed(x, 16, 0x7FEB352D)
+    x = _mixed(x, 15, 0x846CA68B)
+    return x.bitwise_xor_(x.bitwise_right_shift(16)).bitwise_and_(0xFFFF)
+
+
+def _mixed(x: Tensor, shift: int, factor: int) -> Tensor:
+    high = x.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)  # without the sign
+    return x.bitwise_xor_(high).mul_(_int32(factor))
+
+
+def _int32(number: int) -> int:
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -1,0 +1,99 @@
+"""Rules that change each element by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from kempner.optim.optimizer import Group, Guard, Part, Rule, State
+
+
+class AdamW(Rule):
+    """arXiv:1711.05101, torch's fused kernel: it reads grad_scale and found_inf itself."""
+
+    averages = ("exp_avg", "exp_avg_sq")
+
+    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            [part.weight for part in parts],
+            [part.grad for part in parts],
+            [part.state["exp_avg"] for part in parts],
+            [part.state["exp_avg_sq"] for part in parts],
+            [],
+            [part.state["step"] for part in parts],
+            fused=True,
+            grad_scale=guard.grad_scale,
+            found_inf=guard.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+class Lion(Rule):
+    """arXiv:2302.06675, algorithm 2: the sign of an average, so each element changes by lr."""
+
+    averages = ("exp_avg",)
+
+    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+        guard.prepare(parts)
+        keep, (beta1, beta2) = guard.keep, group["betas"]
+        rate = group["lr"] * keep
+        for part in parts:
+            average = part.state["exp_avg"]
+            direction = average.lerp(part.grad, 1 - beta1).sign_()
+            part.weight.mul_(1 - rate * group["weight_decay"]).sub_(direction.mul_(rate))
+            average.lerp_(part.grad, (1 - beta2) * keep)
+            part.state["step"].add_(keep)
+
+
+class ScheduleFree(Rule):
+    """Schedule-free AdamW (arXiv:2405.15682): gradients are taken at y = (1 - beta1) z + beta1 x,
+    where z is what plain AdamW without momentum would have, and x its running mean, weighted by
+    lr^2. The parameter is y; x, which is what to evaluate, follows from y and z."""
+
+    averages = ("exp_avg_sq",)
+    copies = ("z",)
+    scalars = ("step", "lr_max", "weight_sum")
+    publishes_average = True
+
+    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+        guard.prepare(parts)
+        keep, (beta1, beta2) = guard.keep, group["betas"]
+        rate = group["lr"] * keep
+        for scalar, news in self._counted(parts[0].state, rate, keep).items():
+            torch._foreach_copy_([part.state[scalar] for part in parts], [news] * len(parts))
+        state = parts[0].state
+        correction = 1 - beta2 ** state["step"].clamp(min=1)
+        weight = state["lr_max"].square() * keep
+        share = weight / state["weight_sum"].clamp(min=torch.finfo(torch.float32).tiny)
+        for part in parts:
+            y, z, square = part.weight, part.state["z"], part.state["exp_avg_sq"]
+            square.lerp_(part.grad.square(), (1 - beta2) * keep)
+            change = part.grad.div_(square.div(correction).sqrt_().add_(group["eps"]))
+            change.add_(y, alpha=group["weight_decay"])
+            y.lerp_(z, share).add_(change * (rate * (beta1 * (1 - share) - 1)))
+            z.sub_(change.mul_(rate))
+
+    @staticmethod
+    def _counted(state: State, rate: Tensor, keep: Tensor) -> State:
+        """The scalars after this update, which all parameters of a group have alike."""
+        highest = torch.maximum(state["lr_max"], rate)
+        return {
+            "step": state["step"] + keep,
+            "lr_max": highest,
+            "weight_sum": state["weight_sum"] + highest.square() * keep,
+        }
+
+    def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
+        """x, from y and z."""
+        x = weight.float().lerp(state["z"].to(weight.device), 1 - 1 / group["betas"][0])
+        return x.to(weight.dtype)

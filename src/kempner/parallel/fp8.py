@@ -1,0 +1,54 @@
+"""Matrix products in 8-bit floats by torchao: the activations, weights and gradients are scaled and
+rounded for each product, and everything else stays what it was (arXiv:2209.05433)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kempner.config.option import ConfigError
+from kempner.model.decoder import Decoder
+
+LEAST_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later multiply 8-bit floats
+TILE = 16  # both sizes of a matrix are multiples of this, or its kernels refuse it
+
+
+def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
+    """Let the projections of all blocks multiply in fp8; embedding and output stay. Before
+    anything else is wrapped. `recipe`: of torchao, tensorwise or rowwise, the unit of a scale.
+
+    Raises ConfigError where the device cannot, or no matrix has a size that its kernels take.
+    """
+    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
+
+    need_fp8(device, recipe)
+
+    def fits(module: nn.Module, _: str) -> bool:
+        return isinstance(module, nn.Linear) and not any(n % TILE for n in module.weight.shape)
+
+    linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+    if not any(fits(module, "") for module in linear):
+        raise ConfigError(
+            f"train.fp8 = {recipe}: no projection has both sizes a multiple of {TILE}, which the "
+            "kernels need; give such a model.dim and model.ffn_dim, or --train.fp8=none"
+        )
+    config: Any = Float8LinearConfig.from_recipe_name(recipe)
+    for block in model.blocks:
+        convert_to_float8_training(block, config=config, module_filter_fn=fits)
+
+
+def need_fp8(device: torch.device, recipe: str) -> None:
+    """Raises ConfigError where the device has no product of 8-bit floats."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
+        return
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    raise ConfigError(
+        f"train.fp8 = {recipe}: {name} does not multiply 8-bit floats; use a GPU of compute "
+        f"capability {'.'.join(map(str, LEAST_CAPABILITY))} or higher (Ada, Hopper, Blackwell), or "
+        "--train.fp8=none"
+    )

@@ -1,0 +1,217 @@
+"""The levers of [train] that change how the decoder computes, each against the plain one: chunks of
+the loss, compilation of blocks or of the whole model, bf16 weights, fp8 products."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from kempner.config.option import ConfigError
+from kempner.loss import cross_entropy
+from kempner.model.config import ModelConfig
+from kempner.model.decoder import Decoder
+from kempner.optim.build import build_optimizer
+from kempner.optim.config import OptimizerConfig
+from kempner.parallel import fp8
+from kempner.parallel.build import build_model
+from kempner.parallel.config import DistributedConfig, LoraConfig
+from kempner.parallel.layout import build_layout
+from kempner.preference.config import PreferenceConfig
+from kempner.resilience.straggler import BlockClock
+from kempner.run import RunConfig, TrainConfig
+
+pytestmark = pytest.mark.usefixtures("one_process")
+SHAPE = ModelConfig(vocab_size=64, dim=32, n_layers=3, n_heads=4, ffn_dim=48)
+PLAIN = TrainConfig()
+
+
+def build(**changes: Any) -> Decoder:
+    layout = build_layout(DistributedConfig(), 1, 1, "cpu")
+    return build_model(SHAPE, layout, replace(PLAIN, **changes), DistributedConfig())
+
+
+def gradients(model: Decoder) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of fixed tokens, and its gradients by name."""
+    tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))
+    loss, _ = model(tokens, tokens, token_losses=True)
+    loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        found[name.replace("_checkpoint_wrapped_module.", "")] = parameter.grad.to_local()
+    return loss.detach(), found
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sizes of the graphs that were compiled, by a backend that runs them as they are."""
+    found: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        found.append(len(graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    yield found
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_share_one_graph_and_a_whole_model_is_one(
+    graphs: list[int], recompute: bool
+) -> None:
+    """With the clock of the stragglers on it, as in a run."""
+    expected, plain = gradients(build())
+    for scope, count in (("block", 2), ("model", 1)):  # a block and the loss; all of it
+        graphs.clear()
+        torch._dynamo.reset()
+        model = build(compile=True, compile_scope=scope, recompute=recompute)
+        clock = BlockClock(model, torch.device("cpu"))
+        loss, found = gradients(model)
+        assert len(graphs) == count and clock.take() > 0.0
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(found, plain)
+
+
+def test_the_compiler_is_imported_when_something_is_compiled() -> None:
+    code = """if True:
+        import sys, torch
+        from kempner.parallel.compiled import leave_compiler_out
+        leave_compiler_out()
+        late = sys.modules["torch._dynamo"]
+        parameter = torch.nn.Parameter(torch.ones(3))
+        torch.optim.AdamW([parameter], fused=True).step()
+        assert torch._dynamo is late and "torch._dynamo.symbolic_convert" not in sys.modules
+        assert torch.compile(lambda x: x + 1, backend="eager")(parameter).sum() == 6
+        assert torch._dynamo.config.cache_size_limit and torch._dynamo is not late
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_loss_has_chunks_of_the_given_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, plain = gradients(build())
+    rows: list[int] = []
+    real = torch.logsumexp
+
+    def counted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows.append(logits.shape[0])
+        return real(logits, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "logsumexp", counted)
+    loss, found = gradients(build(loss_chunk=24))
+    assert rows == [24, 24, 16]
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, plain)
+
+
+def test_pure_bf16_has_the_rounded_weights_and_bf16_moments() -> None:
+    plain, model = build(), build(weights="bf16", dtype="bf16")
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert q.dtype == torch.bfloat16, name
+        assert torch.equal(p.to_local().bfloat16(), q.to_local())  # type: ignore[attr-defined]
+    assert model.rope.dtype == torch.float32
+    expected, reference = gradients(plain)
+    loss, found = gradients(model)
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+    for name, grad in found.items():
+        assert torch.cosine_similarity(grad.flatten().float(), reference[name].flatten(), 0) > 0.99
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    changed = [not torch.equal(before[name], p) for name, p in model.named_parameters()]
+    moments = {v.dtype for state in optimizer.state.values() for v in state.values() if v.ndim}
+    assert all(changed) and moments == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_projections_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """torchao's kernels run on a CPU, too, slowly."""
+    torchao = pytest.importorskip("torchao.float8.float8_linear")
+    monkeypatch.setattr(fp8, "need_fp8", lambda *_: None)
+    expected, plain = gradients(build(dtype="bf16"))
+    model = build(dtype="bf16", fp8=recipe)
+    converted = [name for name, m in model.named_modules() if isinstance(m, torchao.Float8Linear)]
+    assert len(converted) == 3 * 7  # every projection, and nothing else
+    loss, found = gradients(model)
+    assert found.keys() == plain.keys()  # checkpoints know these names
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+    assert loss != expected
+    for name, grad in found.items():
+        cosine = torch.cosine_similarity(grad.flatten(), plain[name].flatten(), 0)
+        assert cosine > 0.98, (name, cosine)
+
+
+def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(ConfigError, match="a CPU does not multiply 8-bit floats"):
+        build(fp8="rowwise")
+    gpu = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    with pytest.raises(ConfigError, match=r"NVIDIA A100 does not .* capability 8\.9 or higher"):
+        fp8.need_fp8(gpu, "rowwise")  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    fp8.need_fp8(gpu, "rowwise")  # type: ignore[arg-type]
+    with torch.device("meta"):
+        odd = Decoder(replace(SHAPE, dim=40, n_heads=5, ffn_dim=56))
+    with pytest.raises(ConfigError, match="no projection has both sizes a multiple of 16"):
+        fp8.use_fp8(odd, "rowwise", gpu)  # type: ignore[arg-type]
+
+
+TRAIN_WEIGHTS = replace(PLAIN, weights="bf16", dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("cfg", "word"),
+    [
+        (replace(PLAIN, weights="bf16"), "add --train.dtype=bf16"),
+        (replace(PLAIN, compile_scope="model"), "add --train.compile"),
+        (RunConfig(train=TRAIN_WEIGHTS, lora=LoraConfig(4)), "not built for train.weights = bf16"),
+        (
+            RunConfig(train=replace(PLAIN, fp8="rowwise"), lora=LoraConfig(4)),
+            "not built for train.fp8 = rowwise",
+        ),
+        (
+            RunConfig(
+                train=replace(PLAIN, attention="flash"), model=ModelConfig(attention_softcap=50.0)
+            ),
+            "does not cap scores",
+        ),
+        (
+            RunConfig(
+                train=replace(PLAIN, loss_chunk=8), preference=PreferenceConfig(loss="reward")
+            ),
+            "has no effect on preference.loss",
+        ),
+        (
+            RunConfig(
+                train=replace(PLAIN, fp8="rowwise"), distributed=DistributedConfig(device="cpu")
+            ),
+            "not on distributed.device = cpu",
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(cfg: Any, word: str) -> None:
+    assert any(word in problem for problem in cfg.problems()), cfg.problems()
+
+
+def test_fp8_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    (problem,) = replace(PLAIN, fp8="rowwise").problems()
+    assert "torchao is not installed; run" in problem and "[fp8]" in problem
+
+
+def test_a_chunk_may_be_larger_than_all_tokens() -> None:
+    x, weight, targets = torch.randn(4, 8), torch.randn(5, 8), torch.arange(4)
+    assert cross_entropy(x, weight, targets, chunk=99)[0] == cross_entropy(x, weight, targets)[0]
