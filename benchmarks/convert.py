@@ -132,8 +132,8 @@ def quarter(path: Path) -> dict[str, Any]:
     import torch
 
     from kempner.checkpoint.layout import Layout, StoredTensor, own_box
-    from kempner.hf.families import tensor_names, tensor_shapes
     from kempner.hf.source import find
+    from kempner.hf.tensors import tensor_names, tensor_shapes
     from kempner.model.config import ModelConfig
 
     cfg = ModelConfig(**find(str(path)).model())
@@ -160,7 +160,8 @@ def make_model(path: Path, layers: int) -> int:
     import torch
     from safetensors.torch import save_file
 
-    from kempner.hf.families import config_json, tensor_names, tensor_shapes
+    from kempner.hf.families import config_json
+    from kempner.hf.tensors import tensor_names, tensor_shapes
     from kempner.model.config import ModelConfig
 
     cfg = ModelConfig(

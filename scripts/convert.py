@@ -23,9 +23,10 @@ from kempner.config.command_line import argument_parser
 from kempner.config.loading import Values, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import complete_model
-from kempner.hf.families import FAMILIES, family_of, tensor_shapes
+from kempner.hf.families import FAMILIES, family_of
 from kempner.hf.source import find, held, vocabulary
 from kempner.hf.stored import check_source
+from kempner.hf.tensors import parts, tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
 from kempner.run import RunConfig, RunSection, TrainConfig
 
@@ -147,9 +148,9 @@ def check(options: argparse.Namespace) -> None:
         print(
             f"{source.path}: {FAMILIES[kind].architecture}, {cfg.count_parameters():,} parameters"
         )
-        print(
-            f"{len(tensor_shapes(cfg))} tensors, all accounted for; vocabulary {cfg.vocab_size:,}"
-        )
+        shapes, names = tensor_shapes(cfg), tensor_names(cfg, kind)
+        count = sum(len(parts(names[ours], shape)) for ours, shape in shapes.items())
+        print(f"{count} tensors, all accounted for; vocabulary {cfg.vocab_size:,}")
         if tokens := vocabulary(source.carried):
             print(f"its tokenizer has {tokens:,} tokens")
 

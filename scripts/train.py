@@ -67,7 +67,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
-    recorder, nonfinite = Recorder(run, device, progress), NonFinite(cfg.resilience.max_skipped)
+    recorder, nonfinite = Recorder(run, device, progress, loader), NonFinite(cfg.resilience)
     work, stragglers = BlockClock(model, device), Stragglers(run.hosts, device, run.announce)
     watchdog = start_watchdog(cfg, run, layout)
     stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)

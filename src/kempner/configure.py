@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kempner import bench
+from kempner.bench import Variant
 from kempner.checkpoint import commit, fork
-from kempner.config.command_line import help_text, parse_command
+from kempner.config.command_line import Command, help_text, parse_command
 from kempner.config.loading import Values, as_dict, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.config.values import shown, to_text
 from kempner.hf.source import find
 from kempner.hf.stored import check_source
+from kempner.model.config import OF_TRAINING
 from kempner.optim.config import learning_rate
-from kempner.parallel.layout import sizes
+from kempner.parallel.layout import Axes, sizes
+from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress, open_data, open_mixture
 from kempner.resilience.requests import StopRequests
@@ -33,9 +38,18 @@ python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
   --help                          this list
   --check                         print the resolved configuration as TOML and exit
   --nodes N --gpus-per-node G     with --check: whether it fits N hosts of G processes each
+  --build                         with these: build the model as one of their ranks, without memory
+  --bench                         measure the configuration, with fake data: [bench]
 """
 RANK_0_SPEAKS_S = 5.0
-FLAGS = {"help": bool, "check": bool, "nodes": int, "gpus-per-node": int}
+FLAGS = {
+    "help": bool,
+    "check": bool,
+    "build": bool,
+    "bench": bool,
+    "nodes": int,
+    "gpus-per-node": int,
+}
 
 
 def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
@@ -52,23 +66,61 @@ def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
     if not argv:
         print(f"usage: {USAGE}", file=sys.stderr)
         sys.exit(2)
+    flags = command.flags
     try:
-        cfg = load_config(command.files, command.overrides, command.problems)
-        nodes, per_node = command.flags["nodes"], command.flags["gpus-per-node"]
-        problems = check_inputs(cfg, 0 if command.flags["check"] else discover().rank)
-        if nodes is not None or per_node is not None:
-            problems += check_world(cfg, (nodes or 1) * (per_node or 1), per_node or 1)
-        elif not command.flags["check"]:
-            world = discover()
-            problems += check_world(cfg, world.size, world.per_node)
+        prefix = "bench-" if flags["bench"] else ""
+        cfg = load_config(command.files, command.overrides, command.problems, prefix)
+        variants = bench_variants(command, cfg) if flags["bench"] else [Variant("", [], cfg)]
+        problems = [text for each in variants for text in check(each.cfg, flags)]
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(dict.fromkeys(problems))
+        if flags["build"]:
+            for each in variants:
+                print(build(each.cfg, *size_of(flags)), file=sys.stderr)
     except ConfigError as error:
         reject(error, stop)
-    if command.flags["check"]:
+    if flags["check"] or flags["build"]:
         print(to_toml(cfg), end="")
         sys.exit(0)
+    if flags["bench"]:
+        sys.exit(bench.measure(Path(cfg.run.dir), variants, discover(), stop.wants_to_leave))
     return cfg
+
+
+def check(cfg: RunConfig, flags: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a configuration: with its files, and in the world that it is meant for."""
+    only = flags["check"] or flags["build"]
+    problems = check_inputs(cfg, 0 if only else discover().rank)
+    if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
+        problems += check_world(cfg, *size_of(flags))
+    elif not only:
+        world = discover()
+        problems += check_world(cfg, world.size, world.per_node)
+    return problems
+
+
+def size_of(flags: Mapping[str, Any]) -> tuple[int, int]:
+    """Ranks in all, and on each node, that the command line names."""
+    nodes, per_node = flags["nodes"] or 1, flags["gpus-per-node"] or 1
+    return nodes * per_node, per_node
+
+
+def bench_variants(command: Command, cfg: RunConfig) -> list[Variant]:
+    """The runs that `--bench` starts, with the words for each. Raises ConfigError."""
+    found, problems = [], []
+    for number, name in enumerate(cfg.bench.compare or ("",), 1):
+        more = parse_command(shlex.split(name), {})
+        files, given = [*command.files, *more.files], [*command.overrides, *more.overrides]
+        try:
+            own = load_config(files, given, more.problems)  # its [bench] says which data
+            given += bench.overrides(own, f"{cfg.run.dir}/{number}")
+            own = load_config(files, given)
+            found.append(Variant(name, [*files, *given], own))
+        except ConfigError as error:
+            problems += [f"bench.compare, {name}: {text}" for text in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
@@ -91,18 +143,19 @@ def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
 
 
 def load_config(
-    files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = ()
+    files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
 ) -> RunConfig:
     """load(), with what depends on other files: a run without run.dir is named after its first
-    configuration file, and one with model.init_from has the shape of those weights."""
-    run_dir = f"runs/{Path(files[0]).stem if files else 'default'}"
+    configuration file, after `prefix`, and one with model.init_from has the shape of those
+    weights."""
+    run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
     cfg = load(RunConfig, files, overrides, problems, partial(complete_model, run_dir=run_dir))
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
 
 
 def complete_model(given: Values, run_dir: str) -> list[str]:
     """The rest of [model] from what model.init_from names, or the run that is forked in its place.
-    A key that contradicts it is a problem; the maximum length and the initial weights' deviation
+    A key that contradicts it is a problem; the maximum length and what only shapes the training
     are no part of the weights."""
     model = given["model"]
     if (source := model.get("init_from")) is None:
@@ -113,7 +166,7 @@ def complete_model(given: Values, run_dir: str) -> list[str]:
         shape = shape or find(given["run"].get("fork") or source).model()
     except ConfigError as error:
         return [f"model.init_from: {problem}" for problem in error.problems]
-    fixed = shape.keys() - {"max_seq_len", "init_std"}
+    fixed = shape.keys() - {"max_seq_len", *OF_TRAINING}
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
     model |= {key: value for key, value in shape.items() if key in unset or key not in model}
     return [
@@ -169,6 +222,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
         axes = sizes(cfg.distributed, world_size, per_node)
         data_ranks = axes.data_ranks
         found += cfg.distributed.island_problems(axes.shard * axes.cp)
+        found += check_experts(cfg, axes)
     except ConfigError as error:
         found += error.problems
     try:
@@ -176,6 +230,20 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     except ConfigError as error:
         found += error.problems
     return found
+
+
+def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
+    """FSDP cuts the experts along their width; of that it takes no uneven parts."""
+    ranks = axes.shard * axes.cp // cfg.distributed.ep
+    if cfg.distributed.ep == 1 or not cfg.model.n_experts:
+        return []
+    return [
+        f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
+        f"{ranks} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep; choose "
+        "another ep or dp_shard"
+        for name, size in (("dim", cfg.model.dim), ("ffn_dim", cfg.model.ffn_dim))
+        if size % ranks
+    ]
 
 
 def has_checkpoint(root: Path) -> bool:

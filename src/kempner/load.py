@@ -157,7 +157,7 @@ def read_base(
 
     dtype = compute_dtype("auto", device.type)
     with torch.device("meta"):
-        model = Decoder(cfg).to(dtype)
+        model = Decoder(cfg).cast(dtype)
     if lora is not None:  # rounds the base, as in the training
         add_adapters(model, lora)
     model = model.to_empty(device=device).eval().requires_grad_(False)
@@ -165,5 +165,5 @@ def read_base(
         load_weights(model, cfg, source)
     except Damaged as error:
         raise ConfigError(f"{error}; name an older checkpoint") from None
-    model.to(dtype).rope = rope_table(cfg).to(device)  # it stays fp32
-    return model
+    model.rope = rope_table(cfg).to(device)
+    return model.cast(dtype)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.data.batch import MicroBatch
+from kempner.model.decoder import Decoder
+from kempner.parallel.layout import Layout
 
 
 class Objective(Protocol):
@@ -31,3 +34,28 @@ class NextToken:
 
     def numbers(self) -> dict[str, Tensor]:
         return {}
+
+
+class WithExperts:
+    """Any objective of a model with experts: it also records how these are used."""
+
+    def __init__(self, objective: Objective, model: Decoder, layout: Layout) -> None:
+        self.objective, self.routings, self.layout = objective, model.routings, layout
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
+        return self.objective(model, batch)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """The load of the busiest and of the idlest expert of any layer, as a multiple of the mean,
+        are those of the whole step: one rank names them, for the sum over ranks."""
+        load, balance = self.routings.take()
+        ours = self.layout.once({"load": load})["load"]
+        self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
+        shares = load / load.mean(1, keepdim=True)
+        one = float(dist.get_rank() == 0)
+        return {
+            **self.objective.numbers(),
+            "aux_loss_sum": balance,
+            "load_max": shares.max() * one,
+            "load_min": shares.min() * one,
+        }

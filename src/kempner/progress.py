@@ -115,7 +115,10 @@ def open_checkpointer(
     """Saves and loads the weights, the optimizer's state, and each rank's random state."""
     from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.checkpoint.state import run_state
+    from kempner.checkpoint.unsaved import Unsaved
 
+    if not cfg.checkpoint.save:
+        return Unsaved()
     state = run_state(model, optimizer)
     return Checkpointer(cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
 
@@ -162,7 +165,17 @@ def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress
 def open_objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
-    """What the run minimises. The reference of DPO is sharded as the model is, and has the weights
+    """What the run minimises, and what it counts beside that."""
+    from kempner.objective import WithExperts
+
+    objective = _objective(cfg, layout, model, run, device)
+    return WithExperts(objective, model, layout) if cfg.model.n_experts else objective
+
+
+def _objective(
+    cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
+) -> Objective:
+    """The reference of DPO is sharded as the model is, and has the weights
     of model.init_from after every restart, too."""
     if cfg.preference.loss == "none":
         from kempner.objective import NextToken

@@ -14,7 +14,9 @@ from kempner.data.loader import TrainLoader
 from kempner.files import LineFile
 from kempner.history import results
 from kempner.metrics import Clock, line, peak_flops
+from kempner.profiling import Profiler
 from kempner.progress import Progress
+from kempner.resilience.requests import ASKS_PROFILE
 from kempner.run_directory import Run
 from kempner.step import StepResult
 
@@ -26,9 +28,12 @@ class Recorder:
     The file is appended to and never rewritten: after a resume the later line of a step counts.
     """
 
-    def __init__(self, run: Run, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self, run: Run, device: torch.device, progress: Progress, loader: TrainLoader
+    ) -> None:
         cfg, world_size = run.cfg.metrics, run.world.size
         self.run, self.device, self.clock = run, device, Clock()
+        self._profiler = Profiler(run.cfg.profile, run.dir, run.world.rank, device, run.announce)
         self.skipped = 0
         # Of the line before: step, tokens, and the time spent until then.
         self._last: tuple[int, int, dict[str, float]]
@@ -36,6 +41,8 @@ class Recorder:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         peak = peak_flops(cfg, name)
         self._peak = peak and peak * world_size
+        window = run.cfg.model.sliding_window
+        self._keys = None if run.world.rank else loader.keys_per_query(window)  # it opens files
         flops = self._flops_per_token(run.cfg.train.max_steps)
         about = f"{name}; MFU = tokens/s x {flops:.3g} flops/token / " + (
             f"({world_size} x {peak:.3g} flops/s)" if peak else "peak, which is not known for it"
@@ -49,7 +56,9 @@ class Recorder:
     def _flops_per_token(self, step: int) -> float:
         cfg = self.run.cfg
         frozen = cfg.lora.rank > 0  # the adapters themselves hardly count
-        return cfg.model.flops_per_token(cfg.train.seq_len // cfg.train.stage(step).pieces, frozen)
+        pieces = cfg.train.stage(step).pieces
+        keys = self._keys if pieces == 1 else None
+        return cfg.model.flops_per_token(cfg.train.seq_len // pieces, frozen, keys)
 
     def begin(self, progress: Progress) -> None:
         """The rates start here: at a start, and when the run has gone back."""
@@ -57,6 +66,7 @@ class Recorder:
 
     def step(self, result: StepResult, loader: TrainLoader) -> None:
         """Record a step, if its line is due; one that was not finite always, with its samples."""
+        self._profiler.step(result.step, result.values[ASKS_PROFILE] > 0)
         self.run.progress(result.step)
         if result.bad:
             self.skipped += 1
@@ -94,6 +104,8 @@ class Recorder:
             record["sources"] = _by_source(result, loader)
         if packing := {each.name: each.packing for each in loader.sources if each.packing}:
             record |= {"loss_tokens": result.values["tokens"], "packing": packing}
+        if "load_max" in result.values:
+            record["experts"] = _of_experts(result)
         if "margin_sum" in result.values:
             pairs = record["pairs"] = record.pop("loss_tokens")
             record["accuracy"] = result.values["ordered_right"] / pairs if pairs else None
@@ -145,6 +157,14 @@ def _by_source(result: StepResult, loader: TrainLoader) -> dict[str, dict[str, f
         epochs = None if source.ordered else round(samples / len(source), 4)
         found[source.name] = {"loss": loss, "tokens": tokens, "epochs": epochs}
     return found
+
+
+def _of_experts(result: StepResult) -> dict[str, float]:
+    """The load of the busiest and of the idlest expert of any layer in this step, as a multiple of
+    the mean, and the auxiliary loss, 0 where there is none: mean of the layers, 1 at equal load."""
+    values = result.values
+    found = {name: values[name] for name in ("load_max", "load_min")}
+    return {**found, "aux_loss": values["aux_loss_sum"] / max(1.0, values["tokens"])}
 
 
 def memory_gib(device: torch.device) -> float:

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kempner.bench_config import BenchConfig
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import DataConfig, SourceConfig
@@ -17,6 +18,7 @@ from kempner.model.config import ModelConfig
 from kempner.optim.config import CONSTANT, OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
+from kempner.profiling import ProfileConfig
 from kempner.resilience.config import ResilienceConfig
 from kempner.trackers.config import TrackersConfig
 
@@ -266,6 +268,8 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -298,6 +302,11 @@ class RunConfig:
                 f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
                 f"{self.preference.loss}; train all weights, --lora.rank=0"
             )
+        if not self.checkpoint.save and self.run.fork:
+            found.append(
+                "checkpoint.save = false: a run with run.fork begins from a checkpoint, and with a "
+                "checkpoint of its own; leave one of the two out"
+            )
         if self.lora.rank and (lever := self._trains_weights()):
             found.append(
                 f"lora.rank = {self.lora.rank}: adapters are fp32 on a frozen model in bf16, and "
@@ -318,18 +327,23 @@ class RunConfig:
                 f"train.fp8 = {self.train.fp8}: not on distributed.device = cpu; give --train.fp8="
                 "none, or a GPU"
             )
-        if self.train.compile_scope == "model" and (lever := self._goes_by_blocks()):
-            found.append(
-                f"distributed.{lever} with train.compile_scope = model: all weights are gathered "
-                "at once, not block by block; leave one of the two out"
-            )
-        return found + (self._tensor_problems() if self.distributed.tp > 1 else [])
+        found += self._block_problems()
+        if self.distributed.tp > 1:
+            found += self._tensor_problems()
+        return found + self._expert_problems()
 
-    def _goes_by_blocks(self) -> str:
-        """What of FSDP has an effect only where each block is a group of its own."""
-        if self.distributed.reshard_island is not None:
-            return "reshard_island"
-        return "prefetch_blocks" if self.distributed.prefetch_blocks else ""
+    def _block_problems(self) -> list[str]:
+        """Of what has an effect only where FSDP gathers each block by itself."""
+        if self.train.compile_scope == "block":
+            return []
+        given = self.distributed
+        levers = {"reshard_island": given.reshard_island, "prefetch_blocks": given.prefetch_blocks}
+        return [
+            f"distributed.{name} = {value}: with train.compile_scope = model all weights are "
+            "gathered at once, not block by block; leave one of the two out"
+            for name, value in levers.items()
+            if value
+        ]
 
     def _tensor_problems(self) -> list[str]:
         """Of distributed.tp: each rank has whole heads, as many as the others, and between the
@@ -351,6 +365,7 @@ class RunConfig:
             f"lora.rank = {self.lora.rank}": self.lora.rank > 0,
             f"preference.loss = {self.preference.loss}": self.preference.loss != "none",
             f"train.fp8 = {self.train.fp8}": self.train.fp8 != "none",
+            f"model.n_experts = {self.model.n_experts}": self.model.n_experts > 0,
             "train.compile_scope = model": self.train.compile_scope == "model",
         }
         return found + [
@@ -358,6 +373,38 @@ class RunConfig:
             for other, asked in others.items()
             if asked
         ]
+
+    def _expert_problems(self) -> list[str]:
+        found, ep = [], self.distributed.ep
+        if self.model.aux_loss and self.preference.loss != "none":
+            found.append(
+                f"model.aux_loss = {self.model.aux_loss}: is not built for preference.loss = "
+                f"{self.preference.loss}; leave it at 0, the experts stay balanced as they are"
+            )
+        if ep > 1 and (self.model.n_experts or 1) % ep:
+            found.append(
+                f"distributed.ep = {ep}: must divide model.n_experts = {self.model.n_experts}, "
+                "which it shares out"
+            )
+        if ep > 1 and self.train.compile_scope == "model":
+            found.append(
+                f"distributed.ep = {ep}: the exchange of tokens is not compiled, and train."
+                "compile_scope = model leaves no place for it; give --train.compile_scope=block"
+            )
+        if not self.lora.rank or not self.model.n_experts:
+            return found
+        if wrong := [name for name in self.lora.targets if name in ("w1", "w2", "w3")]:
+            found.append(
+                f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
+                "matrices of experts; give those of the attention, "
+                """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
+            )
+        if self.model.router_bias:
+            found.append(
+                "model.router_bias: the biases move while the weights are trained, which lora.rank "
+                f"= {self.lora.rank} keeps as they are; train all weights, --lora.rank=0"
+            )
+        return found
 
     def _trains_weights(self) -> str:
         """The option that changes how all weights are trained, if there is one."""

@@ -25,13 +25,14 @@ from kempner import process
 from kempner.checkpoint.ranks import PeerFailed
 from kempner.config.loading import as_dict, config_hash, to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import what_changed
+from kempner.configure import check_world, what_changed
 from kempner.data.opening import facts_of
 from kempner.data.sidecar import copy_tokenizer
 from kempner.files import write_atomic
 from kempner.hf.adapter import identity
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
+from kempner.planner.out_of_memory import explain
 from kempner.process_group import World
 from kempner.progress import Progress, open_data
 from kempner.rendezvous import forget_rendezvous
@@ -45,7 +46,6 @@ from kempner.trackers.start import Trackers
 
 # What an error says on a rank that only lost a peer: that one is to blame.
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
-LESS_MEMORY = "set a smaller train.micro_batch or train.recompute=full, or use more GPUs"
 FLUSH_S = 30.0  # for the last writes of an attempt
 LAST_WORDS_S = 5.0  # the same, for one that crashed or hangs
 LAST_POINTS_S = 15.0  # for the trackers
@@ -239,8 +239,9 @@ class Run:
         reason = f"{where}: {detail.splitlines()[0]}"
         no_memory = isinstance(error, torch.OutOfMemoryError)
         if no_memory:  # the next start would need as much
-            detail += f"\n  {LESS_MEMORY}"
-            reason += f"; {LESS_MEMORY}"
+            fix = explain(self.cfg, self.world, check_world)
+            detail += f"\n  {fix}"
+            reason += f"; {fix}"
         self._log.to_stderr(f"{where}: {detail}\n  (traceback in {self._log.path})")
         if self._begun or not bad_input:
             final = bad_input or no_memory

@@ -44,15 +44,17 @@ def same(first: torch.Tensor, second: torch.Tensor) -> None:
     torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_from_transformers_five_steps_and_back(
     words: list[str], tmp_path: Path, family: str
 ) -> None:
-    """Qwen2 by four ranks, with parameters that do not divide by four."""
+    """Qwen2 by four ranks, with parameters that do not divide by four; experts shared out."""
+    ranks = {"qwen2": (4, 1), "qwen3_moe": (4, 2)}
+    nproc, ep = ranks.get(family, (1, 1))
     model, run = make(family, tmp_path / "model", max_shard_size="60KB"), tmp_path / "run"
     same(ours(tmp_path / "model"), theirs(model))
     words += [f"--model.init_from={tmp_path / 'model'}", f"--run.dir={run}"]
-    out = trained(*words, nproc=4 if family == "qwen2" else 1)
+    out = trained(*words, f"--distributed.ep={ep}", nproc=nproc)
     assert f"starts from the weights of {tmp_path / 'model'}" in out
     convert("export", run, tmp_path / "out", "--max-shard-size=1MB")
     back = load_quietly(tmp_path / "out")

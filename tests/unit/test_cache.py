@@ -28,6 +28,7 @@ CASES = {
     "window": {"sliding_window": 9},
     "llama3 rope": {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_len": 16},
     "qwen": {"qk_norm": True, "qkv_bias": True},
+    "experts": {"n_experts": 6, "ffn_dim": 16, "shared_experts": 1, "router_bias": True},
     "capped": {"attention_softcap": 2.0, "sliding_window": 9},
 }
 GREEDY = Sampling(temperature=0, max_tokens=MOST)

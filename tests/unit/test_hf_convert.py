@@ -19,10 +19,10 @@ from kempner.checkpoint.layout import Layout, StoredTensor, own_box
 from kempner.checkpoint.reader import read_tensors, verify
 from kempner.config.option import ConfigError
 from kempner.hf import exporting, importing, load
-from kempner.hf.families import tensor_names
 from kempner.hf.load import Job, fill, load_weights
 from kempner.hf.source import find
 from kempner.hf.stored import Stored
+from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from tests.hf_models import FAMILIES, convert, load_quietly, make, ours, theirs

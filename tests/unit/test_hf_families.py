@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kempner.config.option import ConfigError
-from kempner.hf.families import config_json, family_of, model_values, tensor_names, tensor_shapes
+from kempner.hf.families import config_json, family_of, model_values
+from kempner.hf.tensors import parts, tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 
@@ -46,11 +48,36 @@ MISTRAL_V01 = {
     "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
 }  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 # Parameters as published.
 PUBLISHED = {
     "llama-3.1-8b": (LLAMA_31_8B, 8_030_261_248),
     "qwen2.5-0.5b": (QWEN_25_05B, 494_032_768),
     "mistral-7b-v0.1": (MISTRAL_V01, 7_241_732_096),
+    "mixtral-8x7b": (MIXTRAL_8X7B, 46_702_792_704),
+    "qwen3-30b-a3b": (QWEN3_30B_A3B, 30_532_122_624),
 }
 
 
@@ -77,7 +104,16 @@ def test_what_follows_from_the_keys() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma": ({"model_type": "gemma2"}, "its norms multiply by 1 + weight"),
-    "experts": ({"model_type": "mixtral"}, "mixtures of experts are not built"),
+    "gated-expert": ({"model_type": "qwen2_moe"}, "its shared expert has a gate of its own"),
+    "dense-layers": (
+        QWEN3_30B_A3B | {"mlp_only_layers": [0]},
+        "mlp_only_layers = [0]: only [] is supported",
+    ),
+    "no-experts": (
+        {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+        | {"num_experts_per_tok": 2},
+        "has no num_local_experts",
+    ),
     "unheard-of": ({"model_type": "mamba9"}, '"mamba9" is not supported; supported are llama, '),
     "no-type": ({"model_type": None}, "model_type"),
     "another-task": (
@@ -122,6 +158,10 @@ SHAPES = {
     "qwen2-window": {"qkv_bias": True, "sliding_window": 8},
     "qwen3": {"qk_norm": True, "head_dim": 24, "sliding_window": 8},
     "mistral": {"sliding_window": 8},
+    "mixtral": {"n_experts": 5},
+    "qwen3-moe": {"n_experts": 6, "experts_per_token": 3, "qk_norm": True, "head_dim": 24},
+    "qwen3-moe-window": {"n_experts": 4, "qk_norm": True, "sliding_window": 8}
+    | {"router_normalize": False},
 }
 
 
@@ -145,21 +185,32 @@ def test_our_own_model_is_one_of_transformers(case: str, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = transformers.AutoConfig.from_pretrained(tmp_path)
     assert settings.eos_token_id == 7 and settings.bos_token_id is None
-    reference = transformers.AutoModelForCausalLM.from_config(settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.1 + (parameter.dim() == 1) * 0.5)
         names = tensor_names(cfg, config["model_type"])
-        state = {names[name]: value for name, value in model.state_dict().items()}
-        if cfg.tie_embeddings:
-            state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        reference.load_state_dict(state)
+        state = {}
+        for name, value in model.state_dict().items():
+            theirs = parts(names[name], tuple(value.shape))
+            values = [value] if "*" not in names[name] else value
+            state |= {part: one.clone() for part, one in zip(theirs, values, strict=True)}
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        reference, about = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, output_loading_info=True
+        )
+        assert not any(about.values()), about
         tokens = torch.randint(99, (2, 40))
-        torch.testing.assert_close(model(tokens), reference(tokens).logits, atol=1e-5, rtol=0)
+        theirs_say = reference.eval()(tokens).logits
+        torch.testing.assert_close(model(tokens), theirs_say, atol=1e-5, rtol=0)
 
 
 def test_a_model_that_transformers_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="no model of transformers has both"):
         family_of(ModelConfig(qkv_bias=True, qk_norm=True))
+    with pytest.raises(ConfigError) as error:
+        family_of(ModelConfig(n_experts=4, router="sigmoid", shared_experts=1))
+    shared, router = error.value.problems
+    assert shared.startswith("model.shared_experts = 1: no model of transformers with experts")
+    assert 'model.router = "sigmoid"' in router and 'must be "softmax"' in router
     with pytest.raises(ConfigError, match="caps its attention scores"):
         family_of(ModelConfig(attention_softcap=50.0))

@@ -19,10 +19,23 @@ SOURCE = ROOT / "src" / "kempner"
 LAYERS = (
     {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport", "hub"},
     {"trackers"},
-    {"process_group", "metrics", "loss", "model", "data", "history", "preflight", "ray"},
+    {
+        "process_group",
+        "metrics",
+        "profiling",
+        "bench_config",
+        "loss",
+        "model",
+        "data",
+        "history",
+        "preflight",
+        "ray",
+    },
     {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference"},
     {"generate", "load"},
     {"run"},
+    {"planner"},
+    {"bench"},
     {"configure", "progress", "step", "evaluate"},
     {"run_directory", "hosts", "run_log", "run_records", "recorder", "inspection", "harness"},
 )
@@ -102,7 +115,7 @@ def test_modules_without_torch_stay_without_it() -> None:
         "kempner.ray.node", "kempner.ray.ready",
         "kempner.trackers.follow", "kempner.trackers.start",
         "kempner.checkpoint.commit", "kempner.data.shards", "kempner.data.dataset",
-        "kempner", "kempner.load",
+        "kempner", "kempner.load", "kempner.bench", "kempner.planner.search",
         *(name for name in MODULES if name.endswith(".config")),
     ]  # fmt: skip
     code = f"import sys, {', '.join(light)}; sys.exit('torch' in sys.modules)"

@@ -88,7 +88,7 @@ class FakeRun:
 
 
 def result(step: int, spent: dict[str, float], loss: float = 2.0, bad: bool = False) -> StepResult:
-    values = {"loss": loss, "grad_norm": 0.5, "bad": float(bad)}
+    values = {"loss": loss, "grad_norm": 0.5, "bad": float(bad), "asks_profile": 0.0}
     return StepResult(Progress(step, 4 * step, 32 * step), 1e-3, values, spent)
 
 
@@ -96,6 +96,7 @@ LOADER: Any = SimpleNamespace(
     names=["data"],
     sources=(),
     sample_numbers=lambda position, count: list(range(position, position + count)),
+    keys_per_query=lambda window: None,
 )
 
 
@@ -109,7 +110,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def record(run: FakeRun, clock: SimpleNamespace, **faults: Any) -> list[dict[str, Any]]:
     """Steps 1 to 7 of 2 s each, 0.5 s of it waiting for data; returns the lines of the file."""
-    made = Recorder(run, torch.device("cpu"), Progress())  # type: ignore[arg-type]
+    made = Recorder(run, torch.device("cpu"), Progress(), LOADER)  # type: ignore[arg-type]
     for step in range(1, 8):
         with made.clock.part("data"):
             clock.value += 0.5

@@ -18,7 +18,7 @@ from kempner.resilience.requests import FLAGS, REQUESTS, StopRequests, asked, as
 def requests() -> StopRequests:
     """Without the handlers of signals, which are this process's."""
     stop = StopRequests.__new__(StopRequests)
-    stop.flags, stop._job_end = [0.0] * len(REQUESTS), None
+    stop.flags, stop._job_end, stop._profile = [0.0] * len(REQUESTS), None, 0.0
     stop._say = lambda text: None
     return stop
 

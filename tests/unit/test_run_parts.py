@@ -68,5 +68,5 @@ def test_only_what_would_come_again_is_final(
     assert status.exists() == final
     if final:
         told = json.loads(status.read_text())
-        assert told["state"] == "failed" and "train.micro_batch" in told["reason"]
+        assert told["state"] == "failed" and "try --train." in told["reason"]
     assert not (tmp_path / "run/lock").exists()

@@ -17,13 +17,13 @@ from kempner.checkpoint.reader import read_table
 from kempner.config.option import ConfigError
 from kempner.data.opening import changes
 from kempner.files import write_atomic
-from kempner.model.config import ModelConfig
+from kempner.model.config import OF_TRAINING, ModelConfig
 
 SKIP = "skip.json"  # beside `latest`: samples that the run leaves out since it went back
 
 # A manifest states under "fixed" what gives its weights and its position their meaning. These facts
 # may differ in the run that loads it; all others never may, such as the shapes of the weights.
-MAY_CHANGE = ("model.init_std",)  # it has no effect once there are weights
+MAY_CHANGE = tuple(f"model.{name}" for name in OF_TRAINING)
 MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
     *MAY_CHANGE,
     "model.init_from",

@@ -17,7 +17,7 @@ from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box
 from kempner.checkpoint.reader import Want
 from kempner.config.option import ConfigError
 from kempner.optim.optimizer import Optimizer
-from kempner.parallel.build import parameter_names
+from kempner.parallel.build import buffer_names, parameter_names
 
 WEIGHT = "weight"
 
@@ -40,24 +40,25 @@ class StateProvider(Protocol):
 
 class ModelState:
     """The parameters that are trained, by their names without wrappers: as they are published, when
-    the optimizer trains others than these."""
+    the optimizer trains others than these. And the buffers."""
 
     per_rank = False
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         named = parameter_names(model)
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self.buffers = buffer_names(model)
         self.optimizer = optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         averaging = averaging_of(self.optimizer)
-        return {
+        return self.buffers | {
             name: averaging[p]() if p in averaging else p.detach()
             for name, p in self.parameters.items()
         }
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.parameters.items()}
+        return self.buffers | {name: p.detach() for name, p in self.parameters.items()}
 
     def restored(self) -> None:
         pass

@@ -8,6 +8,8 @@ from pathlib import PurePath
 
 from kempner.config.option import REQUIRED, option
 
+FAKE = "fake:"  # in place of a path: random tokens, for measurements
+
 
 @dataclass(frozen=True)
 class SourceConfig:

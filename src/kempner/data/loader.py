@@ -24,6 +24,7 @@ from kempner.data.source import IGNORE, Int64, Rows, Source
 from kempner.data.stages import Stage, stage_at
 from kempner.model.attention import Documents
 
+LOOKED_AT = 64  # samples, for the lengths of documents
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
 
 
@@ -75,6 +76,22 @@ class TrainLoader:
         if len(self.sources) == 1:
             return [int(index) for index in indices]
         return [[int(i), int(j)] for i, j in zip(sources, indices, strict=True)]
+
+    def keys_per_query(self, window: int | None) -> float | None:
+        """Keys that a query sees on average, over some samples; None where each row is one
+        document, and where the data are streamed, which cannot be looked at beforehand."""
+        if any(source.ordered for source in self.sources):
+            return None
+        numbers, indices = self.mixture.draw(0, min(LOOKED_AT, self._stages[0].batch))
+        if read_mixed(self.sources, numbers[:1], indices[:1]).documents is None:
+            return None
+        rows = read_mixed(self.sources, numbers, indices)
+        assert rows.documents is not None
+        index = np.pad(rows.documents, ((0, 0), (1, 0)), constant_values=-1)
+        at = np.arange(rows.documents.shape[1])
+        begins = np.where(index[:, 1:] != index[:, :-1], at, 0)
+        seen = 1 + at - np.maximum.accumulate(begins, axis=1)  # [N, T]
+        return float(np.minimum(seen, window or seen.shape[1]).mean())
 
     def __iter__(self) -> TrainLoader:
         return self

@@ -10,8 +10,9 @@ from typing import Any
 
 from kempner.config.option import ConfigError
 from kempner.data.chat_dataset import ChatDataset
-from kempner.data.config import DataConfig, SourceConfig
+from kempner.data.config import FAKE, DataConfig, SourceConfig
 from kempner.data.dataset import TokenDataset
+from kempner.data.fake import FakeDataset
 from kempner.data.hf_dataset import is_hugging_face, open_hugging_face
 from kempner.data.joined import Joined
 from kempner.data.megatron import MegatronDataset, is_megatron
@@ -74,6 +75,8 @@ def _splits(
 
 
 def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
+    if cfg.path == FAKE and not how.shape.preferences:
+        return FakeDataset(cfg.label, how.shape)
     if has_sidecar(cfg) or how.shape.preferences:
         shape = how.shape
         kind = open_sidecar(cfg.path).kind

@@ -15,8 +15,9 @@ from typing import Any
 
 from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
-from kempner.hf.families import config_json, tensor_names
+from kempner.hf.families import config_json
 from kempner.hf.source import CONFIG, FOLDER, Source, held, read_config, run_of
+from kempner.hf.tensors import tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
 
 SAMPLES, SAMPLE = 64, 1 << 16  # pieces of a file that a fingerprint is made of, and their bytes
@@ -65,12 +66,15 @@ def base_of(manifest: dict[str, Any]) -> Iterator[Source]:
 def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
     """A function: name of a tensor -> its base weights plus alpha / rank B A, fp32. The base is
     rounded to bf16 first, as it was in the training."""
+    import torch
+
     from kempner.checkpoint.reader import read_tensors
+    from kempner.hf.load import Job, fill
     from kempner.hf.stored import Stored
     from kempner.parallel.lora import FROZEN
 
     lora, cfg = manifest["fixed"]["lora"], ModelConfig(**manifest["fixed"]["model"])
-    adapters = set(adapter_names(cfg, lora))
+    adapters, shapes = set(adapter_names(cfg, lora)), tensor_shapes(cfg)
     with base_of(manifest) as source, contextlib.ExitStack() as opened:
         if not source.is_checkpoint:
             stored = opened.enter_context(Stored(source.path, "pt"))
@@ -80,7 +84,9 @@ def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str
             if source.is_checkpoint:
                 weight = read_tensors(source.path, [key := f"model.{name}"])[key]
             else:
-                weight = stored.slice(names[name])[:]
+                weight = torch.empty(shapes[name])
+                box = tuple((0, size) for size in shapes[name])
+                fill(stored, [Job(weight, names[name], box)])
             weight = weight.to(FROZEN).float()
             prefix = name.removesuffix("weight")
             if prefix in adapters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
 from kempner.files import fsync, write_atomic
 from kempner.hf.adapter import merged
-from kempner.hf.families import Config, config_json, tensor_names, tensor_shapes
+from kempner.hf.families import Config, config_json
 from kempner.hf.source import (
     CONFIG,
     FOLDER,
@@ -33,6 +34,7 @@ from kempner.hf.source import (
     run_of,
 )
 from kempner.hf.stored import INDEX, SINGLE
+from kempner.hf.tensors import parts, tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,7 +137,8 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
             file = SINGLE
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            files |= dict.fromkeys((names[ours] for ours in shard), file)
+            for ours in shard:
+                files |= dict.fromkeys(parts(names[ours], reader.shapes[ours]), file)
             for act in _acts(out / file, reader, names, shard):
                 written.result()  # one part is written while the next one is read
                 written = writer.submit(act)
@@ -153,11 +156,12 @@ def _acts(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for ours in shard:
-        header[names[ours]] = {
-            "dtype": HEADER_DTYPES[reader.dtype],
-            "shape": reader.shapes[ours],
-            "data_offsets": [at, at := at + reader.sizes[ours]],
-        }
+        for name, shape in parts(names[ours], reader.shapes[ours]).items():
+            header[name] = {
+                "dtype": HEADER_DTYPES[reader.dtype],
+                "shape": shape,
+                "data_offsets": [at, at := at + math.prod(shape) * reader.dtype.itemsize],
+            }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data are aligned
     with open(path, "wb", buffering=0) as file:

@@ -1,9 +1,8 @@
-"""Families of Hugging Face models: the names of their tensors, and config.json <-> the [model]
-section.
+"""Families of Hugging Face models: config.json <-> the [model] section.
 
-A family is a `model_type` whose mathematics is that of our decoder. Each has one table of names;
-`*` stands for the number of a layer. To add a family, add its table, what its config.json must say
-(`_refusals`), and how its keys map (`model_values`, `config_json`).
+A family is a `model_type` whose mathematics is that of our decoder. To add one, add its table of
+names (tensors.py), what its config.json must say (`_refusals`), and how its keys map
+(`model_values`, `config_json`).
 """
 
 from __future__ import annotations
@@ -13,63 +12,43 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.config.values import shown
-from kempner.model.config import ModelConfig
+from kempner.model.config import OF_TRAINING, ModelConfig
 
 Config = dict[str, Any]  # the content of a config.json
-
-LLAMA = {
-    "embed.weight": "model.embed_tokens.weight",
-    "blocks.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "blocks.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
-    "blocks.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
-    "blocks.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
-    "blocks.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-    "blocks.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "blocks.*.ffn.w1.weight": "model.layers.*.mlp.gate_proj.weight",
-    "blocks.*.ffn.w2.weight": "model.layers.*.mlp.down_proj.weight",
-    "blocks.*.ffn.w3.weight": "model.layers.*.mlp.up_proj.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-QWEN2 = LLAMA | {
-    "blocks.*.attention.wq.bias": "model.layers.*.self_attn.q_proj.bias",
-    "blocks.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
-    "blocks.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
-}
-QWEN3 = LLAMA | {
-    "blocks.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
-    "blocks.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
-}
 
 
 class Family(NamedTuple):
     architecture: str  # the class in transformers
-    names: dict[str, str]  # of tensors: ours -> theirs
     head_dim: int | None = None  # where config.json gives none; None: hidden_size / heads
+    rope_theta: float = 10000.0  # where config.json gives none
+    width: str = "intermediate_size"  # key of ffn_dim
+    experts: str = ""  # key of their number, where there are any
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", LLAMA),  # also SmolLM, TinyLlama, Yi, ...
-    "mistral": Family("MistralForCausalLM", LLAMA),
-    "qwen2": Family("Qwen2ForCausalLM", QWEN2),  # also Qwen2.5
-    "qwen3": Family("Qwen3ForCausalLM", QWEN3, head_dim=128),
+    "llama": Family("LlamaForCausalLM"),  # also SmolLM, TinyLlama, Yi, ...
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),  # also Qwen2.5
+    "qwen3": Family("Qwen3ForCausalLM", head_dim=128),
+    "mixtral": Family("MixtralForCausalLM", rope_theta=1e6, experts="num_local_experts"),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", width="moe_intermediate_size", experts="num_experts"
+    ),
 }
 # Why not the others: by the beginning of model_type.
 UNSUPPORTED = {
     "gemma": "its norms multiply by 1 + weight and its embeddings are scaled",
-    "mixtral": "mixtures of experts are not built",
-    "qwen2_moe": "mixtures of experts are not built",
-    "qwen3_moe": "mixtures of experts are not built",
+    "qwen2_moe": "its shared expert has a gate of its own",
     "qwen3_next": "its linear attention is not built",
-    "deepseek": "its latent attention and its mixture of experts are not built",
-    "gpt_oss": "mixtures of experts are not built",
+    "deepseek": "its latent attention is not built",
+    "gpt_oss": "its attention has sinks and its experts have biases",
     "phi3": "its projections are fused into one matrix",
     "smollm3": "some of its layers have no rotary positions",
     "gpt2": "it has learned positions and LayerNorm",
     "gpt_neox": "it has LayerNorm and parallel blocks",
     "olmo": "it normalises in other places",
     "cohere": "it has LayerNorm, parallel blocks and scaled logits",
-    "llama4": "mixtures of experts are not built",
+    "llama4": "its layers differ from each other",
 }
 # What these keys must be, where a config.json has them.
 FIXED: Config = {
@@ -79,15 +58,25 @@ FIXED: Config = {
     "partial_rotary_factor": 1.0,
     "attention_dropout": 0.0,
     "quantization_config": None,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "router_jitter_noise": 0.0,
 }
 REQUIRED = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
-    "ffn_dim": "intermediate_size",
     "norm_eps": "rms_norm_eps",
     "max_seq_len": "max_position_embeddings",
+}
+# Without experts, and what no family has.
+PLAIN = {
+    "n_experts": 0,
+    "shared_experts": 0,
+    "router": "softmax",
+    "router_scale": 1.0,
+    "router_bias": False,
 }
 LLAMA3_ROPE = {
     "rope_factor": "factor",
@@ -110,20 +99,31 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
             f"{where}: model_type {shown(kind)} is not supported{why and f': {why}'}; supported "
             f"are {', '.join(FAMILIES)}"
         )
+    if family.experts and "num_local_experts" in config:  # its name in transformers 5
+        config = {family.experts: config["num_local_experts"], **config}
     if problems := _refusals(config, family):
         raise ConfigError([f"{where}: {problem}" for problem in problems])
-    values: dict[str, Any] = {ours: config[theirs] for ours, theirs in REQUIRED.items()}
+    keys = _keys(family).items()
+    values: dict[str, Any] = PLAIN | {ours: config[theirs] for ours, theirs in keys}
     heads = values["n_heads"]
     return values | {
         "norm_eps": float(values["norm_eps"]),
         "n_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or family.head_dim or values["dim"] // heads,
         "tie_embeddings": config.get("tie_word_embeddings", False),
-        "qk_norm": kind == "qwen3",
+        "qk_norm": kind in ("qwen3", "qwen3_moe"),
         "qkv_bias": kind == "qwen2",
+        # Qwen3-MoE alone can weigh the experts by their scores as they are.
+        "router_normalize": kind != "qwen3_moe" or config.get("norm_topk_prob", False),
         "sliding_window": _window(config),
         **_rope(config),
     }
+
+
+def _keys(family: Family) -> dict[str, str]:
+    """Keys of the [model] section, and what config.json calls them."""
+    experts = {"n_experts": family.experts, "experts_per_token": "num_experts_per_tok"}
+    return REQUIRED | {"ffn_dim": family.width} | (experts if family.experts else {})
 
 
 def _refusals(config: Config, family: Family) -> list[str]:
@@ -132,7 +132,7 @@ def _refusals(config: Config, family: Family) -> list[str]:
         for key, value in FIXED.items()
         if config.get(key, value) not in (value, None)
     ]
-    found += [f"has no {theirs}" for theirs in REQUIRED.values() if theirs not in config]
+    found += [f"has no {theirs}" for theirs in _keys(family).values() if theirs not in config]
     if family.architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
         found.append("has no num_key_value_heads")
     if (architecture := (config.get("architectures") or [family.architecture])[0]) != (
@@ -153,6 +153,9 @@ def _window(config: Config) -> int | None:
     """Tokens of the sliding window, None without one."""
     if config["model_type"] == "mistral":
         return config["sliding_window"]  # type: ignore[no-any-return]
+    if config["model_type"] in ("mixtral", "qwen3_moe"):
+        used = config.get("use_sliding_window", config["model_type"] == "mixtral")
+        return config.get("sliding_window") if used else None
     sliding = config["model_type"] != "llama" and _layer_types(config) == {"sliding_attention"}
     return config["sliding_window"] if sliding else None
 
@@ -173,7 +176,8 @@ def _rope_section(config: Config) -> Config:
     """RoPE's parameters: under rope_parameters since transformers 5, in two places before."""
     section = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = section.get("rope_type", section.get("type", "default"))
-    theta = section.get("rope_theta") or config.get("rope_theta") or 10000.0
+    family = FAMILIES[config["model_type"]]
+    theta = section.get("rope_theta") or config.get("rope_theta") or family.rope_theta
     return {**section, "rope_type": kind, "rope_theta": float(theta)}
 
 
@@ -201,11 +205,29 @@ def family_of(cfg: ModelConfig) -> str:
             "model.qkv_bias and model.qk_norm: no model of transformers has both; export a model "
             "with one of them"
         )
+    if cfg.n_experts:
+        return _moe_family_of(cfg)
     if cfg.qk_norm:
         return "qwen3"
     if cfg.qkv_bias:
         return "qwen2"
     return "llama" if cfg.sliding_window is None else "mistral"
+
+
+def _moe_family_of(cfg: ModelConfig) -> str:
+    values = {name: (getattr(cfg, name), value) for name, value in PLAIN.items()}
+    values["qkv_bias"] = cfg.qkv_bias, False
+    if not cfg.qk_norm:
+        values["router_normalize"] = cfg.router_normalize, True
+    found = [
+        f"model.{name} = {shown(has)}: no model of transformers with experts has it; it must be "
+        f"{shown(needs)} for an export"
+        for name, (has, needs) in values.items()
+        if has != needs and name != "n_experts"
+    ]
+    if found:
+        raise ConfigError(found)
+    return "qwen3_moe" if cfg.qk_norm else "mixtral"
 
 
 def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int | None) -> Config:
@@ -215,11 +237,12 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
         key = "dtype" if "dtype" in carried else "torch_dtype"
         return {**carried, key: dtype, "max_position_embeddings": cfg.max_seq_len}
     kind = family_of(cfg)
+    family = FAMILIES[kind]
     scaling = {ours: getattr(cfg, ours) for ours in LLAMA3_ROPE}
     config = {
-        "architectures": [FAMILIES[kind].architecture],
+        "architectures": [family.architecture],
         "model_type": kind,
-        **{theirs: getattr(cfg, ours) for ours, theirs in REQUIRED.items()},
+        **{theirs: getattr(cfg, ours) for ours, theirs in _keys(family).items()},
         "num_key_value_heads": cfg.kv_heads,
         "head_dim": cfg.resolved_head_dim,
         "hidden_act": "silu",
@@ -235,18 +258,27 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
         "pad_token_id": None,
         "torch_dtype": dtype,  # transformers 4 knows this name alone, 5 takes both
     }
-    if kind in ("llama", "qwen3"):
+    if kind in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = False
     if kind != "llama":
         config["sliding_window"] = cfg.sliding_window
     if kind in ("qwen2", "qwen3"):
         full = cfg.n_layers if cfg.sliding_window is None else 0
         config |= {"use_sliding_window": full == 0, "max_window_layers": full}
+    if kind == "qwen3_moe":
+        config |= {
+            "use_sliding_window": cfg.sliding_window is not None,
+            "norm_topk_prob": cfg.router_normalize,
+            "decoder_sparse_step": 1,  # every layer has experts
+            "mlp_only_layers": [],
+        }
     return config
 
 
 def _same_shape(cfg: ModelConfig, config: Config) -> bool:
     """Is it the model of that config.json, apart from what has no part in its mathematics?"""
+
+    of_training: dict[str, Any] = dict.fromkeys(OF_TRAINING, 0.0)
 
     def mathematics(model: ModelConfig) -> ModelConfig:
         return replace(
@@ -254,46 +286,8 @@ def _same_shape(cfg: ModelConfig, config: Config) -> bool:
             n_kv_heads=model.kv_heads,
             head_dim=model.resolved_head_dim,
             max_seq_len=0,
-            init_std=0.0,
             init_from=None,
+            **of_training,
         )
 
     return mathematics(cfg) == mathematics(ModelConfig(**model_values(config, "config.json")))
-
-
-# --- Tensors ---
-
-
-def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
-    """The tensors of the decoder, in its order, and what each is called in a family."""
-    table = FAMILIES[kind].names
-    names = {}
-    for ours in tensor_shapes(cfg):
-        if ours.startswith("blocks."):
-            _, layer, rest = ours.split(".", 2)
-            names[ours] = table[f"blocks.*.{rest}"].replace("*", layer)
-        else:
-            names[ours] = table[ours]
-    return names
-
-
-def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of the decoder, in its order, without building it (or torch)."""
-    dim, head = cfg.dim, cfg.resolved_head_dim
-    q, kv = cfg.n_heads * head, cfg.kv_heads * head
-    block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
-    for name, width in (("wq", q), ("wk", kv), ("wv", kv)):
-        block[f"attention.{name}.weight"] = (width, dim)
-        if cfg.qkv_bias:
-            block[f"attention.{name}.bias"] = (width,)
-    block["attention.wo.weight"] = (dim, q)
-    if cfg.qk_norm:
-        block |= {"attention.q_norm.weight": (head,), "attention.k_norm.weight": (head,)}
-    block["ffn_norm.weight"] = (dim,)
-    block |= {"ffn.w1.weight": (cfg.ffn_dim, dim), "ffn.w3.weight": (cfg.ffn_dim, dim)}
-    block["ffn.w2.weight"] = (dim, cfg.ffn_dim)
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (cfg.vocab_size, dim)}
-    for layer in range(cfg.n_layers):
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
-    shapes["norm.weight"] = (dim,)
-    return shapes if cfg.tie_embeddings else shapes | {"output.weight": (cfg.vocab_size, dim)}

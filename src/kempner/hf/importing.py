@@ -21,10 +21,10 @@ from kempner.checkpoint.reader import TENSORS
 from kempner.checkpoint.writer import Image, plan_file, write_file
 from kempner.config.option import ConfigError
 from kempner.files import write_atomic
-from kempner.hf.families import tensor_names, tensor_shapes
 from kempner.hf.load import Job, fill
 from kempner.hf.source import FOLDER, carry, read_config
 from kempner.hf.stored import Stored, check_directory
+from kempner.hf.tensors import tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
 
 FILE_BYTES = 1 << 30

@@ -22,11 +22,11 @@ from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.reader import Want, read_table, read_wanted
 from kempner.checkpoint.writer import local
 from kempner.config.option import ConfigError
-from kempner.hf.families import tensor_names
 from kempner.hf.source import FOLDER, Source, carry, held, read_config
 from kempner.hf.stored import AGAIN, Stored, check_directory
+from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
-from kempner.parallel.build import parameter_names
+from kempner.parallel.build import buffer_names, parameter_names
 from kempner.parallel.lora import is_adapter
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -60,13 +60,16 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
 def load_weights(
     model: nn.Module, cfg: ModelConfig, source: Source, rank: int = 0, world: int = 1
 ) -> None:
-    """Fill this rank's part of every parameter but adapters, cast to its dtype.
+    """Fill this rank's part of every parameter but adapters, cast to its dtype; from a checkpoint
+    the buffers, too.
 
     Raises ConfigError when a tensor is missing, superfluous or of another shape, Damaged when a
     checkpoint is damaged.
     """
     named = parameter_names(model).items()
     parameters: dict[str, Tensor] = {name: p for name, p in named if not is_adapter(name)}
+    if source.is_checkpoint:
+        parameters |= buffer_names(model)
     here = make_table(parameters, {}, world)
     boxes = {name: own_box(here[name], rank) for name in parameters}
     if source.is_checkpoint:
@@ -94,6 +97,16 @@ class Job(NamedTuple):
     name: str
     box: Box
 
+    def by_expert(self) -> Iterator[Job]:
+        """Experts are tensors of their own there: a `*` in the name stands for their number."""
+        if "*" not in self.name:
+            yield self
+            return
+        (first, count), *rest = self.box
+        for i in range(count):
+            name = self.name.replace("*", str(first + i))
+            yield Job(self.target[i], name, tuple(rest))
+
 
 @torch.no_grad()
 def fill(stored: Stored, jobs: Iterable[Job]) -> None:
@@ -101,7 +114,7 @@ def fill(stored: Stored, jobs: Iterable[Job]) -> None:
 
     Not from the mapped file: the kernel reads that page by page, at a third of the speed.
     """
-    jobs = [job for job in jobs if job.target.numel()]
+    jobs = [one for job in jobs if job.target.numel() for one in job.by_expert()]
     with _Files(stored) as files:
         for job, after in zip_longest(jobs, jobs[1:]):
             if after is not None:

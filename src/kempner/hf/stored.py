@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
-from kempner.hf.families import tensor_names, tensor_shapes
 from kempner.hf.source import Source, read_config, run_of, vocabulary
+from kempner.hf.tensors import parts, tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
 
 SINGLE = "model.safetensors"
@@ -99,7 +99,9 @@ class Stored:
         be there, in its shape, and none besides."""
         shapes = tensor_shapes(cfg)
         names = tensor_names(cfg, kind)
-        expected = {theirs: shapes[ours] for ours, theirs in names.items()}
+        expected: dict[str, tuple[int, ...]] = {}
+        for ours, theirs in names.items():
+            expected |= parts(theirs, shapes[ours])
         found = []
         if missing := [name for name in expected if name not in self._files]:
             found.append(f"{_some(missing)} missing, which the model needs")

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kempner.config.option import option
+from kempner.config.values import shown
+
+ROUTERS = ("softmax", "sigmoid")
+# What shapes the training of a model, and not the model.
+OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss")
+WITHOUT_EXPERTS = (
+    "shared_experts", "router", "router_normalize", "router_scale", "router_bias", "aux_loss",
+)  # fmt: skip  # no effect
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,37 @@ class ModelConfig:
         None, "dimension of each head; unset: dim / n_heads", minimum=2, maximum=2**14
     )
     ffn_dim: int = option(
-        768, "hidden width of the SwiGLU feed-forward layer", minimum=1, maximum=2**20
+        768,
+        "hidden width of the SwiGLU feed-forward layer, or of each expert",
+        minimum=1,
+        maximum=2**20,
+    )
+    n_experts: int = option(
+        0, "experts in place of each feed-forward layer; 0: none", minimum=0, maximum=2**14
+    )
+    experts_per_token: int = option(
+        2, "experts that each token goes through", minimum=1, maximum=2**10
+    )
+    shared_experts: int = option(
+        0, "experts that every token goes through besides", minimum=0, maximum=2**10
+    )
+    router: str = option(
+        "softmax", "scores of the experts: over all, or each by itself", choices=ROUTERS
+    )
+    router_normalize: bool = option(
+        True, "divide the scores of a token's experts by their sum to weigh their outputs"
+    )
+    router_scale: float = option(
+        1.0, "factor of the output of a token's experts, the shared ones aside", minimum=0.0
+    )
+    router_bias: bool = option(
+        False, "balance the experts by a bias on their scores when experts are chosen"
+    )
+    router_bias_speed: float = option(
+        0.001, "change of each bias after a step, towards equal load", minimum=0.0
+    )
+    aux_loss: float = option(
+        0.0, "coefficient of the auxiliary loss that balances the experts", minimum=0.0
     )
     max_seq_len: int = option(
         2048, "longest sequence that the model supports", minimum=1, maximum=2**24
@@ -84,7 +122,23 @@ class ModelConfig:
             )
         if self.rope_factor > 1 and self.rope_high_freq_factor <= self.rope_low_freq_factor:
             found.append("model.rope_high_freq_factor: must be over rope_low_freq_factor")
-        return found
+        return found + self._expert_problems()
+
+    def _expert_problems(self) -> list[str]:
+        if self.n_experts:
+            if self.experts_per_token <= self.n_experts:
+                return []
+            return [
+                f"model.experts_per_token = {self.experts_per_token}: at most n_experts = "
+                f"{self.n_experts}"
+            ]
+        defaults = ModelConfig()
+        return [
+            f"model.{name} = {shown(value)}: has no effect without experts; set model.n_experts, "
+            f"or leave model.{name} out"
+            for name in WITHOUT_EXPERTS
+            if (value := getattr(self, name)) != getattr(defaults, name)
+        ]
 
     def count_parameters(self) -> int:
         """Trainable parameters of the whole model."""
@@ -97,7 +151,14 @@ class ModelConfig:
     def count_block(self) -> int:
         """Trainable parameters of one block."""
         attention = 2 * self.dim * self.resolved_head_dim * (self.n_heads + self.kv_heads)
-        return attention + 3 * self.dim * self.ffn_dim + self._count_vectors()
+        expert = 3 * self.dim * self.ffn_dim
+        experts = self.n_experts * (self.dim + expert) + self.shared_experts * expert
+        return attention + (experts if self.n_experts else expert) + self._count_vectors()
+
+    def count_active(self) -> int:
+        """Of count_parameters() those that one token goes through."""
+        idle = max(0, self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
+        return self.count_parameters() - self.n_layers * idle
 
     def _count_vectors(self) -> int:
         """Norms and biases of one block."""
@@ -105,22 +166,27 @@ class ModelConfig:
         biases = (self.n_heads + 2 * self.kv_heads) * self.resolved_head_dim
         return norms + (biases if self.qkv_bias else 0)
 
-    def flops_per_token(self, seq_len: int, frozen: bool = False) -> float:
+    def flops_per_token(
+        self, seq_len: int, frozen: bool = False, keys: float | None = None
+    ) -> float:
         """Training operations per token, forward and backward, without recomputation.
 
-        6 per weight that multiplies (all but the input embedding, norms and biases) plus causal
+        6 per weight that multiplies a token (all but the input embedding, norms and biases, and the
+        experts that the token does not go through) plus causal
         attention: 6 * n_layers * n_heads * head_dim * seq_len, half of the 12 of full attention
         (PaLM, arXiv:2204.02311, app. B). With a window w under seq_len a query sees
         w - w (w - 1) / (2 seq_len) keys on average. A frozen weight has no gradient: 4, not 6.
+        `keys`: that a query sees on average, where documents are packed.
         """
         weights = (
-            self.count_parameters()
+            self.count_active()
             - self.n_layers * self._count_vectors()
             - self.dim
             - (0 if self.tie_embeddings else self.vocab_size * self.dim)
         )
-        keys = seq_len / 2
-        if self.sliding_window is not None and self.sliding_window < seq_len:
-            keys = self.sliding_window * (1 - (self.sliding_window - 1) / (2 * seq_len))
+        if keys is None:
+            keys = seq_len / 2
+            if self.sliding_window is not None and self.sliding_window < seq_len:
+                keys = self.sliding_window * (1 - (self.sliding_window - 1) / (2 * seq_len))
         attention = 12.0 * self.n_layers * self.n_heads * self.resolved_head_dim * keys
         return (4.0 if frozen else 6.0) * weights + attention

@@ -1,5 +1,6 @@
 """A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; QK-norm,
-biases of q, k and v, a sliding window, capped attention scores, and tied weights optional.
+biases of q, k and v, a sliding window, capped attention scores, tied weights, and experts (moe.py)
+optional.
 
 Shapes: B batch, T tokens, D width, H query heads, K key-value heads, E head width, F SwiGLU width,
 V vocabulary. Parameter names and the order of rotary pairs are those of the Hugging Face Llama and
@@ -20,6 +21,8 @@ from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.cache import LayerCache, Rows
 from kempner.model.config import ModelConfig
+from kempner.model.feed_forward import FeedForward
+from kempner.model.moe import MixtureOfExperts, Routing, Routings
 
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -81,30 +84,22 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class FeedForward(nn.Module):
-    def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(cfg.dim, cfg.ffn_dim, bias=False)  # gate
-        self.w3 = nn.Linear(cfg.dim, cfg.ffn_dim, bias=False)  # up
-        self.w2 = nn.Linear(cfg.ffn_dim, cfg.dim, bias=False)  # down
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
-
-
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention = Attention(cfg)
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.ffn = FeedForward(cfg)
+        self.ffn = MixtureOfExperts(cfg) if cfg.n_experts else FeedForward(cfg.dim, cfg.ffn_dim)
 
     def forward(
         self, x: Tensor, rope: Tensor, seen: Visible, cache: LayerCache | None = None
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """x [B, T, D] of the next block; with experts also how they were used. That is returned,
+        not kept: when the block is recomputed in the backward pass, nothing counts twice."""
         x = x + self.attention(self.attention_norm(x), rope, seen, cache)
-        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+        y = self.ffn(self.ffn_norm(x))
+        return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
 
 class Output(nn.Linear):
@@ -141,6 +136,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = None if cfg.tie_embeddings else Output(cfg.dim, cfg.vocab_size, bias=False)
         self.register_buffer("rope", rope_table(cfg), persistent=False)
+        self.routings = Routings(cfg.aux_loss)
         self.loss: Loss = cross_entropy
         self.kernel = "auto"  # of the attention: see attention.choose
 
@@ -165,8 +161,12 @@ class Decoder(nn.Module):
         seen = visible(
             tokens, cfg.sliding_window, documents, x.dtype, cfg.attention_softcap, kernel
         )
+        routings = []
         for i, block in enumerate(self.blocks):
             x = block(x, rope, seen) if cache is None else block(x, rope, seen, cache.layer(i))
+            if isinstance(x, tuple):
+                x, routing = x
+                routings.append(routing)
         if cache is not None:
             x = cache.last_tokens(x)
         x = self.norm(x)
@@ -180,7 +180,26 @@ class Decoder(nn.Module):
         if targets is None:
             return result
         loss, terms = result
+        if routings and torch.is_grad_enabled():
+            loss = loss + self.routings.add(routings, targets)
         return (loss, terms.view(targets.shape)) if token_losses else loss
+
+    def cast(self, dtype: torch.dtype) -> Decoder:
+        """The parameters in this dtype. Buffers stay fp32: angles of RoPE, biases of routers."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
+    @torch.no_grad()
+    def move_router_biases(self, unless: Tensor) -> None:
+        """After an update: towards the experts that got less than the mean of the step's tokens.
+        `unless` []: 1 leaves them as they are."""
+        layers = (module for module in self.modules() if isinstance(module, MixtureOfExperts))
+        load = self.routings.step_load
+        steps = (load.mean(1, keepdim=True) - load).sign() * self.cfg.router_bias_speed  # [L, E]
+        for layer, step in zip(layers, torch.where(unless > 0, 0.0, steps), strict=True):
+            assert layer.router_bias is not None
+            layer.router_bias += step
 
     def init_std(self, name: str) -> float:
         """Standard deviation of a parameter's initial values; 0 for norms, which start as ones,
@@ -190,5 +209,7 @@ class Decoder(nn.Module):
         """
         if "norm" in name or name.endswith("bias"):
             return 0.0
-        writes = name.endswith(("attention.wo.weight", "ffn.w2.weight"))
+        writes = name.endswith(
+            ("attention.wo.weight", "ffn.w2.weight", "experts.w2", "shared.w2.weight")
+        )
         return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers) if writes else self.cfg.init_std

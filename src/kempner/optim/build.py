@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kempner.config.option import ConfigError
+from kempner.model.decoder import Decoder
 from kempner.optim.config import GroupConfig, OptimizerConfig
 from kempner.optim.muon import Muon
 from kempner.optim.optimizer import Group, Optimizer, Rule
@@ -58,7 +59,12 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
     _check_used(cfg.groups, named)
     ordered = [groups[key] for key in sorted(groups, key=lambda key: not key[1])]
     averages = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moments]
-    return Optimizer(ordered, averages, cfg.cpu_offload)
+    optimizer = Optimizer(ordered, averages, cfg.cpu_offload)
+    if isinstance(model, Decoder) and model.cfg.router_bias:
+        optimizer.register_step_post_hook(
+            lambda optimizer, *_: model.move_router_biases(unless=optimizer.found_inf)
+        )
+    return optimizer
 
 
 def first_match(groups: tuple[GroupConfig, ...], name: str) -> int | None:

@@ -1,5 +1,5 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> recompute ->
-compile -> offload -> shard -> memory -> weights."""
+"""From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> experts ->
+recompute -> compile -> offload -> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kempner.checkpoint.layout import make_table, own_box, slices
 from kempner.checkpoint.writer import local
@@ -18,6 +18,7 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.parallel.compiled import compile_model
 from kempner.parallel.config import DistributedConfig, LoraConfig
+from kempner.parallel.experts import keep_from_compiler, split_experts
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
 from kempner.parallel.offload import Offload
@@ -63,6 +64,30 @@ def build_model(
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
     """
+    model = plan_model(cfg, layout, train, distributed, lora, frozen)
+    device_type = layout.mesh.device_type
+    if distributed.fsdp_cpu_offload:
+        model.to_empty(device="cpu")
+        for module in model.modules():  # only weights are on the host
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device_type))
+    else:
+        model.to_empty(device=device_type)
+    with torch.no_grad():
+        model.rope.copy_(rope_table(cfg))
+        init_weights(model, train.seed, layout)
+    return model
+
+
+def plan_model(
+    cfg: ModelConfig,
+    layout: Layout,
+    train: Settings,
+    distributed: DistributedConfig,
+    lora: LoraConfig | None = None,
+    frozen: bool = False,
+) -> Decoder:
+    """The same model on the meta device: all plans are applied, and it has no values yet."""
     with torch.device("meta"):
         model = Decoder(cfg)
     device_type = layout.mesh.device_type
@@ -70,8 +95,7 @@ def build_model(
     model.kernel = train.attention
     model.loss = partial(cross_entropy, chunk=train.loss_chunk)
     if frozen or train.weights == "bf16":
-        for parameter in model.requires_grad_(not frozen).parameters():
-            parameter.data = parameter.data.to(dtype)
+        model.cast(dtype).requires_grad_(not frozen)
     if lora is not None and lora.rank:
         add_adapters(model, lora)
     if layout.tp is not None:
@@ -82,16 +106,14 @@ def build_model(
         from kempner.parallel.fp8 import use_fp8
 
         use_fp8(model, train.fp8, torch.device(device_type))
+    split_experts(model, layout)
     add_recompute(model, train)
     if train.compile:
+        keep_from_compiler(model, dtype)
         compile_model(model, train.compile_scope)
     if train.offload_activations:
         Offload(model, train.offload_activations)
     shard(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
-    model.to_empty(device="cpu" if distributed.fsdp_cpu_offload else device_type)
-    with torch.no_grad():
-        model.rope = rope_table(cfg).to(device_type)
-        init_weights(model, train.seed, layout)
     return model
 
 
@@ -105,7 +127,9 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
 def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
     """Initial values, each parameter from a generator of its own, whole, then cut: the same on
     every mesh. With init_from those of adapters alone: the others come from there, or from a
-    checkpoint (hf/load.py, checkpoint/checkpointer.py)."""
+    checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
+    for buffer in buffer_names(model).values():
+        buffer.zero_()
     named = parameter_names(model)
     held = make_table(named, {}, math.prod(layout.sizes))
     for name, param in named.items():
@@ -124,7 +148,15 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by the names that they have without wrappers: what checkpoints use."""
-    return {
-        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): param
-        for name, param in model.named_parameters()
-    }
+    return {_plain(name): param for name, param in model.named_parameters()}
+
+
+def buffer_names(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that checkpoints hold, the biases of routers, in the same way. They are equal on
+    all ranks."""
+    stored = model.state_dict().keys()
+    return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in stored}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -32,7 +32,11 @@ class DistributedConfig:
         "parallelism); keep them on one node",
         minimum=1,
     )
-    ep: int = option(1, "expert-parallel ranks; only 1 is supported", minimum=1)
+    ep: int = option(
+        1,
+        "ranks that share the experts of each layer, out of dp_shard x cp; tokens travel to them",
+        minimum=1,
+    )
     device: str = option("auto", "device to train on", choices=("auto", "cuda", "cpu"))
     start_timeout: float = option(
         600.0,
@@ -74,7 +78,7 @@ class DistributedConfig:
         found = self._contradictions()
         found += [
             f"distributed.{axis} = {getattr(self, axis)}: this axis is not built yet; leave it at 1"
-            for axis in ("pp", "cp", "ep")  # what is built leaves this list
+            for axis in ("pp", "cp")  # what is built leaves this list
             if getattr(self, axis) != 1
         ]
         for axis in ("dp_shard", "dp_replicate"):

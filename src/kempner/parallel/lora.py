@@ -36,9 +36,7 @@ class LoraLinear(nn.Linear):
 
 def add_adapters(model: Decoder, cfg: LoraConfig) -> None:
     """Freeze the model, in bf16, and give its targets adapters, in fp32. Before it is sharded."""
-    rope = model.rope  # it stays fp32
-    model.to(FROZEN).requires_grad_(False)
-    model.rope = rope
+    model.cast(FROZEN).requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in cfg.targets:
             model.set_submodule(name, LoraLinear(module, cfg.rank, cfg.alpha / cfg.rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kempner.resilience.config import ResilienceConfig
 from kempner.resilience.requests import Verdict
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 class NonFinite:
     """Counts the non-finite steps in a row; the same on all ranks."""
 
-    def __init__(self, max_skipped: int) -> None:
-        self.max_skipped = max_skipped
+    def __init__(self, cfg: ResilienceConfig) -> None:
+        self.max_skipped = cfg.max_skipped
         self.in_a_row = 0
         self.since: Progress  # after the first of them
 

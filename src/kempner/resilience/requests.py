@@ -52,6 +52,7 @@ REQUESTS = (
 )
 SAVE, INTERRUPT, STOP = range(len(REQUESTS))
 FLAGS = ("asks_save", "asks_interrupt", "asks_stop")  # their names in the step's all-reduce
+ASKS_PROFILE = "asks_profile"  # no verdict: the run goes on, and profiling.py does the rest
 
 OF_SIGNAL = {
     signal.SIGUSR2: SAVE,
@@ -83,6 +84,7 @@ class StopRequests:
         self._sockets = socket.socketpair()
         self._sockets[1].setblocking(False)
         self._job_end: float | None = None
+        self._profile = 0.0
         signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         self._start_thread("signals", self._listen)
         for number in OF_SIGNAL:
@@ -94,10 +96,10 @@ class StopRequests:
         threading.Thread(target=target, args=args, daemon=True, name=name).start()
 
     def begin(self, run: Run, reserve: Callable[[], float]) -> None:
-        """From now on requests are logged. On rank 0 two more kinds count: the files STOP and SAVE
-        in the run directory, and the end of the SLURM job, `reserve()` seconds before it comes. A
-        thread asks for each, because a file system or a controller that does not answer must not
-        hold up the steps."""
+        """From now on requests are logged. On rank 0 two more kinds count: the files STOP, SAVE and
+        PROFILE in the run directory, and the end of the SLURM job, `reserve()` seconds before it
+        comes. A thread asks for each, because a file system or a controller that does not answer
+        must not hold up the steps."""
         self._say = run.announce
         for text in self._unsaid:
             run.announce(text)
@@ -126,6 +128,10 @@ class StopRequests:
                 with contextlib.suppress(OSError):  # also EIO and ESTALE of a shared file system
                     (run_dir / name).unlink()
                     self.request(kind, f"{name} file")
+            with contextlib.suppress(OSError):
+                (run_dir / "PROFILE").unlink()
+                self._profile = 1.0
+                self._say("PROFILE file: a profile was requested")
 
     def _listen(self) -> None:
         while received := self._sockets[0].recv(64):
@@ -138,10 +144,10 @@ class StopRequests:
         self._say(f"{name}: {REQUESTS[kind].reason}")
 
     def take_flags(self) -> dict[str, float]:
-        """The flags for this step's all-reduce. One to save is handed over once, one to leave
-        stays."""
-        flags = dict(zip(FLAGS, self.flags, strict=True))
-        self.flags[SAVE] = 0.0
+        """The flags for this step's all-reduce. One to save or to profile is handed over once, one
+        to leave stays."""
+        flags = {**dict(zip(FLAGS, self.flags, strict=True)), ASKS_PROFILE: self._profile}
+        self.flags[SAVE] = self._profile = 0.0
         return flags
 
     def wants_to_leave(self) -> float:

@@ -1,0 +1,105 @@
+"""The planner's estimate of memory beside the peak that was measured, lever by lever.
+
+    python -m benchmarks.planner
+    python -m benchmarks.planner --quick    the first lever alone: only shows that it works
+
+One process on a CPU trains two steps of fake data with the trainer's own functions. The profiler
+sees every allocation of torch's CPU allocator; the largest sum of those that live is the peak.
+Ranks other than this one are not run: what sharding divides by is arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+from kempner.config.command_line import argument_parser
+from kempner.configure import load_config
+from kempner.planner.memory import memory
+from kempner.run import RunConfig
+
+MIB = 2.0**20
+SHAPE = (
+    "--model.vocab_size=8192 --model.dim=256 --model.n_layers=6 --model.n_heads=8 "
+    "--model.n_kv_heads=4 --model.ffn_dim=768 --model.max_seq_len=256 --train.seq_len=256 "
+    "--train.global_batch=8"
+)
+BASE = ["configs/train/debug.toml", "--data.dataset_path=fake:", "--eval.interval=0"]
+VARIANTS = (
+    "",
+    "--train.micro_batch=2",
+    "--train.recompute=full",
+    "--train.recompute=selective",
+    "--train.micro_batch=2 --train.recompute=full",
+    "--train.dtype=bf16 --train.micro_batch=2",
+    "--train.loss_chunk=256",
+    "--model.n_layers=24 --train.micro_batch=1",
+    "--model.n_layers=24 --train.micro_batch=1 --optimizer.moments=bf16",
+    "--model.n_layers=24 --train.micro_batch=1 --optimizer.name=lion",
+)
+
+
+def measured(cfg: RunConfig) -> float:
+    """Bytes of this process's tensors at the moment when they are most, over two steps."""
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    from kempner.objective import NextToken
+    from kempner.optim.build import build_optimizer
+    from kempner.parallel.build import build_model
+    from kempner.parallel.layout import build_layout
+    from kempner.progress import Progress, open_loaders
+    from kempner.step import StepSums, reduce_step
+    from scripts.train import forward_backward, update
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device, tokens = torch.device("cpu"), cfg.train.sequences * cfg.train.seq_len
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        layout = build_layout(cfg.distributed, 1, 1, "cpu")
+        model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
+        optimizer = build_optimizer(model, cfg.optimizer)
+        loader, _ = open_loaders(cfg, layout, False, Progress())
+        for _ in range(2):
+            sums = StepSums(loader.names, device)
+            found = forward_backward(model, NextToken(), next(loader), sums, tokens, None)
+            assert isinstance(found, dict)
+            found["grad_norm_sq"] = layout.norm_sq(model.parameters())
+            update(optimizer, reduce_step(found, layout), tokens, 1e-3, cfg.train.grad_clip)
+        loader.close()
+    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = most = 0
+    for _, size in sizes:
+        now += size
+        most = max(most, now)
+    return float(most)
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["one"]:
+        cfg = load_config([], []) if not argv[1:] else load_config(argv[1:2], argv[2:])
+        needs = memory(cfg, 1, 1, gpu=False)
+        print(json.dumps([needs.moment, needs.peak, measured(cfg), needs.parts]))
+        return 0
+    parser = argument_parser("benchmarks.planner", __doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, help="overrides, one word each")
+    options = parser.parse_args(argv)
+    print("planned, MiB  measured  ratio  variant (where memory is largest)", flush=True)
+    for variant in options.variants[: 1 if options.quick else None]:
+        words = [*BASE, *shlex.split(SHAPE), *shlex.split(variant)]
+        command = [sys.executable, "-m", "benchmarks.planner", "one", *words]
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        moment, planned, real, _ = json.loads(out.splitlines()[-1])
+        name = f"{variant or 'as it is'} ({moment})"
+        sizes = f"{planned / MIB:>12.1f}  {real / MIB:>8.1f}  {planned / real:>5.3f}"
+        print(f"{sizes}  {name}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

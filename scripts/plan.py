@@ -1,0 +1,88 @@
+"""What a configuration needs on so many GPUs, and which combinations of levers fit them.
+
+    python scripts/plan.py configs/train/7b.toml --nodes 2 --gpus-per-node 8 --gpu H100
+    python scripts/plan.py configs/train/70b.toml --nodes 16 --gpu H200 --train.seq_len=8192
+
+Prints the memory of one GPU by part at its largest, the bytes that each rank sends in a step, and
+the three combinations with the shortest estimated step, as overrides for scripts/train.py. Reads
+no data and needs no GPU. docs/scaling.md says what is estimated, and how well. Exit code 1: nothing
+fits; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kempner.config.command_line import parse_command
+from kempner.config.option import ConfigError
+from kempner.configure import check_world, load_config
+from kempner.history.tables import aligned
+from kempner.planner.cost import GPUS, RESERVE_GIB, Gpu, time, traffic
+from kempner.planner.memory import GIB, memory
+from kempner.planner.search import best
+from kempner.run import RunConfig
+
+FLAGS = {"help": bool, "nodes": int, "gpus-per-node": int, "gpu": str}
+DEFAULT = "H100"
+
+
+def main(argv: list[str]) -> int:
+    command = parse_command(argv, FLAGS)
+    if command.flags["help"] or not argv:
+        print(f"{__doc__}\n--gpu: {', '.join(GPUS)} (default: {DEFAULT})")
+        return 0 if argv else 2
+    nodes, per_node = command.flags["nodes"] or 1, command.flags["gpus-per-node"] or 8
+    name = command.flags["gpu"] or DEFAULT
+    problems = list(command.problems)
+    if name not in GPUS:
+        problems.append(f"--gpu={name}: is not known; give one of {', '.join(GPUS)}")
+    try:
+        cfg = load_config(command.files, command.overrides, problems)
+    except ConfigError as error:
+        print(f"plan: error: {len(error.problems)} problem(s) with the input", file=sys.stderr)
+        print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)
+        return 2
+    gpu = GPUS[name]
+    where = (
+        f"{nodes} nodes x {per_node} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"
+    )
+    print(f"{cfg.model.count_parameters():,} parameters on {where}")
+    if problems := check_world(cfg, nodes * per_node, per_node):
+        print("as configured: is refused", *problems, sep="\n  - ")
+    else:
+        show(cfg, nodes * per_node, per_node, gpu)
+    found = best(cfg, nodes * per_node, per_node, gpu, check_world)
+    print("\nbest combinations that fit, by the estimated step:")
+    rows = [["step, s", "tokens/s per GPU", "GiB", "overrides"]]
+    for each in found:
+        rate = cfg.train.sequences * cfg.train.seq_len / each.time.step / (nodes * per_node)
+        gib = f"{each.memory.peak / GIB:.1f}"
+        words = each.words or "(as configured)"
+        rows.append([f"{each.time.step:.2f}", f"{rate:,.0f}", gib, words])
+    print(aligned(rows, 2, range(3)) if found else "none: use more GPUs, or a smaller model")
+    return 0 if found else 1
+
+
+def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> None:
+    """What the configuration needs as it is."""
+    needs = memory(cfg, world_size, per_node)
+    parts = sorted(needs.parts.items(), key=lambda part: -part[1])
+    rows = [[f"memory of one GPU, {needs.moment}", "GiB"]]
+    rows += [[f"  {name}", f"{size / GIB:.2f}"] for name, size in parts if size]
+    print(aligned([*rows, ["  in all", f"{needs.peak / GIB:.2f}"]], 2, (1,)))
+    over = (needs.peak - gpu.usable) / GIB
+    print(f"  over by {over:.2f} GiB" if over > 0 else f"  {-over:.2f} GiB are free")
+    rows = [["sent by one rank in a step", "GB", ""]]
+    for each in traffic(cfg, world_size, per_node):
+        link = "inside a node" if each.within else "between nodes"
+        rows.append([f"  {each.what}", f"{each.size / 1e9:.2f}", link])
+    print(aligned(rows, 2, (1,)))
+    spent = time(cfg, world_size, per_node, gpu)
+    print(
+        f"estimated step: {spent.step:.2f} s (computation {spent.compute:.2f}, communication "
+        f"behind it {spent.hidden:.2f}, beside it {spent.exposed:.2f})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

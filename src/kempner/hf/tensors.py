@@ -1,0 +1,114 @@
+"""The tensors of the decoder, and what each is called in a family of Hugging Face models.
+
+Each family has one table, ours -> theirs. The first `*` stands for the number of a layer, the
+second for that of an expert: experts are tensors of their own there, and one tensor here. No torch.
+"""
+
+from __future__ import annotations
+
+from kempner.model.config import ModelConfig
+
+LLAMA = {
+    "embed.weight": "model.embed_tokens.weight",
+    "blocks.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "blocks.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "blocks.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "blocks.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "blocks.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "blocks.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "blocks.*.ffn.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "blocks.*.ffn.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "blocks.*.ffn.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+QWEN2 = LLAMA | {
+    "blocks.*.attention.wq.bias": "model.layers.*.self_attn.q_proj.bias",
+    "blocks.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
+    "blocks.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
+}
+QWEN3 = LLAMA | {
+    "blocks.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "blocks.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+}
+DENSE = {name: theirs for name, theirs in LLAMA.items() if ".ffn.w" not in name}
+MIXTRAL = DENSE | {
+    "blocks.*.ffn.router.weight": "model.layers.*.block_sparse_moe.gate.weight",
+    "blocks.*.ffn.experts.w1": "model.layers.*.block_sparse_moe.experts.*.w1.weight",
+    "blocks.*.ffn.experts.w2": "model.layers.*.block_sparse_moe.experts.*.w2.weight",
+    "blocks.*.ffn.experts.w3": "model.layers.*.block_sparse_moe.experts.*.w3.weight",
+}
+QWEN3_MOE = {name: theirs for name, theirs in QWEN3.items() if ".ffn.w" not in name} | {
+    "blocks.*.ffn.router.weight": "model.layers.*.mlp.gate.weight",
+    "blocks.*.ffn.experts.w1": "model.layers.*.mlp.experts.*.gate_proj.weight",
+    "blocks.*.ffn.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
+    "blocks.*.ffn.experts.w3": "model.layers.*.mlp.experts.*.up_proj.weight",
+}
+TABLES = {  # by model_type
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+}
+
+
+def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
+    """The tensors of the decoder, in its order, and what each is called in a family; see parts()
+    where a `*` is left."""
+    table = TABLES[kind]
+    names = {}
+    for ours in tensor_shapes(cfg):
+        if ours.startswith("blocks."):
+            _, layer, rest = ours.split(".", 2)
+            names[ours] = table[f"blocks.*.{rest}"].replace("*", layer, 1)
+        else:
+            names[ours] = table[ours]
+    return names
+
+
+def parts(theirs: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The tensors that a family stores for one of ours, and their shapes: the one, or one for each
+    expert, which stand one after the other in ours."""
+    if "*" not in theirs:
+        return {theirs: shape}
+    return {theirs.replace("*", str(expert)): shape[1:] for expert in range(shape[0])}
+
+
+def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of the decoder, in its order, without building it (or torch)."""
+    dim, head = cfg.dim, cfg.resolved_head_dim
+    q, kv = cfg.n_heads * head, cfg.kv_heads * head
+    block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
+    for name, width in (("wq", q), ("wk", kv), ("wv", kv)):
+        block[f"attention.{name}.weight"] = (width, dim)
+        if cfg.qkv_bias:
+            block[f"attention.{name}.bias"] = (width,)
+    block["attention.wo.weight"] = (dim, q)
+    if cfg.qk_norm:
+        block |= {"attention.q_norm.weight": (head,), "attention.k_norm.weight": (head,)}
+    block["ffn_norm.weight"] = (dim,)
+    block |= _experts_shapes(cfg) if cfg.n_experts else _swiglu("ffn", dim, cfg.ffn_dim)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (cfg.vocab_size, dim)}
+    for layer in range(cfg.n_layers):
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    shapes["norm.weight"] = (dim,)
+    return shapes if cfg.tie_embeddings else shapes | {"output.weight": (cfg.vocab_size, dim)}
+
+
+def _experts_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    experts, dim, width = cfg.n_experts, cfg.dim, cfg.ffn_dim
+    inner, outer = (experts, width, dim), (experts, dim, width)
+    shapes: dict[str, tuple[int, ...]] = {"ffn.router.weight": (experts, dim)}
+    shapes |= {f"ffn.experts.{name}": inner for name in ("w1", "w3")} | {"ffn.experts.w2": outer}
+    shared = cfg.shared_experts * width
+    return shapes | (_swiglu("ffn.shared", dim, shared) if shared else {})
+
+
+def _swiglu(prefix: str, dim: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.w1.weight": (width, dim),
+        f"{prefix}.w3.weight": (width, dim),
+        f"{prefix}.w2.weight": (dim, width),
+    }

@@ -1,0 +1,210 @@
+"""A mixture of experts in place of the feed-forward layer: a router sends each token through a few
+of many SwiGLU layers (arXiv:2101.03961). No token is dropped, however uneven the load is.
+
+Shapes: B rows, T tokens a row, N = B T, D width, F width of an expert, E experts, K experts of a
+token, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kempner.model.config import ModelConfig
+from kempner.model.feed_forward import FeedForward
+
+GROUPED_MM = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
+ALIGNED = 8  # bf16 elements, 16 bytes: it takes no other rows
+
+
+class Routing(NamedTuple):
+    """How the router of one layer used its experts."""
+
+    load: Tensor  # int64 [E]: tokens that each expert got
+    balance: Tensor | None  # fp32 [B]: the auxiliary loss of each row; None without one
+
+
+class MixtureOfExperts(nn.Module):
+    """Returns the layer's output [B, T, D] and its Routing.
+
+    The router's scores are a softmax over the experts or a sigmoid of each. The K highest, plus
+    `router_bias` where there is one, choose a token's experts; the scores alone, without the bias,
+    weigh their outputs (arXiv:2408.15664).
+    """
+
+    router_bias: Tensor | None
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.router = nn.Linear(cfg.dim, cfg.n_experts, bias=False)
+        # A buffer, not a parameter: it has no gradient, and FSDP neither cuts nor rounds it.
+        bias = torch.zeros(cfg.n_experts) if cfg.router_bias else None
+        self.register_buffer("router_bias", bias)
+        self.experts = Experts(cfg)
+        width = cfg.shared_experts * cfg.ffn_dim
+        self.shared = FeedForward(cfg.dim, width) if width else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        scores, chosen, weights = self.route(x)
+        load, order, place = sort_by_expert(chosen, self.cfg.n_experts)
+        copies = self.cfg.experts_per_token
+        y = self.experts(take_rows(x.flatten(0, 1), order, place, copies), load)  # [N K, D]
+        y = take_rows(y, place, order).view(*chosen.shape, -1)  # [B, T, K, D]
+        y = (y * weights.unsqueeze(-1).to(y.dtype)).sum(2)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        balance = balance_loss(scores, chosen) if self.cfg.aux_loss else None
+        return y, Routing(load, balance)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of x [B, T, D] the scores fp32 [B, T, E], the chosen experts int64 [B, T, K], and the
+        weights of their outputs, fp32 [B, T, K]."""
+        cfg, logits = self.cfg, self.router(x).float()
+        scores = logits.softmax(-1) if cfg.router == "softmax" else logits.sigmoid()
+        ranked = scores if self.router_bias is None else scores.detach() + self.router_bias
+        chosen = ranked.topk(cfg.experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if cfg.router_normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return scores, chosen, weights * cfg.router_scale
+
+
+class Experts(nn.Module):
+    """SwiGLU layers side by side: expert e is (w1[e], w2[e], w3[e])."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        inner, outer = (cfg.n_experts, cfg.ffn_dim, cfg.dim), (cfg.n_experts, cfg.dim, cfg.ffn_dim)
+        self.w1 = nn.Parameter(torch.empty(inner).normal_(std=cfg.init_std))  # gate
+        self.w3 = nn.Parameter(torch.empty(inner).normal_(std=cfg.init_std))  # up
+        self.w2 = nn.Parameter(torch.empty(outer).normal_(std=cfg.init_std))  # down
+
+    def forward(self, x: Tensor, load: Tensor) -> Tensor:
+        """x [M, D]: first the load[0] tokens of expert 0, then those of expert 1, and so on."""
+        return through_experts(x, load, self.w1, self.w2, self.w3)
+
+
+def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """x [M, D] through the experts whose weights these are, load[e] rows through expert e."""
+    if not has_grouped_mm(x, w1):
+        return one_by_one(x, load, w1, w2, w3)
+    ends = load.cumsum(0).int()
+    gate = grouped_mm(x, w1, ends)  # [M, F]
+    return grouped_mm(F.silu(gate) * grouped_mm(x, w3, ends), w2, ends)
+
+
+def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    """Can torch multiply each group of rows of x by the matrix of its expert? That is one kernel on
+    GPUs of compute capability 9.0 and later, and the host need not know the load; on others and on
+    a CPU it is torch's own loop. In bf16 only, because torch 2.13 cannot compile it in fp32: the
+    function that finds out the shapes takes no other dtype. Rows must be aligned."""
+    if x.dtype != torch.bfloat16 or any(size % ALIGNED for size in weight.shape[1:]):
+        return False
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Of x [M, A] the rows up to ends[e] times weight[e].T; weight [E, B, A]: [M, B]."""
+    y: Tensor = GROUPED_MM(x, weight.transpose(1, 2), offs=ends)
+    return y
+
+
+def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """through_experts() by a loop over the experts."""
+    parts = zip(torch.split(x, load.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+    return torch.cat(
+        [
+            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+            for part, gate, down, up in parts
+        ]
+    )
+
+
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The load [E], the order [N K] in which chosen [B, T, K] stands expert by expert, and its
+    inverse: where each entry has gone. Without an atomic addition, so that it is the same every
+    time."""
+    flat = chosen.flatten()
+    ranked, order = flat.sort(stable=True)
+    edges = torch.arange(experts + 1, device=flat.device)
+    return torch.searchsorted(ranked, edges).diff(), order, order.argsort()
+
+
+def take_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Of x [N, D] the rows index [N K], where row n counts as rows n K to n K + K - 1: `copies` is
+    K."""
+    rows: Tensor = _TakeRows.apply(x, index, inverse, copies)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _TakeRows(torch.autograd.Function):
+    """Its gradient is a gather, too, by the inverse. That of indexing adds row by row: slowly, or
+    in an order that differs every time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(inverse)
+        return x[index // copies if copies > 1 else index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        grad = grad[inverse]
+        if ctx.copies > 1:
+            grad = grad.view(-1, ctx.copies, grad.shape[-1]).sum(1)
+        return grad, None, None, None
+
+
+def balance_loss(scores: Tensor, chosen: Tensor) -> Tensor:
+    """The auxiliary loss of each row, [B]: 1 when all experts are used alike, more when not.
+
+    sum over e of f_e P_e, f_e = E / (K T) times the tokens that chose e, P_e the mean share of e in
+    a token's scores (DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). Each row by itself, so that it
+    depends neither on the micro-batch nor on the number of ranks.
+    """
+    rows, _, experts = scores.shape
+    shares = (scores / scores.sum(-1, keepdim=True)).mean(1)  # [B, E]
+    flat = chosen.flatten(1)  # [B, T K]
+    used = torch.zeros(rows, experts, device=flat.device)
+    used.scatter_add_(1, flat, torch.ones_like(flat, dtype=used.dtype))  # whole numbers: exact
+    return (used * shares).sum(1) * experts / flat.shape[1]
+
+
+class Routings:
+    """How the experts of all layers were used since the last take()."""
+
+    def __init__(self, aux_loss: float) -> None:
+        self._aux_loss = aux_loss
+        self._load: Tensor | None = None
+        self._balance: Tensor | None = None
+        self.step_load: Tensor  # [L, E]: of the last step, over all ranks
+
+    def add(self, layers: Sequence[Routing], targets: Tensor) -> Tensor | float:
+        """Of one micro-batch, int64 targets [B, T]. Returns what is added to the sum of its losses:
+        nothing, but with the gradient of the auxiliary loss of all layers."""
+        load = torch.stack([layer.load for layer in layers])
+        self._load = load if self._load is None else self._load + load
+        rows = [layer.balance for layer in layers if layer.balance is not None]
+        if not rows:
+            return 0.0
+        # A row counts as often as it has targets: then the mean over a step's targets is the mean
+        # of the rows, however they are spread over micro-batches and ranks.
+        total = (torch.stack(rows).sum(0) * (targets >= 0).sum(1)).sum()
+        mean = total.detach() / len(rows)
+        self._balance = mean if self._balance is None else self._balance + mean
+        change = self._aux_loss * total
+        return change - change.detach()  # the recorded loss stays that of the tokens
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Of this rank, since the last call: the load, fp64 [L, E], and the auxiliary loss (mean of
+        the layers, sum over the tokens), fp32 []."""
+        assert self._load is not None, "no micro-batch since the last call"
+        load, balance = self._load.double(), self._balance
+        self._load = self._balance = None
+        return load, load.new_zeros(()) if balance is None else balance

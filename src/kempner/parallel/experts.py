@@ -1,0 +1,87 @@
+"""Expert parallelism: each of ep ranks holds E / ep experts of every layer, and the tokens travel
+to their experts and back (arXiv:2006.16668). The ranks read different samples, as without it.
+
+Two exchanges of all tokens a layer, and two in the backward pass, in place of the gathering of the
+experts' weights. Shapes: M rows, D width, E experts of the layer, L = E / ep experts of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from kempner.model.decoder import Decoder
+from kempner.model.moe import Experts, has_grouped_mm, take_rows, through_experts
+from kempner.parallel.layout import Layout
+
+
+class ParallelExperts(nn.Module):
+    """Takes over the parameters of `base`, cut along the experts; their names stay."""
+
+    w1: nn.Parameter
+    w2: nn.Parameter
+    w3: nn.Parameter
+
+    def __init__(self, base: Experts, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        for name, p in base.named_parameters():
+            part = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
+            self.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
+
+    def forward(self, x: Tensor, load: Tensor) -> Tensor:
+        """x [M, D], sorted by expert, and load [E], as of Experts."""
+        ranks, group = self.mesh.size(), self.mesh.get_group()
+        sent = load.view(ranks, -1)  # [ep, L]: by the rank that has the expert
+        arrived = all_to_all_single(sent, None, None, group)  # [ep, L]: by the rank it is from
+        there, here = torch.stack((sent.sum(1), arrived.sum(1))).tolist()  # the host must know
+        x = all_to_all_single_autograd(x, here, there, group)
+        # The tokens of one rank after those of another, each sorted by expert: sort them all.
+        expert = torch.arange(load.numel(), device=x.device) % sent.shape[1]
+        order = expert.repeat_interleave(arrived.flatten(), output_size=len(x)).argsort(stable=True)
+        place = order.argsort()
+        weights = [_local(w) for w in (self.w1, self.w2, self.w3)]
+        y = through_experts(take_rows(x, order, place), arrived.sum(0), *weights)
+        return all_to_all_single_autograd(take_rows(y, place, order), there, here, group)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def split_experts(model: Decoder, layout: Layout) -> None:
+    """Cut the experts of every layer over the ep ranks. Before the model is sharded."""
+    if layout.ep is None:
+        return
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Experts):
+            model.set_submodule(name, ParallelExperts(module, layout.ep))
+
+
+def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
+    """What hands the host the load of each expert, which differs every time, would be compiled
+    again and again. torch's kernel for all experts takes it on the device."""
+    for module in model.modules():
+        grouped = isinstance(module, Experts) and has_grouped_mm(module.w1.to(dtype), module.w1)
+        if isinstance(module, Experts | ParallelExperts) and not grouped:
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
+
+
+def shard_experts(model: Decoder, layout: Layout, **options: Any) -> None:
+    """FSDP, with these options of fully_shard, over the ranks that have the same experts. An
+    expert's gradient is that of the tokens of all ep ranks already: summed over those ranks as well
+    it would be ep times too large."""
+    for module in model.modules():
+        if isinstance(module, ParallelExperts):
+            fully_shard(
+                module,
+                mesh=layout.expert_parameter_mesh,
+                **options,
+                shard_placement_fn=lambda _: Shard(1),  # the experts themselves are cut already
+            )

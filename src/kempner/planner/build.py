@@ -1,0 +1,41 @@
+"""One rank of any world, built on this machine: `train.py CONFIG --check --build`.
+
+A fake process group stands for the other ranks, and the meta device for memory: what cannot be cut
+as the configuration says fails here, and not after hours in a queue.
+"""
+
+from __future__ import annotations
+
+from kempner.config.option import ConfigError
+from kempner.parallel.layout import build_layout
+from kempner.planner.memory import GIB, memory
+from kempner.run import RunConfig
+
+
+def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
+    """Model and optimizer of rank 0, without values; returns what it holds, in words. Raises
+    ConfigError when they cannot be built."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from kempner.optim.build import build_optimizer
+    from kempner.parallel.build import plan_model
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        layout = build_layout(cfg.distributed, world_size, per_node, "cpu")
+        model = plan_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
+        build_optimizer(model, cfg.optimizer)
+    except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(f"the model cannot be built for {world_size} ranks: {what}") from error
+    finally:
+        dist.destroy_process_group()
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    needs = memory(cfg, world_size, per_node)
+    axes = " x ".join(f"{name} {n}" for name, n in layout.sizes._asdict().items() if n > 1)
+    return (
+        f"built as rank 0 of {world_size:,}: {axes}; {held:,} of {cfg.model.count_parameters():,} "
+        f"parameters; the planner estimates {needs.peak / GIB:.1f} GiB"
+    )

@@ -1,0 +1,183 @@
+"""Memory of one GPU by part, from the configuration alone. No torch.
+
+A count of what the trainer holds at the moments when it holds most; benchmarks/planner.py compares
+it with measured peaks. D width, F SwiGLU width, V vocabulary, tokens: of one forward pass of a
+rank. Axes are in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kempner.parallel.layout import Axes, sizes
+from kempner.run import RunConfig, micro_batch
+
+GIB = 2.0**30
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part, at the moment when their sum is largest."""
+
+    moment: str
+    parts: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+def memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True) -> Memory:
+    """Of the rank that needs most. `gpu`: on a GPU, where auto means bf16. Raises ConfigError where
+    axes or batch do not fit the world."""
+    return max(moments(cfg, world_size, per_node, gpu), key=lambda each: each.peak)
+
+
+def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[Memory]:
+    """The loss (all activations are there, no gradient of this forward pass yet), the backward pass
+    of the last block, that of the first parameters, and the update."""
+    axes = sizes(cfg.distributed, world_size, per_node)
+    micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
+    tokens = micro * cfg.train.seq_len // axes.cp
+    often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
+    held = weights(cfg, axes)
+    compute = compute_bytes(cfg, gpu)
+    gathered = Gathered.of(cfg, axes, compute)
+    kept, working = activations(cfg, axes, tokens, compute, gpu)
+    loss = loss_memory(cfg, axes, tokens, compute)
+    gradients = held.pop("gradients")
+    so_far = gradients if often else 0.0
+    stream = cfg.model.dim * tokens * compute / axes.tp
+    ends = 2 * stream  # the input of the last norm, and its output
+    return [
+        Memory("loss", {
+            **held, "gradients": so_far, "gathered weights": gathered.root,
+            "activations": kept + ends, "loss": loss,
+        }),
+        Memory("backward pass of the last block", {
+            **held, "gradients": so_far + gathered.head_gradient,
+            "gathered weights": gathered.root + gathered.blocks,
+            "activations": kept + 2 * stream, "backward pass": working + gathered.reduced,
+        }),
+        Memory("end of the backward pass", {
+            **held, "gradients": gradients + gathered.root_gradients,
+            "gathered weights": gathered.root, "backward pass": stream,
+        }),
+        Memory("update", {**held, "gradients": gradients}),
+    ]  # fmt: skip
+
+
+def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
+    return 2 if cfg.train.dtype == "bf16" or (cfg.train.dtype == "auto" and gpu) else FP32
+
+
+def weights(cfg: RunConfig, axes: Axes) -> dict[str, float]:
+    """What a rank keeps of the model between steps."""
+    count = cfg.model.count_parameters()
+    size = 2 if cfg.train.weights == "bf16" else FP32
+    if cfg.lora.rank:
+        trained = lora_parameters(cfg)
+        state = {"weights": 2 * count + FP32 * trained, "gradients": FP32 * trained}
+    else:
+        trained = float(count)
+        state = {"weights": size * trained, "gradients": size * trained}
+    state["optimizer"] = optimizer_state(cfg, trained)
+    cuts = axes.pp * axes.shard * axes.cp * axes.tp
+    return {name: size / cuts for name, size in state.items()}
+
+
+def optimizer_state(cfg: RunConfig, trained: float) -> float:
+    """Of each number that is trained AdamW has two averages, Lion one, schedule-free one and
+    weights in fp32, and Muon one, but AdamW's for embedding and output."""
+    if cfg.optimizer.cpu_offload:
+        return 0.0
+    average = 2 if cfg.optimizer.moments == "bf16" else FP32
+    each = {"adamw": 2 * average, "lion": average, "schedule_free": average + FP32, "muon": average}
+    size = each[cfg.optimizer.name] * trained
+    if cfg.optimizer.name == "muon" and not cfg.lora.rank:
+        size += average * cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
+    return float(size)
+
+
+def lora_parameters(cfg: RunConfig) -> float:
+    model = cfg.model
+    q, kv = (heads * model.resolved_head_dim for heads in (model.n_heads, model.kv_heads))
+    shapes = {
+        "wq": (model.dim, q), "wk": (model.dim, kv), "wv": (model.dim, kv), "wo": (q, model.dim),
+        "w1": (model.dim, model.ffn_dim), "w3": (model.dim, model.ffn_dim),
+        "w2": (model.ffn_dim, model.dim),
+    }  # fmt: skip
+    return float(model.n_layers * cfg.lora.rank * sum(sum(shapes[t]) for t in cfg.lora.targets))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What fully_shard adds: whole weights in the compute dtype, and gradients on their way."""
+
+    root: float  # last norm and output layer; with a tied one whole from the first block on
+    blocks: float  # the block at work and the next one
+    head_gradient: float  # of the output layer, until the whole root is reduced
+    root_gradients: float
+    reduced: float  # gradients of a block, and the fp32 buffers that they are summed in
+
+    @classmethod
+    def of(cls, cfg: RunConfig, axes: Axes, compute: int) -> Gathered:
+        model = cfg.model
+        table = model.vocab_size * model.dim / axes.tp
+        root = table  # an embedding of its own is freed before the output layer is gathered
+        block = model.count_block() / axes.tp
+        reduce = 0 if cfg.lora.rank else compute + FP32
+        return cls(
+            root=compute * root,
+            blocks=2 * compute * block,
+            head_gradient=0.0 if cfg.lora.rank else compute * table,
+            root_gradients=reduce * root,
+            reduced=2.0 * reduce * block,
+        )
+
+
+def activations(
+    cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool
+) -> tuple[float, float]:
+    """What the backward pass of all blocks needs, and what that of one block has beside it while it
+    runs.
+
+    Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
+    v and what attention returns, and four of SwiGLU's inner width (both products, the gate, and
+    their product); compiled, what is a pointwise function of the others is computed again. A CPU
+    has no fused RMSNorm, and keeps what it normalised. Tensor parallelism divides all of it, but
+    for the whole inputs of attention and SwiGLU. A stage of a pipeline has its layers alone, for
+    as many passes as there are stages.
+    """
+    model, width = cfg.model, cfg.model.resolved_head_dim
+    heads = 2 * (model.n_heads + model.kv_heads) * width
+    eager = (4 if gpu else 6) * model.dim + heads + 4 * model.ffn_dim
+    block = 2 * model.dim + heads + 2 * model.ffn_dim if cfg.train.compile else eager
+    whole = 2 * model.dim * (1 - 1 / axes.tp)
+    each = tokens * compute * (block / axes.tp + whole)
+    working = tokens * compute * (3 * model.ffn_dim + 2 * model.dim) / axes.tp
+    passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
+    blocks = model.n_layers / axes.pp * passes
+    train = cfg.train
+    if train.recompute == "none" or train.recompute_modules:  # of those: at most so much
+        return each * blocks, working
+    numbers = model.dim
+    if train.recompute == "selective":
+        numbers += 2 * model.dim + heads + 2 * model.ffn_dim  # all products
+    again = blocks / train.recompute_every
+    kept = tokens * compute * numbers / axes.tp
+    return kept * again + each * (blocks - again), working + each
+
+
+def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
+    """Logits of a chunk in fp32, twice for a moment, then in the compute dtype; the gradient of the
+    output's weight in fp32, and a chunk's part of it; the gradient of its input."""
+    from kempner.loss import CHUNK_LOGITS, TILE
+
+    model = cfg.model
+    most = cfg.train.loss_chunk or max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE)
+    rows = min(tokens, most)
+    logits = rows * model.vocab_size * (2 * FP32 + (compute if compute < FP32 else 0))
+    weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
+    return (logits + weight) / axes.tp + tokens * model.dim * compute

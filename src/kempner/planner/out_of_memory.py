@@ -1,0 +1,36 @@
+"""What is left of a run that needs more memory than its GPU has: a snapshot, and a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kempner.planner.cost import RESERVE_GIB, Gpu
+from kempner.planner.memory import GIB, memory
+from kempner.planner.search import Check, best
+from kempner.process_group import World
+from kempner.profiling import snapshot
+from kempner.run import RunConfig
+
+
+def explain(cfg: RunConfig, world: World, check: Check) -> str:
+    """Write what fills this rank's GPU; returns what would need less, in words."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = Path(cfg.run.dir, "profile", f"out-of-memory-rank-{world.rank}.pickle")
+    written = f"{path} has what filled it; " if snapshot(device, path) else ""
+    return written + advice(cfg, world.size, world.per_node, check)
+
+
+def advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
+    """For a run that is out of memory: what fills it, and the fastest combination that needs a
+    tenth less."""
+    needs = memory(cfg, world_size, per_node)
+    gpu = Gpu("H100", 0.9 * needs.peak / GIB + RESERVE_GIB, 450e9)
+    parts = sorted(needs.parts.items(), key=lambda part: -part[1])[:3]
+    told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+    found = best(cfg, world_size, per_node, gpu, check, 1)
+    fix = (
+        f"try {found[0].words} ({found[0].memory.peak / GIB:.1f} GiB)" if found else "use more GPUs"
+    )
+    return f"the planner estimates {needs.peak / GIB:.1f} GiB a GPU ({told}); {fix}"

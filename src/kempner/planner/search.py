@@ -1,0 +1,105 @@
+"""Which combinations of levers fit a GPU, and which are fastest by the estimate. No torch.
+
+What may be combined is not known here: every candidate goes through the checks that a run's own
+configuration goes through, and what these refuse is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.config.values import to_text
+from kempner.parallel.layout import sizes
+from kempner.planner.cost import Gpu, Time, time
+from kempner.planner.memory import Memory, memory
+from kempner.run import RunConfig
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTE = ("none", "selective", "full")
+WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
+
+
+@dataclass(frozen=True)
+class Candidate:
+    overrides: dict[str, Any]  # by section.key; what is as the configuration has it is left out
+    memory: Memory
+    time: Time
+
+    @property
+    def words(self) -> str:
+        return " ".join(f"--{key}={to_text(value)}" for key, value in self.overrides.items())
+
+
+Check = Callable[[RunConfig, int, int], list[str]]
+"""Why a configuration does not fit so many ranks, so many on each node: configure.check_world."""
+
+
+def best(
+    cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, check: Check, count: int = 3
+) -> list[Candidate]:
+    """The fastest by the estimate that fit; of equals the one that changes less."""
+    found, known = [], problems_of(cfg)
+    for levers in candidates(world_size):
+        changed = changes(cfg, levers, world_size, per_node)
+        other = changed_by(cfg, changed)
+        if problems_of(other) - known or check(other, world_size, per_node):
+            continue
+        used = memory(other, world_size, per_node)
+        if used.peak <= gpu.usable:
+            spent = time(other, world_size, per_node, gpu)
+            found.append(Candidate(changed, used, spent))
+    found.sort(key=lambda each: (round(each.time.step, 3), len(each.overrides), each.memory.peak))
+    return found[:count]
+
+
+def changes(
+    cfg: RunConfig, levers: Mapping[str, Any], world_size: int, per_node: int
+) -> dict[str, Any]:
+    """Those of the levers that do not stand in the configuration; axes of the same sizes are the
+    same, however they are written."""
+    changed = {key: value for key, value in levers.items() if value != value_of(cfg, key)}
+    axes = {key for key in changed if key.startswith("distributed.")}
+    with contextlib.suppress(ConfigError):
+        there = sizes(cfg.distributed, world_size, per_node)
+        if sizes(changed_by(cfg, levers).distributed, world_size, per_node) == there:
+            changed = {key: value for key, value in changed.items() if key not in axes}
+    return changed
+
+
+def candidates(world_size: int) -> Iterator[dict[str, Any]]:
+    """Values for every lever that costs or saves memory, by section.key. What the axes leave of the
+    ranks is replicas."""
+    shards = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    meshes = [
+        {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,
+         "distributed.pp": pp, "distributed.dp_replicate": -1,
+         "distributed.nodes_per_fsdp_group": None}
+        for shard, tp, cp, pp in itertools.product(shards, WITHIN, WITHIN, (1, 2, 4))
+        if world_size % (shard * tp * cp * pp) == 0
+    ]  # fmt: skip
+    for mesh, micro, recompute in itertools.product(meshes, MICRO_BATCHES, RECOMPUTE):
+        yield {"train.micro_batch": micro, "train.recompute": recompute, **mesh}
+
+
+def problems_of(cfg: RunConfig) -> set[str]:
+    sections = (cfg, *(getattr(cfg, each.name) for each in fields(cfg)))
+    return {text for one in sections if hasattr(one, "problems") for text in one.problems()}
+
+
+def value_of(cfg: RunConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(cfg, section), name)
+
+
+def changed_by(cfg: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    by_section: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        by_section.setdefault(section, {})[name] = value
+    made = {name: replace(getattr(cfg, name), **given) for name, given in by_section.items()}
+    return replace(cfg, **made)

@@ -1,0 +1,102 @@
+"""What a few steps spend their time and memory on, when somebody asks for it, and what filled the
+memory when it ran out. `touch RUN/PROFILE` asks; the files go into RUN/profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kempner.config.option import option
+
+if TYPE_CHECKING:
+    import torch
+
+ENTRIES = 100_000  # allocations whose stacks are kept; older ones are forgotten
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    steps: int = option(3, "steps that a PROFILE file asks for", minimum=1)
+    ranks: tuple[int, ...] = option((0,), "ranks that write a trace of them", minimum=0)
+    allocations: bool = option(
+        False,
+        "GPU: keep the stacks of allocations from the start on, for the snapshot of a run that "
+        "runs out of memory",
+    )
+
+
+class Profiler:
+    """Call step() on all ranks after every step. All begin at the same one, because the request
+    travels in the all-reduce of the step."""
+
+    def __init__(
+        self,
+        cfg: ProfileConfig,
+        run_dir: Path,
+        rank: int,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        self._cfg, self._dir, self._rank = cfg, run_dir / "profile", rank
+        self._device, self._say = device, say
+        self._running: torch.profiler.profile | None = None
+        self._first, self._left = 0, 0
+        if cfg.allocations:
+            record_allocations(device)
+
+    def step(self, step: int, asked: bool) -> None:
+        """`asked`: whether some rank has been asked for a profile."""
+        if self._running is not None:
+            self._left -= 1
+            if not self._left:
+                self._stop(step)
+        elif asked and self._rank in self._cfg.ranks:
+            self._start(step)
+
+    def _start(self, step: int) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        record_allocations(self._device)
+        self._running = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._running.start()
+        self._first, self._left = step + 1, self._cfg.steps
+
+    def _stop(self, step: int) -> None:
+        """The run stands still while the files are written."""
+        assert self._running is not None
+        self._running.stop()
+        name = f"steps-{self._first}-{step}-rank-{self._rank}"
+        self._dir.mkdir(exist_ok=True)
+        trace = self._dir / f"{name}.json.gz"
+        self._running.export_chrome_trace(str(trace))
+        self._say(f"profile: {trace}")
+        if snapshot(self._device, self._dir / f"{name}.pickle"):
+            self._say(f"memory: {self._dir / f'{name}.pickle'}")
+        if not self._cfg.allocations:
+            record_allocations(self._device, False)
+        self._running = None
+
+
+def record_allocations(device: torch.device, on: bool = True) -> None:
+    """Keep the stack of each allocation on a GPU, for snapshot(); or no more."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history("all" if on else None, max_entries=ENTRIES)
+
+
+def snapshot(device: torch.device, path: Path) -> bool:
+    """Write what the GPU's memory holds, for https://pytorch.org/memory_viz; False on a CPU, whose
+    allocator keeps no record."""
+    import torch
+
+    if device.type != "cuda":
+        return False
+    path.parent.mkdir(exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    return True

@@ -1,0 +1,141 @@
+"""The planner: its count of memory beside measured peaks, what it proposes, and a rank of a large
+world that is built here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planner import measured
+from kempner.configure import check_world, load_config
+from kempner.planner.cost import GPUS, time, traffic
+from kempner.planner.memory import memory
+from kempner.planner.out_of_memory import advice
+from kempner.planner.search import best, changed_by
+from kempner.run import RunConfig
+from tests.conftest import ROOT
+
+SMALL = (
+    "--data.dataset_path=fake:", "--model.vocab_size=2048", "--model.n_layers=6",
+    "--model.dim=128", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=384",
+    "--model.max_seq_len=128", "--train.seq_len=128", "--train.global_batch=8",
+)  # fmt: skip
+SEVEN = str(ROOT / "configs/train/7b.toml")
+
+
+def small(*words: str) -> RunConfig:
+    return load_config([], [*SMALL, *words])
+
+
+def test_sharding_divides_the_state_and_replicas_do_not() -> None:
+    sharded, copied = (
+        memory(load_config([SEVEN], [f"--distributed.dp_replicate={n}"]), 16, 8).parts
+        for n in (1, 2)
+    )
+    parameters = load_config([SEVEN], []).model.count_parameters()
+    assert sharded["weights"] == 4 * parameters / 16 and copied["weights"] == 4 * parameters / 8
+    assert sharded["optimizer"] == 2 * sharded["weights"]
+
+
+def test_traffic_of_fsdp_and_of_replicas() -> None:
+    """Of 7 B on two nodes, 1024 sequences a step, two a pass of each rank."""
+    cfg = load_config([SEVEN], ["--distributed.nodes_per_fsdp_group=1"])
+    count, passes = cfg.model.count_parameters(), 1024 / (2 * 16)
+    gathers, reduces, replicas = traffic(cfg, 16, 8)
+    assert gathers.size == pytest.approx(2 * passes * 2 * count * 7 / 8) and gathers.within
+    assert reduces.size == pytest.approx(passes * 4 * count * 7 / 8) and reduces.within
+    assert replicas.size == pytest.approx(2 * 4 * count / 8 / 2) and not replicas.within
+
+
+def test_every_axis_divides_what_it_cuts() -> None:
+    cfg = load_config([SEVEN], [])
+    plain = memory(cfg, 1, 1).parts
+    for axis in ("tp", "cp", "pp", "dp_shard"):
+        two = replace(cfg, distributed=replace(cfg.distributed, **{axis: 2}))
+        assert memory(two, 2, 2).parts["weights"] == plain["weights"] / 2, axis
+        activations = memory(two, 2, 2).parts["activations"] / plain["activations"]
+        assert activations == pytest.approx(0.5 if axis in ("tp", "cp") else 1.0, rel=0.01), axis
+    both = replace(cfg, distributed=replace(cfg.distributed, tp=2, cp=2, pp=2))
+    sent = {each.what.partition(":")[0]: each for each in traffic(both, 16, 8)}
+    assert sent.keys() == {"FSDP", "tensor parallel", "context parallel", "pipeline"}
+    layers, tokens, often = 32 / 2, 4_194_304 / 2, 3  # with recomputation
+    stream = tokens / 2 * 4096 * 2
+    assert sent["tensor parallel"].size == 4 * often * layers * stream / 2
+
+
+def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
+    cfg = load_config([SEVEN], [])
+    found = best(cfg, 16, 8, GPUS["H100"], check_world)
+    assert len(found) == 3
+    for each in found:
+        other = load_config([SEVEN], each.words.split())
+        assert other == changed_by(cfg, each.overrides) and not check_world(other, 16, 8)
+        assert memory(other, 16, 8).peak == each.memory.peak < GPUS["H100"].usable
+    steps = [each.time.step for each in found]
+    assert steps == sorted(steps) and steps[0] < time(cfg, 16, 8, GPUS["H100"]).step
+    # Nothing fits 7 B on one GPU of 44 GiB: 16 bytes a parameter are 100 GiB.
+    assert not best(cfg, 1, 1, GPUS["L40S"], check_world)
+
+
+def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
+    cfg = load_config([SEVEN], ["--train.recompute=none", "--train.micro_batch=4"])
+    told = advice(cfg, 8, 8, check_world)
+    found = re.search(r"estimates ([\d.]+) GiB.*; try (.*) \(([\d.]+) GiB\)", told)
+    assert found, told
+    other = load_config([SEVEN], ["--train.recompute=none", *found[2].split()])
+    assert float(found[3]) < 0.9 * float(found[1]) + 0.1
+    assert memory(other, 8, 8).peak < 0.9 * memory(cfg, 8, 8).peak
+
+
+def command(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_plan_prints_the_parts_and_the_overrides() -> None:
+    done = command("scripts/plan.py", SEVEN, "--nodes", "2", "--gpu=H200")
+    assert done.returncode == 0, done.stderr
+    assert "6,738,415,616 parameters on 2 nodes x 8 H200" in done.stdout
+    assert "optimizer" in done.stdout and "FSDP: gradients, scattered" in done.stdout
+    assert '--train.recompute="none"' in done.stdout
+    wrong = command("scripts/plan.py", SEVEN, "--gpu=H1000", "--train.max_step=5")
+    assert wrong.returncode == 2
+    assert "give one of A100, " in wrong.stderr and "--train.max_steps?" in wrong.stderr
+
+
+def test_70b_is_built_as_one_of_1024_ranks() -> None:
+    words = ("--data.dataset_path=fake:", "--eval.interval=0", "--check", "--build")
+    batch = "--train.global_batch_tokens=8388608"
+    size = ("--nodes", "128", "--gpus-per-node", "8")
+    done = command("scripts/train.py", "configs/train/70b.toml", batch, *words, *size)
+    assert done.returncode == 0, done.stderr
+    assert "built as rank 0 of 1,024: " in done.stderr
+    held = int(re.search(r"; ([\d,]+) of 70,553,706,496", done.stderr)[1].replace(",", ""))  # type: ignore[index]
+    assert held == pytest.approx(70_553_706_496 / 1024, rel=0.01)
+    assert "[model]" in done.stdout, "--check prints the configuration"
+
+
+def test_a_model_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kempner.config.option import ConfigError
+    from kempner.parallel import build as plans
+    from kempner.planner.build import build
+
+    def fails(*given: object, **named: object) -> None:
+        raise ValueError("4 heads do not divide by 3")
+
+    monkeypatch.setattr(plans, "shard", fails)
+    with pytest.raises(ConfigError, match=r"cannot be built for 4 ranks: .* 4 heads"):
+        build(small("--train.global_batch=8"), 4, 4)
+
+
+@pytest.mark.parametrize("words", [(), ("--train.recompute=full", "--train.micro_batch=2")])
+def test_the_estimate_is_within_a_tenth_of_the_peak(
+    one_process: None, words: tuple[str, ...]
+) -> None:
+    cfg = small(*words)
+    assert memory(cfg, 1, 1, gpu=False).peak == pytest.approx(measured(cfg), rel=0.1)

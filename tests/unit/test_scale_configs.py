@@ -1,0 +1,45 @@
+"""configs/scale: each fits the machines that its first line names, in ranks, batch and memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kempner.configure import check_world, load_config
+from kempner.parallel.layout import sizes
+from kempner.planner.cost import GPUS, traffic
+from kempner.planner.memory import GIB, memory
+
+FOLDER = Path(__file__).parents[2] / "configs/scale"
+FILES = sorted(FOLDER.glob("*.toml"))
+MACHINES = re.compile(r"# .* on (\d+) nodes? of (\d+) (\w+)[.:,]")
+# Replicas and shards, in the worlds that the files are for.
+MESHES = {
+    "7b-1node": (1, 8), "7b-2nodes": (2, 8), "7b-8nodes": (8, 8), "7b-32nodes": (32, 8),
+    "13b-1node": (1, 8), "13b-2nodes": (2, 8), "13b-8nodes": (8, 8), "13b-32nodes": (32, 8),
+    "7b-memory-tight": (1, 1), "7b-muon": (2, 8), "7b-32k": (1, 8),
+    "70b-2nodes": (1, 16), "70b-8nodes": (1, 64), "70b-32nodes": (4, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_configuration_fits_its_machines(path: Path) -> None:
+    found = MACHINES.match(path.read_text().splitlines()[0])
+    assert found, "the first line says for which machines it is"
+    nodes, per_node, gpu = int(found[1]), int(found[2]), GPUS[found[3]]
+    cfg = load_config([str(path)], [])
+    world = nodes * per_node
+    assert check_world(cfg, world, per_node) == []
+    axes = sizes(cfg.distributed, world, per_node)
+    assert (axes.replicate, axes.shard) == MESHES[path.stem]
+    needs = memory(cfg, world, per_node)
+    assert needs.peak < gpu.usable, f"{needs.peak / GIB:.1f} GiB: {needs.parts}"
+    # One copy of the weights spans nodes only where a node cannot hold it.
+    spans = [each for each in traffic(cfg, world, per_node) if "FSDP" in each.what]
+    assert all(each.within for each in spans) == (axes.shard <= per_node)
+
+
+def test_every_configuration_is_named_here() -> None:
+    assert {path.stem for path in FILES} == MESHES.keys()
