@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kempner import combinations
 from kempner.bench_config import BenchConfig
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.config.option import REQUIRED, ConfigError, option
@@ -15,8 +16,7 @@ from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.stages import Stage, ramp_problems, stage_at, stages
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
-from kempner.optim.config import CONSTANT, OptimizerConfig, ScheduleConfig
-from kempner.parallel.combinations import context_problems
+from kempner.optim.config import OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.profiling import ProfileConfig
@@ -246,142 +246,7 @@ class RunConfig:
         return Path(self.checkpoint.dir or f"{self.run.dir}/checkpoints")
 
     def problems(self) -> list[str]:
-        found = []
-        if self.train.seq_len > self.model.max_seq_len:
-            found.append(
-                f"train.seq_len = {self.train.seq_len}: at most model.max_seq_len = "
-                f"{self.model.max_seq_len}; raise that, or shorten the sequences"
-            )
-        if self.preference.loss == "dpo" and self.model.init_from is None:
-            found.append(
-                "preference.loss = dpo: needs the model to start from, which is also its "
-                "reference; give model.init_from"
-            )
-        if self.optimizer.name == "schedule_free" and self.schedule.name not in CONSTANT:
-            found.append(
-                f"schedule.name = {self.schedule.name}: optimizer.name = schedule_free averages "
-                "weights in place of a decay; give --schedule.name=constant"
-            )
-        if self.lora.rank and self.model.init_from is None:
-            found.append(
-                f"lora.rank = {self.lora.rank}: adapters need weights to adapt; name them, "
-                "--model.init_from=DIR, or train all weights, --lora.rank=0"
-            )
-        if self.lora.rank and self.preference.loss != "none":
-            found.append(
-                f"lora.rank = {self.lora.rank}: adapters are not built for preference.loss = "
-                f"{self.preference.loss}; train all weights, --lora.rank=0"
-            )
-        if not self.checkpoint.save and self.run.fork:
-            found.append(
-                "checkpoint.save = false: a run with run.fork begins from a checkpoint, and with a "
-                "checkpoint of its own; leave one of the two out"
-            )
-        if self.lora.rank and (lever := self._trains_weights()):
-            found.append(
-                f"lora.rank = {self.lora.rank}: adapters are fp32 on a frozen model in bf16, and "
-                f"not built for {lever}; leave that out"
-            )
-        if self.train.attention != "auto" and self.model.attention_softcap is not None:
-            found.append(
-                f"train.attention = {self.train.attention}: this kernel does not cap scores, as "
-                f"model.attention_softcap = {self.model.attention_softcap} asks; leave it at auto"
-            )
-        if self.train.loss_chunk is not None and self.preference.loss != "none":
-            found.append(
-                f"train.loss_chunk = {self.train.loss_chunk}: has no effect on preference.loss = "
-                f"{self.preference.loss}; leave it out"
-            )
-        if self.distributed.device == "cpu" and self.train.fp8 != "none":
-            found.append(
-                f"train.fp8 = {self.train.fp8}: not on distributed.device = cpu; give --train.fp8="
-                "none, or a GPU"
-            )
-        found += self._block_problems()
-        if self.distributed.tp > 1:
-            found += self._tensor_problems()
-        return found + self._expert_problems() + context_problems(self)
-
-    def _block_problems(self) -> list[str]:
-        """Of what has an effect only where FSDP gathers each block by itself."""
-        if self.train.compile_scope == "block":
-            return []
-        given = self.distributed
-        levers = {"reshard_island": given.reshard_island, "prefetch_blocks": given.prefetch_blocks}
-        return [
-            f"distributed.{name} = {value}: with train.compile_scope = model all weights are "
-            "gathered at once, not block by block; leave one of the two out"
-            for name, value in levers.items()
-            if value
-        ]
-
-    def _tensor_problems(self) -> list[str]:
-        """Of distributed.tp: each rank has whole heads, as many as the others, and between the
-        products the same number of tokens."""
-        axes, model, given = self.distributed, self.model, f"distributed.tp = {self.distributed.tp}"
-        sizes = {
-            "model.n_heads": model.n_heads,
-            "model.n_kv_heads": model.kv_heads,
-            "model.ffn_dim": model.ffn_dim,
-            "train.seq_len": self.train.seq_len,
-            "train.seq_len_ramp[0]": (self.train.seq_len_ramp or (0, 0))[0],
-        }
-        found = [
-            f"{given}: must divide {key} = {size}; give another size, or 1"
-            for key, size in sizes.items()
-            if size % axes.tp
-        ]
-        others = {
-            f"lora.rank = {self.lora.rank}": self.lora.rank > 0,
-            f"preference.loss = {self.preference.loss}": self.preference.loss != "none",
-            f"train.fp8 = {self.train.fp8}": self.train.fp8 != "none",
-            f"model.n_experts = {self.model.n_experts}": self.model.n_experts > 0,
-            # Torch 2.13 compiles the blocks without an error, and their gradients are wrong.
-            "train.compile": self.train.compile,
-        }
-        return found + [
-            f"{given}: not built for {other}; leave that out, or give --distributed.tp=1"
-            for other, asked in others.items()
-            if asked
-        ]
-
-    def _expert_problems(self) -> list[str]:
-        found, ep = [], self.distributed.ep
-        if self.model.aux_loss and self.preference.loss != "none":
-            found.append(
-                f"model.aux_loss = {self.model.aux_loss}: is not built for preference.loss = "
-                f"{self.preference.loss}; leave it at 0, the experts stay balanced as they are"
-            )
-        if ep > 1 and (self.model.n_experts or 1) % ep:
-            found.append(
-                f"distributed.ep = {ep}: must divide model.n_experts = {self.model.n_experts}, "
-                "which it shares out"
-            )
-        if ep > 1 and self.train.compile_scope == "model":
-            found.append(
-                f"distributed.ep = {ep}: the exchange of tokens is not compiled, and train."
-                "compile_scope = model leaves no place for it; give --train.compile_scope=block"
-            )
-        if not self.lora.rank or not self.model.n_experts:
-            return found
-        if wrong := [name for name in self.lora.targets if name in ("w1", "w2", "w3")]:
-            found.append(
-                f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
-                "matrices of experts; give those of the attention, "
-                """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
-            )
-        if self.model.router_bias:
-            found.append(
-                "model.router_bias: the biases move while the weights are trained, which lora.rank "
-                f"= {self.lora.rank} keeps as they are; train all weights, --lora.rank=0"
-            )
-        return found
-
-    def _trains_weights(self) -> str:
-        """The option that changes how all weights are trained, if there is one."""
-        if self.train.weights != "fp32":
-            return f"train.weights = {self.train.weights}"
-        return f"train.fp8 = {self.train.fp8}" if self.train.fp8 != "none" else ""
+        return combinations.problems(self)
 
 
 def check_batch(cfg: TrainConfig, world_size: int) -> None:

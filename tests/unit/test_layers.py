@@ -32,7 +32,7 @@ LAYERS = (
         "ray",
     },
     {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference"},
-    {"generate", "load"},
+    {"generate", "load", "combinations"},
     {"run"},
     {"planner"},
     {"bench"},

@@ -1,0 +1,221 @@
+"""What cannot be combined across the sections of a configuration: told before a GPU is asked
+for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kempner.optim.config import CONSTANT
+
+if TYPE_CHECKING:
+    from kempner.run import RunConfig
+
+
+def problems(cfg: RunConfig) -> list[str]:
+    """One message each, with the way out."""
+    found = []
+    if cfg.train.seq_len > cfg.model.max_seq_len:
+        found.append(
+            f"train.seq_len = {cfg.train.seq_len}: at most model.max_seq_len = "
+            f"{cfg.model.max_seq_len}; raise that, or shorten the sequences"
+        )
+    if cfg.preference.loss == "dpo" and cfg.model.init_from is None:
+        found.append(
+            "preference.loss = dpo: needs the model to start from, which is also its "
+            "reference; give model.init_from"
+        )
+    if cfg.optimizer.name == "schedule_free" and cfg.schedule.name not in CONSTANT:
+        found.append(
+            f"schedule.name = {cfg.schedule.name}: optimizer.name = schedule_free averages "
+            "weights in place of a decay; give --schedule.name=constant"
+        )
+    if cfg.lora.rank and cfg.model.init_from is None:
+        found.append(
+            f"lora.rank = {cfg.lora.rank}: adapters need weights to adapt; name them, "
+            "--model.init_from=DIR, or train all weights, --lora.rank=0"
+        )
+    if cfg.lora.rank and cfg.preference.loss != "none":
+        found.append(
+            f"lora.rank = {cfg.lora.rank}: adapters are not built for preference.loss = "
+            f"{cfg.preference.loss}; train all weights, --lora.rank=0"
+        )
+    if not cfg.checkpoint.save and cfg.run.fork:
+        found.append(
+            "checkpoint.save = false: a run with run.fork begins from a checkpoint, and with a "
+            "checkpoint of its own; leave one of the two out"
+        )
+    if cfg.lora.rank and (lever := _trains_weights(cfg)):
+        found.append(
+            f"lora.rank = {cfg.lora.rank}: adapters are fp32 on a frozen model in bf16, and "
+            f"not built for {lever}; leave that out"
+        )
+    if cfg.train.attention != "auto" and cfg.model.attention_softcap is not None:
+        found.append(
+            f"train.attention = {cfg.train.attention}: this kernel does not cap scores, as "
+            f"model.attention_softcap = {cfg.model.attention_softcap} asks; leave it at auto"
+        )
+    if cfg.train.loss_chunk is not None and cfg.preference.loss != "none":
+        found.append(
+            f"train.loss_chunk = {cfg.train.loss_chunk}: has no effect on preference.loss = "
+            f"{cfg.preference.loss}; leave it out"
+        )
+    if cfg.distributed.device == "cpu" and cfg.train.fp8 != "none":
+        found.append(
+            f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
+            "none, or a GPU"
+        )
+    found += _block_problems(cfg)
+    if cfg.distributed.tp > 1:
+        found += _tensor_problems(cfg)
+    return found + _expert_problems(cfg) + _context_problems(cfg)
+
+
+def _block_problems(cfg: RunConfig) -> list[str]:
+    """Of what has an effect only where FSDP gathers each block by itself."""
+    if cfg.train.compile_scope == "block":
+        return []
+    given = cfg.distributed
+    levers = {"reshard_island": given.reshard_island, "prefetch_blocks": given.prefetch_blocks}
+    return [
+        f"distributed.{name} = {value}: with train.compile_scope = model all weights are "
+        "gathered at once, not block by block; leave one of the two out"
+        for name, value in levers.items()
+        if value
+    ]
+
+
+def _tensor_problems(cfg: RunConfig) -> list[str]:
+    """Of distributed.tp: each rank has whole heads, as many as the others, and between the
+    products the same number of tokens."""
+    axes, model, given = cfg.distributed, cfg.model, f"distributed.tp = {cfg.distributed.tp}"
+    sizes = {
+        "model.n_heads": model.n_heads,
+        "model.n_kv_heads": model.kv_heads,
+        "model.ffn_dim": model.ffn_dim,
+        "train.seq_len": cfg.train.seq_len,
+        "train.seq_len_ramp[0]": (cfg.train.seq_len_ramp or (0, 0))[0],
+    }
+    found = [
+        f"{given}: must divide {key} = {size}; give another size, or 1"
+        for key, size in sizes.items()
+        if size % axes.tp
+    ]
+    others = {
+        f"lora.rank = {cfg.lora.rank}": cfg.lora.rank > 0,
+        f"preference.loss = {cfg.preference.loss}": cfg.preference.loss != "none",
+        f"train.fp8 = {cfg.train.fp8}": cfg.train.fp8 != "none",
+        f"model.n_experts = {cfg.model.n_experts}": cfg.model.n_experts > 0,
+        # Torch 2.13 compiles the blocks without an error, and their gradients are wrong.
+        "train.compile": cfg.train.compile,
+    }
+    return found + [
+        f"{given}: not built for {other}; leave that out, or give --distributed.tp=1"
+        for other, asked in others.items()
+        if asked
+    ]
+
+
+def _expert_problems(cfg: RunConfig) -> list[str]:
+    found, ep = [], cfg.distributed.ep
+    if cfg.model.aux_loss and cfg.preference.loss != "none":
+        found.append(
+            f"model.aux_loss = {cfg.model.aux_loss}: is not built for preference.loss = "
+            f"{cfg.preference.loss}; leave it at 0, the experts stay balanced as they are"
+        )
+    if ep > 1 and (cfg.model.n_experts or 1) % ep:
+        found.append(
+            f"distributed.ep = {ep}: must divide model.n_experts = {cfg.model.n_experts}, "
+            "which it shares out"
+        )
+    if ep > 1 and cfg.train.compile_scope == "model":
+        found.append(
+            f"distributed.ep = {ep}: the exchange of tokens is not compiled, and train."
+            "compile_scope = model leaves no place for it; give --train.compile_scope=block"
+        )
+    if not cfg.lora.rank or not cfg.model.n_experts:
+        return found
+    if wrong := [name for name in cfg.lora.targets if name in ("w1", "w2", "w3")]:
+        found.append(
+            f"lora.targets: adapters of experts are not built, and {', '.join(wrong)} are "
+            "matrices of experts; give those of the attention, "
+            """--lora.targets="['wq', 'wk', 'wv', 'wo']\""""
+        )
+    if cfg.model.router_bias:
+        found.append(
+            "model.router_bias: the biases move while the weights are trained, which lora.rank "
+            f"= {cfg.lora.rank} keeps as they are; train all weights, --lora.rank=0"
+        )
+    return found
+
+
+def _trains_weights(cfg: RunConfig) -> str:
+    """The option that changes how all weights are trained, if there is one."""
+    if cfg.train.weights != "fp32":
+        return f"train.weights = {cfg.train.weights}"
+    return f"train.fp8 = {cfg.train.fp8}" if cfg.train.fp8 != "none" else ""
+
+
+def _context_problems(cfg: RunConfig) -> list[str]:
+    """Of rows whose tokens several ranks share (context.py)."""
+    ranks, method = cfg.distributed.cp, cfg.distributed.cp_method
+    if ranks == 1:
+        return []
+    found = []
+    parts = 2 * ranks if method == "ring" else ranks
+    option, shortest = "train.seq_len", cfg.train.seq_len
+    if cfg.train.seq_len_ramp is not None:
+        option, shortest = "train.seq_len_ramp, at first", cfg.train.seq_len_ramp[0]
+    if shortest % parts:
+        near = max(parts, shortest // parts * parts)
+        found.append(
+            f"{option} = {shortest}: distributed.cp = {ranks} with cp_method = {method} cuts a "
+            f"sequence into {parts} parts; give a multiple, such as {near}"
+        )
+    elif cfg.distributed.tp > 1 and shortest // ranks % cfg.distributed.tp:
+        found.append(
+            f"{option} = {shortest}: distributed.tp = {cfg.distributed.tp} must divide the "
+            f"{shortest // ranks} tokens that each of distributed.cp = {ranks} ranks has; give "
+            "another length, or other sizes"
+        )
+    if cfg.model.aux_loss:
+        found.append(
+            f"model.aux_loss = {cfg.model.aux_loss}: is that of whole sequences, of which a rank "
+            f"has a part with distributed.cp = {ranks}; give --model.aux_loss=0, such as with "
+            "--model.router_bias, or --distributed.cp=1"
+        )
+    if cfg.train.compile_scope == "model":
+        found.append(
+            f"train.compile_scope = model: attention over distributed.cp = {ranks} ranks is not "
+            "compiled, and leaves no whole graph; give --train.compile_scope=block"
+        )
+    if cfg.preference.loss != "none":
+        found.append(
+            f"preference.loss = {cfg.preference.loss}: not with distributed.cp = {ranks}: an "
+            "answer would be on several ranks; give --distributed.cp=1"
+        )
+    return found + (_ring_problems(cfg) if method == "ring" else _ulysses_problems(cfg))
+
+
+def _ulysses_problems(cfg: RunConfig) -> list[str]:
+    ranks, heads = cfg.distributed.cp, cfg.model.n_heads // cfg.distributed.tp
+    if heads % ranks == 0:
+        return []
+    return [
+        f"distributed.cp = {ranks} with cp_method = ulysses: must divide the {heads} query heads "
+        "of a tensor-parallel rank; give another --distributed.cp, or --distributed.cp_method=ring"
+    ]
+
+
+def _ring_problems(cfg: RunConfig) -> list[str]:
+    model, instead = cfg.model, "give --distributed.cp_method=ulysses, or --distributed.cp=1"
+    window, cap, kernel = model.sliding_window, model.attention_softcap, cfg.train.attention
+    found = []
+    if cfg.data.document_mask:
+        found.append(f"data.document_mask: the ring has no mask of documents; {instead}")
+    if window is not None and window < cfg.train.seq_len:
+        found.append(f"model.sliding_window = {window}: the ring has no windows; {instead}")
+    if cap is not None:
+        found.append(f"model.attention_softcap = {cap}: the ring does not cap scores; {instead}")
+    if kernel not in ("auto", "flash"):
+        found.append(f"train.attention = {kernel}: the ring's kernel is flash; {instead}")
+    return found
