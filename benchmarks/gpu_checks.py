@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu_job import (
     ROOT,
+    SAME,
     Failed,
     Figures,
     Job,
@@ -287,6 +289,54 @@ def attention(job: Job) -> Figures:
     return found
 
 
+def patterns(job: Job) -> Figures:
+    """Documents, windows and capped scores: the kernels that a GPU takes for them against a dense
+    mask, output and gradients."""
+    import torch
+
+    from kempner.model.attention import Documents, attend, visible
+
+    length = 2048
+    q, k, v = (
+        torch.randn(2, n, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (8, 2, 2)
+    )
+    tokens = torch.zeros(2, length, dtype=torch.int64, device="cuda")
+    packed = Documents.of((torch.arange(length) * 5 // length).expand(2, -1), True)
+    packed = packed.map(lambda x: x.cuda())
+    found: Figures = {}
+    for name, what in {
+        "window": (300, None, None),
+        "documents": (None, packed, None),
+        "capped": (None, None, 5.0),
+        "all": (300, packed, 5.0),
+    }.items():
+        results = []
+        for kernel in ("auto", "math"):
+            seen = visible(tokens, what[0], what[1], q.dtype, what[2], kernel)
+            y = attend(q, k, v, seen)
+            results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
+        pairs = zip(*results, strict=True)
+        found[name] = max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
+        if not found[name] < SAME:
+            raise Failed(f"{name}: differs by {found[name]:.1%} from attention by a dense mask")
+    return found
+
+
+def fp8(job: Job) -> Figures:
+    """Losses with fp8 products beside those of bf16."""
+    import torch
+
+    if importlib.util.find_spec("torchao") is None:
+        raise Skipped("torchao is not installed: pip install -e '.[fp8]'")
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise Skipped(f"{torch.cuda.get_device_name()} has no fp8 products")
+    steps = ["--train.max_steps=20", "--checkpoint.interval=0"]
+    train(job, job.words("fp8", "--train.fp8=rowwise", "--train.compile", *steps))
+    worst = compare("fp8", losses(job.work / "fp8"), losses(job.work / "unbroken"))
+    return {"loss_difference": worst}
+
+
 def bench(job: Job, shape: str, accumulate: int) -> Figures:
     """Tokens/s of a shipped configuration, compiled as it is shipped, on all GPUs."""
     from kempner.config.loading import load
@@ -345,7 +395,9 @@ CHECKS = {
     "preflight": Check(preflight, 120),
     "synchronization": Check(synchronization, 60),
     "attention": Check(attention, 45),
+    "patterns": Check(patterns, 90, needs_gpu=True),
     "compile": Check(compiled, 120, needs_gpu=True),
+    "fp8": Check(fp8, 120, needs_gpu=True),
     "bench 125m": Check(lambda job: bench(job, "125m", 16), 120, needs_gpu=True),
     "bench 1b": Check(lambda job: bench(job, "1b", 8), 150, needs_gpu=True),
     "bench 7b": Check(lambda job: bench(job, "7b", 8), 180, needs_gpu=True),

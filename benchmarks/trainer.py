@@ -231,6 +231,8 @@ def startup(options: argparse.Namespace, work: Path) -> None:
     for name, values in seconds.items():
         ratios = [b / a for a, b in zip(seconds["import torch"], values, strict=True)]
         print(f"{name:<22} {spread(values, '.2f')} s   {spread(ratios, '.2f')} x import torch")
+    over = [b - a for a, b in zip(seconds["import torch"], seconds["step 1"], strict=True)]
+    print(f"step 1 - import torch  {spread(over, '.2f')} s   target 1.20")
 
 
 def wall(act: Callable[[], object]) -> float:

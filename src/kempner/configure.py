@@ -267,8 +267,15 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
         except ConfigError as error:
             found += [f"model.init_from: {problem}" for problem in error.problems]
     try:
-        sources, _ = open_data(cfg, rank == 0)
+        sources, held_out = open_data(cfg, rank == 0)
         open_mixture(cfg, sources, Progress().plan(cfg))
+        if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":
+            found += [
+                f"{source.name}: several conversations share a row, and the ring has no mask of "
+                "documents; give --distributed.cp_method=ulysses, or --distributed.cp=1"
+                for source in (*sources, *held_out)
+                if source.packing
+            ]
     except ConfigError as error:
         found += error.problems
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):

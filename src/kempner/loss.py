@@ -70,29 +70,33 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         terms = x.new_empty(targets.shape, dtype=torch.float32)
         dx = torch.empty_like(x) if learns else None
         changes = learns and ctx.needs_input_grad[1]  # not where the weight is frozen
-        dw = torch.zeros_like(weight, dtype=torch.float32) if changes else None
+        dw = None
         for start in range(0, x.shape[0], rows):
             part, labels = x[start : start + rows], targets[start : start + rows]
             logits = F.linear(part, weight).float()  # [rows, V]
-            total = torch.logsumexp(logits, dim=-1, keepdim=True)
             counts = (labels != IGNORE).unsqueeze(1)
             rows_of = labels.unsqueeze(1) - (vocabulary.first if vocabulary else 0)
             here = counts & (rows_of >= 0) & (rows_of < len(weight)) if vocabulary else counts
             rows_of = torch.where(here, rows_of, 0)
             known = torch.where(here, logits.gather(1, rows_of), 0.0)
+            top = logits.amax(1, keepdim=True)
+            d = logits.sub_(top).exp_()  # in place, and the only time: exp costs as much as a pass
+            over = d.sum(1, keepdim=True)
+            total = over.log() + top  # logsumexp
             if vocabulary is not None:
                 total, known = vocabulary.over_all(total, known)
+                over = (total - top).exp()
             losses = torch.where(counts, total - known, 0.0)
             loss += losses.sum()
             terms[start : start + rows] = losses.squeeze(1)
             if dx is None:
                 continue
-            d = logits.sub_(total).exp_()  # softmax
-            d.scatter_add_(1, rows_of, -here.float())
-            d = torch.where(counts, d, 0.0).to(x.dtype)  # not a product: 0 times infinity is NaN
+            d.div_(over).scatter_add_(1, rows_of, -here.float())
+            d = d.masked_fill_(~counts, 0.0).to(x.dtype)  # no product: 0 times infinity is NaN
             dx[start : start + rows] = d @ weight
-            if dw is not None:
-                dw += d.t() @ part
+            if changes:
+                product = d.t() @ part
+                dw = product.float() if dw is None else dw.add_(product)
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(terms)

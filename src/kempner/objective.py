@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch.distributed as dist
@@ -28,7 +29,13 @@ class Objective(Protocol):
 class NextToken:
     """Cross entropy of each token given those before it."""
 
+    def __init__(self, own_tokens: Callable[[MicroBatch], MicroBatch] | None = None) -> None:
+        """`own_tokens`: cuts the rows down to the tokens of this rank, where ranks share rows."""
+        self._own_tokens = own_tokens
+
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
+        if self._own_tokens is not None:
+            batch = self._own_tokens(batch)
         loss, terms = model(batch.inputs, batch.targets, batch.documents, token_losses=True)
         return loss, terms, batch
 

@@ -105,7 +105,12 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
     packed = cfg.data.document_mask or any(source.packing is not None for source in sources)
     tokens = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64, device=device)
     dtype = compute_dtype(cfg.train.dtype, device.type)
-    kernel = choose(cfg.train.attention, cfg.model, tokens, packed, dtype)
+    ring = cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring"
+    kernel = (
+        "flash, in a ring"
+        if ring
+        else choose(cfg.train.attention, cfg.model, tokens, packed, dtype)
+    )
     run.announce(f"attention: {kernel}, of {cfg.train.attention}")
 
 
@@ -180,7 +185,11 @@ def _objective(
     if cfg.preference.loss == "none":
         from kempner.objective import NextToken
 
-        return NextToken()
+        if layout.cp is None:
+            return NextToken()
+        from kempner.parallel.context import own_tokens
+
+        return NextToken(own_tokens(layout.cp, cfg.distributed.cp_method))
     from kempner.hf.load import start_from
     from kempner.parallel.build import build_model
     from kempner.preference.losses import DPO, Reward, token_losses, token_scores

@@ -12,10 +12,11 @@ from kempner.bench_config import BenchConfig
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import DataConfig, SourceConfig
-from kempner.data.stages import Stage, stage_at, stages
+from kempner.data.stages import Stage, ramp_problems, stage_at, stages
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import CONSTANT, OptimizerConfig, ScheduleConfig
+from kempner.parallel.combinations import context_problems
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.profiling import ProfileConfig
@@ -27,7 +28,6 @@ from kempner.trackers.config import TrackersConfig
 MAX_STEP_TOKENS = 2**30
 MAX_FORWARD_TOKENS = 2**24
 PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")  # the modules of a block
-MAX_RISES = 1000  # of the batch; each is a stage that lists are made of
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class TrainConfig:
     )
     weights: str = option(
         "fp32",
-        "dtype of the weights, their gradients and the optimizer's moments; bf16: half the memory, "
-        "and updates under 0.4 % of a weight may be lost",
+        "dtype of the weights and their gradients; bf16: half the memory, and updates are rounded "
+        "stochastically; see optimizer.moments, too",
         choices=("fp32", "bf16"),
     )
     fp8: str = option(
@@ -152,13 +152,19 @@ class TrainConfig:
         return stage_at(self.stages, step)
 
     def problems(self) -> list[str]:
-        found = [*self._too_large(), *ramp_problems(self)]
+        found = ramp_problems(self.sequences, self.batch_ramp, self.seq_len, self.seq_len_ramp)
         if self.recompute == "none" and (self.recompute_every > 1 or self.recompute_modules):
             found.append(
                 "train.recompute_every, train.recompute_modules: nothing is recomputed; set "
                 "train.recompute to selective or full, or leave them out"
             )
-        if self.global_batch_tokens is not None and self.global_batch_tokens % self.seq_len:
+        most = MAX_STEP_TOKENS // self.seq_len
+        if self.sequences > most:
+            found.append(
+                f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
+                f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
+            )
+        elif self.global_batch_tokens is not None and self.global_batch_tokens % self.seq_len:
             down = self.global_batch_tokens // self.seq_len * self.seq_len
             found.append(
                 f"train.global_batch_tokens = {self.global_batch_tokens}: must be a multiple of "
@@ -185,42 +191,6 @@ class TrainConfig:
                 ".venv/bin/pip install -c constraints.txt -e '.[fp8]', or leave train.fp8 = none"
             )
         return found
-
-    def _too_large(self) -> list[str]:
-        most = MAX_STEP_TOKENS // self.seq_len
-        if self.sequences <= most:
-            return []
-        return [
-            f"train.global_batch = {self.global_batch}: these sequences of train.seq_len = "
-            f"{self.seq_len} are over {MAX_STEP_TOKENS} tokens a step; give at most {most}"
-        ]
-
-
-def ramp_problems(cfg: TrainConfig) -> list[str]:
-    found = []
-    if cfg.batch_ramp is not None:
-        first, increment, _ = cfg.batch_ramp
-        rises, rest = divmod(cfg.sequences - first, increment)
-        if rises < 1 or rest:
-            found.append(
-                f"train.batch_ramp = {list(cfg.batch_ramp)}: from {first} by {increment} does not "
-                f"lead to the global batch of {cfg.sequences} sequences; give an increment that "
-                "divides the difference"
-            )
-        elif rises > MAX_RISES:
-            found.append(
-                f"train.batch_ramp = {list(cfg.batch_ramp)}: grows {rises} times; give a larger "
-                f"increment, for at most {MAX_RISES}"
-            )
-    if cfg.seq_len_ramp is not None:
-        ratio, rest = divmod(cfg.seq_len, cfg.seq_len_ramp[0])
-        if rest or ratio < 2 or ratio & (ratio - 1):
-            found.append(
-                f"train.seq_len_ramp = {list(cfg.seq_len_ramp)}: doubling {cfg.seq_len_ramp[0]} "
-                f"does not lead to train.seq_len = {cfg.seq_len}; give a half, a quarter, an "
-                "eighth, ... of it"
-            )
-    return found
 
 
 @dataclass(frozen=True)
@@ -330,7 +300,7 @@ class RunConfig:
         found += self._block_problems()
         if self.distributed.tp > 1:
             found += self._tensor_problems()
-        return found + self._expert_problems()
+        return found + self._expert_problems() + context_problems(self)
 
     def _block_problems(self) -> list[str]:
         """Of what has an effect only where FSDP gathers each block by itself."""

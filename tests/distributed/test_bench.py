@@ -1,4 +1,4 @@
-"""benchmarks/trainer.py and scale.py run; their figures are not tested."""
+"""benchmarks/trainer.py, decoder.py and scale.py run; their figures are not tested."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def test_quick(command: str, data_dir: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(LAST[command]), done.stdout
+
+
+def test_decoder_quick() -> None:
+    """It also compares the gradients of both decoders."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.decoder", "--quick"],
+        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("loss in chunks of 32"), done.stdout
 
 
 def test_scale_quick() -> None:

@@ -24,10 +24,6 @@ OPTIMIZERS = {
         "--schedule.name=constant",
     ),
 }
-MESHES = {  # another one, on which the run goes on
-    "muon": (2, ("--distributed.dp_replicate=1",)),
-    "schedule_free": (2, ("--distributed.dp_replicate=2", "--distributed.dp_shard=1")),
-}
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +43,11 @@ def unbroken(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return run
 
 
-def continued_after_3(train: Train, run: Path, to: Path, name: str, *mesh: str, nproc: int) -> Path:
+def continued_after_3(train: Train, run: Path, to: Path, name: str, nproc: int) -> Path:
     shutil.copytree(run, to, symlinks=True)
     shutil.rmtree(to / "checkpoints/step_00000006")
     (to / "metrics.jsonl").unlink()
-    done = train(to, *ALL, *OPTIMIZERS[name], *mesh, nproc=nproc)
+    done = train(to, *ALL, *OPTIMIZERS[name], nproc=nproc)
     assert "continues after step 3" in done.stdout
     assert sorted(losses(to)) == [4, 5, 6]
     return to / "checkpoints/latest"
@@ -72,9 +68,10 @@ def test_resumed_equals_unbroken_bit_for_bit(
 def test_another_mesh_goes_on_alike(
     train: Train, tmp_path: Path, unbroken: Callable[[str], Path], name: str
 ) -> None:
-    """The state is read on another mesh, and written by it."""
-    before, (nproc, mesh) = unbroken(name), MESHES[name]
-    latest = continued_after_3(train, before, tmp_path / "mesh", name, *mesh, nproc=nproc)
+    """The state is read on two ranks that shard it, and written by them. What is rounded to bf16 is
+    rounded as on one rank, but for the few numbers that another order of a sum has changed."""
+    before = unbroken(name)
+    latest = continued_after_3(train, before, tmp_path / "mesh", name, nproc=2)
     assert losses(before) == pytest.approx(losses(before) | losses(tmp_path / "mesh"), rel=1e-5)
     same, mine = read_tensors(before / "checkpoints/latest"), read_tensors(latest)
     assert {key: x.shape for key, x in same.items() if "rng" not in key} == {
@@ -82,6 +79,10 @@ def test_another_mesh_goes_on_alike(
     }
     for key in (key for key in same if key.startswith("model.")):
         torch.testing.assert_close(mine[key], same[key], rtol=1e-3, atol=1e-5)
+    rounded = [key for key, x in same.items() if x.dtype is torch.bfloat16]
+    assert bool(rounded) == (name == "schedule_free")
+    for key in rounded:
+        assert (mine[key] != same[key]).float().mean() < 0.05, key
 
 
 def test_the_records_of_a_ramp(unbroken: Callable[[str], Path]) -> None:

@@ -21,7 +21,7 @@ from kempner.run import RunConfig, TrainConfig
 from tests.conftest import TINY, losses, start_train
 
 SHAPE = ["--model.qk_norm", "--model.qkv_bias", "--train.max_steps=20", "--eval.interval=20",
-         "--schedule.name=constant"]  # fmt: skip
+         "--schedule.name=constant", "--optimizer.name=muon"]  # fmt: skip
 STATE = ["--checkpoint.interval=1", "--checkpoint.keep_last_n=99"]
 # 257 rows of the vocabulary: two ranks have 129 and 128 of them.
 TP = "--distributed.tp=2"
@@ -75,9 +75,9 @@ def test_losses_are_those_of_one_process(place: Path) -> None:
 
 
 def test_every_gradient_is_that_of_one_process(place: Path) -> None:
-    """AdamW's first moment after one step is a tenth of the gradient."""
+    """After one step Muon's momentum, and AdamW's first moment, are a fraction of the gradient."""
     one, four = state(place / "one", 1), state(place / "four", 1)
-    gradients = [name for name in one if name.endswith("exp_avg")]
+    gradients = [name for name in one if name.endswith(("momentum", "exp_avg"))]
     assert len(gradients) == 2 * 14 + 3 and one.keys() == four.keys()
     for name in gradients:
         error = (one[name] - four[name]).norm() / one[name].norm()

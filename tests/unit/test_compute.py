@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from kempner.config.option import ConfigError
@@ -100,13 +101,14 @@ def test_the_compiler_is_imported_when_something_is_compiled() -> None:
 def test_the_loss_has_chunks_of_the_given_size(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, plain = gradients(build())
     rows: list[int] = []
-    real = torch.logsumexp
+    real = F.linear
 
-    def counted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        rows.append(logits.shape[0])
-        return real(logits, *args, **kwargs)
+    def counted(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        if weight.shape[0] == SHAPE.vocab_size:
+            rows.append(x.shape[0])
+        return real(x, weight, *bias)
 
-    monkeypatch.setattr(torch, "logsumexp", counted)
+    monkeypatch.setattr(F, "linear", counted)
     loss, found = gradients(build(loss_chunk=24))
     assert rows == [24, 24, 16]
     torch.testing.assert_close(loss, expected)
@@ -124,7 +126,7 @@ def test_pure_bf16_has_the_rounded_weights_and_bf16_moments() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
     for name, grad in found.items():
         assert torch.cosine_similarity(grad.flatten().float(), reference[name].flatten(), 0) > 0.99
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, moments="bf16"))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
     changed = [not torch.equal(before[name], p) for name, p in model.named_parameters()]
@@ -148,6 +150,16 @@ def test_projections_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch, recipe: st
     for name, grad in found.items():
         cosine = torch.cosine_similarity(grad.flatten(), plain[name].flatten(), 0)
         assert cosine > 0.98, (name, cosine)
+
+
+def test_a_router_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchao = pytest.importorskip("torchao.float8.float8_linear")
+    monkeypatch.setattr(fp8, "need_fp8", lambda *_: None)
+    with torch.device("meta"):
+        model = Decoder(replace(SHAPE, n_experts=16, experts_per_token=2))
+    fp8.use_fp8(model, "rowwise", torch.device("cpu"))
+    converted = {name for name, m in model.named_modules() if isinstance(m, torchao.Float8Linear)}
+    assert {name.rpartition(".")[2] for name in converted} == {"wq", "wk", "wv", "wo"}
 
 
 def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:

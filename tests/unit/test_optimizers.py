@@ -25,7 +25,7 @@ from kempner.optim.build import build_optimizer, published_weights, set_learning
 from kempner.optim.config import GroupConfig, OptimizerConfig
 from kempner.optim.muon import orthogonal_parts, orthogonalise
 from kempner.optim.optimizer import Optimizer
-from kempner.optim.rounding import noise, to_bf16
+from kempner.optim.rounding import hashed, to_bf16
 
 pytestmark = pytest.mark.usefixtures("one_process")
 RULES = ("adamw", "muon", "lion", "schedule_free")
@@ -352,16 +352,15 @@ def test_a_slow_average_in_bf16_still_moves() -> None:
 
 def test_rounding_is_the_same_whatever_cuts_the_tensor() -> None:
     step, shape = torch.tensor(7.0), torch.Size((6, 10))
-    whole = noise(shape, ((0, 6), (0, 10)), step, salt=3)
+    whole = hashed(shape, ((0, 6), (0, 10)), step, salt=3)
     for box in (((2, 3), (0, 10)), ((4, 2), (5, 5)), ((0, 0), (0, 10))):
-        assert torch.equal(noise(shape, box, step, salt=3), cut(whole, box))
-    many = noise(torch.Size((1 << 16,)), ((0, 1 << 16),), step, salt=3).float()
-    assert many.min() >= 0 and many.max() < 1 << 16
-    assert many.mean().item() == pytest.approx(1 << 15, rel=0.01)
-    for other in (
-        noise(shape, ((0, 6), (0, 10)), step + 1, 3),
-        noise(shape, ((0, 6), (0, 10)), step, 4),
-    ):
+        assert torch.equal(hashed(shape, box, step, salt=3), cut(whole, box))
+    many = hashed(torch.Size((1 << 16,)), ((0, 1 << 16),), step, salt=3)
+    halves = torch.stack((many & 0xFFFF, (many >> 16) & 0xFFFF)).double()
+    assert halves.mean(1).tolist() == pytest.approx([1 << 15] * 2, rel=0.01)
+    assert abs(torch.corrcoef(halves)[0, 1]) < 0.02
+    for at, salt in ((step + 1, 3), (step, 4)):
+        other = hashed(shape, ((0, 6), (0, 10)), at, salt)
         assert (other != whole).float().mean() > 0.9
     values = torch.tensor([1.0, -3.0, 0.0, 1e-30]).bfloat16()
     assert torch.equal(to_bf16(values.float(), torch.full((4,), 0xFFFF, dtype=torch.int32)), values)

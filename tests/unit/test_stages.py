@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kempner import progress
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig, PhaseConfig
 from kempner.data.stages import Stage, samples_between, stage_at, stages, step_of
-from kempner.progress import Progress
+from kempner.progress import Progress, go_back
+from kempner.resilience.requests import Verdict
 from kempner.run import RunConfig, TrainConfig, check_batch, micro_batch
 
 
@@ -55,6 +58,23 @@ def test_phases_of_the_data_begin_where_the_ramp_has_led_to() -> None:
     assert Progress().plan(cfg).phases == [4 * 8 + 3 * 16 + 24, 4 * 8 + 3 * 16 + 3 * 24 + 2 * 32]
     later = Progress(step=5, samples=48, tokens=480).plan(cfg)
     assert later.phases == Progress().plan(cfg).phases
+
+
+def test_a_run_that_goes_back_leaves_out_the_batches_that_were_bad(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bad were steps 4 and 5, of 8 and 16 samples, and step 6 has been read."""
+    train = TrainConfig(global_batch=32, batch_ramp=(8, 8, 10))
+    manifest = {**Progress(step=2, samples=16).record(), "step": 2}
+    sought: list[tuple[Any, ...]] = []
+    run: Any = SimpleNamespace(cfg=RunConfig(train=train), went_back=lambda *_: None)
+    checkpointer: Any = SimpleNamespace(load=lambda: manifest, remember_skip=lambda _: None)
+    loader: Any = SimpleNamespace(position=64, sources=[], seek=lambda *to: sought.append(to))
+    monkeypatch.setattr(progress, "open_mixture", lambda *_: "mixture")
+    now, first = Progress(step=6, samples=64), Progress(step=4, samples=32)
+    back, _ = go_back(now, first, Verdict(go_back=True), checkpointer, loader, run)
+    assert (back.step, back.skip) == (2, [[24, 64]])
+    assert sought == [(16, 2, [[24, 64]], "mixture")]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class MicroBatch:
     inputs: Tensor  # int64 [B, T]
     targets: Tensor  # int64 [B, T]; -100 does not count
     documents: Documents | None = None  # None: each row is one document
-    sources: Tensor | None = None  # int64 [B, T] or [B, 1]: which data source; None: there is one
+    sources: Tensor | None = None  # int64 [B, 1]: which data source; None: there is one
 
     def to(self, device: torch.device) -> MicroBatch:
         """On the device; from pinned memory the host does not wait for the copies."""
@@ -24,6 +24,10 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         return self._map(lambda tensor: tensor.pin_memory())
+
+    def columns(self, index: Tensor) -> MicroBatch:
+        """The tokens `index` [t] of each row; the documents stay those of whole rows."""
+        return replace(self, inputs=self.inputs[:, index], targets=self.targets[:, index])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         return MicroBatch(

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+MAX_RISES = 1000  # of the batch; each is a stage that lists are made of
+
 
 class Stage(NamedTuple):
     """The steps from `start` on, up to the next stage."""
@@ -33,6 +35,35 @@ def stages(
     cuts.append((over if pieces else 0, 1))
     starts = sorted({start for start, _ in (*batches, *cuts)})
     return [Stage(at, _last(batches, at), _last(cuts, at)) for at in starts]
+
+
+def ramp_problems(
+    batch: int, batch_ramp: Sequence[int] | None, seq_len: int, seq_len_ramp: Sequence[int] | None
+) -> list[str]:
+    """What is wrong with the ramps of [train] to a batch of so many sequences of seq_len tokens."""
+    found = []
+    if batch_ramp is not None:
+        first, increment, _ = batch_ramp
+        rises, rest = divmod(batch - first, increment)
+        if rises < 1 or rest:
+            found.append(
+                f"train.batch_ramp = {list(batch_ramp)}: from {first} by {increment} does not lead "
+                f"to the global batch of {batch} sequences; give an increment that divides the "
+                "difference"
+            )
+        elif rises > MAX_RISES:
+            found.append(
+                f"train.batch_ramp = {list(batch_ramp)}: grows {rises} times; give a larger "
+                f"increment, for at most {MAX_RISES}"
+            )
+    if seq_len_ramp is not None:
+        ratio, rest = divmod(seq_len, seq_len_ramp[0])
+        if rest or ratio < 2 or ratio & (ratio - 1):
+            found.append(
+                f"train.seq_len_ramp = {list(seq_len_ramp)}: doubling {seq_len_ramp[0]} does not "
+                f"lead to train.seq_len = {seq_len}; give a half, a quarter, an eighth, ... of it"
+            )
+    return found
 
 
 def _last(values: Sequence[tuple[int, int]], step: int) -> int:

@@ -71,6 +71,7 @@ class Attention(nn.Module):
         self.k_norm = (
             nn.RMSNorm(cfg.resolved_head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         )
+        self.attend: Callable[[Tensor, Tensor, Tensor, Visible], Tensor] = attend
 
     def forward(
         self, x: Tensor, rope: Tensor, seen: Visible, cache: LayerCache | None = None
@@ -80,7 +81,7 @@ class Attention(nn.Module):
         k = self.k_norm(self.wk(x).view(heads)).transpose(1, 2)  # [B, K, T, E]
         v = self.wv(x).view(heads).transpose(1, 2)  # [B, K, T, E]
         q, k = rotate(q, rope), rotate(k, rope)
-        y = attend(q, k, v, seen) if cache is None else cache.attend(q, k, v, seen)
+        y = self.attend(q, k, v, seen) if cache is None else cache.attend(q, k, v, seen)
         return self.wo(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -152,15 +153,8 @@ class Decoder(nn.Module):
         or the fp32 loss sum [], with `token_losses` also its terms [B, T], without a gradient.
         `documents`: what is packed into each row. `cache`: the rows that the tokens continue; the
         logits are those of each row's last token alone, [B, 1, V]."""
-        rope, placed = self.rope[:, : tokens.shape[1]], documents if cache is None else cache
-        if placed is not None and placed.positions is not None:
-            rope = self.rope[:, placed.positions].unsqueeze(2)  # [2, B, 1, T, E]
         x = self.embed(tokens)  # [B, T, D]
-        cfg = self.cfg
-        kernel = self.kernel if cache is None else "flash"  # flex would compile for every length
-        seen = visible(
-            tokens, cfg.sliding_window, documents, x.dtype, cfg.attention_softcap, kernel
-        )
+        rope, seen = self.place(tokens, documents, cache, x.dtype)
         routings = []
         for i, block in enumerate(self.blocks):
             x = block(x, rope, seen) if cache is None else block(x, rope, seen, cache.layer(i))
@@ -183,6 +177,18 @@ class Decoder(nn.Module):
         if routings and torch.is_grad_enabled():
             loss = loss + self.routings.add(routings, targets)
         return (loss, terms.view(targets.shape)) if token_losses else loss
+
+    def place(
+        self, tokens: Tensor, documents: Documents | None, cache: Rows | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Visible]:
+        """Where tokens [B, T] stand: their angles, [2, T, E], or [2, B, 1, T, E] where rows differ,
+        and the keys that they see. `dtype`: of the activations."""
+        rope, placed = self.rope[:, : tokens.shape[1]], documents if cache is None else cache
+        if placed is not None and placed.positions is not None:
+            rope = self.rope[:, placed.positions].unsqueeze(2)
+        window, softcap = self.cfg.sliding_window, self.cfg.attention_softcap
+        kernel = self.kernel if cache is None else "flash"  # flex would compile for every length
+        return rope, visible(tokens, window, documents, dtype, softcap, kernel)
 
     def cast(self, dtype: torch.dtype) -> Decoder:
         """The parameters in this dtype. Buffers stay fp32: angles of RoPE, biases of routers."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner.checkpoint.layout import Box, StoredTensor, chunks_of, own_box, ranks_with
+from kempner.checkpoint.layout import Box, StoredTensor, chunks_of, own_box, ranks_with, slices
 from kempner.optim.optimizer import Group, Guard, Part, Rule
 
 # Of the five iterations; chosen so that every singular value from 1e-3 on ends near 1.
@@ -69,9 +69,9 @@ def orthogonal_parts(parts: Sequence[Tensor], wholes: Sequence[StoredTensor]) ->
     if mine is not None:
         matrix = parts[0].new_empty(mine.shape)
         for each, box in boxes.items():
-            matrix[_slices(box)] = incoming[each].view([length for _, length in box])
+            matrix[slices(box)] = incoming[each].view([length for _, length in box])
         matrix = orthogonalise(matrix)
-        outgoing = [matrix[_slices(own_box(mine, each))].flatten() for each in range(world)]
+        outgoing = [matrix[slices(own_box(mine, each))].flatten() for each in range(world)]
     sizes = [part.numel() for part in parts] + [0] * (world - len(parts))
     incoming = _all_to_all(outgoing, sizes)
     return [found.view(part.shape) for found, part in zip(incoming, parts, strict=False)]
@@ -87,10 +87,6 @@ def _all_to_all(outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor
 
 def _size(box: Box) -> int:
     return math.prod(length for _, length in box)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in box)
 
 
 class Muon(Rule):

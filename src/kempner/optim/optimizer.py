@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box
-from kempner.optim.rounding import noise, to_bf16
+from kempner.optim.rounding import hashed, to_bf16
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -84,10 +84,10 @@ class Optimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, groups: list[Group], averages: torch.dtype = torch.float32, offload: bool = False
+        self, groups: list[Group], averages: torch.dtype | None = None, offload: bool = False
     ) -> None:
-        """`averages`: the dtype to keep moments in, fp32 or bf16. `offload`: state lives in the
-        host's memory."""
+        """`averages`: the dtype to keep moments in; None: that of the parameter. `offload`: state
+        lives in the host's memory."""
         super().__init__(groups, {})
         self._averages, self._offload = averages, offload
         first = self.param_groups[0]["params"][0]
@@ -98,11 +98,13 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        first = self.param_groups[0]["params"][0]
+        place = local(self.param_groups[0]["params"][0]).device
         guard = Guard(
-            torch.ones((), device=first.device) if self.grad_scale is None else self.grad_scale,
-            torch.zeros((), device=first.device) if self.found_inf is None else self.found_inf,
+            torch.ones((), device=place) if self.grad_scale is None else self.grad_scale.to(place),
+            torch.zeros((), device=place) if self.found_inf is None else self.found_inf.to(place),
         )
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         for group in self.param_groups:
             rule: Rule = group["rule"]
             present = [p for p in group["params"] if p.grad is not None]
@@ -121,8 +123,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """All at once where nothing is copied; else one by one, which needs the least memory."""
-        copied = self._stream is not None or self._averages is not torch.float32
-        if copied or any(p.dtype is not torch.float32 for p in parameters):
+        dtypes = {p.dtype for p in parameters} | {self._averages or torch.float32}
+        if self._stream is not None or dtypes != {torch.float32}:
             return [[p] for p in parameters]
         return [parameters] if parameters else []
 
@@ -139,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
         """The state of a parameter as the rule wants it. A checkpoint may hold that of another
         optimizer, or in another dtype: what fits is kept, the rest starts anew."""
         state: State = self.state[p]
-        wanted = dict.fromkeys(rule.averages, self._averages)
+        wanted = dict.fromkeys(rule.averages, self._averages or p.dtype)
         wanted |= dict.fromkeys(rule.copies, torch.float32)
         for key in state.keys() - wanted.keys() - set(rule.scalars):
             del state[key]
@@ -194,12 +196,13 @@ class Optimizer(torch.optim.Optimizer):
         """Store what the rule has changed in a copy."""
         for p, part in zip(batch, parts, strict=True):
             pairs = [(p, part.weight), *((self.state[p][k], new) for k, new in part.state.items())]
-            for salt, (kept, new) in enumerate(pairs):
+            bits = self._noise(p, part)
+            for kept, new in pairs:
                 home = local(kept)
                 if home.data_ptr() == new.data_ptr():
                     continue
                 if home.dtype is torch.bfloat16:
-                    new = to_bf16(new, self._noise(p, part, salt))
+                    new = to_bf16(new, next(bits))
                 if self._stream is None or home.device == new.device:
                     home.copy_(new)
                     continue
@@ -208,11 +211,13 @@ class Optimizer(torch.optim.Optimizer):
                     home.copy_(new, non_blocking=True)
                 new.record_stream(self._stream)
 
-    def _noise(self, p: Tensor, part: Part, salt: int) -> Tensor:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        number = self._table[0][p]
-        box = own_box(part.whole, rank)
-        return noise(part.whole.shape, box, part.state["step"], 8 * number + salt)
+    def _noise(self, p: Tensor, part: Part) -> Iterator[Tensor]:
+        """For one tensor of the parameter after the other; a hash is enough for two."""
+        box = own_box(part.whole, dist.get_rank() if dist.is_initialized() else 0)
+        for salt in itertools.count(8 * self._table[0][p]):
+            number = hashed(part.whole.shape, box, part.state["step"], salt)
+            yield number.bitwise_and(0xFFFF)
+            yield number.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
     # --- for checkpoints and evaluation ---
 

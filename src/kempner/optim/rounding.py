@@ -19,13 +19,14 @@ def to_bf16(value: Tensor, noise: Tensor) -> Tensor:
     return (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
 
-def noise(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
-    """Uniform int32 in 0 to 2^16 - 1 for the part `box` of a tensor of this shape.
+def hashed(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
+    """Uniform int32, of any sign, for the part `box` of a tensor of this shape.
 
-    A hash of each element's place in the whole tensor, not a random generator of the rank: ranks
-    that hold copies of a part must round alike, or the copies drift apart, and a resumed run on
-    other ranks should round as the unbroken one. The hash is lowbias32 (Chris Wellons, "Prospecting
-    for Hash Functions", 2018); int32 products wrap around. `step` [], `salt`: of the tensor.
+    It is a hash of each element's place in the whole tensor, not a random generator of the rank:
+    ranks that hold copies of a part must round alike, or the copies drift apart, and a run that is
+    resumed on other ranks should round as the unbroken one. The hash is lowbias32 (Chris Wellons,
+    "Prospecting for Hash Functions", 2018); int32 products wrap around. `step` [], `salt`: of the
+    tensor.
     """
     x = (step.to(torch.int32) * _int32(0x9E3779B9)).add_(_int32(salt * 0x85EBCA6B))
     stride = 1
@@ -36,7 +37,7 @@ def noise(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
         stride *= shape[dim]
     x = _mixed(x, 16, 0x7FEB352D)
     x = _mixed(x, 15, 0x846CA68B)
-    return x.bitwise_xor_(x.bitwise_right_shift(16)).bitwise_and_(0xFFFF)
+    return x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF))
 
 
 def _mixed(x: Tensor, shift: int, factor: int) -> Tensor:

@@ -1,5 +1,5 @@
 """From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> experts ->
-recompute -> compile -> offload -> shard -> memory -> weights."""
+context -> recompute -> compile -> offload -> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -107,6 +107,10 @@ def plan_model(
 
         use_fp8(model, train.fp8, torch.device(device_type))
     split_experts(model, layout)
+    if layout.cp is not None:
+        from kempner.parallel.context import split_context
+
+        split_context(model, layout.cp, distributed.cp_method, dtype)
     add_recompute(model, train)
     if train.compile:
         keep_from_compiler(model, dtype)

@@ -25,7 +25,15 @@ class DistributedConfig:
         minimum=1,
     )
     pp: int = option(1, "pipeline stages; only 1 is supported", minimum=1)
-    cp: int = option(1, "context-parallel ranks; only 1 is supported", minimum=1)
+    cp: int = option(
+        1, "ranks that share the tokens of each sequence (context parallelism)", minimum=1
+    )
+    cp_method: str = option(
+        "ring",
+        "attention over cp ranks: keys and values go round them, or (ulysses) tokens are exchanged "
+        "for heads",
+        choices=("ring", "ulysses"),
+    )
     tp: int = option(
         1,
         "ranks that share each matrix product and each sequence between them (tensor and sequence "
@@ -78,7 +86,7 @@ class DistributedConfig:
         found = self._contradictions()
         found += [
             f"distributed.{axis} = {getattr(self, axis)}: this axis is not built yet; leave it at 1"
-            for axis in ("pp", "cp")  # what is built leaves this list
+            for axis in ("pp",)  # what is built leaves this list
             if getattr(self, axis) != 1
         ]
         for axis in ("dp_shard", "dp_replicate"):

@@ -6,6 +6,8 @@ as the configuration says fails here, and not after hours in a queue.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kempner.config.option import ConfigError
 from kempner.parallel.layout import build_layout
 from kempner.planner.memory import GIB, memory
@@ -25,7 +27,9 @@ def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         layout = build_layout(cfg.distributed, world_size, per_node, "cpu")
-        model = plan_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
+        # Neither changes what is cut; 8-bit products need the GPU, and the compiler some seconds.
+        train = replace(cfg.train, fp8="none", compile=False)
+        model = plan_model(cfg.model, layout, train, cfg.distributed, cfg.lora)
         build_optimizer(model, cfg.optimizer)
     except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
