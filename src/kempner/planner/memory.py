@@ -56,13 +56,13 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
             "activations": kept + ends, "loss": loss,
         }),
         Memory("backward pass of the last block", {
-            **held, "gradients": so_far + gathered.head_gradient,
-            "gathered weights": gathered.root + gathered.blocks,
+            **held, "gradients": so_far or gathered.head_gradient,
+            "gathered weights": gathered.tied + gathered.blocks,
             "activations": kept + 2 * stream, "backward pass": working + gathered.reduced,
         }),
         Memory("end of the backward pass", {
             **held, "gradients": gradients + gathered.root_gradients,
-            "gathered weights": gathered.root, "backward pass": stream,
+            "gathered weights": gathered.tied, "backward pass": stream,
         }),
         Memory("update", {**held, "gradients": gradients}),
     ]  # fmt: skip
@@ -116,8 +116,9 @@ class Gathered:
     """What fully_shard adds: whole weights in the compute dtype, and gradients on their way."""
 
     root: float  # last norm and output layer; with a tied one whole from the first block on
+    tied: float  # of these, what stays through the backward pass: a tied embedding
     blocks: float  # the block at work and the next one
-    head_gradient: float  # of the output layer, until the whole root is reduced
+    head_gradient: float  # of the output layer, which is reduced first
     root_gradients: float
     reduced: float  # gradients of a block, and the fp32 buffers that they are summed in
 
@@ -130,7 +131,10 @@ class Gathered:
         reduce = 0 if cfg.lora.rank else compute + FP32
         return cls(
             root=compute * root,
-            blocks=2 * compute * block,
+            tied=compute * root * model.tie_embeddings,
+            blocks=(1 + (axes.shard * axes.cp > 1))
+            * compute
+            * block,  # one rank gathers none ahead
             head_gradient=0.0 if cfg.lora.rank else compute * table,
             root_gradients=reduce * root,
             reduced=2.0 * reduce * block,
