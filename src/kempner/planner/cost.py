@@ -64,17 +64,20 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
-    parameters = cfg.model.count_parameters() / (axes.pp * axes.tp)
-    trained = 0 if cfg.lora.rank else parameters
-    found = []
-    if (n := axes.shard * axes.cp) > 1:
-        share, within = (n - 1) / n, n * axes.tp <= per_node
-        gathers = 2 * passes * compute * parameters * share
+    model, ep, cuts = cfg.model, cfg.distributed.ep, axes.pp * axes.tp
+    experts = model.n_layers * 3 * model.n_experts * model.dim * model.ffn_dim / cuts
+    others = model.count_parameters() / cuts - experts
+    n, found = axes.shard * axes.cp, []
+    # An expert is cut over the ranks that have the same ones.
+    sent = others * (n - 1) / n + experts / ep * (1 - ep / n)
+    frozen, within = cfg.lora.rank > 0, n * axes.tp <= per_node
+    if n > 1:
+        gathers = 2 * passes * compute * sent
         found.append(Traffic("FSDP: weights, gathered twice a pass", gathers, within, True))
-        reduces = passes * FP32 * trained * share
-        found.append(Traffic("FSDP: gradients, scattered", reduces, within, True))
-    if (n := axes.replicate) > 1:
-        size = 2 * FP32 * trained / (axes.shard * axes.cp) * (n - 1) / n
+    if n > 1 and not frozen:
+        found.append(Traffic("FSDP: gradients, scattered", passes * FP32 * sent, within, True))
+    if (copies := axes.replicate) > 1 and not frozen:
+        size = 2 * FP32 * (others + experts) / n * (copies - 1) / copies
         found.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
     return found + passing(cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node)
 
@@ -85,7 +88,8 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
     model, found = cfg.model, []
     stream = tokens / axes.cp * compute * model.dim
     layers = model.n_layers / axes.pp
-    often = 3 if cfg.train.recompute else 2  # forward and backward passes
+    again = cfg.train.recompute != "none" and not cfg.train.recompute_modules
+    often = 2 + again / cfg.train.recompute_every  # forward and backward passes
     if (n := axes.tp) > 1:
         # Gathered before attention and SwiGLU, scattered after them.
         size = 4 * often * layers * stream * (n - 1) / n
@@ -94,6 +98,10 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
         keys = 2 * model.kv_heads * model.resolved_head_dim * tokens / axes.cp * compute / axes.tp
         size = (often + 1) * layers * keys * (n - 1)  # backward sends keys and their gradients
         found.append(Traffic("context parallel: keys", size, n * axes.tp <= per_node, True))
+    if (n := cfg.distributed.ep) > 1:
+        # To the experts and back, and the same for their gradients.
+        size = 2 * often * layers * stream * model.experts_per_token * (n - 1) / n
+        found.append(Traffic("expert parallel: tokens", size, n * axes.tp <= per_node, False))
     if axes.pp > 1:
         found.append(Traffic("pipeline: activations", 2 * stream / axes.tp, False, True))
     return found
@@ -113,8 +121,8 @@ class Time(NamedTuple):
 
 def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
     flops = cfg.model.flops_per_token(cfg.train.seq_len, cfg.lora.rank > 0)
-    if cfg.train.recompute:
-        flops *= 4 / 3  # the forward pass once more
+    if cfg.train.recompute == "full" and not cfg.train.recompute_modules:
+        flops *= 1 + 1 / (3 * cfg.train.recompute_every)  # the forward pass once more
     tokens = cfg.train.sequences * cfg.train.seq_len
     spent = {True: 0.0, False: 0.0}
     for each in traffic(cfg, world_size, per_node):

@@ -115,7 +115,7 @@ def lora_parameters(cfg: RunConfig) -> float:
 class Gathered:
     """What fully_shard adds: whole weights in the compute dtype, and gradients on their way."""
 
-    root: float  # embedding, last norm and output layer: whole from the first block to the last
+    root: float  # last norm and output layer; with a tied one whole from the first block on
     blocks: float  # the block at work and the next one
     head_gradient: float  # of the output layer, until the whole root is reduced
     root_gradients: float
@@ -125,8 +125,8 @@ class Gathered:
     def of(cls, cfg: RunConfig, axes: Axes, compute: int) -> Gathered:
         model = cfg.model
         table = model.vocab_size * model.dim / axes.tp
-        root = table * (2 - model.tie_embeddings)
-        block = model.count_block() / axes.tp
+        root = table  # an embedding of its own is freed before the output layer is gathered
+        block = whole_block(cfg, axes)
         reduce = 0 if cfg.lora.rank else compute + FP32
         return cls(
             root=compute * root,
@@ -135,6 +135,13 @@ class Gathered:
             root_gradients=reduce * root,
             reduced=2.0 * reduce * block,
         )
+
+
+def whole_block(cfg: RunConfig, axes: Axes) -> float:
+    """Parameters of a block that FSDP makes whole on a rank: of the experts its own alone."""
+    model = cfg.model
+    experts = model.n_experts * 3 * model.dim * model.ffn_dim
+    return (model.count_block() - experts * (1 - 1 / cfg.distributed.ep)) / axes.tp
 
 
 def activations(
@@ -148,20 +155,30 @@ def activations(
     their product); compiled, what is a pointwise function of the others is computed again. A CPU
     has no fused RMSNorm, and keeps what it normalised. Tensor parallelism divides all of it, but
     for the whole inputs of attention and SwiGLU. A stage of a pipeline has its layers alone, for
-    as many passes as there are stages.
+    as many passes as there are stages. A token's experts have what SwiGLU has, each, and its input
+    and output once more, in their order.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
-    eager = (4 if gpu else 6) * model.dim + heads + 4 * model.ffn_dim
-    block = 2 * model.dim + heads + 2 * model.ffn_dim if cfg.train.compile else eager
+    chosen = model.experts_per_token if model.n_experts else 0
+    inner = model.ffn_dim * (chosen + model.shared_experts if chosen else 1)
+    moved = 2 * chosen * model.dim
+    eager = (4 if gpu else 6) * model.dim + heads + 4 * inner + moved
+    block = 2 * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
     whole = 2 * model.dim * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
-    working = tokens * compute * (3 * model.ffn_dim + 2 * model.dim) / axes.tp
+    working = tokens * compute * (3 * inner + 2 * model.dim + moved) / axes.tp
     passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
     blocks = model.n_layers / axes.pp * passes
-    if cfg.train.recompute:
-        return tokens * compute * model.dim / axes.tp * blocks, working + each
-    return each * blocks, working
+    train = cfg.train
+    if train.recompute == "none" or train.recompute_modules:  # of those: at most so much
+        return each * blocks, working
+    numbers = model.dim
+    if train.recompute == "selective":
+        numbers += 2 * model.dim + heads + 2 * inner  # all products
+    again = blocks / train.recompute_every
+    kept = tokens * compute * numbers / axes.tp
+    return kept * again + each * (blocks - again), working + each
 
 
 def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:

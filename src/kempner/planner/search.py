@@ -20,6 +20,7 @@ from kempner.planner.memory import Memory, memory
 from kempner.run import RunConfig
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTE = ("none", "selective", "full")
 WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
 
 
@@ -43,7 +44,7 @@ def best(
 ) -> list[Candidate]:
     """The fastest by the estimate that fit; of equals the one that changes less."""
     found, known = [], problems_of(cfg)
-    for levers in candidates(world_size):
+    for levers in candidates(cfg, world_size):
         changed = changes(cfg, levers, world_size, per_node)
         other = changed_by(cfg, changed)
         if problems_of(other) - known or check(other, world_size, per_node):
@@ -70,7 +71,7 @@ def changes(
     return changed
 
 
-def candidates(world_size: int) -> Iterator[dict[str, Any]]:
+def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
     """Values for every lever that costs or saves memory, by section.key. What the axes leave of the
     ranks is replicas."""
     shards = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -81,8 +82,11 @@ def candidates(world_size: int) -> Iterator[dict[str, Any]]:
         for shard, tp, cp, pp in itertools.product(shards, WITHIN, WITHIN, (1, 2, 4))
         if world_size % (shard * tp * cp * pp) == 0
     ]  # fmt: skip
-    for mesh, micro, recompute in itertools.product(meshes, MICRO_BATCHES, (False, True)):
-        yield {"train.micro_batch": micro, "train.recompute": recompute, **mesh}
+    experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
+    values = itertools.product(meshes, experts, MICRO_BATCHES, RECOMPUTE)
+    for mesh, ep, micro, recompute in values:
+        choice = {"train.micro_batch": micro, "train.recompute": recompute}
+        yield {**choice, **mesh, "distributed.ep": ep}
 
 
 def problems_of(cfg: RunConfig) -> set[str]:
