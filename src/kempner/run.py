@@ -352,6 +352,12 @@ class RunConfig:
                 f"model.aux_loss = {self.model.aux_loss}: is not built for preference.loss = "
                 f"{self.preference.loss}; leave it at 0, the experts stay balanced as they are"
             )
+        if self.model.aux_loss and self.distributed.cp > 1:
+            found.append(
+                f"model.aux_loss = {self.model.aux_loss}: is that of whole sequences, which "
+                f"distributed.cp = {self.distributed.cp} cuts; give --model.aux_loss=0 and "
+                "--model.router_bias, or --distributed.cp=1"
+            )
         if ep > 1 and (self.model.n_experts or 1) % ep:
             found.append(
                 f"distributed.ep = {ep}: must divide model.n_experts = {self.model.n_experts}, "
