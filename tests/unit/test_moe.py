@@ -243,3 +243,5 @@ def test_options_without_effect_and_combinations_that_are_not_built_are_refused(
     assert lora[2].startswith("model.router_bias: the biases move")
     (problem,) = replace(run, preference=replace(run.preference, loss="dpo")).problems()[-1:]
     assert "model.aux_loss = 0.1: is not built for preference.loss = dpo" in problem
+    cut = replace(run, distributed=replace(run.distributed, cp=2)).problems()
+    assert any(each.startswith("model.aux_loss = 0.1: is that of whole") for each in cut)
