@@ -133,7 +133,8 @@ class Gathered:
             blocks=2 * compute * block,
             head_gradient=0.0 if cfg.lora.rank else compute * table,
             root_gradients=reduce * root,
-            reduced=2.0 * reduce * block,
+            # Those of one block are summed over the ranks while the next one's are made.
+            reduced=reduce * block * (1 if axes.shard * axes.cp * axes.replicate == 1 else 2),
         )
 
 
