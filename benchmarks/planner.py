@@ -31,8 +31,9 @@ BASE = ["configs/train/debug.toml", "--data.dataset_path=fake:", "--eval.interva
 VARIANTS = (
     "",
     "--train.micro_batch=2",
-    "--train.recompute",
-    "--train.micro_batch=2 --train.recompute",
+    "--train.recompute=full",
+    "--train.recompute=selective",
+    "--train.micro_batch=2 --train.recompute=full",
     "--train.dtype=bf16 --train.micro_batch=2",
     "--train.loss_chunk=256",
     "--model.n_layers=24 --train.micro_batch=1",

@@ -40,6 +40,7 @@ from kempner.optim.build import build_optimizer, published_weights, set_learning
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
+from kempner.parallel.shard import begin_micro_batch
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -171,7 +172,7 @@ def forward_backward(
     for i, batch in enumerate(micro_batches):
         if i and leave is not None and (verdict := requests.asked_meanwhile(leave, sums.device)):
             return verdict
-        model.set_requires_all_reduce(i == len(micro_batches) - 1)
+        begin_micro_batch(model, last=i == len(micro_batches) - 1)
         loss, terms, batch = objective(model, batch.to(sums.device))
         (loss / step_tokens).backward()
         sums.add(batch, loss, terms)

@@ -221,6 +221,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     try:
         axes = sizes(cfg.distributed, world_size, per_node)
         data_ranks = axes.data_ranks
+        found += cfg.distributed.island_problems(axes.shard * axes.cp)
         found += check_experts(cfg, axes)
     except ConfigError as error:
         found += error.problems

@@ -27,6 +27,7 @@ from kempner.trackers.config import TrackersConfig
 # 64 bits; published runs stay below 2**27. A forward pass of 2**24 tokens exceeds any memory.
 MAX_STEP_TOKENS = 2**30
 MAX_FORWARD_TOKENS = 2**24
+PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")  # the modules of a block
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,26 @@ class TrainConfig:
         "what train.compile compiles: each block and the loss, or the whole model",
         choices=("block", "model"),
     )
-    recompute: bool = option(
-        False, "activation checkpointing: recompute blocks in the backward pass to save memory"
+    recompute: str = option(
+        "none",
+        "activation checkpointing: what the backward pass computes again; selective: all but "
+        "matrix products and attention",
+        choices=("none", "selective", "full"),
+    )
+    recompute_every: int = option(
+        1, "of the blocks every n-th one is recomputed", minimum=1, maximum=4096
+    )
+    recompute_modules: tuple[str, ...] = option(
+        (),
+        "modules of a block that are recomputed, each by itself; unset: the block",
+        choices=PARTS,
+    )
+    offload_activations: int = option(
+        0,
+        "blocks whose activations may be on the way to the host's memory, where they wait for the "
+        "backward pass; 0: activations stay on the device",
+        minimum=0,
+        maximum=4096,
     )
     seed: int = option(0, "seed for weight initialization", minimum=0)
     deterministic: bool = option(False, "use deterministic kernels only, on GPUs too")
@@ -134,6 +153,11 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         found = ramp_problems(self.sequences, self.batch_ramp, self.seq_len, self.seq_len_ramp)
+        if self.recompute == "none" and (self.recompute_every > 1 or self.recompute_modules):
+            found.append(
+                "train.recompute_every, train.recompute_modules: nothing is recomputed; set "
+                "train.recompute to selective or full, or leave them out"
+            )
         most = MAX_STEP_TOKENS // self.seq_len
         if self.sequences > most:
             found.append(
@@ -155,6 +179,11 @@ class TrainConfig:
             found.append(
                 "train.compile_scope = model: nothing is compiled; add --train.compile, or leave "
                 "train.compile_scope out"
+            )
+        if self.compile_scope == "model" and self.offload_activations:
+            found.append(
+                "train.offload_activations with train.compile_scope = model: activations leave "
+                "block by block; leave one of the two out"
             )
         if self.fp8 != "none" and importlib.util.find_spec("torchao") is None:
             found.append(
@@ -268,9 +297,23 @@ class RunConfig:
                 f"train.fp8 = {self.train.fp8}: not on distributed.device = cpu; give --train.fp8="
                 "none, or a GPU"
             )
+        found += self._block_problems()
         if self.distributed.tp > 1:
             found += self._tensor_problems()
         return found + self._expert_problems() + context_problems(self)
+
+    def _block_problems(self) -> list[str]:
+        """Of what has an effect only where FSDP gathers each block by itself."""
+        if self.train.compile_scope == "block":
+            return []
+        given = self.distributed
+        levers = {"reshard_island": given.reshard_island, "prefetch_blocks": given.prefetch_blocks}
+        return [
+            f"distributed.{name} = {value}: with train.compile_scope = model all weights are "
+            "gathered at once, not block by block; leave one of the two out"
+            for name, value in levers.items()
+            if value
+        ]
 
     def _tensor_problems(self) -> list[str]:
         """Of distributed.tp: each rank has whole heads, as many as the others, and between the
@@ -293,7 +336,8 @@ class RunConfig:
             f"preference.loss = {self.preference.loss}": self.preference.loss != "none",
             f"train.fp8 = {self.train.fp8}": self.train.fp8 != "none",
             f"model.n_experts = {self.model.n_experts}": self.model.n_experts > 0,
-            "train.compile_scope = model": self.train.compile_scope == "model",
+            # Torch 2.13 compiles the blocks without an error, and their gradients are wrong.
+            "train.compile": self.train.compile,
         }
         return found + [
             f"{given}: not built for {other}; leave that out, or give --distributed.tp=1"

@@ -39,7 +39,7 @@ def place(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process, and that of 2 x 2, with micro-batches and recomputation."""
     path = tmp_path_factory.mktemp("tensor")
     train(data_dir, path / "one")
-    train(data_dir, path / "four", TP, "--train.micro_batch=2", "--train.recompute", nproc=4)
+    train(data_dir, path / "four", TP, "--train.micro_batch=2", "--train.recompute=full", nproc=4)
     return path
 
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_one_mesh_continues_on_another(
 
 def test_resumed_equals_unbroken_bit_for_bit(place: Path, data_dir: Path, tmp_path: Path) -> None:
     run = begun(place, "four", tmp_path / "run", 15)
-    train(data_dir, run, TP, "--train.micro_batch=2", "--train.recompute", nproc=4)
+    train(data_dir, run, TP, "--train.micro_batch=2", "--train.recompute=full", nproc=4)
     assert losses(run) == losses(place / "four")
     resumed, unbroken = state(run, 20), state(place / "four", 20)
     assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
@@ -135,6 +135,7 @@ REFUSED = {
     "hidden units": (replace(SMALL, ffn_dim=98), {}, "must divide model.ffn_dim = 98"),
     "tokens": (SMALL, {"train": TrainConfig(seq_len=30)}, "must divide train.seq_len = 30"),
     "adapters": (SMALL, {"lora": LoraConfig(rank=2)}, "not built for lora.rank = 2"),
+    "compilation": (SMALL, {"train": TrainConfig(compile=True)}, "not built for train.compile"),
     "preferences": (
         SMALL,
         {"preference": PreferenceConfig(loss="reward")},

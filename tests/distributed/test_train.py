@@ -120,7 +120,7 @@ LAYOUTS = {
     "shard": (4, ()),
     "hybrid": (4, ("--distributed.dp_replicate=2", "--train.micro_batch=1")),
     "replicate": (2, ("--distributed.dp_replicate=2", "--distributed.dp_shard=1")),
-    "recompute": (2, ("--train.recompute", "--train.micro_batch=2")),
+    "recompute": (2, ("--train.recompute=full", "--train.micro_batch=2")),
 }
 
 

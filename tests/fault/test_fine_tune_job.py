@@ -76,7 +76,7 @@ def test_an_imported_model_learns_to_answer(hosts: Cluster, work: Path) -> None:
         ROOT / "configs/train/sft.toml", f"--run.dir={run}", f"--data.dataset_path={work / 'chat'}",
         f"--model.init_from={work / 'base'}", "--train.seq_len=128", "--train.global_batch=4",
         "--train.micro_batch=1", "--train.max_steps=1200", "--no-train.compile",
-        "--no-train.recompute", "--train.dtype=fp32", "--optimizer.lr=3e-3",
+        "--train.recompute=none", "--train.dtype=fp32", "--optimizer.lr=3e-3",
         "--distributed.device=cpu", "--eval.interval=0", "--checkpoint.interval=100",
         "--metrics.log_interval=10",
     ]  # fmt: skip

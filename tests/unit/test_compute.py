@@ -66,10 +66,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_blocks_share_one_graph_and_a_whole_model_is_one(
-    graphs: list[int], recompute: bool
-) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_share_one_graph_and_a_whole_model_is_one(graphs: list[int], recompute: str) -> None:
     """With the clock of the stragglers on it, as in a run."""
     expected, plain = gradients(build())
     for scope, count in (("block", 2), ("model", 1)):  # a block and the loss; all of it

@@ -273,7 +273,10 @@ REFUSED = {
         "--distributed.cp=2 --model.n_experts=4 --model.experts_per_token=2 --model.aux_loss=0.1",
         "whole sequences",
     ),
-    "one graph": ("--distributed.cp=2 --train.compile_scope=model", "no whole graph"),
+    "one graph": (
+        "--distributed.cp=2 --train.compile --train.compile_scope=model",
+        "no whole graph",
+    ),
     "preferences": ("--distributed.cp=2 --preference.loss=reward", "preference.loss = reward"),
 }
 

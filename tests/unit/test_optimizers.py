@@ -366,6 +366,19 @@ def test_rounding_is_the_same_whatever_cuts_the_tensor() -> None:
     assert torch.equal(to_bf16(values.float(), torch.full((4,), 0xFFFF, dtype=torch.int32)), values)
 
 
+def test_state_that_was_loaded_in_another_order_is_rounded_alike() -> None:
+    runs = []
+    for reverse in (False, True):
+        model = Net()
+        optimizer = build_optimizer(model, OptimizerConfig(moments="bf16"))
+        train(model, optimizer, [1e-2] * 2)
+        for p, state in optimizer.state.items():
+            optimizer.state[p] = dict(sorted(state.items(), reverse=reverse))
+        train(model, optimizer, [1e-2] * 2, seed=2)
+        runs.append(everything(model, optimizer))
+    assert same_bits(*runs)
+
+
 def test_weights_in_bf16_are_rounded_stochastically() -> None:
     """Updates far smaller than the distance of two bf16 numbers still add up."""
     model = nn.Linear(64, 64, bias=False).bfloat16()

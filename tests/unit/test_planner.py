@@ -92,11 +92,11 @@ def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
 
 
 def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
-    cfg = load_config([SEVEN], ["--no-train.recompute", "--train.micro_batch=4"])
+    cfg = load_config([SEVEN], ["--train.recompute=none", "--train.micro_batch=4"])
     told = advice(cfg, 8, 8, check_world)
     found = re.search(r"estimates ([\d.]+) GiB.*; try (.*) \(([\d.]+) GiB\)", told)
     assert found, told
-    other = load_config([SEVEN], [f"--{'no-'}train.recompute", *found[2].split()])
+    other = load_config([SEVEN], ["--train.recompute=none", *found[2].split()])
     assert float(found[3]) < 0.9 * float(found[1]) + 0.1
     assert memory(other, 8, 8).peak < 0.9 * memory(cfg, 8, 8).peak
 
@@ -112,7 +112,7 @@ def test_plan_prints_the_parts_and_the_overrides() -> None:
     assert done.returncode == 0, done.stderr
     assert "6,738,415,616 parameters on 2 nodes x 8 H200" in done.stdout
     assert "optimizer" in done.stdout and "FSDP: gradients, scattered" in done.stdout
-    assert "--train.recompute=false" in done.stdout
+    assert '--train.recompute="none"' in done.stdout
     wrong = command("scripts/plan.py", SEVEN, "--gpu=H1000", "--train.max_step=5")
     assert wrong.returncode == 2
     assert "give one of A100, " in wrong.stderr and "--train.max_steps?" in wrong.stderr
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch
         build(small("--train.global_batch=8"), 4, 4)
 
 
-@pytest.mark.parametrize("words", [(), ("--train.recompute", "--train.micro_batch=2")])
+@pytest.mark.parametrize("words", [(), ("--train.recompute=full", "--train.micro_batch=2")])
 def test_the_estimate_is_within_a_tenth_of_the_peak(
     one_process: None, words: tuple[str, ...]
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from kempner.model.cache import LayerCache, Rows
 from kempner.model.config import ModelConfig
 from kempner.model.feed_forward import FeedForward
 from kempner.model.moe import MixtureOfExperts, Routing, Routings
+
+Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def rope_frequencies(cfg: ModelConfig) -> Tensor:
@@ -100,6 +103,26 @@ class Block(nn.Module):
         return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
 
+class Output(nn.Linear):
+    """The output layer, also where the loss makes the logits itself, a chunk of tokens at a time:
+    what gathers a module's weights for its forward then gathers these."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, loss: Loss | None = None, targets: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return logits_or_loss(self.weight, x, loss, targets)
+
+
+def logits_or_loss(
+    weight: Tensor, x: Tensor, loss: Loss | None, targets: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Logits [..., V] of x [..., D]; with `loss` that of x [N, D] and targets [N], and its terms
+    [N]."""
+    if loss is None or targets is None:
+        return F.linear(x, weight)
+    return loss(x, weight, targets)
+
+
 class Decoder(nn.Module):
     """`Decoder(cfg)(tokens)` gives logits [B, T, V]; with targets, the summed loss of the tokens
     that count."""
@@ -112,10 +135,10 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(cfg.vocab_size, cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.output = None if cfg.tie_embeddings else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
+        self.output = None if cfg.tie_embeddings else Output(cfg.dim, cfg.vocab_size, bias=False)
         self.register_buffer("rope", rope_table(cfg), persistent=False)
         self.routings = Routings(cfg.aux_loss)
-        self.loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy
+        self.loss: Loss = cross_entropy
         self.kernel = "auto"  # of the attention: see attention.choose
 
     def forward(
@@ -141,12 +164,16 @@ class Decoder(nn.Module):
         if cache is not None:
             x = cache.last_tokens(x)
         x = self.norm(x)
+        last = (
+            (x, None, None) if targets is None else (x.flatten(0, 1), self.loss, targets.flatten())
+        )
         # A tied output layer has no parameter of its own: sharding two modules' one parameter is
         # asking for trouble.
-        weight = self.embed.weight if self.output is None else self.output.weight
+        output = partial(logits_or_loss, self.embed.weight) if self.output is None else self.output
+        result = output(*last)
         if targets is None:
-            return F.linear(x, weight)
-        loss, terms = self.loss(x.flatten(0, 1), weight, targets.flatten())
+            return result
+        loss, terms = result
         if routings and torch.is_grad_enabled():
             loss = loss + self.routings.add(routings, targets)
         return (loss, terms.view(targets.shape)) if token_losses else loss

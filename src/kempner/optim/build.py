@@ -58,7 +58,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
         group["params"].append(p)
     _check_used(cfg.groups, named)
     ordered = [groups[key] for key in sorted(groups, key=lambda key: not key[1])]
-    averages = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moments]
+    averages = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moments]
     optimizer = Optimizer(ordered, averages, cfg.cpu_offload)
     if isinstance(model, Decoder) and model.cfg.router_bias:
         optimizer.register_step_post_hook(

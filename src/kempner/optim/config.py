@@ -45,10 +45,9 @@ class OptimizerConfig:
         choices=("adamw", "spectral"),
     )
     moments: str = option(
-        "auto",
-        "dtype of the averages of gradients; auto: that of the weights; bf16: half the memory, "
-        "rounded stochastically",
-        choices=("auto", "fp32", "bf16"),
+        "fp32",
+        "dtype of the averages of gradients; bf16: half the memory, rounded stochastically",
+        choices=("fp32", "bf16"),
     )
     cpu_offload: bool = option(
         False, "keep the optimizer's state in the host's memory; it travels during the update"

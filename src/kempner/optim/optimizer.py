@@ -84,10 +84,10 @@ class Optimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, groups: list[Group], averages: torch.dtype | None = None, offload: bool = False
+        self, groups: list[Group], averages: torch.dtype = torch.float32, offload: bool = False
     ) -> None:
-        """`averages`: the dtype to keep moments in; None: that of the parameter. `offload`: state
-        lives in the host's memory."""
+        """`averages`: the dtype to keep moments in, fp32 or bf16. `offload`: state lives in the
+        host's memory."""
         super().__init__(groups, {})
         self._averages, self._offload = averages, offload
         first = self.param_groups[0]["params"][0]
@@ -123,7 +123,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """All at once where nothing is copied; else one by one, which needs the least memory."""
-        dtypes = {p.dtype for p in parameters} | {self._averages or torch.float32}
+        dtypes = {p.dtype for p in parameters} | {self._averages}
         if self._stream is not None or dtypes != {torch.float32}:
             return [[p] for p in parameters]
         return [parameters] if parameters else []
@@ -141,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
         """The state of a parameter as the rule wants it. A checkpoint may hold that of another
         optimizer, or in another dtype: what fits is kept, the rest starts anew."""
         state: State = self.state[p]
-        wanted = dict.fromkeys(rule.averages, self._averages or p.dtype)
+        wanted = dict.fromkeys(rule.averages, self._averages)
         wanted |= dict.fromkeys(rule.copies, torch.float32)
         for key in state.keys() - wanted.keys() - set(rule.scalars):
             del state[key]
@@ -195,7 +195,8 @@ class Optimizer(torch.optim.Optimizer):
     def _put_back(self, batch: Sequence[Tensor], parts: Sequence[Part]) -> None:
         """Store what the rule has changed in a copy."""
         for p, part in zip(batch, parts, strict=True):
-            pairs = [(p, part.weight), *((self.state[p][k], new) for k, new in part.state.items())]
+            pairs = [(p, part.weight)]  # a load makes the state in another order
+            pairs += [(self.state[p][key], part.state[key]) for key in sorted(part.state)]
             bits = self._noise(p, part)
             for kept, new in pairs:
                 home = local(kept)

@@ -1,5 +1,5 @@
 """From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> experts ->
-context -> recompute -> compile -> shard -> memory -> weights."""
+context -> recompute -> compile -> offload -> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from kempner.checkpoint.layout import make_table, own_box, slices
 from kempner.checkpoint.writer import local
@@ -20,12 +18,16 @@ from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
 from kempner.parallel.compiled import compile_model
 from kempner.parallel.config import DistributedConfig, LoraConfig
-from kempner.parallel.experts import keep_from_compiler, shard_experts, split_experts
+from kempner.parallel.experts import keep_from_compiler, split_experts
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
+from kempner.parallel.offload import Offload
+from kempner.parallel.recompute import Settings as RecomputeSettings
+from kempner.parallel.recompute import add_recompute
+from kempner.parallel.shard import shard
 
 
-class Settings(Protocol):
+class Settings(RecomputeSettings, Protocol):
     """What of the [train] section shapes the model."""
 
     @property
@@ -33,7 +35,7 @@ class Settings(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def recompute(self) -> bool: ...
+    def offload_activations(self) -> int: ...
     @property
     def compile(self) -> bool: ...
     @property
@@ -63,7 +65,14 @@ def build_model(
     alone, not on the mesh.
     """
     model = plan_model(cfg, layout, train, distributed, lora, frozen)
-    model.to_empty(device=layout.mesh.device_type)
+    device_type = layout.mesh.device_type
+    if distributed.fsdp_cpu_offload:
+        model.to_empty(device="cpu")
+        for module in model.modules():  # only weights are on the host
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device_type))
+    else:
+        model.to_empty(device=device_type)
     with torch.no_grad():
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
@@ -102,13 +111,13 @@ def plan_model(
         from kempner.parallel.context import split_context
 
         split_context(model, layout.cp, distributed.cp_method, dtype)
-    if train.recompute:
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
+    add_recompute(model, train)
     if train.compile:
         keep_from_compiler(model, dtype)
         compile_model(model, train.compile_scope)
-    shard(model, layout, dtype, whole=train.compile_scope == "model")
+    if train.offload_activations:
+        Offload(model, train.offload_activations)
+    shard(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
     return model
 
 
@@ -117,25 +126,6 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
     if name == "auto":
         name = "bf16" if device_type == "cuda" else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
-
-
-def shard(model: Decoder, layout: Layout, dtype: torch.dtype, whole: bool) -> None:
-    """FSDP2 (fully_shard) per block and over the rest, or over the `whole` model at once, without
-    hooks in it; HSDP when the replicate axis is over 1.
-
-    Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
-    is the mean.
-    """
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    shard_experts(model, layout, policy)
-    for module in (model,) if whole else (*model.blocks, model):
-        fully_shard(module, mesh=layout.parameter_mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and layout.parameter_mesh.size() > 1:
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            module.set_gradient_divide_factor(1.0)
 
 
 def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
@@ -153,8 +143,9 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
         if (std := init_std(name, param) if adapter else model.init_std(name)) == 0.0:
             param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
-        generator = torch.Generator(param.device).manual_seed(seed ^ zlib.crc32(name.encode()))
-        whole = torch.empty(param.shape, device=param.device)  # rounded only by copy_
+        device = layout.mesh.device_type  # with fsdp_cpu_offload the parameter is on the host
+        generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
+        whole = torch.empty(param.shape, device=device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)
         local(param).copy_(whole[slices(own_box(held[name], layout.rank))])
 

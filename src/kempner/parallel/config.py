@@ -52,9 +52,39 @@ class DistributedConfig:
         minimum=1.0,
         maximum=LONGEST_S,
     )
+    reshard_after_forward: bool = option(
+        True,
+        "free a block's gathered weights after its forward, and gather them again for its backward",
+    )
+    reshard_island: int | None = option(
+        None,
+        "ranks that share a block's weights between its forward and its backward, such as those of "
+        "a host; unset: all of dp_shard",
+        minimum=2,
+    )
+    sync_once: bool = option(
+        False,
+        "gather the weights and reduce the gradients once in a step, not in each of its "
+        "micro-batches; costs the memory of all weights, and of all gradients in fp32",
+    )
+    prefetch_blocks: int = option(
+        0,
+        "blocks whose weights are gathered ahead of their use; 0: as many as FSDP itself chooses",
+        minimum=0,
+        maximum=4096,
+    )
+    reduce_dtype: str = option(
+        "fp32", "dtype in which gradients are summed over ranks", choices=("fp32", "bf16")
+    )
+    fsdp_cpu_offload: bool = option(
+        False,
+        "keep weights, gradients and the optimizer's state in the memory of the host, and update "
+        "them there",
+    )
 
     def problems(self) -> list[str]:
-        found = [
+        found = self._contradictions()
+        found += [
             f"distributed.{axis} = {getattr(self, axis)}: this axis is not built yet; leave it at 1"
             for axis in ("pp",)  # what is built leaves this list
             if getattr(self, axis) != 1
@@ -77,6 +107,41 @@ class DistributedConfig:
                 "and dp_replicate itself; leave both out"
             )
         return found
+
+    def _contradictions(self) -> list[str]:
+        """Of the options that say what FSDP keeps, and when it communicates."""
+        found = []
+        if self.reshard_island is not None and (self.sync_once or not self.reshard_after_forward):
+            found.append(
+                f"distributed.reshard_island = {self.reshard_island}: each rank keeps whole "
+                "weights after a forward, with sync_once or reshard_after_forward = false; leave "
+                "reshard_island out"
+            )
+        if self.reshard_island is not None and (self.tp > 1 or self.pp > 1):
+            found.append(
+                f"distributed.reshard_island = {self.reshard_island}: not built for tp or pp over "
+                "1; leave reshard_island out"
+            )
+        if self.sync_once and self.fsdp_cpu_offload:
+            found.append(
+                "distributed.fsdp_cpu_offload with sync_once: all weights and gradients would stay "
+                "on the GPU through the step; choose one of the two"
+            )
+        if self.sync_once and self.reduce_dtype == "bf16":
+            found.append(
+                "distributed.reduce_dtype = bf16 with sync_once: the gradients of the "
+                "micro-batches would be summed in bf16, too; leave reduce_dtype at fp32"
+            )
+        return found
+
+    def island_problems(self, shard: int) -> list[str]:
+        """`shard`: ranks that share one copy of the weights."""
+        if self.reshard_island is None or shard % self.reshard_island == 0:
+            return []
+        return [
+            f"distributed.reshard_island = {self.reshard_island}: must divide the {shard} ranks "
+            "that share one copy of the weights (dp_shard x cp)"
+        ]
 
 
 MATRICES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # of a block

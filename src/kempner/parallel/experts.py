@@ -7,11 +7,13 @@ experts' weights. Shapes: M rows, D width, E experts of the layer, L = E / ep ex
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kempner.model.decoder import Decoder
@@ -71,14 +73,15 @@ def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
 
 
-def shard_experts(model: Decoder, layout: Layout, policy: MixedPrecisionPolicy) -> None:
-    """FSDP over the ranks that have the same experts. An expert's gradient is that of the tokens of
-    all ep ranks already: summed over those ranks as well it would be ep times too large."""
+def shard_experts(model: Decoder, layout: Layout, **options: Any) -> None:
+    """FSDP, with these options of fully_shard, over the ranks that have the same experts. An
+    expert's gradient is that of the tokens of all ep ranks already: summed over those ranks as well
+    it would be ep times too large."""
     for module in model.modules():
         if isinstance(module, ParallelExperts):
             fully_shard(
                 module,
                 mesh=layout.expert_parameter_mesh,
-                mp_policy=policy,
+                **options,
                 shard_placement_fn=lambda _: Shard(1),  # the experts themselves are cut already
             )

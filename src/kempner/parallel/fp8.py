@@ -21,7 +21,7 @@ def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
 
     Raises ConfigError where the device cannot, or no matrix has a size that its kernels take.
     """
-    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
+    from torchao.float8 import (
         Float8LinearConfig,
         convert_to_float8_training,
     )

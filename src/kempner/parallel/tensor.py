@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -43,7 +50,9 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         _split_block(cast(Block, block), mesh)
     distribute_module(model.norm, mesh, None, _on(SEQUENCE), _whole_for_loss)
     if model.output is not None:
-        parallelize_module(model.output, mesh, ColwiseParallel())
+        distribute_module(
+            model.output, mesh, _cut_rows
+        )  # what goes in and out is the loss's matter
     model.loss = VocabularyLoss(model.loss, mesh)
 
 
@@ -57,6 +66,11 @@ def _split_block(block: Block, mesh: DeviceMesh) -> None:
     for of_heads in (block.attention.q_norm, block.attention.k_norm):
         if isinstance(of_heads, nn.RMSNorm):
             distribute_module(of_heads, mesh, None, _on(HEADS), _local)
+
+
+def _cut_rows(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    assert isinstance(module.weight, nn.Parameter)
+    module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
 
 
 # --- What goes into a module, and comes out of it ---

@@ -88,7 +88,8 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
     model, found = cfg.model, []
     stream = tokens / axes.cp * compute * model.dim
     layers = model.n_layers / axes.pp
-    often = 3 if cfg.train.recompute else 2  # forward and backward passes
+    again = cfg.train.recompute != "none" and not cfg.train.recompute_modules
+    often = 2 + again / cfg.train.recompute_every  # forward and backward passes
     if (n := axes.tp) > 1:
         # Gathered before attention and SwiGLU, scattered after them.
         size = 4 * often * layers * stream * (n - 1) / n
@@ -120,8 +121,8 @@ class Time(NamedTuple):
 
 def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
     flops = cfg.model.flops_per_token(cfg.train.seq_len, cfg.lora.rank > 0)
-    if cfg.train.recompute:
-        flops *= 4 / 3  # the forward pass once more
+    if cfg.train.recompute == "full" and not cfg.train.recompute_modules:
+        flops *= 1 + 1 / (3 * cfg.train.recompute_every)  # the forward pass once more
     tokens = cfg.train.sequences * cfg.train.seq_len
     spent = {True: 0.0, False: 0.0}
     for each in traffic(cfg, world_size, per_node):

@@ -115,7 +115,7 @@ def lora_parameters(cfg: RunConfig) -> float:
 class Gathered:
     """What fully_shard adds: whole weights in the compute dtype, and gradients on their way."""
 
-    root: float  # embedding, last norm and output layer: whole from the first block to the last
+    root: float  # last norm and output layer; with a tied one whole from the first block on
     blocks: float  # the block at work and the next one
     head_gradient: float  # of the output layer, until the whole root is reduced
     root_gradients: float
@@ -125,7 +125,7 @@ class Gathered:
     def of(cls, cfg: RunConfig, axes: Axes, compute: int) -> Gathered:
         model = cfg.model
         table = model.vocab_size * model.dim / axes.tp
-        root = table * (2 - model.tie_embeddings)
+        root = table  # an embedding of its own is freed before the output layer is gathered
         block = whole_block(cfg, axes)
         reduce = 0 if cfg.lora.rank else compute + FP32
         return cls(
@@ -171,9 +171,15 @@ def activations(
     working = tokens * compute * (3 * inner + 2 * model.dim + moved) / axes.tp
     passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
     blocks = model.n_layers / axes.pp * passes
-    if cfg.train.recompute:
-        return tokens * compute * model.dim / axes.tp * blocks, working + each
-    return each * blocks, working
+    train = cfg.train
+    if train.recompute == "none" or train.recompute_modules:  # of those: at most so much
+        return each * blocks, working
+    numbers = model.dim
+    if train.recompute == "selective":
+        numbers += 2 * model.dim + heads + 2 * inner  # all products
+    again = blocks / train.recompute_every
+    kept = tokens * compute * numbers / axes.tp
+    return kept * again + each * (blocks - again), working + each
 
 
 def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:

@@ -20,6 +20,7 @@ from kempner.planner.memory import Memory, memory
 from kempner.run import RunConfig
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTE = ("none", "selective", "full")
 WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
 
 
@@ -82,7 +83,7 @@ def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
         if world_size % (shard * tp * cp * pp) == 0
     ]  # fmt: skip
     experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
-    values = itertools.product(meshes, experts, MICRO_BATCHES, (False, True))
+    values = itertools.product(meshes, experts, MICRO_BATCHES, RECOMPUTE)
     for mesh, ep, micro, recompute in values:
         choice = {"train.micro_batch": micro, "train.recompute": recompute}
         yield {**choice, **mesh, "distributed.ep": ep}

@@ -66,8 +66,8 @@ def test_biases_balance_the_experts(data_dir: Path, tmp_path: Path) -> None:
 
 
 LAYOUTS = {
-    "shard": (2, ("--train.recompute", "--train.micro_batch=2")),
-    "ep and dp": (4, ("--distributed.ep=2", "--train.recompute", "--train.micro_batch=1")),
+    "shard": (2, ("--train.recompute=full", "--train.micro_batch=2")),
+    "ep and dp": (4, ("--distributed.ep=2", "--train.recompute=full", "--train.micro_batch=1")),
     "ep and hsdp": (4, ("--distributed.ep=2", "--distributed.dp_replicate=2")),
 }
 

@@ -1,0 +1,167 @@
+"""Activations wait for the backward pass in the memory of the host.
+
+What a block keeps for its backward pass is copied to the host beside the computation, and freed on
+the device; in the backward pass it is copied back, some blocks ahead. A bound says for how many
+blocks at once copies may be under way: that many blocks' activations stay on the device, and the
+computation waits where it would run further ahead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from kempner.model.decoder import Decoder
+
+SMALLEST = 1 << 16  # bytes: below that a copy costs more than the memory is worth
+
+
+class Group:
+    """What one block has kept in one forward pass."""
+
+    def __init__(self, previous: Group | None) -> None:
+        self.previous = previous
+        self.kept: list[weakref.ref[Kept]] = []  # the autograd graph owns them
+        self.copied: torch.Event | None = None  # to the host
+
+
+class Kept:
+    """The memory of one or several tensors that autograd saves, on the device or on the host."""
+
+    def __init__(self, storage: torch.UntypedStorage, group: Group) -> None:
+        self.size, self.device = storage.nbytes(), storage.device
+        self.storage: torch.UntypedStorage | None = storage
+        self.group = group
+        self.host: Tensor | None = None
+        self.fetched: torch.Event | None = None
+
+
+class Offload:
+    """Hooks on the blocks of a model. `in_flight`: blocks whose copies may be under way."""
+
+    def __init__(self, model: Decoder, in_flight: int) -> None:
+        self._in_flight = in_flight
+        self._first = model.blocks[0]
+        self._leaving: deque[Group] = deque()
+        self._group: Group | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._stays: set[int] = set()
+        self._here: dict[int, Kept] = {}  # of the block that runs now, by address
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        for block in model.blocks:
+            # Inside of what fully_shard puts around a block: the gathered weights are there.
+            block.register_forward_pre_hook(self._enter)
+            block.register_forward_hook(self._leave, always_call=True)
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _enter(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if block is self._first:
+            self._group = None
+            self._leaving.clear()
+            if self._stream is None and inputs[0].is_cuda:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._group = Group(self._group)
+        # Weights are freed by fully_shard; inputs without a gradient serve all blocks.
+        shared = [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad]
+        self._stays = {address(x) for x in (*block.parameters(), *block.buffers(), *shared)}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _leave(self, *_: object) -> None:
+        if self._hooks is None:
+            return
+        self._hooks.__exit__()
+        self._hooks = None
+        self._here.clear()
+        group = self._group
+        assert group is not None
+        if self._stream is not None:
+            group.copied = self._stream.record_event()
+        self._leaving.append(group)
+        while len(self._leaving) > self._in_flight:
+            self._free(self._leaving.popleft())
+
+    def _free(self, group: Group) -> None:
+        """On the device, once the copies have ended: what is computed next may use the memory."""
+        if group.copied is not None:
+            torch.cuda.current_stream().wait_event(group.copied)
+        for ref in group.kept:
+            if (kept := ref()) is not None:
+                kept.storage = None
+
+    def _pack(self, x: Tensor) -> Any:
+        """In place of a tensor that autograd saves: where its memory is, and its shape in it."""
+        if type(x) is not Tensor or not x.is_floating_point():
+            return x
+        storage = x.untyped_storage()
+        if storage.nbytes() < SMALLEST or storage.data_ptr() in self._stays:
+            return x
+        kept = self._here.get(storage.data_ptr())
+        if kept is None:
+            kept = self._here[storage.data_ptr()] = self._send(storage)
+        return kept, x.dtype, x.storage_offset(), x.shape, x.stride()
+
+    def _send(self, storage: torch.UntypedStorage) -> Kept:
+        assert self._group is not None
+        kept = Kept(storage, self._group)
+        self._group.kept.append(weakref.ref(kept))
+        kept.host = host_memory(kept.size, pin=self._stream is not None)
+        if self._stream is None:
+            kept.host.copy_(flat(storage))
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                kept.host.copy_(flat(storage), non_blocking=True)
+        return kept
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        kept, dtype, *place = packed
+        ahead: Group | None = kept.group
+        for _ in range(1 + self._in_flight):
+            if ahead is not None:
+                self._fetch(ahead)
+                ahead = ahead.previous
+        if kept.fetched is not None:
+            torch.cuda.current_stream().wait_event(kept.fetched)
+        return torch.empty(0, dtype=dtype, device=kept.device).set_(kept.storage, *place)
+
+    def _fetch(self, group: Group) -> None:
+        """Start to copy back what is not on the device."""
+        for ref in group.kept:
+            if (kept := ref()) is None or kept.storage is not None:
+                continue
+            there = torch.empty(kept.size, dtype=torch.uint8, device=kept.device)
+            assert kept.host is not None
+            if self._stream is None:
+                there.copy_(kept.host)
+            else:
+                # The memory comes from the computation, which may still be at work in it, and goes
+                # back there, even when autograd drops this tensor without a look at it.
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    there.copy_(kept.host, non_blocking=True)
+                    kept.fetched = self._stream.record_event()
+                there.record_stream(self._stream)
+            kept.storage = there.untyped_storage()
+
+
+def address(x: Tensor) -> int:
+    return (x.to_local() if isinstance(x, DTensor) else x).untyped_storage().data_ptr()
+
+
+def host_memory(size: int, pin: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+
+
+def flat(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,74 @@
+"""Activation checkpointing (arXiv:1604.06174): the backward pass computes again what the forward
+pass has not kept.
+
+Applied to every n-th block, or to some of its modules. `full` keeps what goes into it, nothing
+else; `selective` (arXiv:2205.05198) also the outputs of matrix products and of attention, nearly
+all of the work, and computes only norms, rotations and the activation function again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from kempner.model.decoder import Decoder
+
+# What `selective` keeps. Not aten.bmm: in attention without a fused kernel its output is the whole
+# matrix of scores, T x T for each head.
+PRODUCTS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten._scaled_mm",
+    "aten._grouped_mm",
+    "aten._scaled_grouped_mm",
+)
+ATTENTION = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "torch_attn._varlen_attn",
+)
+
+
+class Settings(Protocol):
+    """What of the [train] section is meant here."""
+
+    @property
+    def recompute(self) -> str: ...
+    @property
+    def recompute_every(self) -> int: ...
+    @property
+    def recompute_modules(self) -> tuple[str, ...]: ...
+
+
+def add_recompute(model: Decoder, cfg: Settings) -> None:
+    """Wrap what is recomputed. Before the model is compiled and sharded, so that a recomputation is
+    compiled, too, and finds the weights gathered."""
+    if cfg.recompute == "none":
+        return
+    # Nothing here is random: no state of the generators has to be kept and put back.
+    settings: dict[str, Any] = {"preserve_rng_state": False}
+    if cfg.recompute == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, kept())
+    wrap: Any = partial(checkpoint_wrapper, **settings)
+    for i in range(0, len(model.blocks), cfg.recompute_every):
+        if not cfg.recompute_modules:
+            model.blocks[i] = wrap(model.blocks[i])
+        for name in cfg.recompute_modules:
+            setattr(model.blocks[i], name, wrap(getattr(model.blocks[i], name)))
+
+
+def kept() -> list[Any]:
+    """The operators whose outputs `selective` keeps, as far as this torch has them."""
+    found = []
+    for name in (*PRODUCTS, *ATTENTION):
+        library, _, operator = name.partition(".")
+        packet = getattr(getattr(torch.ops, library), operator, None)
+        if packet is not None:
+            found += [getattr(packet, overload) for overload in packet.overloads()]
+    return found
