@@ -130,7 +130,7 @@ class Gathered:
         reduce = 0 if cfg.lora.rank else compute + FP32
         return cls(
             root=compute * root,
-            blocks=2 * compute * block,
+            blocks=compute * block * (1 if axes.shard * axes.cp == 1 else 2),
             head_gradient=0.0 if cfg.lora.rank else compute * table,
             root_gradients=reduce * root,
             # Those of one block are summed over the ranks while the next one's are made.
@@ -168,7 +168,7 @@ def activations(
     block = 2 * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
     whole = 2 * model.dim * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
-    working = tokens * compute * (3 * inner + 2 * model.dim + moved) / axes.tp
+    working = tokens * compute * (2 * inner + 2 * model.dim + moved) / axes.tp
     passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
     blocks = model.n_layers / axes.pp * passes
     train = cfg.train
