@@ -10,6 +10,7 @@ Ranks other than this one are not run: what sharding divides by is arithmetic.
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
 import subprocess
@@ -57,6 +58,7 @@ def measured(cfg: RunConfig) -> float:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gc.collect()  # what was there before must not be freed while we count
     device, tokens = torch.device("cpu"), cfg.train.sequences * cfg.train.seq_len
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         layout = build_layout(cfg.distributed, 1, 1, "cpu")

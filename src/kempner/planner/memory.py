@@ -132,12 +132,11 @@ class Gathered:
         return cls(
             root=compute * root,
             tied=compute * root * model.tie_embeddings,
-            blocks=(1 + (axes.shard * axes.cp > 1))
-            * compute
-            * block,  # one rank gathers none ahead
+            blocks=compute * block * (1 if axes.shard * axes.cp == 1 else 2),
             head_gradient=0.0 if cfg.lora.rank else compute * table,
             root_gradients=reduce * root,
-            reduced=2.0 * reduce * block,
+            # Those of one block are summed over the ranks while the next one's are made.
+            reduced=reduce * block * (1 if axes.shard * axes.cp * axes.replicate == 1 else 2),
         )
 
 
@@ -171,7 +170,7 @@ def activations(
     block = 2 * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
     whole = 2 * model.dim * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
-    working = tokens * compute * (3 * inner + 2 * model.dim + moved) / axes.tp
+    working = tokens * compute * (2 * inner + 2 * model.dim + moved) / axes.tp
     passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
     blocks = model.n_layers / axes.pp * passes
     train = cfg.train
