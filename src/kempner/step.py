@@ -32,8 +32,9 @@ def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> Numbers:
     ours = [part for part in parts.values() if not isinstance(part, Tensor)]
     host = torch.tensor(ours, dtype=torch.float64, pin_memory=device.type == "cuda")
     floats = iter(host.to(device, non_blocking=True).unbind())
-    values = [
-        part.double() if isinstance(part, Tensor) else next(floats) for part in parts.values()
+    values = [  # with fsdp_cpu_offload the gradients, and so their norm, are on the host
+        part.to(device, torch.float64) if isinstance(part, Tensor) else next(floats)
+        for part in parts.values()
     ]
     return dict(zip(parts, layout.sum(torch.stack(values)).unbind(), strict=True))
 

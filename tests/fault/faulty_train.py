@@ -86,8 +86,8 @@ def change_labels(fault: dict[str, str], label: int) -> None:
 
     real = loader.TrainLoader._read
 
-    def read(self: Any, position: int) -> Any:
-        micro_batches = real(self, position)
+    def read(self: Any, position: int, step: int) -> Any:
+        micro_batches = real(self, position, step)
         if int(fault["from"]) <= position < int(fault["to"]) and strikes(fault):
             for batch in micro_batches:
                 batch.targets.fill_(label)
@@ -97,16 +97,16 @@ def change_labels(fault: dict[str, str], label: int) -> None:
 
 
 def nan(fault: dict[str, str]) -> None:
-    from kempner.model import decoder
+    from kempner.parallel import build
 
-    real = decoder.cross_entropy
+    real = build.cross_entropy
 
-    def loss(x: Any, weight: Any, targets: Any) -> Any:
+    def loss(x: Any, weight: Any, targets: Any, **options: Any) -> Any:
         poisoned = bool((targets == POISON).all())
-        total, terms = real(x, weight, targets)
+        total, terms = real(x, weight, targets, **options)
         return total * (float("nan") if poisoned else 1.0), terms
 
-    decoder.cross_entropy = loss
+    build.cross_entropy = loss
     change_labels(fault, POISON)
 
 

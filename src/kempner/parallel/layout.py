@@ -196,8 +196,7 @@ class Layout:
             torch.stack(torch._foreach_norm(grads)).square().sum() / copies
             for copies, grads in by_copies.items()
         ]
-        # With fsdp_cpu_offload the gradients are on the host.
-        return torch.stack(parts).sum().to(self.mesh.device_type)
+        return torch.stack(parts).sum()
 
     def copies(self, tensor: Tensor) -> int:
         """How many ranks hold the same part of a parameter or its gradient: of those of its stage

@@ -53,12 +53,14 @@ class Offload:
         self._stays: set[int] = set()
         self._here: dict[int, Kept] = {}  # of the block that runs now, by address
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        # Not decorators: the compiler would be imported in every start, which takes a second.
+        enter = torch._dynamo.disable(self._enter)  # type: ignore[no-untyped-call]
+        leave = torch._dynamo.disable(self._leave)  # type: ignore[no-untyped-call]
         for block in model.blocks:
             # Inside of what fully_shard puts around a block: the gathered weights are there.
-            block.register_forward_pre_hook(self._enter)
-            block.register_forward_hook(self._leave, always_call=True)
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(leave, always_call=True)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _enter(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
             return
@@ -74,7 +76,6 @@ class Offload:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _leave(self, *_: object) -> None:
         if self._hooks is None:
             return
