@@ -147,8 +147,10 @@ def slow_validation(fault: dict[str, str]) -> None:
         time.sleep(float(fault["ms"]) / 1000)
         return batch
 
-    def slowly(model: Any, batches: Any, *rest: Any) -> Any:
-        return real(model, map(wait, batches) if strikes(fault) else batches, *rest)
+    def slowly(model: Any, objective: Any, sets: Any, *rest: Any) -> Any:
+        if strikes(fault):
+            sets = {name: map(wait, batches) for name, batches in sets.items()}
+        return real(model, objective, sets, *rest)
 
     evaluate.validate = slowly
 
