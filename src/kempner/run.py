@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kempner import combinations
@@ -249,6 +249,19 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         return combinations.problems(self)
+
+    def of_replica(self, number: int) -> RunConfig:
+        """What replica `number` works with. The first one is the run itself; another has a run
+        directory of its own in that of the run."""
+        if number == 0:
+            return self
+        checkpoints = self.checkpoint.dir and f"{self.checkpoint.dir}/replicas/{number}"
+        return replace(
+            self,
+            run=replace(self.run, dir=f"{self.run.dir}/replicas/{number}"),
+            checkpoint=replace(self.checkpoint, dir=checkpoints),
+            trackers=TrackersConfig(),
+        )
 
 
 def check_batch(cfg: TrainConfig, world_size: int) -> None:

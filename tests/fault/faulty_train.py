@@ -4,6 +4,7 @@ FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the 
 `rank=R` on that rank alone:
 
     kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after)
+    stop at=MODULE:FUNCTION:before nth=2    SIGINT to itself, the user's request to stop
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
     fail at=MODULE:FUNCTION:before          that call raises OSError
     nan from=64 to=96                       the loss of these samples is NaN
@@ -68,6 +69,14 @@ def at_call(fault: dict[str, str], act: Callable[[], None]) -> None:
 
 def kill(fault: dict[str, str]) -> None:
     at_call(fault, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def stop(fault: dict[str, str]) -> None:
+    def ask() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)  # a thread of the trainer hears it
+
+    at_call(fault, ask)
 
 
 def hold(fault: dict[str, str]) -> None:
@@ -157,6 +166,7 @@ def slow_validation(fault: dict[str, str]) -> None:
 
 KINDS = {
     "kill": kill,
+    "stop": stop,
     "hold": hold,
     "fail": fail,
     "nan": nan,
