@@ -19,6 +19,14 @@ kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.p
     fi
     ((${#KP_ARGUMENTS[@]} > 0)) ||
         kp_die "no configuration given: name one after the script, such as configs/train/debug.toml"
+    [[ ${KP_ARGUMENTS[0]} != @* ]] || kp_take_line "${KP_ARGUMENTS[0]#@}"
+}
+
+kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the first argument
+    local line=() task=${SLURM_ARRAY_TASK_ID:-0}
+    mapfile -t -s "$task" -n 1 line <"$1" || kp_die "@$1 cannot be read: name a file with a configuration on each line"
+    [[ -n ${line[0]:-} ]] || kp_die "@$1 has no line for task $task: sbatch --array=0-N, with N+1 lines"
+    KP_ARGUMENTS[0]=${line[0]}
 }
 
 kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_RUN_DIR,
