@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -53,9 +54,7 @@ class Sweep:
         given = {"root": ROOT, "data": cluster.data, "running": 8, "steps": 3, **values}
         (folder / "lr.toml").write_text(SWEEP.format(**given))
 
-    def __call__(
-        self, *words: str, code: int = 0, **env: str
-    ) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *words: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, ROOT / "scripts/sweep.py", "lr.toml", *words]
         done = self.cluster.run(*command, cwd=self.folder, env=env)
         assert done.returncode == code, done.stdout + done.stderr
@@ -109,12 +108,15 @@ def settled(states: dict[str, str]) -> bool:
     return not set(states.values()) & {"waiting", "starting", "running", "unknown", "interrupted"}
 
 
-def failing_sbatch(folder: Path, times: int) -> dict[str, str]:
-    """sbatch that fails so often: before the controller has the job, and once after it."""
+def failing_sbatch(folder: Path, times: int, after: str = "") -> dict[str, str]:
+    """sbatch that fails so often, then submits. `after`: bash that then runs."""
     text = f"""#!/bin/bash
 count=$(cat {folder}/count 2>/dev/null || echo 0)
 echo $((count + 1)) >{folder}/count
-((count < {times})) || exec {os.popen("command -v sbatch").read().strip()} "$@"
+if ((count >= {times})); then
+    {shutil.which("sbatch")} "$@"
+    {after or "exit"}
+fi
 echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
 exit 1
 """
@@ -122,8 +124,8 @@ exit 1
 
 
 def test_a_sweep_of_four(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path: Path) -> None:
-    """sbatch fails once; one point fails by itself, and it alone is submitted again; twice is
-    once."""
+    """sbatch fails once, then takes the array, and sweep.py dies before it hears so: the next one
+    finds it. One point fails by itself, and it alone is submitted again; twice is once."""
     run = sweep(seeds=[1, 2], rates=[1e-3, 1e-2])
     bad = run.folder / "runs/lr"
     plan = run("plan").stdout
@@ -131,8 +133,9 @@ def test_a_sweep_of_four(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path
     name = next(word for word in plan.split() if word.startswith("seed2-lr0.01-"))
     (bad / name).mkdir(parents=True)
     (bad / name / "checkpoints").write_text("in the way")  # this run cannot save
-    run("submit", **failing_sbatch(tmp_path, 1))
-    run("submit")
+    run("submit", code=-9, **failing_sbatch(tmp_path, 1, after="kill -KILL $PPID"))
+    assert "unknown" in run.states().values()
+    assert "nothing to submit" in run("submit").stdout
     assert len(run.jobs) == 1
     run.until(settled)
     states = run.states()
@@ -150,3 +153,69 @@ def test_a_sweep_of_four(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path
     assert all(row.split()[4] == "done" for row in rows)
     csv = (bad / "sweep/table.csv").read_text().splitlines()
     assert len(csv) == 5 and (bad / "sweep/table.png").stat().st_size > 1000
+
+
+@pytest.mark.soak
+def test_cancel(cluster: Cluster, sweep: Callable[..., Sweep]) -> None:
+    """What was cancelled has not failed: resubmit leaves it, and submit continues it."""
+    run = sweep(seeds=[1, 2], rates=[1e-3], steps=100_000)
+    run("submit")
+    try:
+        run.until(lambda states: set(states.values()) == {"running"})
+        assert run("cancel").stdout == "2 point(s) cancelled\n"
+        run.until(lambda states: set(states.values()) == {"cancelled"})
+        assert "nothing to resubmit" in run("resubmit").stdout
+        assert "2 point(s)" in run("submit").stdout
+        assert len(run.jobs) == 2
+    finally:
+        run.end()
+
+
+@pytest.mark.soak
+def test_a_sweep_of_twelve(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path: Path) -> None:
+    """One point fails, some are preempted, a node crashes with those on it, slurmctld restarts,
+    and sbatch fails for a while: all that is asked for is done once, and nothing twice."""
+    run = sweep(seeds=[1, 2, 3, 4], rates=[1e-3, 3e-3, 1e-2], steps=400)
+    file = run.folder / "lr.toml"
+    file.write_text(file.read_text().replace("interval = 400", "interval = 100"))
+    name = next(word for word in run("plan").stdout.split() if word.startswith("seed2-lr0.01-"))
+    blocked = run.folder / "runs/lr" / name / "checkpoints"
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("in the way")
+    began = time.monotonic()
+    run("submit", **failing_sbatch(tmp_path, 2))
+    assert time.monotonic() - began < 60
+    run("submit")
+    run.until(lambda states: list(states.values()).count("running") >= 6)
+    try:
+        cluster.testbed("crash", "head")
+        assert set(run.states().values()) >= {"running"}  # by the run directories
+    finally:
+        owner = {"KEMPNER_TESTBED_OWNER": str(os.getpid())}
+        done = cluster.run("bash", TESTBED, "revive", "head", env=owner)
+        assert done.returncode == 0, done.stderr
+    run("submit")
+    assert len(run.jobs) == 1
+    urgent = ["--partition=urgent", "--exclusive", "--nodes=1", "--output=/dev/null"]
+    cluster.ask("sbatch", "--parsable", *urgent, "--wrap=sleep 5")  # takes a node away
+    run.until(lambda states: "waiting" in states.values())
+    run.until(lambda states: list(states.values()).count("running") >= 4)
+    try:
+        cluster.testbed("crash", "node2")
+        time.sleep(30)
+    finally:
+        cluster.testbed("revive", "node2")
+    run.until(settled, 500)
+    states = run.states()
+    assert [states.pop("seed2-lr0.01")] != ["done"] and set(states.values()) == {"done"}
+    attempts = {point: len(run.events(point, "start")) for point in states}
+    assert sum(attempts.values()) > len(attempts)
+    blocked.unlink()
+    assert "1 point(s)" in run("resubmit").stdout
+    run.until(settled)
+    assert set(run.states().values()) == {"done"} and len(run.jobs) == 2
+    rows = run("table").stdout.splitlines()[1:13]
+    assert {row.split()[4] for row in rows} == {"done"}
+    for point in attempts:  # each step of each run once
+        lines = (run.run_dir(point) / "metrics.jsonl").read_text().splitlines()
+        assert {json.loads(line)["step"] for line in lines} == set(range(1, 401))

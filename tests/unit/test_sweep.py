@@ -22,6 +22,7 @@ from kempner.sweep.file import read_sweep
 from kempner.sweep.journal import Journal, locked
 from kempner.sweep.look import look
 from kempner.sweep.points import Point, expand, identity
+from kempner.sweep.resources import profile_environment
 from kempner.sweep.submit import arrays_of
 
 ROOT = Path(__file__).parents[2]
@@ -396,6 +397,20 @@ def test_tries(swept: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
     assert SWEEP.main(["s.toml", "resubmit"]) == 1
     out = capsys.readouterr()
     assert "killed after 3 tries (tries = 3)" in out.err and "nothing to resubmit" in out.out
+
+
+def test_the_profile_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as the batch script reads it; the environment wins, and two names are a problem."""
+    monkeypatch.delenv("KEMPNER_SITE", raising=False)
+    monkeypatch.setenv("SBATCH_QOS", "mine")
+    env = profile_environment("example")
+    found = [env[f"SBATCH_{name}"] for name in ("PARTITION", "QOS")]
+    assert (env["KEMPNER_SITE"], found) == ("example", ["gpu", "mine"])
+    with pytest.raises(ConfigError, match=r"there is no site\.d/exampel\.env"):
+        profile_environment("exampel")
+    monkeypatch.setenv("KEMPNER_SITE", "other")
+    with pytest.raises(ConfigError, match="unset one of them"):
+        profile_environment("example")
 
 
 # --- the program ------------------------------------------------------------------------------
