@@ -68,7 +68,10 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress, loader), NonFinite(cfg.resilience)
-    work, stragglers = BlockClock(model, device), Stragglers(run.hosts, device, run.announce)
+    work, stragglers = (
+        BlockClock(model, device, layout.blocks_apart),
+        Stragglers(run.hosts, device, run.announce),
+    )
     watchdog = start_watchdog(cfg, run, layout)
     stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
     verdict, pending, long_steps = GO_ON, [], False

@@ -31,7 +31,7 @@ LAYERS = (
         "preflight",
         "ray",
     },
-    {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference"},
+    {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference", "lowcomm"},
     {"generate", "load", "combinations"},
     {"run"},
     {"planner"},
