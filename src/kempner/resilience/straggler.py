@@ -37,7 +37,10 @@ class BlockClock:
         assert isinstance(model.blocks, nn.ModuleList)
         whole = model._compiled_call_impl is not None
         clocked = model if whole else model.blocks[0]
-        self._scale = WORK_PER_FORWARD * (1 if whole else len(model.blocks))
+        # Of a pipeline the mean of the stages: one with fewer blocks has the output layer, too.
+        pipeline = getattr(model, "pipeline", None)
+        blocks = len(model.blocks) if pipeline is None else pipeline.mean_blocks
+        self._scale = WORK_PER_FORWARD * (1 if whole else blocks)
         self._cuda = device.type == "cuda"
         self._began: float | torch.Event = 0.0
         self._spans: list[tuple[Any, Any]] = []
