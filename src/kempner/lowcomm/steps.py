@@ -230,6 +230,7 @@ class StepsReplicas(LowcommReplicas):
         self.membership.door.tell(
             {
                 "round": epoch.round,
+                "entry": epoch.entry,
                 "step": progress.step,
                 "members": epoch.members,
                 "joiners": epoch.joiners,
