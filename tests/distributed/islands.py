@@ -9,7 +9,8 @@ starts again whoever was lost, once. With "ranks": 2 a replica is so many proces
 fault strikes the last. All processes are forks of this one, which has imported torch.
 
 FOLDER/NAME/SLOT.START-RANK.jsonl holds a line for each round of a replica: rounds done, the hash of
-its weights, members, joiners; FOLDER/NAME/exits.json how each replica ended.
+its weights, members, joiners; FOLDER/NAME/struck the time of a fault; exits.json how each replica
+ended.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ TOO_FEW, DONE = 75, 0
 LR, MU = 0.7, 0.9
 
 
-def delta(slot: int, rank: int, rounds: int) -> torch.Tensor:
-    """What this rank would send in the round after which `rounds` are done, [2, 4096]."""
+def delta(slot: int, rank: int, rounds: int, size: int = 4096) -> torch.Tensor:
+    """What this rank would send in the round after which `rounds` are done, [2, size]."""
     generator = torch.Generator().manual_seed(1000 * slot + 100 * rank + rounds)
-    return torch.randn(2, 4096, generator=generator)
+    return torch.randn(2, size, generator=generator)
 
 
 class Replica:
@@ -50,7 +51,8 @@ class Replica:
         fault = scenario.get("faults", {}).get(str(slot), "") if ours else ""
         self.faults = scenario.get("faults", {}) if scenario.get("again", True) else {}
         self.fault, self.point, self.at = (*fault.split(), "", "", "")[:3]
-        self.anchor, self.momentum = torch.zeros(2, 4096), torch.zeros(2, 4096)
+        self.folder, self.size = folder, scenario.get("size", 4096)
+        self.anchor, self.momentum = torch.zeros(2, self.size), torch.zeros(2, self.size)
         door = Door(folder / "door", None if rank else slot, 20.0)
         self.membership = Membership(
             door, scenario.get("replicas", 3), scenario.get("least", 2), start_timeout=20.0
@@ -62,6 +64,7 @@ class Replica:
     def strike(self, point: str) -> None:
         if self.point == point and self.rounds + 1 == int(self.at):
             self.point = ""
+            (self.folder / "struck").write_text(f"{time.time()} {time.monotonic()}")
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fault])
 
     def settle(self, epoch: Any, problem: str) -> bool:
@@ -77,7 +80,7 @@ class Replica:
             group.share(received)
         if group.epoch.entry:
             return received
-        first, second = delta(self.slot, self.rank, group.epoch.round).unbind()
+        first, second = delta(self.slot, self.rank, group.epoch.round, self.size).unbind()
         mean = [group.mean(first)]
         self.strike("in")
         mean.append(sum(group.gather(second)) / len(group.epoch.members))
