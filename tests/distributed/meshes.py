@@ -52,7 +52,13 @@ DENSE = {
     "cp, dp": [CP],
     "tp, cp": [TP, CP],
 }
-EXPERTS = {"dp": [], "cp, dp": [CP], "ep, dp": [EP], "ep, hsdp": [EP, REPLICAS], "ep, cp": [EP, CP]}
+EXPERTS = {
+    "tp, dp": [TP],
+    "cp, dp": [CP],
+    "ep, dp": [EP],
+    "ep, hsdp": [EP, REPLICAS],
+    "ep, tp": [EP, TP],
+}
 MOE = ["--model.n_experts=4", "--model.shared_experts=1", "--model.router_bias"]
 MUON = "--optimizer.name=muon"
 MODELS = {
