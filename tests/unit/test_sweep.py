@@ -339,6 +339,8 @@ def test_states(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "my_jobs", lambda: None)
     assert words(swept, journal) == ["unknown", "unknown", "planned"]
     monkeypatch.setattr(slurm, "my_jobs", lambda: {})
+    monkeypatch.setattr(slurm, "accounted", lambda jobs: {"7_0": "REQUEUED"})
+    assert words(swept, journal) == ["unknown", "killed", "planned"]
     told = {"7_0": "CANCELLED", "7_1": "NODE_FAIL"}
     monkeypatch.setattr(slurm, "accounted", lambda jobs: told)
     assert words(swept, journal) == ["cancelled", "killed", "planned"]
@@ -392,7 +394,7 @@ def test_sbatch_fails_for_a_while(
     sweep = read_sweep(Path("s.toml"))
     (array,) = arrays_of(sweep, swept, None)
     assert submitting.submit(sweep, array, journal, {}, lambda text: None)
-    assert len(made) == calls
+    assert len(made) == calls and next(told, "all asked") == "all asked"
     assert journal.task(swept[0].name) == ("5_0" if answers == ["5"] else "8_0")
 
 
