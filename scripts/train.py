@@ -29,18 +29,19 @@ if __name__ == "__main__":
     CFG = configure(sys.argv[1:], STOP)  # --help, --check and bad input end here
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
+from kempner.lowcomm.opening import open_replicas
+from kempner.model.decoder import Decoder
 from kempner.objective import Objective
-from kempner.optim.build import build_optimizer, published_weights, set_learning_rate
+from kempner.optim.build import published_weights, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
-from kempner.parallel.shard import begin_micro_batch
+from kempner.parallel.passes import backward_passes
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -59,11 +60,17 @@ from kempner.step import (
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     prepare_torch(cfg, run, device)
-    layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
+    layout = build_layout(
+        cfg.distributed,
+        run.world.size,
+        run.world.per_node,
+        device.type,
+        (run.world.replica, run.world.replicas),
+    )
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
-    optimizer = build_optimizer(model, cfg.optimizer)
-    checkpointer = open_checkpointer(cfg, run, model, optimizer)
-    progress = resume(cfg, run, model, checkpointer)
+    optimizer, replicas = open_replicas(cfg, run.world, model)
+    checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
+    progress = resume(cfg, run, model, checkpointer, replicas)
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
@@ -73,7 +80,13 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         Stragglers(run.hosts, device, run.announce),
     )
     watchdog = start_watchdog(cfg, run, layout)
-    stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
+    stop.begin(
+        run,
+        lambda: (
+            time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time * replicas.patience)
+            + 10.0
+        ),
+    )
     verdict, pending, long_steps = GO_ON, [], False
 
     while progress.step < cfg.train.max_steps and not verdict.state:
@@ -104,7 +117,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         )
         numbers = update(optimizer, reduce_step(sums, layout), step_tokens, lr, cfg.train.grad_clip)
         progress = progress.after_step(loader.position, step_tokens)
-        pending.append(PendingStep(progress, lr, numbers, recorder.clock))
+        pending.append(
+            PendingStep(progress, lr, replicas.after_step(progress, numbers), recorder.clock)
+        )
         run.step = step = progress.step
         watchdog.beat(step)
         checkpointer.poll(watchdog.step_time)
@@ -121,7 +136,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             recorder.step(result, loader)
             stragglers.update(result.step, result.values["work"])
             long_steps = result.values["step_time"] > requests.LONG_STEP_S
-            verdict = nonfinite.judge(result, not progress.skip) or requests.asked(
+            verdict = nonfinite.judge(result, replicas.may_go_back(progress)) or requests.asked(
                 result.values, verdict
             )
 
@@ -162,7 +177,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
 
 
 def forward_backward(
-    model: nn.Module,
+    model: Decoder,
     objective: Objective,
     micro_batches: list[MicroBatch],
     sums: StepSums,
@@ -172,14 +187,17 @@ def forward_backward(
     """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sums by name,
     fp32 [] each. With `leave`, the requests of this rank, all ranks may give up the step instead:
     then it returns their verdict."""
-    for i, batch in enumerate(micro_batches):
-        if i and leave is not None and (verdict := requests.asked_meanwhile(leave, sums.device)):
-            return verdict
-        begin_micro_batch(model, last=i == len(micro_batches) - 1)
-        loss, terms, batch = objective(model, batch.to(sums.device))
-        (loss / step_tokens).backward()
+
+    def micro_batch_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+        loss, terms, batch = objective(model, batch)
         sums.add(batch, loss, terms)
-    return {**sums.numbers(), **objective.numbers()}
+        return loss / step_tokens
+
+    def asked() -> Verdict | None:
+        return None if leave is None else requests.asked_meanwhile(leave, sums.device)
+
+    verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
+    return verdict or {**sums.numbers(), **objective.numbers()}
 
 
 def update(
@@ -199,14 +217,19 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         world = process_group.discover()
         device = process_group.pick_device(cfg.distributed.device, world.local_rank)
-        process_group.start(world, device, cfg.run.dir, cfg.distributed.start_timeout)
+        replicas = cfg.lowcomm.in_step(world.size, world.per_node)
+        run_dir = cfg.of_replica(world.replica).run.dir
+        limit = cfg.distributed.start_timeout
+        world = process_group.start(world, device, run_dir, limit, replicas)
+        cfg = cfg.of_replica(world.replica)
         run = Run(cfg, world)
     except ConfigError as error:
         reject(error, stop)
     try:
         verdict = train(cfg, stop, run, device)
         run.end(verdict)
-        dist.barrier()  # srun takes a rank that leaves before the others for a failed one
+        if verdict.state != "failed":
+            process_group.leave(world)
     except BaseException as error:
         return run.crashed(error)
     return 1 if verdict.state == "failed" else 0

@@ -30,7 +30,7 @@ from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress, open_data, open_mixture
 from kempner.resilience.requests import StopRequests
-from kempner.run import RunConfig, check_batch
+from kempner.run import RunConfig, check_batch, check_pipeline
 
 USAGE = """\
 python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
@@ -95,7 +95,7 @@ def check(cfg: RunConfig, flags: Mapping[str, Any]) -> list[str]:
         problems += check_world(cfg, *size_of(flags))
     elif not only:
         world = discover()
-        problems += check_world(cfg, world.size, world.per_node)
+        problems += check_world(cfg, world.size * world.replicas, world.per_node)
     return problems
 
 
@@ -229,22 +229,26 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
         found += error.problems
     try:
         check_batch(cfg.train, data_ranks)
+        check_pipeline(cfg.train, cfg.distributed, data_ranks)
     except ConfigError as error:
         found += error.problems
     return found
 
 
 def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
-    """FSDP cuts the experts along their width; of that it takes no uneven parts."""
+    """FSDP cuts the experts along their width, after tensor parallelism; of that it takes no uneven
+    parts."""
     ranks = axes.shard * axes.cp // cfg.distributed.ep
     if cfg.distributed.ep == 1 or not cfg.model.n_experts:
         return []
+    parts = {"dim": ranks, "ffn_dim": ranks * axes.tp}
+    tp = f" x tp {axes.tp}" if axes.tp > 1 else ""
     return [
         f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
-        f"{ranks} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep; choose "
+        f"{n} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep{tp}; choose "
         "another ep or dp_shard"
-        for name, size in (("dim", cfg.model.dim), ("ffn_dim", cfg.model.ffn_dim))
-        if size % ranks
+        for name, n in parts.items()
+        if (size := getattr(cfg.model, name)) % n
     ]
 
 

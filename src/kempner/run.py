@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kempner import combinations
@@ -250,12 +250,43 @@ class RunConfig:
     def problems(self) -> list[str]:
         return combinations.problems(self)
 
+    def of_replica(self, number: int) -> RunConfig:
+        """What replica `number` works with. The first one is the run itself; another has a run
+        directory of its own in that of the run."""
+        if number == 0:
+            return self
+        checkpoints = self.checkpoint.dir and f"{self.checkpoint.dir}/replicas/{number}"
+        return replace(
+            self,
+            run=replace(self.run, dir=f"{self.run.dir}/replicas/{number}"),
+            checkpoint=replace(self.checkpoint, dir=checkpoints),
+            trackers=TrackersConfig(),
+        )
+
 
 def check_batch(cfg: TrainConfig, world_size: int) -> None:
     """Raises ConfigError with the arithmetic when the global batch of some step does not divide
     into the micro-batches of so many ranks."""
     for batch in sorted({stage.batch for stage in cfg.stages}, reverse=True):
         micro_batch(cfg, world_size, batch)
+
+
+def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -> None:
+    """Raises ConfigError with the arithmetic when some step has too few micro-batches to keep the
+    stages busy, or a number of them that the interleaved schedule cannot order."""
+    if axes.pp == 1:
+        return
+    for batch in sorted({stage.batch for stage in cfg.stages}):
+        micro = micro_batch(cfg, data_ranks, batch)
+        passes = batch // (micro * data_ranks)
+        if passes >= axes.pp and (axes.pp_stages_per_rank == 1 or passes % axes.pp == 0):
+            continue
+        needs = "at least as many" if axes.pp_stages_per_rank == 1 else "a multiple of them"
+        raise ConfigError(
+            f"distributed.pp = {axes.pp}: {batch} sequences / ({data_ranks} data ranks x "
+            f"micro_batch {micro}) = {passes} micro-batches a step, and the {axes.pp} ranks of a "
+            f"pipeline need {needs}; give a smaller --train.micro_batch, or a larger batch"
+        )
 
 
 def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -40,6 +41,9 @@ class Handle(Protocol):
 class Exchange(Protocol):
     """How this rank talks to the same rank of the other replicas."""
 
+    sent: int
+    """Bytes so far, without the headers of the network."""
+
     def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
         """Send, and return at once. All replicas start the same names in the same order; a name is
         used once, and tells a replica that comes late which exchange it has missed. `ours` belongs
@@ -54,6 +58,8 @@ class Exchange(Protocol):
 
 class Alone:
     """The exchange of a single replica."""
+
+    sent = 0
 
     def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
         return Arrived(ours if decode is None else decode(ours))
@@ -90,11 +96,6 @@ class Fragment:
     @staticmethod
     def _copy(p: Tensor) -> Tensor:
         return local(p.detach()).to(torch.float32, copy=True)
-
-    @property
-    def sent_bytes(self) -> int:
-        """That this rank has for the others in a round: what it sends depends on the exchange."""
-        return sum(self._sizes)
 
     def begin(self) -> None:
         """The weights are the anchors: at a start, and after a checkpoint has been loaded."""
@@ -170,6 +171,14 @@ class Outer:
         for fragment in self.fragments:
             fragment.begin()
 
+    def published(self) -> dict[Tensor, Callable[[], Tensor]]:
+        """For each parameter what gives its anchor: what is evaluated, saved and continued."""
+        return {
+            p: partial(as_part_of, p, anchor)
+            for fragment in self.fragments
+            for p, anchor in zip(fragment.parameters, fragment.anchors, strict=True)
+        }
+
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """The weights of `step` steps are there: turn t is that of fragment t mod P; it ends with
@@ -205,6 +214,7 @@ class OuterState:
 
     def __init__(self, outer: Outer) -> None:
         self.outer = outer
+        self.loaded = False
 
     def tensors(self) -> dict[str, Tensor]:
         found = {}
@@ -224,4 +234,5 @@ class OuterState:
     def restored(self) -> None:
         """Comes after the model's provider, which has the anchors, and before the optimizer's,
         which may have other weights to go on from."""
+        self.loaded = True
         self.outer.begin()

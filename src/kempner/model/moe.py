@@ -181,14 +181,21 @@ class Routings:
 
     def __init__(self, aux_loss: float) -> None:
         self._aux_loss = aux_loss
+        self.copies = 1  # ranks with the same tokens, whose gradients are summed
         self._load: Tensor | None = None
         self._balance: Tensor | None = None
         self.step_load: Tensor  # [L, E]: of the last step, over all ranks
 
-    def add(self, layers: Sequence[Routing], targets: Tensor) -> Tensor | float:
+    def add(
+        self, layers: Sequence[Routing], targets: Tensor, first: int = 0, of: int | None = None
+    ) -> Tensor | float:
         """Of one micro-batch, int64 targets [B, T]. Returns what is added to the sum of its losses:
-        nothing, but with the gradient of the auxiliary loss of all layers."""
+        nothing, but with the gradient of the auxiliary loss of all layers. `first`, `of`: where
+        these are a stage's of the model, the number of the first one, and L; the load of the others
+        is 0."""
         load = torch.stack([layer.load for layer in layers])
+        if of is not None:
+            load = F.pad(load, (0, 0, first, of - first - len(layers)))
         self._load = load if self._load is None else self._load + load
         rows = [layer.balance for layer in layers if layer.balance is not None]
         if not rows:
@@ -198,7 +205,7 @@ class Routings:
         total = (torch.stack(rows).sum(0) * (targets >= 0).sum(1)).sum()
         mean = total.detach() / len(rows)
         self._balance = mean if self._balance is None else self._balance + mean
-        change = self._aux_loss * total
+        change = self._aux_loss / self.copies * total
         return change - change.detach()  # the recorded loss stays that of the tokens
 
     def take(self) -> tuple[Tensor, Tensor]:
