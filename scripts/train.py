@@ -74,7 +74,10 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress, loader), NonFinite(cfg.resilience)
-    work, stragglers = BlockClock(model, device), Stragglers(run.hosts, device, run.announce)
+    work, stragglers = (
+        BlockClock(model, device, layout.blocks_apart),
+        Stragglers(run.hosts, device, run.announce),
+    )
     watchdog = start_watchdog(cfg, run, layout)
     stop.begin(
         run,

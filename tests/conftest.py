@@ -101,7 +101,7 @@ def packages() -> dict[str, str]:
 def start_train(
     *args: str, nproc: int = 1, program: str = "scripts/train.py", **env: str
 ) -> subprocess.Popen[str]:
-    """scripts/train.py, or a program in its place, in one process, or in several by torchrun."""
+    """The trainer, or `program` in its place, in one process, or in several by torchrun."""
     launcher = [*TRAINER_PYTHON]
     if launcher != [sys.executable]:
         env = {**packages(), **env}

@@ -132,12 +132,12 @@ def test_resumed_equals_unbroken_bit_for_bit(
 
 
 def test_a_stop_waits_for_the_round(data_dir: Path, stream: Path, tmp_path: Path) -> None:
-    """One replica is asked after the agreement of its round. Both stop after the next, and go on as
-    if nothing
-    had happened."""
-    run = tmp_path / "run"
-    fault = "stop at=kempner.step:collect_garbage:before nth=2 rank=1"
-    finished(run, data_dir, *STREAM, nproc=2, program="tests/fault/faulty_train.py", FAULTS=fault)
+    """One replica is asked when its round has agreed. Both stop after the next, and go on as if
+    nothing had happened."""
+    run, faulty = tmp_path / "run", "tests/fault/faulty_train.py"
+    at = "at=kempner.step:collect_garbage:after nth=2 rank=1"
+    faults = f"hold {at} s=0.5\nkill {at} signal=SIGINT"
+    finished(run, data_dir, *STREAM, nproc=2, program=faulty, FAULTS=faults)
     assert [(status(x)["state"], status(x)["step"]) for x in (run, second(run))] == [
         ("stopped", 8)
     ] * 2

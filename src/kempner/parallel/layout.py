@@ -171,6 +171,11 @@ class Layout:
         meshes = (self.mesh, self.cp_mesh, self.ep_mesh)
         return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
+    @property
+    def blocks_apart(self) -> bool:
+        """Whether no rank waits for another within a block, once its weights are there."""
+        return self.sizes.tp * self.sizes.cp == 1 and self.ep_mesh is None
+
     # --- Sums ---
 
     def sum(self, values: Tensor) -> Tensor:
