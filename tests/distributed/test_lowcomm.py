@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from kempner.checkpoint.reader import read_tensors
+from kempner.history.run_history import load_history
+from scripts.report import facts
 from tests.conftest import TINY, Train, losses, start_train, status
 
 ROUNDS = ("--train.max_steps=9", "--lowcomm.interval=3", "--checkpoint.interval=3")
@@ -88,6 +90,9 @@ def test_what_a_round_records(two: Path) -> None:
     assert [r["bytes_data_parallel"] for r in found] == [3 * 4 * parameters] * 3
     numbers = 4 * 5  # what has been asked, and the loss
     assert [r["bytes_sent"] for r in found] == [4 * parameters + numbers] * 3
+    rows = facts(load_history(two))
+    assert rows["replicas"] == "2" and rows["rounds"].startswith("3, loss of all 5.")
+    assert "33.3" in rows["sent by a replica"]
     # A sample is read once: each line counts those of all replicas.
     assert [r["samples"] for r in records(two, "samples")] == [8 * i for i in range(1, 10)]
 
