@@ -161,9 +161,13 @@ def run(way: str, words: tuple[str, ...] | None, work: Path, step_ms: int, link:
                 cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
         )  # fmt: skip
-    for process in started:
-        out = process.communicate(timeout=600)[0]
-        assert process.returncode == 0, f"{way}: {out}"
+    try:
+        for process in started:
+            out = process.communicate(timeout=600)[0]
+            assert process.returncode == 0, f"{way}: {out}"
+    finally:
+        for process in started:
+            process.kill()
     rates = [rate(each) for each in sorted(work.rglob("metrics.jsonl"))]
     # A run counts the tokens of all its replicas.
     return (sum(rates) if apart else rates[0]), (link.bytes.value - before) / STEPS

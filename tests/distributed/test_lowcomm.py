@@ -179,16 +179,8 @@ def test_one_replica_without_an_outer_optimizer_is_plain_training(
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lowcomm.replicas=3"], "lowcomm.replicas = 3: must divide the world of 4 ranks"),
-        (["--lowcomm.replicas=2", "--train.max_steps=10"], "train.max_steps = 10: must be a"),
-        (["--lowcomm.replicas=2", "--lowcomm.fragments=4"], "multiple of lowcomm.fragments = 4"),
-        (["--lowcomm.replicas=2", "--lowcomm.tau=3"], "give at most 2"),
-    ],
-)
-def test_bad_input(train: Train, tmp_path: Path, words: list[str], message: str) -> None:
+def test_bad_input(train: Train, tmp_path: Path) -> None:
     world = ("--check", "--nodes=2", "--gpus-per-node=2")
-    done = train(tmp_path / "run", *ROUNDS, *words, *world, code=2)
-    assert done.stderr.count("  - ") == 1 and message in done.stderr
+    done = train(tmp_path / "run", *ROUNDS, "--lowcomm.replicas=3", *world, code=2)
+    assert done.stderr.count("  - ") == 1
+    assert "lowcomm.replicas = 3: must divide the world of 4 ranks" in done.stderr

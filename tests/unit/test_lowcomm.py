@@ -285,6 +285,24 @@ def test_bad_sections(given: dict[str, float], words: str) -> None:
     assert words in problem
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--train.max_steps=45", "train.max_steps = 45: must be a multiple of lowcomm.interval"),
+        ("--eval.interval=45", "eval.interval = 45: must be a multiple"),
+        ("--checkpoint.interval=45", "checkpoint.interval = 45: must be a multiple"),
+        ("--lowcomm.fragments=5", "the model has 4; give at most that"),
+        ("--optimizer.name=schedule_free --schedule.name=constant", "averages weights itself"),
+        ("--train.weights=bf16 --train.dtype=bf16", "not built for train.weights = bf16"),
+    ],
+)
+def test_what_cannot_be_combined(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["configs/train/lowcomm/diloco.toml"], words.split())
+    (problem,) = caught.value.problems
+    assert message in problem
+
+
 # --- What is shipped ---
 
 
