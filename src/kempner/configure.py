@@ -235,16 +235,19 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 
 def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
-    """FSDP cuts the experts along their width; of that it takes no uneven parts."""
+    """FSDP cuts the experts along their width, after tensor parallelism; of that it takes no uneven
+    parts."""
     ranks = axes.shard * axes.cp // cfg.distributed.ep
     if cfg.distributed.ep == 1 or not cfg.model.n_experts:
         return []
+    parts = {"dim": ranks, "ffn_dim": ranks * axes.tp}
+    tp = f" x tp {axes.tp}" if axes.tp > 1 else ""
     return [
         f"model.{name} = {size}: with distributed.ep = {cfg.distributed.ep} it must divide by the "
-        f"{ranks} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep; choose "
+        f"{n} ranks that share one expert, dp_shard {axes.shard} x cp {axes.cp} / ep{tp}; choose "
         "another ep or dp_shard"
-        for name, size in (("dim", cfg.model.dim), ("ffn_dim", cfg.model.ffn_dim))
-        if size % ranks
+        for name, n in parts.items()
+        if (size := getattr(cfg.model, name)) % n
     ]
 
 

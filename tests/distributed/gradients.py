@@ -4,7 +4,9 @@ configurations, beside those of the plain model in one process.
     torchrun ... tests/distributed/gradients.py '{"name": ["--section.key=value", ...], ...}'
 
 Rank 0 prints a JSON object: for each name the relative errors of the loss and of the worst
-gradient, how often each collective was called, and how many before the embedding.
+gradient, how often each collective was called, and how many before the embedding. With a number of
+steps as a second argument also the largest relative error of loss, norm of the gradients and use
+of the experts over so many updates. A third one is the backend that torch.compile takes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kempner.config.loading import load
 from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
-from kempner.objective import NextToken
-from kempner.parallel import offload
+from kempner.optim.build import build_optimizer
+from kempner.parallel import fp8, offload
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
+from kempner.progress import open_objective
 from kempner.run import RunConfig
-from kempner.step import StepSums
-from scripts.train import forward_backward
+from kempner.step import StepSums, reduce_step
+from scripts.train import forward_backward, update
 
-ROWS, LENGTH = 16, 24
+ROWS, LENGTH, CPU = 16, 24, torch.device("cpu")
 SHAPE = [
     "--model.vocab_size=61",  # the ranks' parts differ
     "--model.dim=32",
@@ -69,49 +74,119 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def plain(model: nn.Module, cfg: RunConfig, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the plain model with the same weights, on the whole batch at once."""
+def batch_of(seed: int) -> MicroBatch:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 61, (ROWS, LENGTH + 1), generator=generator)
+    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
+
+
+def plain(model: nn.Module, cfg: RunConfig) -> Decoder:
+    """The plain model with the same weights."""
     reference = Decoder(cfg.model)
     weights = {name: whole(p.detach()) for name, p in parameter_names(model).items()}
-    reference.load_state_dict(weights)
-    loss = reference(batch.inputs, batch.targets)
-    (loss / batch.targets.numel()).backward()
-    return loss.detach(), {name: p.grad for name, p in reference.named_parameters()}
+    reference.load_state_dict(weights, strict=not cfg.model.router_bias)
+    return reference
 
 
-def check(overrides: list[str], batch: MicroBatch) -> dict[str, object]:
-    cfg = load(RunConfig, [], [*SHAPE, *overrides])
-    layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
-    model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
-    share = ROWS // layout.data_ranks
-    mine = slice(layout.data_rank * share, (layout.data_rank + 1) * share)
-    parts = [
-        MicroBatch(inputs.unsqueeze(0), targets.unsqueeze(0), None)
-        for inputs, targets in zip(batch.inputs[mine], batch.targets[mine], strict=True)
-    ]
+class Case:
+    """The sharded model of a configuration, and how it takes a step."""
+
+    def __init__(self, overrides: list[str]) -> None:
+        self.cfg = cfg = load(RunConfig, [], [*SHAPE, *overrides])
+        torch._dynamo.reset()
+        self.layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
+        self.model = build_model(cfg.model, self.layout, cfg.train, cfg.distributed)
+        self.objective = open_objective(cfg, self.layout, self.model, None, CPU)  # type: ignore[arg-type]
+
+    def backward(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """Sums over the ranks, by name."""
+        share = ROWS // self.layout.data_ranks
+        mine = slice(self.layout.data_rank * share, (self.layout.data_rank + 1) * share)
+        rows = self.cfg.train.micro_batch or 1
+        parts = [
+            MicroBatch(inputs, targets, None)
+            for inputs, targets in zip(
+                batch.inputs[mine].split(rows), batch.targets[mine].split(rows), strict=True
+            )
+        ]
+        sums = forward_backward(
+            self.model, self.objective, parts, StepSums([], CPU), ROWS * LENGTH, leave=None
+        )
+        assert isinstance(sums, dict)
+        norm = self.layout.norm_sq(self.model.parameters())
+        return reduce_step({**self.layout.once(sums), "grad_norm_sq": norm}, self.layout)
+
+
+def backward_plain(model: Decoder, batch: MicroBatch) -> dict[str, Tensor]:
+    """The same of the plain model, on the whole batch at once."""
+    loss, _ = model(batch.inputs, batch.targets, token_losses=True)
+    (loss / (ROWS * LENGTH)).backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None])
+    sums = {"loss_sum": loss.detach(), "grad_norm_sq": norm.sum()}
+    if model.cfg.n_experts:
+        load, balance = model.routings.take()
+        model.routings.step_load = load
+        shares = load / load.mean(1, keepdim=True)
+        sums |= {"aux_loss_sum": balance, "load_max": shares.max(), "load_min": shares.min()}
+    return {**sums, "tokens": torch.tensor(float(ROWS * LENGTH))}
+
+
+def check(overrides: list[str], steps: int) -> dict[str, object]:
+    case, batch = Case(overrides), batch_of(0)
     for _ in range(2):  # what one step leaves behind must not reach the next
-        model.zero_grad()
-        sums = StepSums([], torch.device("cpu"))
-        with Calls() as calls:
-            found = forward_backward(model, NextToken(), parts, sums, ROWS * LENGTH, leave=None)
-    loss, gradients = plain(model, cfg, batch)
+        case.model.zero_grad()
+        calls = Calls()  # nothing is compiled below such a mode
+        with nullcontext() if case.cfg.train.compile else calls:
+            found = case.backward(batch)
+    reference = plain(case.model, case.cfg)
+    expected = backward_plain(reference, batch)
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
     errors = {
-        name: error(whole(p.grad), gradients[name]) for name, p in parameter_names(model).items()
+        name: error(whole(p.grad), gradients[name])
+        for name, p in parameter_names(case.model).items()
     }
     return {
-        "loss": error(layout.sum(layout.once(found)["loss_sum"].clone()), loss),
+        "loss": error(found["loss_sum"], expected["loss_sum"]),
         "gradient": max(errors.values()),
+        "worst": max(errors, key=lambda name: errors[name]),
         "calls": calls.counts,
         "ahead": calls.ahead,
+        "curve": curve(case, reference, steps) if steps else None,
     }
+
+
+def curve(case: Case, reference: Decoder, steps: int) -> float:
+    """The largest relative error of the numbers of a step, over the updates."""
+    models = (case.model, reference)
+    optimizers = [build_optimizer(model, case.cfg.optimizer) for model in models]
+    worst = 0.0
+    for step in range(steps):
+        for model in models:
+            model.zero_grad()
+        batch = batch_of(step)
+        pair = (case.backward(batch), backward_plain(reference, batch))
+        ours, theirs = (
+            update(optimizer, sums, ROWS * LENGTH, lr=1e-3, grad_clip=1.0)
+            for optimizer, sums in zip(optimizers, pair, strict=True)
+        )
+        assert ours.keys() == theirs.keys()
+        differ = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        worst = max([worst, *(error(ours[name], theirs[name]) for name in differ)])
+    return worst
 
 
 def main() -> None:
     offload.SMALLEST = 0  # the tensors of a model that tests can run
+    fp8.need_fp8 = lambda *_: None  # a CPU can, slowly
+    if len(sys.argv) > 3:
+        torch.compile = partial(torch.compile, backend=sys.argv[3])  # type: ignore[assignment]
     dist.init_process_group("gloo")
-    tokens = torch.randint(0, 61, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
-    results = {name: check(words, batch) for name, words in json.loads(sys.argv[1]).items()}
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    results = {}
+    for name, words in json.loads(sys.argv[1]).items():
+        print(name, file=sys.stderr)  # which one fails
+        results[name] = check(words, steps)
     if dist.get_rank() == 0:
         print(json.dumps(results), flush=True)
     dist.destroy_process_group()

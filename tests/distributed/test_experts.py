@@ -14,6 +14,7 @@ import torch
 
 from kempner.checkpoint.reader import read_tensors
 from tests.conftest import ROOT, TINY, losses, start_train
+from tests.distributed.test_tensor import begun
 from tests.distributed.test_train import same_tensors
 
 STEPS = 20
@@ -125,6 +126,19 @@ def test_a_checkpoint_of_expert_parallel_ranks_is_loaded_by_others(
     run(data_dir, tmp_path / "run", "--train.max_steps=14", "--distributed.ep=2", nproc=2)
     run(data_dir, tmp_path / "run")
     assert losses(tmp_path / "run") == pytest.approx(losses(one_process), rel=1e-5)
+
+
+def test_experts_over_context_parallel_ranks_resume_bit_for_bit(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    """Both ranks have the same rows, and each has half of the experts."""
+    mesh = ("--distributed.ep=2", "--distributed.cp=2", "--model.aux_loss=0")
+    state = ("--train.max_steps=8", "--checkpoint.interval=4", "--checkpoint.keep_last_n=9")
+    run(data_dir, tmp_path / "whole", *mesh, *state, nproc=2)
+    resumed = begun(tmp_path, "whole", tmp_path / "resumed", 4)
+    assert "continues after step 4" in run(data_dir, resumed, *mesh, *state, nproc=2)
+    assert losses(resumed) == losses(tmp_path / "whole")
+    assert same_tensors(*(at / "checkpoints/latest" for at in (tmp_path / "whole", resumed)))
 
 
 def test_what_ep_cannot_share_out_is_refused(data_dir: Path, tmp_path: Path) -> None:

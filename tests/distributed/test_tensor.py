@@ -15,7 +15,7 @@ from torch import Tensor
 from kempner.checkpoint.reader import read_tensors
 from kempner.loss import VocabularyPart, cross_entropy
 from kempner.model.config import ModelConfig
-from kempner.parallel.config import DistributedConfig, LoraConfig
+from kempner.parallel.config import DistributedConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.run import RunConfig, TrainConfig
 from tests.conftest import TINY, losses, start_train
@@ -134,8 +134,11 @@ REFUSED = {
     "key-value heads": (replace(SMALL, n_kv_heads=2), {}, "must divide model.n_kv_heads = 2"),
     "hidden units": (replace(SMALL, ffn_dim=98), {}, "must divide model.ffn_dim = 98"),
     "tokens": (SMALL, {"train": TrainConfig(seq_len=30)}, "must divide train.seq_len = 30"),
-    "adapters": (SMALL, {"lora": LoraConfig(rank=2)}, "not built for lora.rank = 2"),
-    "compilation": (SMALL, {"train": TrainConfig(compile=True)}, "not built for train.compile"),
+    "one graph": (
+        SMALL,
+        {"train": TrainConfig(compile=True, compile_scope="model")},
+        "give --train.compile_scope=block",
+    ),
     "preferences": (
         SMALL,
         {"preference": PreferenceConfig(loss="reward")},

@@ -181,6 +181,7 @@ class Routings:
 
     def __init__(self, aux_loss: float) -> None:
         self._aux_loss = aux_loss
+        self.copies = 1  # ranks with the same tokens, whose gradients are summed
         self._load: Tensor | None = None
         self._balance: Tensor | None = None
         self.step_load: Tensor  # [L, E]: of the last step, over all ranks
@@ -198,7 +199,7 @@ class Routings:
         total = (torch.stack(rows).sum(0) * (targets >= 0).sum(1)).sum()
         mean = total.detach() / len(rows)
         self._balance = mean if self._balance is None else self._balance + mean
-        change = self._aux_loss * total
+        change = self._aux_loss / self.copies * total
         return change - change.detach()  # the recorded loss stays that of the tokens
 
     def take(self) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def plan_model(
     if lora is not None and lora.rank:
         add_adapters(model, lora)
     if layout.tp is not None:
-        from kempner.parallel.tensor import split_matrices
+        from kempner.parallel.tensor import compute_on_parts, split_matrices
 
         split_matrices(model, layout.tp)
     if train.fp8 != "none":
@@ -112,6 +112,8 @@ def plan_model(
 
         split_context(model, layout.cp, distributed.cp_method, dtype)
     add_recompute(model, train)
+    if layout.tp is not None:
+        compute_on_parts(model)
     if train.compile:
         keep_from_compiler(model, dtype)
         compile_model(model, train.compile_scope)

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kempner.model.decoder import Decoder
 from kempner.model.moe import Experts, has_grouped_mm, take_rows, through_experts
-from kempner.parallel.layout import Layout
+from kempner.parallel.layout import EP, Layout
 
 
 class ParallelExperts(nn.Module):
-    """Takes over the parameters of `base`, cut along the experts; their names stay."""
+    """Takes over the parameters of `base`, cut along the experts; their names stay. `mesh`: of ep,
+    and of tp where that has cut each expert."""
 
     w1: nn.Parameter
     w2: nn.Parameter
@@ -30,9 +31,11 @@ class ParallelExperts(nn.Module):
 
     def __init__(self, base: Experts, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh = mesh[EP]
         for name, p in base.named_parameters():
-            part = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
+            cuts = [Shard(0), *(p.placements if isinstance(p, DTensor) else ())]
+            whole = torch.empty(p.shape, dtype=p.dtype, device="meta")
+            part = distribute_tensor(whole, mesh, cuts, src_data_rank=None)
             self.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
 
     def forward(self, x: Tensor, load: Tensor) -> Tensor:
@@ -61,14 +64,15 @@ def split_experts(model: Decoder, layout: Layout) -> None:
         return
     for name, module in list(model.named_modules()):
         if isinstance(module, Experts):
-            model.set_submodule(name, ParallelExperts(module, layout.ep))
+            model.set_submodule(name, ParallelExperts(module, layout.expert_mesh))
 
 
 def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
     """What hands the host the load of each expert, which differs every time, would be compiled
     again and again. torch's kernel for all experts takes it on the device."""
     for module in model.modules():
-        grouped = isinstance(module, Experts) and has_grouped_mm(module.w1.to(dtype), module.w1)
+        w1 = _local(module.w1) if isinstance(module, Experts) else None
+        grouped = w1 is not None and has_grouped_mm(w1.to(dtype), w1)
         if isinstance(module, Experts | ParallelExperts) and not grouped:
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
 

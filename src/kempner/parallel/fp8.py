@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kempner.checkpoint.writer import local
 from kempner.config.option import ConfigError
 from kempner.model.decoder import Decoder
 
@@ -31,7 +32,7 @@ def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
     def fits(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or name.endswith("router"):  # it compares its scores
             return False
-        return not any(n % TILE for n in module.weight.shape)
+        return not any(n % TILE for n in local(module.weight).shape)
 
     linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     if not any(fits(module, "") for module in linear):

@@ -154,6 +154,12 @@ class Layout:
     def ep(self) -> DeviceMesh | None:
         return _axis(self.ep_mesh, EP)
 
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """Over which experts are cut where ep is over 1: ep, and tp where that is."""
+        assert self.ep_mesh is not None
+        return self.ep_mesh[EP, TP] if self.tp is not None else self.ep_mesh[EP]
+
     @cached_property
     def parameter_mesh(self) -> DeviceMesh:
         """Over which fully_shard cuts and copies the parameters: FSDP, or HSDP where there are

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 from kempner.model.decoder import Decoder
 
@@ -25,6 +25,12 @@ PRODUCTS = (
     "aten._scaled_mm",
     "aten._grouped_mm",
     "aten._scaled_grouped_mm",
+)
+# Left to run as they come: FSDP of experts, within a block, labels its work for the profiler, and
+# has more of it to do when the block is recomputed.
+LABELS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 )
 ATTENTION = (
     "aten._scaled_dot_product_flash_attention",
@@ -54,6 +60,7 @@ def add_recompute(model: Decoder, cfg: Settings) -> None:
     # Nothing here is random: no state of the generators has to be kept and put back.
     settings: dict[str, Any] = {"preserve_rng_state": False}
     if cfg.recompute == "selective":
+        SAC_IGNORED_OPS.update(LABELS)
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, kept())
     wrap: Any = partial(checkpoint_wrapper, **settings)
     for i in range(0, len(model.blocks), cfg.recompute_every):

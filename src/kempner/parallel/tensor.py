@@ -6,97 +6,138 @@ parallelism, arXiv:2205.05198).
     weight: heads and hidden units of this rank -> wo or w2, cut by columns: a part of each sum ->
     reduce-scatter [B, T/n, D]
 
-The plan is torch's own (torch.distributed.tensor.parallel); the block's code sees plain tensors.
-The vocabulary is cut, too: a rank looks up, and predicts, its own rows of it alone, so that the
-logits of all of it are nowhere (loss parallelism).
+Experts are cut as w1, w3 and w2 are, each of them; every rank routes all tokens. The vocabulary is
+cut, too: a rank looks up, and predicts, its own rows of it alone, so that the logits of all of it
+are nowhere (loss parallelism).
+
+The parameters are DTensors, but a block computes with its parts of them as plain tensors: whatever
+takes the place of a matrix (an adapter, products in fp8) works on a part as it does on the whole.
 
 Shapes: B rows, T tokens, D width, V vocabulary, n ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from kempner.loss import VocabularyPart
 from kempner.model.decoder import Block, Decoder
+from kempner.model.moe import Experts
+from kempner.parallel.experts import ParallelExperts
 
-SEQUENCE, HEADS = Shard(1), Shard(2)  # of activations [B, T, D] and [B, T, H, E]
+SEQUENCE = 1  # dimension of activations [B, T, D]
+ROWS, COLUMNS = Shard(0), Shard(1)  # of a weight [out, in]
+CUTS = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ROWS) | {"wo": COLUMNS, "w2": COLUMNS}
 
 
 def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     """Cut the model, which is on the meta device, over the ranks of a one-axis mesh."""
-    words = RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)
+    words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE))
     parallelize_module(model.embed, mesh, words)
+    model.embed.register_forward_hook(_arrived)
     for block in model.blocks:
         _split_block(cast(Block, block), mesh)
-    distribute_module(model.norm, mesh, None, _on(SEQUENCE), _whole_for_loss)
-    if model.output is not None:
-        distribute_module(
-            model.output, mesh, _cut_rows
-        )  # what goes in and out is the loss's matter
+    _cut(model.norm, mesh)
+    model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
+    if model.output is not None:  # what goes in and out is the loss's matter
+        _cut(model.output, mesh, weight=ROWS)
+    model.routings.copies = mesh.size()
     model.loss = VocabularyLoss(model.loss, mesh)
 
 
 def _split_block(block: Block, mesh: DeviceMesh) -> None:
-    rows, columns = ColwiseParallel(), RowwiseParallel(output_layouts=SEQUENCE)
-    plan = {f"attention.{name}": rows for name in ("wq", "wk", "wv")}
-    plan |= {f"ffn.{name}": rows for name in ("w1", "w3")}
-    parallelize_module(block, mesh, {**plan, "attention.wo": columns, "ffn.w2": columns})
+    for name, module in list(block.named_modules()):
+        if isinstance(module, Experts):  # [E, out, in]
+            _cut(module, mesh, w1=Shard(1), w3=Shard(1), w2=Shard(2))
+            continue
+        cut = CUTS.get(name.rpartition(".")[2], Replicate())
+        # Of an adapter B A one matrix is cut as W is, and the other one has a side of its rank.
+        a, b = (cut, Replicate()) if cut == COLUMNS else (Replicate(), cut)
+        _cut(module, mesh, weight=cut, bias=cut, lora_a=a, lora_b=b)
     for norm in (block.attention_norm, block.ffn_norm):
-        distribute_module(norm, mesh, None, _on(SEQUENCE), _whole)
-    for of_heads in (block.attention.q_norm, block.attention.k_norm):
-        if isinstance(of_heads, nn.RMSNorm):
-            distribute_module(of_heads, mesh, None, _on(HEADS), _local)
+        norm.register_forward_hook(partial(_gather, mesh.get_group()))
+    for layer in (block.attention, block.ffn):
+        layer.register_forward_hook(partial(_scatter, mesh.get_group()))
 
 
-def _cut_rows(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    assert isinstance(module.weight, nn.Parameter)
-    module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+# --- Parameters ---
 
 
-# --- What goes into a module, and comes out of it ---
+def _cut(module: nn.Module, mesh: DeviceMesh, **cuts: Placement) -> None:
+    """The module's own parameters, by name; what is not named is whole on each rank."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        cut = cuts.get(name, Replicate())
+        part = distribute_tensor(p.detach(), mesh, [cut], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
 
 
-def _on(placement: Shard) -> Any:
-    """Its input is this rank's part of a tensor that is cut so."""
-
-    def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return (DTensor.from_local(inputs[0], mesh, [placement], run_check=False), *inputs[1:])
-
-    return enter
-
-
-def _local(_: nn.Module, y: DTensor, mesh: DeviceMesh) -> Any:
-    return y.to_local()
+def compute_on_parts(model: Decoder) -> None:
+    """Let each block compute with this rank's part of its parameters, as plain tensors. After the
+    blocks have been wrapped, before they are compiled."""
+    for module in (*model.blocks, model.norm):
+        cut = [part for part in module.modules() if not isinstance(part, ParallelExperts)]
+        module.register_forward_pre_hook(partial(_take_parts, cut))
 
 
-def _whole(_: nn.Module, y: DTensor, mesh: DeviceMesh) -> Any:
-    """All-gather; what follows are products that expect a DTensor."""
-    return y.redistribute(placements=[Replicate()])
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _take_parts(cut: Sequence[nn.Module], *_: Any) -> None:
+    """Put the parts in the place of the parameters, where the code of a module finds them first.
+
+    Outside of what is compiled: torch 2.13 does not compile a recomputed block that is handed a
+    DTensor, because it takes the mesh for a tensor to be kept.
+    """
+    for module in cut:
+        for name, p in module.named_parameters(recurse=False):
+            assert isinstance(p, DTensor)
+            module.__dict__[name] = own_part(p)
 
 
-def _whole_for_loss(_: nn.Module, y: DTensor, mesh: DeviceMesh) -> Any:
-    """All-gather. Of its gradient each rank has the part from its own rows of the vocabulary."""
-    return y.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+def own_part(weight: DTensor) -> Tensor:
+    """Of what is whole on every rank, such as the weight of a norm, each computes a part of the
+    gradient: from its own tokens, heads or hidden units."""
+    gradients = [Partial() if cut.is_replicate() else cut for cut in weight.placements]
+    return weight.to_local(grad_placements=gradients)
+
+
+# --- Activations ---
+
+
+def _gather(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Tensor) -> Tensor:
+    """From this rank's tokens [B, T/n, D] to all. Each rank computes a part of their gradient."""
+    return cast(Tensor, all_gather_tensor_autograd(y, SEQUENCE, group))
+
+
+def _scatter(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Any) -> Any:
+    """From a part of the sum for all tokens to the sum for this rank's."""
+    if isinstance(y, tuple):  # experts, and how they were used
+        return _scatter(group, _, inputs, y[0]), *y[1:]
+    return reduce_scatter_tensor_autograd(y, "sum", SEQUENCE, group)
+
+
+def _arrived(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
+    """Wait for it: torch 2.13 compiles a block that is handed a tensor on its way
+    (AsyncCollectiveTensor), but with a gradient of 0 for it."""
+    return y.clone()
 
 
 class VocabularyLoss:

@@ -157,9 +157,9 @@ def activations(
     v and what attention returns, and four of SwiGLU's inner width (both products, the gate, and
     their product); compiled, what is a pointwise function of the others is computed again. A CPU
     has no fused RMSNorm, and keeps what it normalised. Tensor parallelism divides all of it, but
-    for the whole inputs of attention and SwiGLU. A stage of a pipeline has its layers alone, for
-    as many passes as there are stages. A token's experts have what SwiGLU has, each, and its input
-    and output once more, in their order.
+    for the whole inputs of attention, SwiGLU and experts. A stage of a pipeline has its layers
+    alone, for as many passes as there are stages. A token's experts have what SwiGLU has, each, and
+    its input and output once more, in their order.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
@@ -168,7 +168,7 @@ def activations(
     moved = 2 * chosen * model.dim
     eager = (4 if gpu else 6) * model.dim + heads + 4 * inner + moved
     block = 2 * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
-    whole = 2 * model.dim * (1 - 1 / axes.tp)
+    whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
     working = tokens * compute * (2 * inner + 2 * model.dim + moved) / axes.tp
     passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
