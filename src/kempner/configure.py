@@ -30,7 +30,7 @@ from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress, open_data, open_mixture
 from kempner.resilience.requests import StopRequests
-from kempner.run import RunConfig, check_batch
+from kempner.run import RunConfig, check_batch, check_pipeline
 
 USAGE = """\
 python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
@@ -95,7 +95,7 @@ def check(cfg: RunConfig, flags: Mapping[str, Any]) -> list[str]:
         problems += check_world(cfg, *size_of(flags))
     elif not only:
         world = discover()
-        problems += check_world(cfg, world.size, world.per_node)
+        problems += check_world(cfg, world.size * world.replicas, world.per_node)
     return problems
 
 
@@ -229,6 +229,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
         found += error.problems
     try:
         check_batch(cfg.train, data_ranks)
+        check_pipeline(cfg.train, cfg.distributed, data_ranks)
     except ConfigError as error:
         found += error.problems
     return found
