@@ -32,7 +32,7 @@ LAYERS = (
         "ray",
     },
     {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference"},
-    {"generate", "load", "combinations"},
+    {"generate", "load", "combinations", "serve"},
     {"run"},
     {"planner"},
     {"bench"},

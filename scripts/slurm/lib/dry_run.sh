@@ -3,14 +3,14 @@
 # nothing, and where no controller answers it still says all that it can. Sourced by kp_take.
 
 kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS and KP_REQUEST, the options that are sbatch's
-    local word
+    local word own=${KP_PROGRAM_OPTIONS:-'$'}
     KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY=''
     declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
     for word; do
         case ${word%%=*} in
             --dry-run) ;;
             --*.* | [^-]* | '') KP_ARGUMENTS+=("$word") ;; # a name of train.py's has a dot: --train.max_steps=20
-            *) KP_REQUEST+=("$word") ;;
+            *) [[ ${word%%=*} =~ ^--($own)$ ]] && KP_ARGUMENTS+=("$word") || KP_REQUEST+=("$word") ;;
         esac
     done
     while IFS= read -r -d '' word; do KP_BEFORE[${word%%=*}]=${word#*=}; done < <(env -0)
