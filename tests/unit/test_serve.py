@@ -6,8 +6,6 @@ import importlib.util
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ import torch
 from kempner.load import load
 from kempner.serve.http import Server
 from kempner.serve.worker import Worker
-from tests.conftest import ROOT, clean_env
+from tests.conftest import ROOT
 from tests.served import Client, make_model
 
 PROMPT, WINDOW, SLOTS, QUEUE = [40, 69, 76, 76, 79], 128, 3, 16
@@ -379,36 +377,3 @@ def test_a_bad_command_line(
             code = end.code
     err = capsys.readouterr().err
     assert code == 2 and err.count("\n") == 1 and problem in err and "secret" not in err, err
-
-
-def test_the_program(folder: Path, tmp_path: Path) -> None:
-    """A token in a file, a free port that it publishes, the greedy text of generate.py; SIGTERM
-    answers what is in work, and ends it."""
-    token, url = tmp_path / "token", tmp_path / "engine-0"
-    token.touch(0o600)
-    token.write_text("secret\n")
-    words = ["--port=0", f"--token-file={token}", f"--publish={tmp_path}", "--device=cpu"]
-    command = [sys.executable, ROOT / "scripts/serve.py", folder, *words]
-    with subprocess.Popen(
-        command, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        until(url.exists)
-        port = int(url.read_text().rpartition(":")[2])
-        engine = Client(port, "secret")
-        assert "secret" not in Path(f"/proc/{process.pid}/cmdline").read_text()
-        Client(port).ask("/health", code=401)
-        (choice,) = engine.complete("a few words", temperature=0, max_tokens=40)
-        with ThreadPoolExecutor(1) as pool:
-            engine.ask("/pause", {})
-            waits = pool.submit(engine.ask, "/v1/completions", {"prompt": "a"}, 503)
-            until(lambda: engine.busy() == 1)
-            process.send_signal(signal.SIGTERM)
-            assert waits.result()["error"]["message"] == "the engine is ending"
-        said = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and not url.exists() and "secret" not in said, said
-    program = [sys.executable, ROOT / "scripts/generate.py", folder, "--temperature=0"]
-    done = subprocess.run(
-        [*program, "--prompt=a few words", "--max-tokens=40"],
-        env=clean_env(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.stdout == f"a few words{choice['text']}\n", done.stderr

@@ -21,7 +21,7 @@ from kempner.serve.weights import Refused
 from kempner.serve.worker import Job, News, Unavailable, Worker
 
 MOST_BYTES = 64 << 20  # of a request
-LOOK_S = 0.2  # between two looks whether a client is still there
+LOOK_S = 0.5  # between two looks whether a client is still there
 SILENT_S = 60.0  # a client that neither sends nor takes anything for so long is gone
 LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
 
