@@ -29,14 +29,14 @@ if __name__ == "__main__":
     CFG = configure(sys.argv[1:], STOP)  # --help, --check and bad input end here
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
+from kempner.lowcomm.replicas import open_replicas
 from kempner.objective import Objective
-from kempner.optim.build import build_optimizer, published_weights, set_learning_rate
+from kempner.optim.build import published_weights, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
@@ -59,18 +59,33 @@ from kempner.step import (
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
     prepare_torch(cfg, run, device)
-    layout = build_layout(cfg.distributed, run.world.size, run.world.per_node, device.type)
+    layout = build_layout(
+        cfg.distributed,
+        run.world.size,
+        run.world.per_node,
+        device.type,
+        (run.world.replica, run.world.replicas),
+    )
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
-    optimizer = build_optimizer(model, cfg.optimizer)
-    checkpointer = open_checkpointer(cfg, run, model, optimizer)
-    progress = resume(cfg, run, model, checkpointer)
+    optimizer, replicas = open_replicas(cfg, run.world, model)
+    checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
+    progress = resume(cfg, run, model, checkpointer, replicas)
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress, loader), NonFinite(cfg.resilience)
-    work, stragglers = BlockClock(model, device), Stragglers(run.hosts, device, run.announce)
+    work, stragglers = (
+        BlockClock(model, device, layout.blocks_apart),
+        Stragglers(run.hosts, device, run.announce),
+    )
     watchdog = start_watchdog(cfg, run, layout)
-    stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
+    stop.begin(
+        run,
+        lambda: (
+            time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time * replicas.patience)
+            + 10.0
+        ),
+    )
     verdict, pending, long_steps = GO_ON, [], False
 
     while progress.step < cfg.train.max_steps and not verdict.state:
@@ -101,7 +116,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         )
         numbers = update(optimizer, reduce_step(sums, layout), step_tokens, lr, cfg.train.grad_clip)
         progress = progress.after_step(loader.position, step_tokens)
-        pending.append(PendingStep(progress, lr, numbers, recorder.clock))
+        pending.append(
+            PendingStep(progress, lr, replicas.after_step(progress.step, numbers), recorder.clock)
+        )
         run.step = step = progress.step
         watchdog.beat(step)
         checkpointer.poll(watchdog.step_time)
@@ -118,7 +135,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             recorder.step(result, loader)
             stragglers.update(result.step, result.values["work"])
             long_steps = result.values["step_time"] > requests.LONG_STEP_S
-            verdict = nonfinite.judge(result, not progress.skip) or requests.asked(
+            verdict = nonfinite.judge(result, replicas.may_go_back(progress)) or requests.asked(
                 result.values, verdict
             )
 
@@ -196,14 +213,18 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         world = process_group.discover()
         device = process_group.pick_device(cfg.distributed.device, world.local_rank)
-        process_group.start(world, device, cfg.run.dir, cfg.distributed.start_timeout)
+        replicas = cfg.lowcomm.count(world.size, world.per_node)
+        limit = cfg.distributed.start_timeout
+        world = process_group.start(world, device, cfg.run.dir, limit, replicas)
+        cfg = cfg.of_replica(world.replica)
         run = Run(cfg, world)
     except ConfigError as error:
         reject(error, stop)
     try:
         verdict = train(cfg, stop, run, device)
         run.end(verdict)
-        dist.barrier()  # srun takes a rank that leaves before the others for a failed one
+        if verdict.state != "failed":
+            process_group.leave(world)
     except BaseException as error:
         return run.crashed(error)
     return 1 if verdict.state == "failed" else 0

@@ -98,15 +98,17 @@ def packages() -> dict[str, str]:
     return clean_env(PYTHONPATH=os.pathsep.join(paths))
 
 
-def start_train(*args: str, nproc: int = 1, **env: str) -> subprocess.Popen[str]:
-    """scripts/train.py in one process, or in several by torchrun."""
+def start_train(
+    *args: str, nproc: int = 1, program: str = "scripts/train.py", **env: str
+) -> subprocess.Popen[str]:
+    """The trainer, or `program` in its place, in one process, or in several by torchrun."""
     launcher = [*TRAINER_PYTHON]
     if launcher != [sys.executable]:
         env = {**packages(), **env}
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     return subprocess.Popen(
-        [*launcher, "scripts/train.py", *args],
+        [*launcher, program, *args],
         cwd=ROOT,
         env=clean_env(**env),
         stdout=subprocess.PIPE,

@@ -6,7 +6,7 @@
 #                                   eval "$(scripts/slurm/testbed.sh up 2 4)"; sinfo; sbatch ...
 #   testbed.sh down                 stop it and remove every trace
 #   testbed.sh status               what is up, and Slurm's own view of it
-#   testbed.sh crash NODE           a host dies: every process on it, at once
+#   testbed.sh crash NODE           a host dies: every process on it, at once; head: the controller's
 #   testbed.sh revive NODE          boot that host again
 #   testbed.sh cut NODE             unplug the host's fast network (ib0)
 #   testbed.sh join NODE            plug it in again
@@ -173,6 +173,21 @@ need_node() { # <host>: stops when there is no such host
         die "no host '${1:-}' in cluster $ID; there is: $(list_nodes | tr '\n' ' ')"
 }
 
+need_host() { # <host>: the same, for the head too
+    [[ ${1:-} == head ]] || need_node "${1:-}"
+}
+
+revive() { # <host>
+    if [[ $1 == head ]]; then
+        rm -f "$STATE/munge/socket"
+        start head
+        wait_for slurmctld scontrol ping
+        [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER" # the guard knows the head by its number
+    else
+        start "$1" "--net=/run/netns/$(namespace "$1")"
+    fi
+}
+
 list_nodes() {
     ip netns list | awk -v prefix="kp$ID-" 'index($1, prefix) == 1 { print substr($1, length(prefix) + 1) }'
 }
@@ -293,8 +308,8 @@ install() {
 [[ $ID =~ ^[1-9][0-9]{0,2}$ && $ID -le 250 ]] || die "KEMPNER_TESTBED=$ID: a number from 1 to 250"
 case ${1:-} in
     up | down | status | install | init | guard) "$@" ;;
-    crash) need_node "${2:-}" && stop "$2" ;;
-    revive) need_node "${2:-}" && stop "$2" && start "$2" "--net=/run/netns/$(namespace "$2")" ;;
+    crash) need_host "${2:-}" && stop "$2" ;;
+    revive) need_host "${2:-}" && stop "$2" && revive "$2" ;;
     cut) need_node "${2:-}" && ip link set "i$ID-${2#node}" down ;;
     join) need_node "${2:-}" && ip link set "i$ID-${2#node}" up ;;
     bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kempner.lowcomm import config as lowcomm
 from kempner.optim.config import CONSTANT
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def problems(cfg: RunConfig) -> list[str]:
     found += _block_problems(cfg)
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
-    return found + _expert_problems(cfg) + _context_problems(cfg)
+    return found + _expert_problems(cfg) + _context_problems(cfg) + lowcomm.problems(cfg)
 
 
 def _block_problems(cfg: RunConfig) -> list[str]:

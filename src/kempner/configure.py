@@ -219,8 +219,10 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     found: list[str] = []
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
-        axes = sizes(cfg.distributed, world_size, per_node)
-        data_ranks = axes.data_ranks
+        replicas = cfg.lowcomm.count(world_size, per_node)
+        inner = world_size // replicas
+        axes = sizes(cfg.distributed, inner, min(per_node, inner))
+        data_ranks = axes.data_ranks * replicas
         found += cfg.distributed.island_problems(axes.shard * axes.cp)
         found += check_experts(cfg, axes)
     except ConfigError as error:

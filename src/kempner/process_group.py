@@ -14,10 +14,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kempner import nccl_transport, rendezvous, slurm
 from kempner.config.option import ConfigError
@@ -41,6 +41,29 @@ class World:
     size: int
     source: str
     per_node: int = 1  # ranks on each node
+    # Where there are replicas (lowcomm/), all of the above is of this process's own one.
+    replica: int = 0
+    replicas: int = 1
+    store: Any = field(default=None, compare=False)  # of all replicas; None: there is one
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for the run: the first rank of the first replica."""
+        return self.rank == 0 and self.replica == 0
+
+    def split(self, replicas: int, store: dist.Store) -> World:
+        """This process in a world of its own replica. Replicas are blocks of ranks."""
+        size = self.size // replicas
+        replica, rank = divmod(self.rank, size)
+        return replace(
+            self,
+            rank=rank,
+            size=size,
+            per_node=min(self.per_node, size),
+            replica=replica,
+            replicas=replicas,
+            store=store,
+        )
 
 
 def discover(env: Mapping[str, str] = os.environ) -> World:
@@ -119,8 +142,15 @@ def gpu_on_the_bus() -> str | None:
     return None
 
 
-def start(world: World, device: torch.device, run_dir: str | Path, start_timeout: float) -> None:
-    """Make the default process group (gloo for CPU tensors, NCCL for CUDA) and prove it.
+def start(
+    world: World,
+    device: torch.device,
+    run_dir: str | Path,
+    start_timeout: float,
+    replicas: int = 1,
+) -> World:
+    """Make the default process group (gloo for CPU tensors, NCCL for CUDA) and prove it. With
+    several replicas it is that of this process's own one, whose world is returned.
 
     Raises RuntimeError that names the ranks that are missing, and the likely causes. A network that
     swallows the first collective ends the process after 60 s with the same words, and an NCCL that
@@ -134,14 +164,21 @@ def start(world: World, device: torch.device, run_dir: str | Path, start_timeout
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if world.size == 1:
         _init(dist.HashStore(), world, device, start_timeout)
-        return
+        return world
     store = rendezvous.open_store(world, Path(run_dir), start_timeout)
     rendezvous.check_in(store, world, start_timeout)
     # First over gloo alone, so that a network that does not work is found before NCCL hangs in it.
     _init(dist.PrefixStore("prove", store), world, None, FIRST_COLLECTIVE_S)
     _prove(store, world, "cpu", FIRST_COLLECTIVE_S)
-    if device.type == "cuda":
+    if replicas > 1:
+        world = world.split(replicas, store)
+        store = dist.PrefixStore(f"replica/{world.replica}", store)
         dist.destroy_process_group()
+        if device.type != "cuda":
+            _init(dist.PrefixStore("train", store), world, None, start_timeout)
+    if device.type == "cuda":
+        if replicas == 1:
+            dist.destroy_process_group()
         log = _log_nccl(world)
         with _or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
@@ -152,6 +189,21 @@ def start(world: World, device: torch.device, run_dir: str | Path, start_timeout
     set_timeout(start_timeout)
     if not world.local_rank:
         rendezvous.copy_of(Path(run_dir)).unlink(missing_ok=True)
+    return world
+
+
+def leave(world: World) -> None:
+    """Meet all other ranks at an orderly end: srun takes a rank that leaves before the others for
+    one that failed."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if world.store is None or world.rank:
+        return
+    with contextlib.suppress(RuntimeError):  # the first rank, which serves the store, has left
+        if world.store.add("left", 1) == world.replicas:
+            world.store.set("all have left", "")
+        world.store.wait(["all have left"])
 
 
 def _init(

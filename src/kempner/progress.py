@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kempner.data.loader import TrainLoader
     from kempner.data.mixture import Mixture
     from kempner.data.source import Source
+    from kempner.lowcomm.replicas import Replicas
     from kempner.model.decoder import Decoder
     from kempner.objective import Objective
     from kempner.parallel.layout import Layout
@@ -115,7 +116,11 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
 
 def open_checkpointer(
-    cfg: RunConfig, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer
+    cfg: RunConfig,
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replicas: Replicas,
 ) -> Checkpointer:
     """Saves and loads the weights, the optimizer's state, and each rank's random state."""
     from kempner.checkpoint.checkpointer import Checkpointer
@@ -124,11 +129,18 @@ def open_checkpointer(
 
     if not cfg.checkpoint.save:
         return Unsaved()
-    state = run_state(model, optimizer)
-    return Checkpointer(cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
+    state = replicas.with_outer(run_state(model, optimizer))
+    parts = (cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
+    if run.world.store is None:
+        return Checkpointer(*parts)
+    from kempner.lowcomm.checkpoints import ReplicaCheckpointer
+
+    return ReplicaCheckpointer(*parts, world=run.world, replicas=replicas)
 
 
-def resume(cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer) -> Progress:
+def resume(
+    cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer, replicas: Replicas
+) -> Progress:
     """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
     model.init_from names. Checkpoints of adapters need these, too."""
     manifest = checkpointer.load()
@@ -137,7 +149,9 @@ def resume(cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointe
         from kempner.hf.load import start_from
 
         run.announce(start_from(model, cfg.model, run.dir))
-    return begin_fork(cfg, run, checkpointer) if forks else Progress.of(manifest).plan(cfg)
+    progress = begin_fork(cfg, run, checkpointer) if forks else Progress.of(manifest).plan(cfg)
+    replicas.begin(progress)
+    return progress
 
 
 def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress:
@@ -145,7 +159,8 @@ def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress
     from kempner.checkpoint.choose import differences
     from kempner.hf.source import FOLDER, carry, run_of
 
-    names = ("model", "optim") if cfg.run.fork_optimizer == "keep" else ("model",)
+    names = tuple(name for name in checkpointer.providers if name != "rng")
+    names = names if cfg.run.fork_optimizer == "keep" else ("model",)
     path, manifest, table = checkpointer.load_from(cfg.run.fork, names)
     if run.world.rank == 0 and (beside := run_of(path) / FOLDER).is_dir():
         carry(beside, run.dir / FOLDER)
@@ -242,14 +257,14 @@ def open_loaders(
     from kempner.data.loader import TrainLoader, val_batches
 
     sources, held_out = open_data(cfg, layout.data_rank == 0)
-    check_batch(cfg.train, layout.data_ranks)
-    micro = micro_batch(cfg.train, layout.data_ranks, cfg.train.sequences)
+    check_batch(cfg.train, layout.shares)
+    micro = micro_batch(cfg.train, layout.shares, cfg.train.sequences)
     loader = TrainLoader(
         sources,
         open_mixture(cfg, sources, progress),
         stages=cfg.train.stages,
-        rank=layout.data_rank,
-        world=layout.data_ranks,
+        rank=layout.share,
+        world=layout.shares,
         micro=micro,
         position=progress.samples,
         step=progress.step,

@@ -31,7 +31,7 @@ class Recorder:
     def __init__(
         self, run: Run, device: torch.device, progress: Progress, loader: TrainLoader
     ) -> None:
-        cfg, world_size = run.cfg.metrics, run.world.size
+        cfg, world_size = run.cfg.metrics, run.world.size * run.world.replicas
         self.run, self.device, self.clock = run, device, Clock()
         self._profiler = Profiler(run.cfg.profile, run.dir, run.world.rank, device, run.announce)
         self.skipped = 0
@@ -74,6 +74,8 @@ class Recorder:
             samples = loader.sample_numbers(result.after.samples - batch, batch)
             self.write({"step": result.step, "not_finite": True, "sample_numbers": samples})
             self.run.announce(f"step {result.step} was not finite: its update is skipped")
+        if "round_loss" in result.values:
+            self.write(_of_round(result))
         last = result.step == self.run.cfg.train.max_steps
         if result.step % self.run.cfg.metrics.log_interval == 0 or last:
             self._line(result, loader)
@@ -165,6 +167,17 @@ def _of_experts(result: StepResult) -> dict[str, float]:
     values = result.values
     found = {name: values[name] for name in ("load_max", "load_min")}
     return {**found, "aux_loss": values["aux_loss_sum"] / max(1.0, values["tokens"])}
+
+
+def _of_round(result: StepResult) -> dict[str, Any]:
+    """What all replicas have in common: see Replicas."""
+    whole = ("round", "replicas", "bytes_sent", "bytes_data_parallel")
+    parts = ("round_loss", "outer_time")
+    return {
+        "step": result.step,
+        **{name: int(result.values[name]) for name in whole},
+        **{name: result.values[name] for name in parts},
+    }
 
 
 def memory_gib(device: torch.device) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kempner import combinations
@@ -14,6 +14,7 @@ from kempner.checkpoint.config import CheckpointConfig
 from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.stages import Stage, ramp_problems, stage_at, stages
+from kempner.lowcomm.config import LowcommConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import OptimizerConfig, ScheduleConfig
@@ -232,6 +233,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    lowcomm: LowcommConfig = field(default_factory=LowcommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
@@ -247,6 +249,19 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         return combinations.problems(self)
+
+    def of_replica(self, number: int) -> RunConfig:
+        """What replica `number` works with. The first one is the run itself; another has a run
+        directory of its own in that of the run."""
+        if number == 0:
+            return self
+        checkpoints = self.checkpoint.dir and f"{self.checkpoint.dir}/replicas/{number}"
+        return replace(
+            self,
+            run=replace(self.run, dir=f"{self.run.dir}/replicas/{number}"),
+            checkpoint=replace(self.checkpoint, dir=checkpoints),
+            trackers=TrackersConfig(),
+        )
 
 
 def check_batch(cfg: TrainConfig, world_size: int) -> None:

@@ -109,9 +109,12 @@ class Run:
         changed = self._record_start(lineage) if self.world.rank == 0 else []
         self._begun = True
         source = f"continues after step {step}" if step else "starts"
+        replica = ""
+        if self.world.replicas > 1:
+            replica = f"of replica {self.world.replica} of {self.world.replicas} "
         self.announce(
             f"run {self.dir} {source}: attempt {self.attempt}, world size {self.world.size} "
-            f"on {', '.join(dict.fromkeys(self.hosts))}, "
+            f"{replica}on {', '.join(dict.fromkeys(self.hosts))}, "
             f"{self.cfg.model.count_parameters():,} parameters"
         )
         for text in changed:
@@ -121,7 +124,7 @@ class Run:
             self.announce(
                 f"the run is complete: {step} of {last} steps; raise train.max_steps to continue"
             )
-        elif self.world.rank == 0:
+        elif self.world.leads:
             self._console.begin(step, last)
         if self.world.rank == 0 and (names := self.cfg.trackers.names):
             self._trackers = Trackers(names, self.dir, self._log.path.parent, self.announce)
@@ -162,9 +165,9 @@ class Run:
         self._log.log(text)
 
     def announce(self, text: str) -> None:
-        """A line in this rank's log, and on rank 0 on the console too."""
+        """A line in this rank's log, and that of the run's first rank on the console too."""
         self.log(text)
-        if self.world.rank == 0:
+        if self.world.leads:
             self._console.emit(text)
 
     def progress(self, step: int) -> None:
@@ -197,6 +200,7 @@ class Run:
             {
                 "run": run_id(self.dir) if self.world.rank == 0 else "",
                 "config_hash": config_hash(self.cfg),
+                "replicas": self.world.replicas,
                 "fixed": {
                     "model": asdict(self.cfg.model),
                     "train": {"seq_len": self.cfg.train.seq_len},

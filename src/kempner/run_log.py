@@ -39,7 +39,7 @@ class RankLog:
         self.background = Background(self.to_stderr)
         if world.rank == 0:
             swap_link(run_dir / "logs" / "latest", f"attempt-{attempt}")
-        else:
+        if not world.leads:
             os.dup2(self.file.fileno(), 1)
             os.dup2(self.file.fileno(), 2)
 

@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -156,8 +156,31 @@ class Job:
 
 def my_jobs() -> dict[str, Job] | None:
     """My jobs in the queue by number, None without an answer."""
-    told = _ask("squeue", "--me", "--noheader", "--format=%i|%T|%L|%r|%S")
+    told = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%L|%r|%S")
     if told is None:
         return None
     fields = (line.split("|") for line in told.splitlines())
     return {job[0]: Job(*job) for job in fields if len(job) == 5}
+
+
+def jobs_named(name: str) -> list[str] | None:
+    """The numbers of my jobs with this name, an array's own, also of those that ended minutes ago;
+    None without an answer."""
+    words = ("--me", "--noheader", "--states=all", f"--name={name}", "--format=%F")
+    told = _ask("squeue", *words)
+    return None if told is None else list(dict.fromkeys(told.split()))
+
+
+def max_array_size() -> int | None:
+    """An array's largest index is under it; None without an answer."""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)
+    return int(found[1]) if found else None
+
+
+def accounted(jobs: Sequence[str]) -> dict[str, str]:
+    """The last state of jobs by Slurm's accounting, by name (12, or 12_3 of an array); what it does
+    not know, or all where there is none, is left out."""
+    words = ("-X", "-P", "-n", "-S", "now-60days", "-j", ",".join(jobs), "-o", "JobID,State")
+    told = _ask("sacct", *words) if jobs else None
+    lines = (line.partition("|") for line in (told or "").splitlines())
+    return {job: state.partition(" ")[0] for job, _, state in lines if state}

@@ -4,12 +4,16 @@ FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the 
 `rank=R` on that rank alone:
 
     kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after)
+    kill at=... signal=SIGTERM              or another signal
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
     fail at=MODULE:FUNCTION:before          that call raises OSError
     nan from=64 to=96                       the loss of these samples is NaN
     ignore from=64 to=96                    every label of these samples is ignored
+    bad_gradient from=64 to=96              a number of a gradient of such a step is NaN
+    digest to=DIR                           what the weights are before each update, by rank
     slow ms=30                              every step waits so long for its data
     slow_forward ms=900                     and every forward of a micro-batch
+    slow_products ms=1                      and every product of a linear layer
     slow_validation ms=30                   and every batch of a validation
 """
 
@@ -17,11 +21,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
+import math
 import os
 import runpy
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,7 +74,8 @@ def at_call(fault: dict[str, str], act: Callable[[], None]) -> None:
 
 
 def kill(fault: dict[str, str]) -> None:
-    at_call(fault, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    number = signal.Signals[fault.get("signal", "SIGKILL")]
+    at_call(fault, lambda: os.kill(os.getpid(), number))
 
 
 def hold(fault: dict[str, str]) -> None:
@@ -110,6 +118,59 @@ def nan(fault: dict[str, str]) -> None:
     change_labels(fault, POISON)
 
 
+def before_update(act: Callable[[Any, int, list[Any]], None]) -> None:
+    """Call act(layout, samples consumed, parameters) when the gradients of a step are there."""
+    from kempner.data.loader import TrainLoader
+    from kempner.parallel.layout import Layout
+
+    following, norm_sq, at = TrainLoader.__next__, Layout.norm_sq, [0]
+
+    def read(self: Any) -> Any:
+        result = following(self)
+        at[0] = self.position
+        return result
+
+    def faulty(self: Any, parameters: Any) -> Any:
+        parameters = list(parameters)
+        act(self, at[0], parameters)
+        return norm_sq(self, parameters)
+
+    TrainLoader.__next__ = read  # type: ignore[method-assign]
+    Layout.norm_sq = faulty  # type: ignore[method-assign]
+
+
+def bad_gradient(fault: dict[str, str]) -> None:
+    """After all sums over ranks: no other rank can see it in its own gradients."""
+
+    def act(_: Any, samples: int, parameters: list[Any]) -> None:
+        from kempner.checkpoint.writer import local
+
+        if int(fault["from"]) < samples <= int(fault["to"]) and strikes(fault):
+            next(g for p in parameters if (g := local(p.grad)).numel()).view(-1)[0] = float("nan")
+
+    before_update(act)
+
+
+def digest(fault: dict[str, str]) -> None:
+    """A line of JSON each: the CRC-32 of each part of a parameter, by the number of that and by
+    what it is a part of."""
+
+    def act(layout: Any, samples: int, parameters: list[Any]) -> None:
+        from kempner.checkpoint.layout import make_table, own_box
+        from kempner.checkpoint.writer import local
+
+        named = {str(i): p.detach() for i, p in enumerate(parameters)}
+        table = make_table(named, {}, math.prod(layout.sizes))
+        found = {
+            f"{name} {own_box(table[name], layout.rank)}": zlib.crc32(local(p).numpy().tobytes())
+            for name, p in named.items()
+        }
+        with Path(fault["to"], f"rank-{layout.rank}.jsonl").open("a") as file:
+            print(json.dumps([samples, found]), file=file)
+
+    before_update(act)
+
+
 def slow(fault: dict[str, str]) -> None:
     from kempner.data import loader
 
@@ -138,6 +199,19 @@ def slow_forward(fault: dict[str, str]) -> None:
     Decoder.forward = forward  # type: ignore[method-assign]
 
 
+def slow_products(fault: dict[str, str]) -> None:
+    from torch import nn
+
+    real = nn.Linear.forward
+
+    def forward(self: Any, x: Any) -> Any:
+        if strikes(fault):
+            time.sleep(float(fault["ms"]) / 1000)
+        return real(self, x)
+
+    nn.Linear.forward = forward  # type: ignore[method-assign]
+
+
 def slow_validation(fault: dict[str, str]) -> None:
     from kempner import evaluate
 
@@ -160,8 +234,11 @@ KINDS = {
     "hold": hold,
     "fail": fail,
     "nan": nan,
+    "bad_gradient": bad_gradient,
+    "digest": digest,
     "slow": slow,
     "slow_forward": slow_forward,
+    "slow_products": slow_products,
     "slow_validation": slow_validation,
 }
 

@@ -31,12 +31,13 @@ LAYERS = (
         "preflight",
         "ray",
     },
-    {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference"},
+    {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference", "lowcomm"},
     {"generate", "load", "combinations", "serve"},
     {"run"},
     {"planner"},
     {"bench"},
     {"configure", "progress", "step", "evaluate"},
+    {"sweep"},
     {"run_directory", "hosts", "run_log", "run_records", "recorder", "inspection", "harness"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -116,6 +117,7 @@ def test_modules_without_torch_stay_without_it() -> None:
         "kempner.trackers.follow", "kempner.trackers.start",
         "kempner.checkpoint.commit", "kempner.data.shards", "kempner.data.dataset",
         "kempner", "kempner.load", "kempner.bench", "kempner.planner.search",
+        "kempner.sweep.submit", "kempner.sweep.look", "kempner.sweep.cost", "kempner.sweep.results",
         *(name for name in MODULES if name.endswith(".config")),
     ]  # fmt: skip
     code = f"import sys, {', '.join(light)}; sys.exit('torch' in sys.modules)"

@@ -22,6 +22,8 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
 
 # shellcheck source-path=SCRIPTDIR source=lib/site.sh
 source "$KP_LIB/site.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/profile.sh
+source "$KP_LIB/profile.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/container.sh
 source "$KP_LIB/container.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/job.sh

@@ -2,17 +2,28 @@
 # --dry-run: what sbatch would be told, the variables that the tasks would see, the srun command. It starts and writes
 # nothing, and where no controller answers it still says all that it can. Sourced by kp_take.
 
-kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS and KP_REQUEST, the options that are sbatch's
+# shellcheck source-path=SCRIPTDIR source=lib/render.sh
+source "$KP_LIB/render.sh"
+
+kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, the options that are sbatch's, KP_SCRIPT
     local word own=${KP_PROGRAM_OPTIONS:-'$'}
-    KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY=''
+    KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT=''
     declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
     for word; do
+        if [[ $KP_SCRIPT == next ]]; then
+            KP_SCRIPT=$word
+            continue
+        fi
         case ${word%%=*} in
-            --dry-run) ;;
+            --dry-run | --submit) ;;
+            --script) [[ $word == *=* ]] && KP_SCRIPT=${word#*=} || KP_SCRIPT=next ;;
             --*.* | [^-]* | '') KP_ARGUMENTS+=("$word") ;; # a name of train.py's has a dot: --train.max_steps=20
             *) [[ ${word%%=*} =~ ^--($own)$ ]] && KP_ARGUMENTS+=("$word") || KP_REQUEST+=("$word") ;;
         esac
     done
+    [[ $KP_SCRIPT != next ]] || kp_die "--script: a file is missing; write --script=FILE"
+    [[ -z $KP_SCRIPT ]] || ! kp_in_job || kp_die "--script: render it outside the job, where the request is known"
+    [[ -z $KP_SCRIPT || $KP_DRY != submit ]] || kp_die "--script: goes with --dry-run, which renders the script"
     while IFS= read -r -d '' word; do KP_BEFORE[${word%%=*}]=${word#*=}; done < <(env -0)
 }
 
@@ -32,7 +43,12 @@ kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later on
         kp_die "--dry-run: write --$name=VALUE as one word"
     kp_dry_check "$name" "$value"
     name=${name//-/_}
-    KP_ASKED[$name]=$value KP_FROM[$name]=$1
+    if [[ ${KP_FROM[$name]:-} == site.d/* ]]; then
+        KP_FROM[$name]="$1 (${KP_FROM[$name]} has ${KP_ASKED[$name]})"
+    else
+        KP_FROM[$name]=$1
+    fi
+    KP_ASKED[$name]=$value
 }
 
 kp_dry_check() { # <option> <value>: stops at a number that is none; what else sbatch refuses, it says itself
@@ -56,8 +72,8 @@ kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variab
     done <"$0"
     for name in "${!SBATCH_@}"; do
         line=${name#SBATCH_} line=${line,,} line=${line//_/-}
-        case $line in timelimit) line='time' ;; array-inx) line=array ;; esac
-        kp_dry_ask "$name" "--$line=${!name}"
+        case $line in timelimit) line='time' ;; array-inx) line=array ;; mem-per-node) line=mem ;; esac
+        kp_dry_ask "$(kp_profile_from "$name")" "--$line=${!name}"
     done
     for line in "${KP_REQUEST[@]}"; do kp_dry_ask "the command line" "$line"; done
 }
@@ -177,5 +193,6 @@ kp_dry_tell() { # says it all, and ends the script
     else
         echo "sbatch --test-only: not asked, because no Slurm controller answers here"
     fi
+    [[ -z $KP_SCRIPT ]] || kp_render "$KP_SCRIPT"
     exit 0
 }

@@ -1,11 +1,14 @@
 # shellcheck shell=bash
 # From the script's arguments to the running ranks: the check of the configuration, the banner, srun.
 
-kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.py; --dry-run: see dry_run.sh
+kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.py; --dry-run, --submit: see dry_run.sh
     local word options='--(nodes|nodelist|ntasks.*|gpus.*|gres|cpus-per-.*|mem|partition|account|qos|time)|-[NnptAqcG]'
     KP_ARGUMENTS=("$@")
     for word; do
-        [[ $word != --dry-run ]] || KP_DRY=1
+        case $word in
+            --dry-run) KP_DRY=1 ;;
+            --submit) KP_DRY=submit ;;
+        esac
     done
     if [[ -n $KP_DRY ]]; then
         # shellcheck source-path=SCRIPTDIR source=lib/dry_run.sh
@@ -19,6 +22,14 @@ kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.p
     fi
     ((${#KP_ARGUMENTS[@]} > 0)) ||
         kp_die "no configuration given: name one after the script, such as configs/train/debug.toml"
+    [[ ${KP_ARGUMENTS[0]} != @* || $KP_DRY == submit ]] || kp_take_line "${KP_ARGUMENTS[0]#@}"
+}
+
+kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the first argument
+    local line=() task=${SLURM_ARRAY_TASK_ID:-0}
+    mapfile -t -s "$task" -n 1 line <"$1" || kp_die "@$1 cannot be read: name a file with a configuration on each line"
+    [[ -n ${line[0]:-} ]] || kp_die "@$1 has no line for task $task: sbatch --array=0-N, with N+1 lines"
+    KP_ARGUMENTS[0]=${line[0]}
 }
 
 kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_RUN_DIR,
@@ -69,6 +80,7 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
         "time limit $(kp_field TimeLimit)"
     kp_log "nodes ${nodes[*]}: $KP_NODES x $KP_TASKS = world size $((KP_NODES * KP_TASKS)), $what, $KP_CPUS CPU(s) each"
     kp_log "master ${nodes[0]} (${KEMPNER_PEERS%% *})"
+    kp_profile_note
 
     if kp_is_batch; then # this is the first node
         bash "$KP_LIB/task.sh"

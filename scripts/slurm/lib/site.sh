@@ -14,6 +14,7 @@ kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads si
 
 kp_begin() { # sets KP_ROOT and the names of this attempt; reads site.env
     KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
+    [[ $KP_DRY != submit ]] || { kp_read_site && kp_submit; }
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
     KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
@@ -41,7 +42,12 @@ kp_allocator() { # exports PyTorch's allocator settings, unless the user has
 }
 
 kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is exported
-    local file=${KEMPNER_SITE:-$KP_ROOT/site.env}
+    local file=${KEMPNER_SITE:-$KP_ROOT/site.env} profile
+    profile=$(kp_profile_file)
+    if [[ -n $profile ]]; then
+        kp_read_profile "$profile"
+        return
+    fi
     if [[ ! -r $file ]]; then
         [[ -z ${KEMPNER_SITE:-} ]] || kp_die "KEMPNER_SITE=$file cannot be read: correct or unset it"
         return 0

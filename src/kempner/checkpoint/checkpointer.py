@@ -244,8 +244,9 @@ class Checkpointer:
 
     # --- loading ---
 
-    def load(self) -> dict[str, Any] | None:
-        """Load the best checkpoint there is; returns its manifest, None when there is none.
+    def load(self, only: int | None = None) -> dict[str, Any] | None:
+        """Load the best checkpoint there is, or the one of step `only`; returns its manifest, None
+        when there is none.
 
         Rank 0 chooses. A checkpoint that proves to be damaged is set aside for the one before; any
         other error ends the attempt and leaves it alone. Raises ConfigError when a checkpoint does
@@ -257,7 +258,7 @@ class Checkpointer:
         futures.wait([self._pruning] if self._pruning else [])
         if left := self._ranks.on_first(lambda: commit.clean(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(left)}")
-        while choice := self._ranks.on_first(lambda: best(self.root, self.about, self.log)):
+        while choice := self._ranks.on_first(lambda: best(self.root, self.about, self.log, only)):
             path = choice[0]
             try:
                 with commit.reading(path) if self.rank == 0 else contextlib.nullcontext():

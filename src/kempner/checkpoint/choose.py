@@ -37,14 +37,18 @@ MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
 Choice = tuple[Path, dict[str, Any], Table]
 
 
-def best(root: Path, about: dict[str, Any], log: Callable[[str], None]) -> Choice | None:
+def best(
+    root: Path, about: dict[str, Any], log: Callable[[str], None], only: int | None = None
+) -> Choice | None:
     """The first checkpoint that is not damaged, with its manifest and table; None when there is
-    none at all. `about`: facts of this run, see Checkpointer.
+    none at all. `about`: facts of this run, see Checkpointer. `only`: the one of this step.
 
     A damaged one is set aside. Raises ConfigError when the checkpoint does not fit this run or this
     version, RuntimeError when all have been set aside.
     """
     for path in commit.complete(root):
+        if only is not None and path.name != commit.name_of(only):
+            continue
         try:
             manifest = commit.read_manifest(path)
             check(path, manifest, about)
@@ -53,7 +57,7 @@ def best(root: Path, about: dict[str, Any], log: Callable[[str], None]) -> Choic
             set_aside(path, error, log)
             continue
         return path, with_skip(path, manifest), table
-    if aside := sorted(path.name for path in root.glob("step_*.corrupt*")):
+    if only is None and (aside := sorted(path.name for path in root.glob("step_*.corrupt*"))):
         raise RuntimeError(
             f"no checkpoint in {root} can be loaded; set aside are {', '.join(aside)} (the log "
             "says why). Repair one and rename it back, or start over with another run.dir"

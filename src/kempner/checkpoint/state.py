@@ -111,7 +111,7 @@ class OptimizerState:
         """An optimizer that trains what it publishes goes on from the published weights."""
         trained = {p: state.pop(WEIGHT, None) for p, state in self.optimizer.state.items()}
         for p in averaging_of(self.optimizer):
-            if (weight := trained[p]) is not None:
+            if (weight := trained.get(p)) is not None:
                 p.copy_(weight)
 
 

@@ -13,7 +13,7 @@ class Unsaved(Checkpointer):
     def __init__(self) -> None:
         self.saved_step, self.failed_saves, self.seconds = -1, 0, None
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, only: int | None = None) -> dict[str, Any] | None:
         return None
 
     def save(self, step: int, position: dict[str, Any]) -> None:

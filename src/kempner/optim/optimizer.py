@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +82,8 @@ class Optimizer(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    # Parameters of which other weights are published than these, by somebody else's decision.
+    published: Mapping[Tensor, Callable[[], Tensor]] = {}
 
     def __init__(
         self, groups: list[Group], averages: torch.dtype = torch.float32, offload: bool = False
@@ -228,8 +230,8 @@ class Optimizer(torch.optim.Optimizer):
             self._stream.synchronize()
 
     def averaging(self) -> dict[Tensor, Callable[[], Tensor]]:
-        """The parameters of which an average is published, and what computes it."""
-        return {
+        """The parameters of which other weights are published, and what computes them."""
+        return dict(self.published) | {
             p: functools.partial(self._average, p, group)
             for group in self.param_groups
             for p in group["params"]

@@ -101,6 +101,9 @@ class Layout:
     mesh: DeviceMesh  # of the weights, over all ranks: pp, replicate, fsdp, tp, where over 1
     cp_mesh: DeviceMesh | None = None  # the same ranks, with an axis cp; None: cp is 1
     ep_mesh: DeviceMesh | None = None  # pp, replicate, fsdp, ep, tp; None: ep is 1
+    # The replica of lowcomm/ that all of this is about, and how many there are.
+    replica: int = 0
+    replicas: int = 1
 
     @property
     def at(self) -> Axes:
@@ -115,7 +118,7 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch is this rank's. Ranks that share a copy of the weights are
+        """Which share of a batch is this rank's. Ranks that share a copy of the weights are
         neighbours, and read different samples all the same; those along pp, cp and tp read the
         same ones."""
         return self.at.replicate * self.sizes.shard + self.at.shard
@@ -123,6 +126,15 @@ class Layout:
     @property
     def data_ranks(self) -> int:
         return self.sizes.data_ranks
+
+    @property
+    def share(self) -> int:
+        """The same among all replicas: which share of a global batch this rank trains on."""
+        return self.replica * self.data_ranks + self.data_rank
+
+    @property
+    def shares(self) -> int:
+        return self.replicas * self.data_ranks
 
     # --- Meshes; None: of one rank ---
 
@@ -158,6 +170,11 @@ class Layout:
     def groups(self) -> list[dist.ProcessGroup]:
         meshes = (self.mesh, self.cp_mesh, self.ep_mesh)
         return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+
+    @property
+    def blocks_apart(self) -> bool:
+        """Whether no rank waits for another within a block, once its weights are there."""
+        return self.sizes.tp * self.sizes.cp == 1 and self.ep_mesh is None
 
     # --- Sums ---
 
@@ -225,13 +242,17 @@ def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def build_layout(
-    cfg: DistributedConfig, world_size: int, per_node: int, device_type: str
+    cfg: DistributedConfig,
+    world_size: int,
+    per_node: int,
+    device_type: str,
+    replica: tuple[int, int] = (0, 1),
 ) -> Layout:
     """The meshes over all ranks; neighbours in rank are neighbours along tp, then cp, then shard.
 
     The axes of the weights have one mesh, and shard x cp is one axis of it: fully_shard composes
     only what comes from one mesh, and an axis made by flattening two cannot be cut out of it
-    together with others.
+    together with others. `replica`: the number of this one, and how many there are.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -249,4 +270,4 @@ def build_layout(
     experts = (
         mesh({**outer, FSDP: shard * cp // cfg.ep, EP: cfg.ep, TP: tp}) if cfg.ep > 1 else None
     )
-    return Layout(found, dist.get_rank(), weights, sequences, experts)
+    return Layout(found, dist.get_rank(), weights, sequences, experts, *replica)

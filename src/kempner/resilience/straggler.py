@@ -2,7 +2,9 @@
 
 In a step every rank takes as long as the slowest, because each collective waits for it. So only
 time between collectives is compared: the forward of one block, whose weights are already gathered,
-scaled to all of them, and the wait for data.
+scaled to all of them, and the wait for data. Where ranks wait for each other within a block, too
+(tensor, context and expert parallelism), it is that of the one product in it that comes after all
+of its siblings, and waits for nobody.
 
 Every WINDOW steps each rank puts its median work into the step's all-reduce; from the sum it knows
 the mean of the others and how much slower it is itself. A second reduction, of one number, keeps
@@ -31,13 +33,17 @@ RANKS = 1 << 20  # more than any world has; a ratio and a rank travel as ratio *
 class BlockClock:
     """Seconds of this rank's own work in a step, from the forward of the model's first block."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, apart: bool = True) -> None:
         """`model` has `blocks`. Of one that is compiled as a whole it is the model's own forward: a
-        hook within would cut its graph in two."""
+        hook within would cut its graph in two. `apart`: no rank waits for another within a block.
+        Otherwise a block that is not compiled has the product `attention.wv`."""
         assert isinstance(model.blocks, nn.ModuleList)
         whole = model._compiled_call_impl is not None
         clocked = model if whole else model.blocks[0]
-        self._scale = WORK_PER_FORWARD * (1 if whole else len(model.blocks))
+        self._scale = WORK_PER_FORWARD * (1.0 if whole else len(model.blocks))
+        if not apart and clocked._compiled_call_impl is None:
+            block, clocked = clocked, clocked.get_submodule("attention.wv")
+            self._scale *= _weights(block, model) / _weights(clocked, model)
         self._cuda = device.type == "cuda"
         self._began: float | torch.Event = 0.0
         self._spans: list[tuple[Any, Any]] = []
@@ -70,6 +76,13 @@ class BlockClock:
         ended = [span for span in self._spans if not self._cuda or span[1].query()]
         self._spans = self._spans[len(ended) :]  # a stream ends them in their order
         return self._scale * sum(_seconds(*span) for span in ended)
+
+
+def _weights(module: nn.Module, model: Any) -> float:
+    """How many multiply a token: of the experts [E, ...] those that it goes to."""
+    chosen = model.cfg.experts_per_token
+    sizes = (p.numel() / (len(p) / chosen if p.ndim == 3 else 1) for p in module.parameters())
+    return sum(sizes)
 
 
 def _seconds(began: Any, ended: Any) -> float:

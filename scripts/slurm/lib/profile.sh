@@ -1,0 +1,65 @@
+# shellcheck shell=bash
+# Resource profiles, site.d/NAME.env: KEMPNER_SITE=NAME. What is set already wins over a profile.
+
+declare -A KP_OVERRULED=() # what the profile says and the environment does, too: the profile's value
+KP_PROFILE=''              # the profile that was read, site.d/NAME.env
+
+# Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a word.
+KP_SBATCH='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER|CORE_SPEC|CPUS_PER_GPU'
+KP_SBATCH+='|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT'
+KP_SBATCH+='|JOB_NAME|MEM_BIND|MEM_PER_CPU|MEM_PER_GPU|MEM_PER_NODE|NETWORK|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT'
+KP_SBATCH+='|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
+KP_SBATCH+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
+
+kp_profile_file() { # the profile that KEMPNER_SITE names, or nothing: a file of that name goes first
+    [[ -z ${KEMPNER_SITE:-} || $KEMPNER_SITE == */* || -r $KEMPNER_SITE ]] || echo "site.d/$KEMPNER_SITE.env"
+}
+
+kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRULED
+    local name assigned=() pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
+    local -A kept=()
+    [[ -r $KP_ROOT/$1 ]] ||
+        kp_die "KEMPNER_SITE=$KEMPNER_SITE: there is no $1; there is: $(kp_profiles). Give one of them, or a path"
+    mapfile -t assigned < <(sed -nE "$pattern" "$KP_ROOT/$1")
+    for name in "${assigned[@]}"; do
+        [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($KP_SBATCH)$ ]] ||
+            kp_die "$1: sbatch reads no $name: correct it, or give the option on its command line"
+        [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name} # paths are added to, not replaced
+    done
+    kp_source "$KP_ROOT/$1"
+    KP_PROFILE=$1
+    for name in "${!kept[@]}"; do
+        [[ ${!name} == "${kept[$name]}" ]] || KP_OVERRULED[$name]=${!name}
+        export "$name=${kept[$name]}"
+    done
+}
+
+kp_profiles() { # their names
+    basename -s .env -- "$KP_ROOT"/site.d/*.env | paste -sd' '
+}
+
+kp_profile_from() { # <SBATCH_ variable>: where its value comes from, for --dry-run
+    local name pattern="^[[:space:]]*(export[[:space:]]+)?$1="
+    if [[ -n ${KP_OVERRULED[$1]+set} ]]; then
+        echo "$1 ($KP_PROFILE has ${KP_OVERRULED[$1]})"
+    elif [[ -n $KP_PROFILE ]] && grep -qE "$pattern" "$KP_ROOT/$KP_PROFILE"; then
+        echo "$KP_PROFILE"
+    else
+        echo "$1"
+    fi
+}
+
+kp_profile_note() { # says where the job differs from the profile: sbatch itself reads none
+    local name have want
+    [[ -n $KP_PROFILE ]] || return 0
+    for name in Partition Account QOS; do
+        want=SBATCH_${name^^} have=$(kp_field "$name")
+        want=${KP_OVERRULED[$want]:-${!want:-}}
+        [[ -z $want || -z $have || ,$want, == *",$have,"* ]] ||
+            kp_log "note: the job has $name=$have, and $KP_PROFILE $want (sbatch reads no profile: see --submit)"
+    done
+}
+
+kp_submit() { # --submit: sbatch with the profile, or with site.env, in its environment
+    exec sbatch "${KP_REQUEST[@]}" "$0" "${KP_ARGUMENTS[@]}"
+}

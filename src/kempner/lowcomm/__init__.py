@@ -1,0 +1,1 @@
+"""Low-communication training: replicas that meet once in many steps (DiLoCo, MuLoCo)."""

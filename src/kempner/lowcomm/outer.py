@@ -1,0 +1,238 @@
+"""The outer optimizer: what replicas do with the weights that each of them has trained alone.
+
+DiLoCo (arXiv:2311.08105): every replica starts a round at the same anchor and takes H steps of its
+own. d = anchor - weights, its mean over the replicas is the gradient of a step of SGD with Nesterov
+momentum on the anchor, and the replicas go on from there. Streaming DiLoCo (arXiv:2501.18512): the
+same for one fragment of the layers after another, each once in H steps; what is sent arrives tau
+steps later, while the replicas train on, and a replica keeps alpha of its own weights.
+
+Everything here works on the part of each parameter that this rank has, so anchors and momentum are
+cut as FSDP cuts the parameters, and rank i of a replica talks to rank i of the others alone. How
+they talk is not known here: see Exchange.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint.layout import StoredTensor
+from kempner.lowcomm.compress import Raw, codec_of, is_raw
+from kempner.lowcomm.config import LowcommConfig
+from kempner.optim.optimizer import as_part_of, local
+
+Decode = Callable[[Tensor], Tensor]
+
+
+class Handle(Protocol):
+    """An exchange on its way."""
+
+    def wait(self) -> Tensor:
+        """The mean over the replicas that contributed, fp32 [n], equal on all of them bit for
+        bit."""
+
+
+class Exchange(Protocol):
+    """How this rank talks to the same rank of the other replicas."""
+
+    sent: int
+    """Bytes so far, without the headers of the network."""
+
+    def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
+        """Send, and return at once. All replicas start the same names in the same order; a name is
+        used once, and tells a replica that comes late which exchange it has missed. `ours` belongs
+        to the exchange from now on, which may send it again when a replica is lost.
+
+        Without `decode` ours is fp32 [n], and may be summed on the way. With it ours is uint8 [b]:
+        the bytes of all contributors are gathered, and decode() makes fp32 [n] of each, which are
+        summed in the order of the replicas.
+        """
+        ...
+
+
+class Alone:
+    """The exchange of a single replica."""
+
+    sent = 0
+
+    def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
+        return Arrived(ours if decode is None else decode(ours))
+
+
+class Arrived:
+    def __init__(self, mean: Tensor) -> None:
+        self._mean = mean
+
+    def wait(self) -> Tensor:
+        return self._mean
+
+
+class Fragment:
+    """Parameters that are averaged at once, with their anchors and momenta. Lists are parallel;
+    all tensors are this rank's part, fp32."""
+
+    def __init__(self, named: Mapping[str, Tensor], cfg: LowcommConfig) -> None:
+        self.cfg, self.names, self.parameters = cfg, list(named), list(named.values())
+        self.anchors = [self._copy(p) for p in self.parameters]
+        self.momenta = [torch.zeros_like(x) for x in self.anchors] if cfg.momentum else []
+        codec, raw = codec_of(cfg), Raw()
+        self._codecs = [raw if is_raw(n, p.ndim, cfg) else codec for n, p in named.items()]
+        self.errors = {  # of the compression, by the parameter's place in the lists
+            i: torch.zeros_like(anchor)
+            for i, anchor in enumerate(self.anchors)
+            if cfg.feedback and self._codecs[i] is not raw
+        }
+        self._shapes = [matrix(anchor.shape) for anchor in self.anchors]
+        self._sizes = [c.size(*s) for c, s in zip(self._codecs, self._shapes, strict=True)]
+        self._counts = [anchor.numel() for anchor in self.anchors]
+        self._handle: Handle | None = None
+
+    @staticmethod
+    def _copy(p: Tensor) -> Tensor:
+        return local(p.detach()).to(torch.float32, copy=True)
+
+    def begin(self) -> None:
+        """The weights are the anchors: at a start, and after a checkpoint has been loaded."""
+        for anchor, p in zip(self.anchors, self.parameters, strict=True):
+            anchor.copy_(local(p.detach()))
+
+    def send(self, exchange: Exchange, name: str) -> None:
+        """Start to exchange what the replicas have changed. A number that is not finite counts as
+        unchanged: this replica alone would spoil the weights of all."""
+        changes = []
+        for i, (anchor, p) in enumerate(zip(self.anchors, self.parameters, strict=True)):
+            d = anchor - local(p.detach())
+            d = torch.where(torch.isfinite(d), d, 0.0)
+            if i in self.errors:
+                d = self.errors[i].mul_(self.cfg.feedback).add_(d)
+            changes.append(d)
+        if self.cfg.compress == "none":
+            ours = torch.cat([d.flatten() for d in changes])
+            self._handle = exchange.start(ours, name)
+            return
+        parts = zip(self._codecs, self._shapes, changes, strict=True)
+        codes = [codec.encode(d.reshape(shape)) for codec, shape, d in parts]
+        for i, error in self.errors.items():  # `changes` holds these very tensors
+            sent = self._codecs[i].decode(codes[i], *self._shapes[i])
+            error.sub_(sent.view_as(error))
+        self._handle = exchange.start(torch.cat(codes), name, self._decode)
+
+    def _decode(self, data: Tensor) -> Tensor:
+        parts = zip(self._codecs, torch.split(data, self._sizes), self._shapes, strict=True)
+        return torch.cat([codec.decode(codes, *s).flatten() for codec, codes, s in parts])
+
+    def receive(self) -> None:
+        """Wait for the mean, move the anchors, and let the weights follow.
+
+        u = mu u + d; anchor -= lr (d + mu u): the learning rate outside of the momentum, so that it
+        may change from round to round.
+        """
+        assert self._handle is not None, "nothing was sent"
+        mean, self._handle = self._handle.wait(), None
+        lr, mu, alpha = self.cfg.lr, self.cfg.momentum, self.cfg.alpha
+        for i, part in enumerate(torch.split(mean, self._counts)):
+            anchor, weights = self.anchors[i], local(self.parameters[i].detach())
+            d = part.view_as(anchor)
+            if mu:
+                u = self.momenta[i].mul_(mu).add_(d)
+                d = d + mu * u
+            anchor.sub_(d, alpha=lr)
+            if alpha:
+                mixed = anchor + alpha * (weights - anchor)
+                weights.copy_(torch.where(torch.isfinite(mixed), mixed, anchor))
+            else:
+                weights.copy_(anchor)
+
+
+class Outer:
+    """The fragments of a model, and when each of them leaves and arrives."""
+
+    def __init__(self, cfg: LowcommConfig, named: Mapping[str, Tensor], exchange: Exchange) -> None:
+        """`named`: the parameters that are trained."""
+        self.cfg, self.exchange = cfg, exchange
+        parts: list[dict[str, Tensor]] = [{} for _ in range(cfg.fragments)]
+        for name, p in named.items():
+            parts[fragment_of(name, cfg.fragments)][name] = p
+        self.fragments = [Fragment(part, cfg) for part in parts]
+        self.turn_steps = cfg.interval // cfg.fragments
+
+    @property
+    def apart(self) -> bool:
+        """Whether a replica's weights are others than the anchors at the end of a round, too."""
+        return self.cfg.fragments > 1 or self.cfg.alpha > 0
+
+    def begin(self) -> None:
+        for fragment in self.fragments:
+            fragment.begin()
+
+    def published(self) -> dict[Tensor, Callable[[], Tensor]]:
+        """For each parameter what gives its anchor: what is evaluated, saved and continued."""
+        return {
+            p: partial(as_part_of, p, anchor)
+            for fragment in self.fragments
+            for p, anchor in zip(fragment.parameters, fragment.anchors, strict=True)
+        }
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """The weights of `step` steps are there: turn t is that of fragment t mod P; it ends with
+        step (t + 1) H / P, and what it brings has left tau steps before. At the end of a round
+        nothing is on its way."""
+        turn, rest = divmod(step + self.cfg.tau, self.turn_steps)
+        if rest == 0 and turn:
+            fragment = self.fragments[(turn - 1) % len(self.fragments)]
+            fragment.send(self.exchange, f"turn {turn - 1}")
+        turn, rest = divmod(step, self.turn_steps)
+        if rest == 0:
+            self.fragments[(turn - 1) % len(self.fragments)].receive()
+
+
+def fragment_of(name: str, fragments: int) -> int:
+    """Every P-th block; the embedding with the first, the final norm and the output with the
+    last."""
+    if found := re.match(r"blocks\.(\d+)\.", name):
+        return int(found[1]) % fragments
+    return 0 if "embed" in name else fragments - 1
+
+
+def matrix(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of a parameter, or of a part of it: a vector is one row."""
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+class OuterState:
+    """For checkpoints: momentum, which all replicas have alike, and this replica's errors of the
+    compression. The anchors are the weights that the model's own provider saves."""
+
+    per_rank = False
+
+    def __init__(self, outer: Outer) -> None:
+        self.outer = outer
+        self.loaded = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for fragment in self.outer.fragments:
+            for i, name in enumerate(fragment.names):
+                for key, values in (("momentum", dict(enumerate(fragment.momenta))),
+                                    ("error", fragment.errors)):  # fmt: skip
+                    if i in values:
+                        found[f"{name}.{key}"] = as_part_of(fragment.parameters[i], values[i])
+        return found
+
+    def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """What is not stored begins with 0: the checkpoint may be that of a run without replicas,
+        or with another outer optimizer."""
+        return {name: tensor for name, tensor in self.tensors().items() if name in stored}
+
+    def restored(self) -> None:
+        """Comes after the model's provider, which has the anchors, and before the optimizer's,
+        which may have other weights to go on from."""
+        self.loaded = True
+        self.outer.begin()

@@ -1,0 +1,148 @@
+"""The replicas as the trainer sees them: one call after each step.
+
+A replica is a world of its own: its ranks have a default process group, a layout, a run directory
+and checkpoints as those of any run. What replicas say to each other is here: the outer steps, and
+once a round what has been asked of any of them, so that all of them save or stop at the same step.
+In between none waits for another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kempner.checkpoint.state import StateProvider
+from kempner.lowcomm.outer import Alone, Exchange, Handle, Outer, OuterState
+from kempner.optim.build import build_optimizer
+from kempner.optim.optimizer import Optimizer
+from kempner.parallel.build import parameter_names
+from kempner.resilience.requests import FLAGS
+
+if TYPE_CHECKING:
+    from kempner.process_group import World
+    from kempner.progress import Progress
+    from kempner.run import RunConfig
+
+Numbers = dict[str, Tensor]
+SHARED = (*FLAGS, "loss_sum", "tokens")  # of a step's numbers, what all replicas want to know
+
+
+class Replicas:
+    """Of a run without them: one model that nobody else trains."""
+
+    patience = 1.0
+    """Of the steps that a request to leave waits for, as a multiple of those of a plain run."""
+
+    def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
+        """The providers of a checkpoint, from those of a plain run."""
+        return state
+
+    def begin(self, progress: Progress) -> None:
+        """The weights are loaded, or made."""
+
+    def after_step(self, step: int, numbers: Numbers) -> Numbers:
+        """The weights of `step` steps are there; `numbers`: of this step and this replica, fp64 []
+        each. Returns what the host is told."""
+        return numbers
+
+    def may_go_back(self, progress: Progress) -> bool:
+        """Whether steps that were not finite may lead back to the last checkpoint: once."""
+        return not progress.skip
+
+    def forget_errors(self) -> None:
+        """Of the compression: this replica goes on with another one's state."""
+
+
+class LowcommReplicas(Replicas):
+    """What is asked of a replica waits for the agreement of all. It begins before the last step of
+    a round, and ends with it or, in rounds of at least three steps, one step later, when it has
+    come by itself. The host reads it at the end of the round."""
+
+    def __init__(
+        self, cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter], exchange: Exchange
+    ) -> None:
+        self.cfg, self.world, self.exchange = cfg.lowcomm, world, exchange
+        self.outer = Outer(cfg.lowcomm, named, exchange)
+        self.patience = 1 + cfg.lowcomm.interval / 3  # time_to_leave() counts three steps
+        self._state = OuterState(self.outer)
+        self._asked: Handle | None = None
+        self._sums: Tensor | None = None
+        self._waited = 0.0
+        self._sent = 0
+        self._loss: Tensor
+        ring = 2 * (world.replicas - 1) / world.replicas * 4  # bytes for each number, fp32
+        numbers = sum(a.numel() for f in self.outer.fragments for a in f.anchors)
+        self._data_parallel = ring * numbers * world.size  # bytes a step
+
+    def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
+        """Between the model, which has the anchors, and the optimizer, which may have other
+        weights."""
+        return {"model": state["model"], "outer": self._state, **state}
+
+    def begin(self, progress: Progress) -> None:
+        if not self._state.loaded:
+            self.outer.begin()
+
+    def may_go_back(self, progress: Progress) -> bool:
+        """The others would wait for a replica that goes back alone."""
+        return self.world.replicas == 1 and super().may_go_back(progress)
+
+    def forget_errors(self) -> None:
+        for fragment in self.outer.fragments:
+            for error in fragment.errors.values():
+                error.zero_()
+
+    def after_step(self, step: int, numbers: Numbers) -> Numbers:
+        began = time.monotonic()
+        self.outer.after_step(step)
+        rounds, left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
+        shared = torch.stack([numbers[name] for name in SHARED])
+        self._sums = shared if self._sums is None else self._sums + shared
+        if left == min(2 if rounds > 2 else 1, rounds - 1):
+            self._asked = self.exchange.start(self._sums.float(), f"numbers {step}")
+            self._sums = None
+        zero = torch.zeros_like(shared[0])
+        # No step is left in its middle: the other replicas would wait for it.
+        told = {**numbers, **dict.fromkeys(FLAGS, zero), "step_time": zero}
+        if left == min(1, rounds - 1) and self._asked is not None:
+            mean, self._asked = self._asked.wait().double(), None
+            found = dict(zip(SHARED, mean.unbind(), strict=True))
+            self._loss = found.pop("loss_sum") / found.pop("tokens")
+            told |= found
+        self._waited += time.monotonic() - began
+        return told if left else {**told, **self._facts(step)}
+
+    def _facts(self, step: int) -> Numbers:
+        """Of a round, at its end. The loss is the mean over all replicas, in the steps between two
+        agreements."""
+        facts = {
+            "round": step // self.cfg.interval,
+            "replicas": self.world.replicas,
+            "bytes_sent": (self.exchange.sent - self._sent) * self.world.size,
+            "bytes_data_parallel": self._data_parallel * self.cfg.interval,
+            "outer_time": self._waited,
+        }
+        self._sent, self._waited = self.exchange.sent, 0.0
+        place = self._loss
+        return {"round_loss": place, **{k: torch.full_like(place, v) for k, v in facts.items()}}
+
+
+def open_replicas(cfg: RunConfig, world: World, model: nn.Module) -> tuple[Optimizer, Replicas]:
+    """The optimizer of this replica, and what it has to do with the others."""
+    optimizer = build_optimizer(model, cfg.optimizer)
+    if not cfg.lowcomm.on:
+        return optimizer, Replicas()
+    named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
+    exchange: Exchange = Alone()
+    if world.store is not None:
+        from kempner.lowcomm.mesh import MeshExchange
+
+        exchange = MeshExchange(world, next(iter(named.values())).device)
+    replicas = LowcommReplicas(cfg, world, named, exchange)
+    if replicas.outer.apart:
+        optimizer.published = replicas.outer.published()
+    return optimizer, replicas

@@ -1,0 +1,78 @@
+"""The values of an axis: a list, a range, or draws. No torch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from kempner.config.values import shown
+
+LARGEST = 10_000  # points, or values of an axis
+
+
+def grid(spec: Any) -> list[Any]:
+    """The values of `[1, 2]` or `{log = [1e-4, 1e-2], count = 5}`. Raises ValueError."""
+    if isinstance(spec, list):
+        if not spec:
+            raise ValueError("has no values; give one, or leave it out")
+        if len({shown(value) for value in spec}) < len(spec):
+            raise ValueError("has a value twice; leave one of them out")
+        return spec
+    ends = _range(spec, {"count"})
+    count = spec["count"]
+    if type(count) is not int or not 2 <= count <= LARGEST:
+        raise ValueError(f"count = {shown(count)}: must be 2 to {LARGEST:,}")
+    return [_between(spec, ends, i / (count - 1)) for i in range(count)]
+
+
+def draws(axes: Mapping[str, Any], samples: Any, seed: Any) -> list[dict[str, Any]]:
+    """So many times one value of each axis. Its own generator for each draw and axis: more samples,
+    or another axis, leave the other values as they are. Raises ValueError."""
+    for key, value, least in (("samples", samples, 1), ("seed", seed, 0)):
+        if type(value) is not int or not least <= value <= 2**31:
+            raise ValueError(f"{key} = {shown(value)}: must be a whole number, at least {least}")
+    if samples > LARGEST:
+        raise ValueError(f"samples = {samples}: at most {LARGEST:,}")
+    ranges = {}
+    for name, spec in axes.items():
+        try:
+            ranges[name] = None if isinstance(spec, list) else _range(spec, set())
+        except ValueError as error:
+            raise ValueError(f"{name} = {shown(spec)}: {error}") from None
+        if spec == []:
+            raise ValueError(f"{name}: has no values; give one, or leave it out")
+
+    def draw(name: str, number: int) -> Any:
+        part, ends = random.Random(f"{seed} {number} {name}").random(), ranges[name]
+        spec = axes[name]
+        return spec[int(part * len(spec))] if ends is None else _between(spec, ends, part)
+
+    return [{name: draw(name, number) for name in axes} for number in range(samples)]
+
+
+def _range(spec: Any, more: set[str]) -> tuple[float, float]:
+    form = "a list, or {log = [LOW, HIGH]" + "".join(f", {key} = N" for key in more) + "}"
+    kinds = {"log", "linear"} & spec.keys() if isinstance(spec, dict) else set()
+    if len(kinds) != 1 or spec.keys() - {"log", "linear"} != more:
+        raise ValueError(f"must be {form} (or linear for log)")
+    kind = kinds.pop()
+    ends = spec[kind]
+    sound = isinstance(ends, list) and len(ends) == 2
+    sound = sound and all(type(end) in (int, float) and math.isfinite(end) for end in ends)
+    if not sound or not ends[0] < ends[1] or (kind == "log" and ends[0] <= 0):
+        over = " over 0" if kind == "log" else ""
+        raise ValueError(f"{kind} = {shown(ends)}: must be [LOW, HIGH]{over}")
+    return ends[0], ends[1]
+
+
+def _between(spec: Mapping[str, Any], ends: tuple[float, float], part: float) -> int | float:
+    """The value at `part` of the way; whole where both ends are, with linear."""
+    low, high = ends
+    if "linear" in spec:
+        value = low + (high - low) * part
+        return round(value) if isinstance(low, int) and isinstance(high, int) else value
+    if part in (0.0, 1.0):
+        return high if part else low
+    return float(f"{low * (high / low) ** part:.6g}")

@@ -1,0 +1,149 @@
+"""The formulas of a sweep: arithmetic, comparisons, and/or/not, a few functions, names. No torch.
+
+Python's own parser reads them, and a whitelist of node types says what is allowed: an expression
+can look up a value and compute, and nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kempner.config.values import did_you_mean, shown
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "round": round,
+    "min": min,
+    "max": max,
+    "log": math.log,
+    "sqrt": math.sqrt,
+}
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    # Of ints it could take all of the memory: 9 ** 9 ** 9 ** 9.
+    ast.Pow: lambda base, exponent: math.pow(base, exponent),
+    ast.USub: operator.neg,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+ALLOWED = (
+    "an expression has numbers, strings, names, + - * / // % **, comparisons, and, or, not, and "
+    + ", ".join(FUNCTIONS)
+)
+
+
+class ExpressionError(ValueError):
+    """What is wrong with an expression, or why it has no value; says what to do."""
+
+
+class Expression:
+    """One expression, checked when it is made. `names`: what it looks up."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.names: set[str] = set()
+        try:
+            self._tree = ast.parse(text.strip(), mode="eval").body
+            self._check(self._tree)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            if isinstance(error, ExpressionError):
+                raise
+            what = error.msg if isinstance(error, SyntaxError) else str(error)
+            raise ExpressionError(f"{shown(text)} is no expression: {what}") from None
+
+    def value(self, values: Mapping[str, Any]) -> Any:
+        """Its value, with those of its names; raises ExpressionError where it has none."""
+        unknown = sorted(self.names - values.keys())
+        if unknown:
+            near = did_you_mean(unknown[0], [*values, *FUNCTIONS])
+            raise ExpressionError(f"{shown(self.text)}: there is no {unknown[0]}{near}")
+        try:
+            found = _value(self._tree, values)
+        except (ArithmeticError, ValueError, TypeError) as error:
+            unset = [name for name in sorted(self.names) if values[name] is None]
+            why = f"{unset[0]} is none" if unset else str(error)
+            raise ExpressionError(f"{shown(self.text)} has no value: {why}") from None
+        if isinstance(found, float) and not math.isfinite(found):
+            raise ExpressionError(f"{shown(self.text)} has no finite value")
+        return found
+
+    def _check(self, node: ast.AST) -> None:
+        if (name := _name(node)) is not None:
+            self.names.add(name)
+            return
+        parts = list(ast.iter_child_nodes(node))
+        allowed = False
+        if isinstance(node, ast.Constant):
+            allowed = isinstance(node.value, bool | int | float | str)
+        elif isinstance(node, ast.Call):
+            known = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS
+            allowed, parts = known and not node.keywords and bool(node.args), [*node.args]
+        elif isinstance(node, ast.BoolOp):
+            allowed, parts = True, [*node.values]
+        elif isinstance(node, ast.UnaryOp):
+            allowed, parts = isinstance(node.op, ast.USub | ast.Not), [node.operand]
+        elif isinstance(node, ast.BinOp):
+            allowed, parts = type(node.op) in OPERATORS, [node.left, node.right]
+        elif isinstance(node, ast.Compare):
+            allowed = all(type(op) in OPERATORS for op in node.ops)
+            parts = [node.left, *node.comparators]
+        if not allowed:
+            raise ExpressionError(
+                f"{shown(self.text)}: {shown(ast.unparse(node))} is not allowed; {ALLOWED}"
+            )
+        for part in parts:
+            self._check(part)
+
+
+def _name(node: ast.AST) -> str | None:
+    """`width`, or `model.dim` of an option; None for any other node."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return None
+
+
+def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
+    if (name := _name(node)) is not None:
+        return values[name]
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.BoolOp):
+        stop_at = isinstance(node.op, ast.Or)
+        return next((stop_at for e in node.values if bool(_value(e, values)) == stop_at),
+                    not stop_at)  # fmt: skip
+    if isinstance(node, ast.Compare):
+        sides = [_value(side, values) for side in (node.left, *node.comparators)]
+        return all(
+            OPERATORS[type(op)](a, b) for op, a, b in zip(node.ops, sides, sides[1:], strict=False)
+        )
+    if isinstance(node, ast.UnaryOp):
+        operand = _value(node.operand, values)
+        return not operand if isinstance(node.op, ast.Not) else -_number(operand)
+    if isinstance(node, ast.BinOp):
+        left, right = (_number(_value(side, values)) for side in (node.left, node.right))
+        return OPERATORS[type(node.op)](left, right)
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return FUNCTIONS[node.func.id](*(_number(_value(each, values)) for each in node.args))
+
+
+def _number(value: Any) -> int | float:
+    """Not a string: "a" * 10**9 would be one of a gigabyte."""
+    if isinstance(value, int | float):
+        return value
+    raise TypeError(f"{shown(value)} is no number")

@@ -1,0 +1,277 @@
+"""SWEEP.toml -> what it says, and the combinations of its axes. docs/sweeps.md has the format.
+No torch."""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from kempner.config import toml
+from kempner.config.option import ConfigError, Option, schema
+from kempner.config.values import did_you_mean, shown
+from kempner.run import RunConfig
+from kempner.sweep.axes import LARGEST, draws, grid
+from kempner.sweep.expression import FUNCTIONS, Expression, ExpressionError
+from kempner.sweep.resources import Resources
+
+Values = dict[str, Any]  # by name: section.key of an option, resources.key, or a variable
+
+
+@dataclass(frozen=True)
+class Root:
+    """A sweep's own section, declared like those of a run."""
+
+    resources: Resources = field(default_factory=Resources)
+
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for sections in (schema(RunConfig), schema(Root))
+    for keys in sections.values()
+    for option in keys.values()
+}
+SECTIONS = {name.partition(".")[0] for name in OPTIONS}
+KEYS: dict[str, type | tuple[type, ...]] = {
+    "base": (str, list, dict),
+    "dir": str,
+    "name": str,
+    "profile": str,
+    "max_running": int,
+    "tries": int,
+    "where": list,
+    "set": dict,
+    "axes": dict,
+    "zip": (dict, list),
+    "random": dict,
+    "rules": dict,
+    "resources": dict,
+}
+DERIVED = {
+    "run.dir": "a sweep names its run directories itself; use the sweep's dir and name",
+    "checkpoint.dir": "the points would share it; leave it out",
+}
+RESERVED = {"base", "parameters", *FUNCTIONS}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    file: Path
+    name: str
+    dir: Path  # of the run directories, and of the sweep's own directory, sweep/
+    profile: str
+    max_running: int  # 0: no limit
+    tries: int  # submissions of one point, at most
+    bases: dict[str, list[str]]  # configuration files by name
+    fixed: Values  # [set] and [resources]
+    groups: list[list[Values]]  # one value of each is taken
+    rules: dict[str, Expression]
+    where: list[Expression]
+
+    @property
+    def varied(self) -> list[str]:
+        """The names that differ between points, in order."""
+        own = [name for group in self.groups for name in group[0]]
+        return (["base"] if len(self.bases) > 1 else []) + own
+
+    def combinations(self) -> list[Values]:
+        found: list[Values] = []
+        for base in self.bases:
+            for values in itertools.product(*self.groups):
+                found.append({"base": base})
+                for each in values:
+                    found[-1] |= each
+        return found
+
+
+def read_sweep(file: Path) -> Sweep:
+    """Raises ConfigError with all problems of the file itself."""
+    try:
+        table = toml.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else f"no TOML: {error}"
+        raise ConfigError(f"{file}: {why}") from None
+    return _Reader(file, table).sweep()
+
+
+class _Reader:
+    def __init__(self, file: Path, table: dict[str, Any]) -> None:
+        self.file, self.table = file, table
+        self.problems: list[str] = []
+        self.given: dict[str, str] = {}  # name -> the table that gives its value
+
+    def sweep(self) -> Sweep:
+        for key in [*self.table]:
+            if key not in KEYS:
+                self.wrong(f"{key}: unknown key{did_you_mean(key, KEYS)}")
+            elif not isinstance(self.table[key], KEYS[key]) or self.table[key] is True:
+                self.wrong(f"{key} = {shown(self.table.pop(key))}: has the wrong type")
+        get = self.table.get
+        name = get("name", self.file.stem)
+        for key in ("max_running", "tries"):
+            if get(key, 1) < 1:
+                self.wrong(f"{key} = {get(key)}: must be at least 1, or left out")
+        fixed = self.values("set", get("set", {}))
+        fixed |= self.values("resources", {"resources": get("resources", {})})
+        groups = self.groups()
+        rules = self.in_order(self.expressions("rules", self.flat("rules", get("rules", {}))))
+        where = self.expressions("where", {str(i): text for i, text in enumerate(get("where", []))})
+        sweep = Sweep(
+            self.file, name, Path(get("dir", "runs")) / name, get("profile", ""),
+            get("max_running", 0), get("tries", 3), self.bases(), fixed, groups, rules,
+            [*where.values()],
+        )  # fmt: skip
+        self.check_names(sweep)
+        if (count := math.prod(map(len, groups)) * len(sweep.bases)) > LARGEST:
+            self.wrong(f"{count:,} combinations: at most {LARGEST:,}; take fewer values")
+        if self.problems:
+            raise ConfigError(self.problems)
+        return sweep
+
+    def wrong(self, problem: str) -> None:
+        self.problems.append(f"{self.file}: {problem}")
+
+    def bases(self) -> dict[str, list[str]]:
+        """The configuration files, found from the directory of the sweep's file."""
+        given = self.table.get("base", [])
+        named = given if isinstance(given, dict) else {"": given}
+        found = {}
+        for name, files in named.items():
+            files = [files] if isinstance(files, str) else files
+            if not isinstance(files, list) or not all(isinstance(each, str) for each in files):
+                self.wrong(f"base = {shown(given)}: must be a file, a list, or a table of these")
+                continue
+            found[name] = [str(self.file.parent / each) for each in files]
+        if not any(found.values()):
+            self.wrong('base: name a configuration; write base = "../train/quickstart.toml"')
+        return found
+
+    def flat(self, where: str, table: dict[str, Any]) -> Values:
+        """{"optimizer": {"lr": x}}, as TOML reads `optimizer.lr = x`, as {"optimizer.lr": x}."""
+        found: Values = {}
+        for key, value in table.items():
+            if key in SECTIONS and isinstance(value, dict):
+                found |= {f"{key}.{inner}": each for inner, each in value.items()}
+            else:
+                found[key] = value
+        for name in found:
+            self.check_target(where, name)
+        return found
+
+    def check_target(self, where: str, name: str) -> None:
+        if name in DERIVED:
+            self.wrong(f"{where}: {name}: {DERIVED[name]}")
+        elif "." in name and name not in OPTIONS:
+            self.wrong(f"{where}: {name}: unknown option{did_you_mean(name, OPTIONS)}")
+        elif "." not in name and (not name.isidentifier() or keyword.iskeyword(name)):
+            self.wrong(f"{where}: {shown(name)}: is no name; write lr, or optimizer.lr")
+        elif name in RESERVED or name in SECTIONS:
+            self.wrong(f"{where}: {name}: has a meaning already; take another name")
+        if (other := self.given.setdefault(name, where)) != where:
+            self.wrong(f"{name}: is in [{other}] and in [{where}]; leave one of them out")
+
+    def values(self, where: str, table: dict[str, Any]) -> Values:
+        """Fixed values."""
+        found = self.flat(where, table)
+        return {name: self.convert(where, name, value) for name, value in found.items()}
+
+    def convert(self, where: str, name: str, value: Any) -> Any:
+        if name not in OPTIONS:
+            return value
+        try:
+            return OPTIONS[name].convert(value)
+        except ConfigError as error:
+            self.problems += [f"{self.file}: {where}: {text}" for text in error.problems]
+        except ValueError as error:
+            self.wrong(f"{where}: {name} = {shown(value)}: {error}")
+        return None
+
+    def groups(self) -> list[list[Values]]:
+        """What is combined with everything else: each axis, each zip, the random draws."""
+        found: list[list[Values]] = []
+        for name, spec in self.flat("axes", self.table.get("axes", {})).items():
+            found.append([{name: value} for value in self.axis("axes", name, spec)])
+        given = self.table.get("zip", [])
+        tables: list[Any] = given if isinstance(given, list) else [given]
+        for table in tables:
+            if not isinstance(table, dict):
+                self.wrong(f"zip = {shown(given)}: must be a table, or several, [[zip]]")
+                continue
+            columns: dict[str, list[Any]] = {
+                n: self.axis("zip", n, spec) for n, spec in self.flat("zip", table).items()
+            }
+            if len({len(values) for values in columns.values()}) > 1:
+                sizes = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+                self.wrong(f"zip: the lists must be equally long: {sizes}")
+                continue
+            rows = zip(*columns.values(), strict=True)
+            found.append([dict(zip(columns, values, strict=True)) for values in rows])
+        if "random" in self.table:
+            found.append(self.draws(dict(self.table["random"])))
+        for group in found:
+            for row in group:
+                row |= {name: self.convert("axes", name, value) for name, value in row.items()}
+        return [group for group in found if group]
+
+    def axis(self, where: str, name: str, spec: Any) -> list[Any]:
+        try:
+            return grid(spec)
+        except ValueError as error:
+            self.wrong(f"{where}: {name} = {shown(spec)}: {error}")
+            return []
+
+    def draws(self, table: dict[str, Any]) -> list[Values]:
+        samples, seed = table.pop("samples", None), table.pop("seed", 0)
+        try:
+            return draws(self.flat("random", table), samples, seed)
+        except ValueError as error:
+            self.wrong(f"random: {error}")
+            return []
+
+    def expressions(self, where: str, table: Mapping[str, Any]) -> dict[str, Expression]:
+        found = {}
+        for name, text in table.items():
+            if not isinstance(text, str | int | float) or isinstance(text, bool):
+                self.wrong(f"{where}: {name} = {shown(text)}: must be an expression, in quotes")
+                continue
+            try:
+                found[name] = Expression(str(text))
+            except ExpressionError as error:
+                self.wrong(f"{where}: {error}")
+        return found
+
+    def in_order(self, rules: dict[str, Expression]) -> dict[str, Expression]:
+        """Each after those that it reads: TOML's tables do not keep the order of `a.x`, `b`, `a.y`.
+        Its own name in a rule is the value before it."""
+        of_model = {name for name in rules if name.startswith("model.")}
+        needs = {
+            name: (rule.names | (of_model if "parameters" in rule.names else set())) - {name}
+            for name, rule in rules.items()
+        }
+        try:
+            return {name: rules[name] for name in TopologicalSorter(needs).static_order()
+                    if name in rules}  # fmt: skip
+        except CycleError as error:
+            self.wrong(f"rules: {' needs '.join(reversed(error.args[1]))}: break the circle")
+            return rules
+
+    def check_names(self, sweep: Sweep) -> None:
+        """A variable that nothing reads has no effect; a name that nothing gives has no value."""
+        known = {*OPTIONS, *self.given, "base", "parameters"}
+        read = {name for each in (*sweep.rules.values(), *sweep.where) for name in each.names}
+        for expression in (*sweep.rules.values(), *sweep.where):
+            for name in sorted(expression.names - known):
+                near = did_you_mean(name, [*known, *FUNCTIONS])
+                self.wrong(f"{shown(expression.text)}: there is no {name}{near}")
+        for name, where in self.given.items():
+            if "." not in name and name not in read:
+                near = did_you_mean(name, [key.partition(".")[2] for key in OPTIONS])
+                self.wrong(
+                    f"{where}: {name}: has no effect, no rule or condition names it; an option "
+                    f"is written section.key{near}"
+                )

@@ -1,0 +1,96 @@
+"""What was submitted of a sweep, and as which array: RUNS/NAME/sweep/journal.jsonl. No torch.
+
+A line before each sbatch and one after it: whatever ends this process in between, the next one
+finds the array by its name, which no other array has, before it submits anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kempner.files import end_torn_line, read_jsonl
+
+
+@dataclass(frozen=True)
+class Submission:
+    """An array. `job`: its number; "" while only the intent is known."""
+
+    name: str
+    points: tuple[str, ...]  # by index
+    time: float
+    job: str = ""
+
+
+class Journal:
+    """Reads what is there; append() writes through to the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.submissions: dict[str, Submission] = {}  # by name, without those that were refused
+        self.cancelled: dict[str, float] = {}  # point -> when
+        for line in read_jsonl(folder / "journal.jsonl"):
+            self._take(line)
+
+    @property
+    def open(self) -> list[Submission]:
+        """Those of which it is not known whether sbatch took them."""
+        return [each for each in self.submissions.values() if not each.job]
+
+    def of(self, point: str) -> list[Submission]:
+        """Of one point, in order."""
+        return [each for each in self.submissions.values() if point in each.points]
+
+    def task(self, point: str) -> str | None:
+        """The newest job of a point, as users name it: 12_3."""
+        found = [each for each in self.of(point) if each.job]
+        return f"{found[-1].job}_{found[-1].points.index(point)}" if found else None
+
+    def was_cancelled(self, point: str) -> bool:
+        """After its newest submission."""
+        times = [each.time for each in self.of(point)]
+        return self.cancelled.get(point, 0.0) > max(times, default=0.0)
+
+    def intend(self, sweep: str, points: Sequence[str]) -> Submission:
+        name = f"{sweep}.{uuid.uuid4().hex[:8]}"
+        self.append(event="intent", name=name, points=list(points))
+        return self.submissions[name]
+
+    def append(self, **values: Any) -> None:
+        path = self.folder / "journal.jsonl"
+        line = {**values, "time": time.time()}
+        end_torn_line(path)
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._take(line)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        event, name, when = line.get("event"), line.get("name", ""), line.get("time", 0.0)
+        if event == "intent":
+            self.submissions[name] = Submission(name, tuple(line["points"]), when)
+        elif event == "submitted" and name in self.submissions:
+            was = self.submissions[name]
+            self.submissions[name] = Submission(name, was.points, was.time, line["job"])
+        elif event == "refused":
+            self.submissions.pop(name, None)
+        elif event == "cancelled":
+            self.cancelled |= dict.fromkeys(line["points"], when)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[Journal]:
+    """The journal, for one process at a time; raises BlockingIOError when another one has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield Journal(folder)

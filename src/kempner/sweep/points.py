@@ -1,0 +1,189 @@
+"""The points of a sweep: each a whole configuration, checked as a run's is, with a name that says
+what it is. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kempner.config.loading import as_dict
+from kempner.config.option import ConfigError
+from kempner.config.values import shown, to_text
+from kempner.configure import check, load_config
+from kempner.model.config import ModelConfig
+from kempner.run import RunConfig
+from kempner.sweep.expression import ExpressionError
+from kempner.sweep.file import OPTIONS, Sweep, Values
+from kempner.sweep.resources import Resources
+
+SLUG = 60  # characters of a name before its hash
+HASH = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run. `values`: what makes it different from the others, for people."""
+
+    values: Values
+    cfg: RunConfig
+    resources: Resources
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.cfg.run.dir)
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.name
+
+
+def expand(sweep: Sweep) -> list[Point]:
+    """All points in the order of the file. Raises ConfigError with the problems of all of them,
+    each once; files that the configurations name are not looked at: see check_points."""
+    bases = {name: load_config(files, []) for name, files in sweep.bases.items()}
+    problems: dict[str, list[str]] = {}
+    points = []
+    for number, combination in enumerate(sweep.combinations(), 1):
+        try:
+            point = _point(sweep, bases[combination["base"]], combination)
+        except ConfigError as error:
+            for text in error.problems:
+                problems.setdefault(text, []).append(f"{number}")
+            continue
+        points += [] if point is None else [point]
+    _raise(problems)
+    if not points:
+        raise ConfigError(f"{sweep.file}: no combination fulfils all conditions of where")
+    seen: dict[str, Point] = {}
+    for point in points:
+        other = seen.setdefault(point.name.rpartition("-")[2], point)
+        if other is not point:
+            first, second = (describe(sweep, each) for each in (other, point))
+            problems.setdefault(
+                f"{sweep.file}: two points have the same configuration: {first}, and {second}; "
+                "leave one of them out",
+                [],
+            )
+    _raise(problems)
+    return points
+
+
+def check_points(points: list[Point]) -> None:
+    """Every point as train.py --check does it: the files that it names, and whether it fits its
+    nodes. Raises ConfigError with all problems, each once with the points that have it."""
+    problems: dict[str, list[str]] = {}
+    for point in points:
+        flags = {"check": True, "build": False, "bench": False}
+        size = {"nodes": point.resources.nodes, "gpus-per-node": point.resources.per_node}
+        for text in check(point.cfg, {**flags, **size}):
+            problems.setdefault(text, []).append(point.name)
+    _raise(problems)
+
+
+def describe(sweep: Sweep, point: Point) -> str:
+    return " ".join(f"{key}={short(point.values[key])}" for key in sweep.varied) or point.name
+
+
+def _raise(problems: Mapping[str, list[str]]) -> None:
+    found = []
+    for text, points in problems.items():
+        more = f" and {len(points) - 3} more" if len(points) > 3 else ""
+        whose = f"point {', '.join(points[:3])}{more}: " if points else ""
+        found.append(whose + text)
+    if found:
+        raise ConfigError(found)
+
+
+def _point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | None:
+    """None where a condition excludes it."""
+    known: Values = {
+        f"{section}.{key}": value
+        for section, keys in as_dict(base).items()
+        for key, value in keys.items()
+    }
+    known |= {f"resources.{key}": value for key, value in asdict(Resources()).items()}
+    given: Values = {**sweep.fixed, **combination}
+    known |= given | {"parameters": _parameters(known | given)}
+    try:
+        for name, rule in sweep.rules.items():
+            given[name] = known[name] = _converted(name, rule.value(known))
+            if name.startswith("model."):
+                known["parameters"] = _parameters(known)
+        if not all(condition.value(known) for condition in sweep.where):
+            return None
+    except ExpressionError as error:
+        raise ConfigError(f"{sweep.file}: {error}") from None
+    own = {
+        name.partition(".")[2]: value
+        for name, value in given.items()
+        if name.startswith("resources.")
+    }
+    resources = Resources(**own)
+    words = [
+        f"--{name}={to_text(value)}"
+        for name, value in given.items()
+        if name in OPTIONS and not name.startswith("resources.")
+    ]
+    problems = [f"{sweep.file}: {text}" for text in resources.problems()]
+    try:
+        cfg = load_config(sweep.bases[combination["base"]], words)
+    except ConfigError as error:
+        raise ConfigError(error.problems, problems) from None
+    if problems:
+        raise ConfigError(problems)
+    values = {name: known[name] for name in sweep.varied}
+    name = f"{_slug(values)}-{identity(cfg)}"
+    cfg = replace(cfg, run=replace(cfg.run, dir=str(sweep.dir / name)))
+    return Point(values, cfg, resources)
+
+
+def _converted(name: str, value: Any) -> Any:
+    """A rule's value as one of the option's: 240.0 is a whole number."""
+    if name not in OPTIONS:
+        return value
+    option = OPTIONS[name]
+    if option.item is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        return option.convert(value)
+    except ValueError as error:
+        raise ExpressionError(f"rules: {name} = {shown(value)}: {error}") from None
+
+
+def _parameters(known: Mapping[str, Any]) -> int | None:
+    """Of the model that the values so far describe; None where they do not make one yet."""
+    keys = {k.partition(".")[2]: v for k, v in known.items() if k.startswith("model.")}
+    try:
+        return ModelConfig(**keys).count_parameters()
+    except (ArithmeticError, TypeError):
+        return None
+
+
+def identity(cfg: RunConfig) -> str:
+    """The hash of what the run does: its configuration without its directory. Options at their
+    default are left out, so that a new option of a later version renames no run."""
+    plain, defaults = as_dict(cfg), as_dict(RunConfig())
+    del plain["run"]["dir"]
+    told = {
+        f"{section}.{key}": value
+        for section, keys in plain.items()
+        for key, value in keys.items()
+        if value != defaults[section][key]
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:HASH]
+
+
+def _slug(values: Values) -> str:
+    parts = [str(values[name]) if name == "base" else
+             f"{name.rpartition('.')[2]}{short(values[name])}" for name in values]  # fmt: skip
+    text = re.sub(r"[^A-Za-z0-9.+-]+", "_", "-".join(parts)).strip("-_.")
+    return text[:SLUG] or "run"
+
+
+def short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

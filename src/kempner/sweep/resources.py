@@ -1,0 +1,101 @@
+"""What Slurm is asked for a point of a sweep, [resources]; and the profile of a site. No torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from kempner.config.option import ConfigError, option
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = ROOT / "scripts/slurm"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Unset values are left to the profile, SBATCH_* variables and the script's header."""
+
+    nodes: int = option(1, "nodes of a run", minimum=1)
+    gpus_per_node: int = option(0, "GPUs of each node, one process each; 0: CPUs", minimum=0)
+    tasks_per_node: int = option(1, "without GPUs: processes of each node", minimum=1)
+    cpus_per_task: int | None = option(None, "CPUs of each process", minimum=1)
+    share: bool = option(False, "take only this part of a node, so that several runs fit on one")
+    mem: str = option("", "memory of each node that is shared, such as 64G")
+    time: str = option("", "time limit, as sbatch takes it")
+    partition: str = option("", "partition")
+    account: str = option("", "account")
+    qos: str = option("", "quality of service")
+    options: tuple[str, ...] = option((), "more options of sbatch, a word each")
+    tokens_per_s: float | None = option(
+        None, "tokens per second and GPU, for the cost that plan prints", minimum=0.0
+    )
+
+    @property
+    def per_node(self) -> int:
+        """Processes of each node."""
+        return self.gpus_per_node or self.tasks_per_node
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / ("singlenode.sh" if self.nodes == 1 else "multinode.sh")
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.gpus_per_node and self.tasks_per_node > 1:
+            found.append(
+                f"resources.tasks_per_node = {self.tasks_per_node}: one process drives one GPU; "
+                "leave it out beside gpus_per_node"
+            )
+        if self.share and not (self.mem and self.cpus_per_task):
+            found.append(
+                "resources.share: Slurm must know how much of a node a run takes; give "
+                "resources.cpus_per_task and resources.mem"
+            )
+        if self.mem and not self.share:
+            found.append("resources.mem: has no effect on whole nodes; set resources.share = true")
+        return found
+
+    def words(self) -> list[str]:
+        """The options of sbatch: also the signature, which the points of one array have in
+        common."""
+        found = [f"--nodes={self.nodes}"]
+        if self.gpus_per_node:
+            found.append(f"--gpus-per-node={self.gpus_per_node}")
+        else:
+            found.append(f"--ntasks-per-node={self.tasks_per_node}")
+        if self.cpus_per_task:
+            found.append(f"--cpus-per-task={self.cpus_per_task}")
+        if self.share:  # beside the header's --exclusive, newer Slurm takes no --oversubscribe
+            found += ["--exclusive=oversubscribe", f"--mem={self.mem}"]
+        for name in ("time", "partition", "account", "qos"):
+            if value := getattr(self, name):
+                found.append(f"--{name}={value}")
+        return [*found, *self.options]
+
+
+def profile_environment(profile: str) -> dict[str, str]:
+    """The environment for sbatch with a profile, site.d/PROFILE.env, read by the batch script's own
+    function; this process's variables win. Raises ConfigError."""
+    given = os.environ.get("KEMPNER_SITE", "")
+    if profile and given and given != profile:
+        raise ConfigError(
+            f"profile = {profile!r}: KEMPNER_SITE={given} is set too; unset one of them"
+        )
+    env = {**os.environ, **({"KEMPNER_SITE": profile} if profile else {})}
+    if not env.get("KEMPNER_SITE"):
+        return env
+    read = 'source "$1/lib/all.sh"; KP_ROOT=$2; kp_read_site >&2; env -0'
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", read, "bash", SCRIPTS, ROOT],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise ConfigError(done.stderr.strip().removeprefix("kempner: error: "))
+    found = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
+    return env | {name: text for name, text in found.items() if name.startswith("SBATCH_")}

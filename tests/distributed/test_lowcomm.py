@@ -1,0 +1,189 @@
+"""Replicas that meet once a round, through the real trainer: with shards and alone, resumed,
+stopped in the middle of a round, and with other numbers of replicas."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kempner.checkpoint.reader import read_tensors
+from tests.conftest import TINY, Train, losses, start_train, status
+
+ROUNDS = ("--train.max_steps=9", "--lowcomm.interval=3", "--checkpoint.interval=3")
+BOTH = (*ROUNDS, "--lowcomm.replicas=2", "--eval.interval=3", "--eval.samples=4")
+STREAM = (
+    *("--train.max_steps=12", "--lowcomm.replicas=2", "--lowcomm.interval=4"),
+    *("--lowcomm.fragments=2", "--lowcomm.tau=1", "--lowcomm.alpha=0.5", "--lowcomm.lr=0.4"),
+    *("--lowcomm.compress=linear", "--lowcomm.bits=4", "--lowcomm.feedback=0.9"),
+    *("--optimizer.name=muon", "--eval.interval=4", "--eval.samples=4"),
+)
+
+
+def records(run: Path, key: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if key in line]
+
+
+def second(run: Path) -> Path:
+    return run / "replicas/1"
+
+
+def weights(run: Path, step: str = "latest") -> dict[str, torch.Tensor]:
+    """The anchors."""
+    found = read_tensors(run / "checkpoints" / step)
+    return {name: x for name, x in found.items() if name.startswith("model.")}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def finished(run: Path, data: Path, *words: str, nproc: int, **faults: str) -> Path:
+    paths = (f"--data.dataset_path={data}", f"--run.dir={run}")
+    process = start_train(*TINY, *words, *paths, nproc=nproc, **faults)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    return run
+
+
+@pytest.fixture(scope="module")
+def two(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two replicas of one rank."""
+    return finished(tmp_path_factory.mktemp("two") / "run", data_dir, *BOTH, nproc=2)
+
+
+@pytest.fixture(scope="module")
+def stream(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two replicas with Muon, fragments, and everything that a checkpoint has to keep of them."""
+    words = (*STREAM, "--checkpoint.interval=4")
+    return finished(tmp_path_factory.mktemp("stream") / "run", data_dir, *words, nproc=2)
+
+
+@pytest.mark.parametrize("name", ["two", "stream"])
+def test_all_replicas_have_one_anchor(name: str, request: pytest.FixtureRequest) -> None:
+    run = request.getfixturevalue(name)
+    assert same(weights(run), weights(second(run)))
+    assert losses(run) != losses(second(run))  # of different samples
+    ours, theirs = records(run, "val_loss"), records(second(run), "val_loss")
+    assert [r["val_loss"] for r in ours] == [r["val_loss"] for r in theirs]
+    assert [r["round_loss"] for r in records(run, "round")] == [
+        r["round_loss"] for r in records(second(run), "round")
+    ]
+
+
+def test_what_a_round_records(two: Path) -> None:
+    found = records(two, "round")
+    assert [(r["step"], r["round"], r["replicas"]) for r in found] == [
+        (3, 1, 2),
+        (6, 2, 2),
+        (9, 3, 2),
+    ]
+    assert status(two)["state"] == status(second(two))["state"] == "done"
+    parameters = sum(x.numel() for x in weights(two).values())
+    assert [r["bytes_data_parallel"] for r in found] == [3 * 4 * parameters] * 3
+    numbers = 4 * 5  # what has been asked, and the loss
+    assert [r["bytes_sent"] for r in found] == [4 * parameters + numbers] * 3
+    # A sample is read once: each line counts those of all replicas.
+    assert [r["samples"] for r in records(two, "samples")] == [8 * i for i in range(1, 10)]
+
+
+def test_4_bits_are_an_eighth_and_the_scales(stream: Path) -> None:
+    found = weights(stream)
+    raw = {k: x for k, x in found.items() if x.ndim < 2 or "embed" in k}
+    coded = {k: x for k, x in found.items() if k not in raw}
+    payload = sum(4 * x.numel() for x in raw.values())
+    payload += sum(x.numel() // 2 + 8 * x.shape[0] for x in coded.values())
+    assert records(stream, "round")[-1]["bytes_sent"] == payload + 4 * 5
+
+
+def test_shards_within_a_replica(data_dir: Path, two: Path, tmp_path: Path) -> None:
+    """2 replicas x 2 shards, with AdamW: as far apart as sums in another order."""
+    run = finished(tmp_path / "run", data_dir, *BOTH, nproc=4)
+    for ours, theirs in ((run, two), (second(run), second(two))):
+        assert losses(ours) == pytest.approx(losses(theirs), rel=2e-6)
+    expected = weights(two)
+    for name, found in weights(run).items():
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["two", "stream"])
+def test_resumed_equals_unbroken_bit_for_bit(
+    data_dir: Path, tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    """One replica has saved the last round, the other one has not: both go back to the one
+    before."""
+    before, words = request.getfixturevalue(name), (BOTH if name == "two" else STREAM)
+    last, interval = (9, 3) if name == "two" else (12, 4)
+    run = tmp_path / "run"
+    shutil.copytree(before, run, symlinks=True)
+    for each in (run, second(run)):
+        (each / "metrics.jsonl").unlink()
+    shutil.rmtree(second(run) / f"checkpoints/step_{last:08d}")
+    finished(run, data_dir, *words, f"--checkpoint.interval={interval}", nproc=2)
+    for now, then in ((run, before), (second(run), second(before))):
+        assert sorted(losses(now)) == list(range(last - interval + 1, last + 1))
+        assert losses(then) == losses(then) | losses(now)
+    assert same(weights(run), weights(before))
+
+
+def test_a_stop_waits_for_the_round(data_dir: Path, stream: Path, tmp_path: Path) -> None:
+    """One replica is asked when its round has agreed. Both stop after the next, and go on as if
+    nothing had happened."""
+    run, faulty = tmp_path / "run", "tests/fault/faulty_train.py"
+    at = "at=kempner.step:collect_garbage:after nth=2 rank=1"
+    faults = f"hold {at} s=0.5\nkill {at} signal=SIGINT"
+    finished(run, data_dir, *STREAM, nproc=2, program=faulty, FAULTS=faults)
+    assert [(status(x)["state"], status(x)["step"]) for x in (run, second(run))] == [
+        ("stopped", 8)
+    ] * 2
+    finished(run, data_dir, *STREAM, nproc=2)
+    assert losses(run) == losses(stream)
+    assert same(weights(run), weights(stream))
+
+
+def test_other_numbers_of_replicas(data_dir: Path, two: Path, tmp_path: Path) -> None:
+    """Anchor, outer momentum and position belong to the run. New replicas begin with another
+    one's state; with one replica left the run goes on, too."""
+    run, words = tmp_path / "run", (*ROUNDS, "--train.max_steps=12")
+    shutil.copytree(two, run, symlinks=True)
+    finished(run, data_dir, *words, "--lowcomm.replicas=4", nproc=4)
+    runs = [run, *(run / f"replicas/{i}" for i in (1, 2, 3))]
+    assert (
+        "joins at step 9, with the state of replica 1"
+        in (runs[3] / "logs/latest/rank-0.log").read_text()
+    )
+    assert all(same(weights(run), weights(each)) for each in runs[1:])
+    assert [r["samples"] for r in records(runs[2], "samples")] == [80, 88, 96]
+    alone = tmp_path / "alone"
+    shutil.copytree(two, alone, symlinks=True)
+    finished(alone, data_dir, *words, "--lowcomm.replicas=1", nproc=1)
+    assert losses(alone)[10] == pytest.approx(losses(two)[9], rel=0.2)
+
+
+def test_one_replica_without_an_outer_optimizer_is_plain_training(
+    train: Train, tmp_path: Path
+) -> None:
+    outer = ("--lowcomm.replicas=1", "--lowcomm.lr=1.0", "--lowcomm.momentum=0")
+    train(tmp_path / "one", *ROUNDS, *outer)
+    train(tmp_path / "plain", *ROUNDS)
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lowcomm.replicas=3"], "lowcomm.replicas = 3: must divide the world of 4 ranks"),
+        (["--lowcomm.replicas=2", "--train.max_steps=10"], "train.max_steps = 10: must be a"),
+        (["--lowcomm.replicas=2", "--lowcomm.fragments=4"], "multiple of lowcomm.fragments = 4"),
+        (["--lowcomm.replicas=2", "--lowcomm.tau=3"], "give at most 2"),
+    ],
+)
+def test_bad_input(train: Train, tmp_path: Path, words: list[str], message: str) -> None:
+    world = ("--check", "--nodes=2", "--gpus-per-node=2")
+    done = train(tmp_path / "run", *ROUNDS, *words, *world, code=2)
+    assert done.stderr.count("  - ") == 1 and message in done.stderr

@@ -1,0 +1,479 @@
+"""Sweeps: expressions, the file, points and their names, arrays, the journal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kempner import slurm
+from kempner.config.option import ConfigError
+from kempner.sweep import look as looking
+from kempner.sweep import submit as submitting
+from kempner.sweep.expression import Expression, ExpressionError
+from kempner.sweep.file import read_sweep
+from kempner.sweep.journal import Journal, locked
+from kempner.sweep.look import look
+from kempner.sweep.points import Point, expand, identity
+from kempner.sweep.resources import profile_environment
+from kempner.sweep.submit import arrays_of
+
+ROOT = Path(__file__).parents[2]
+SWEEPS = ROOT / "configs/sweeps"
+BASE = f'base = "{ROOT}/configs/train/debug.toml"\n'
+
+
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sweep_program", ROOT / "scripts/sweep.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SWEEP = program()
+
+
+def points_of(folder: Path, text: str) -> list[Point]:
+    file = folder / "s.toml"
+    file.write_text(BASE + text)
+    return expand(read_sweep(file))
+
+
+def problems_of(folder: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        points_of(folder, text)
+    return [line.replace(str(folder / "s.toml") + ": ", "") for line in caught.value.problems]
+
+
+# --- expressions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2 + 3 * 4 ** 2 - -1", 51),
+        ("7 // 2 + 7 % 4 + 1 / 2", 6.5),
+        ("ceil(1.2) + floor(1.8) + round(2.6)", 6),
+        ("min(x, 2) + max(x, 2)", 5),
+        ("log(1) + sqrt(16)", 4),
+        ("1 < x <= 3 and not x == 2 or unset > 1", True),
+        ("name == 'ddp' and train.max_steps >= 10", True),
+        ("2 + 2 * (x <= 3)", 4),
+    ],
+)
+def test_expressions(text: str, value: object) -> None:
+    known = {"x": 3, "name": "ddp", "train.max_steps": 10, "unset": None}
+    assert Expression(text).value(known) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "open('/etc/passwd')",
+        "[x for x in (1, 2)]",
+        "lambda: 1",
+        "x.y.z",
+        "(1).real",
+        "x[0]",
+        "f'{x}'",
+        "{1: 2}",
+        "x if x else 1",
+        "~x",
+        "x << 9",
+        "x is 1",
+        "min(*x)",
+        "max(x, key=x)",
+        "(x := 1)",
+        "1 +",
+        "1; 2",
+        "",
+        "9j",
+        "...",
+        "-" * 5000 + "1",
+    ],
+)
+def test_expressions_that_are_not_allowed(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        Expression(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("1 / zero", "has no value: "),
+        ("9 ** 9 ** 9 ** 9", "has no value: "),
+        ("word * 10", 'has no value: "a" is no number'),
+        ("unset + 1", "has no value: unset is none"),
+        ("zer + 1", "there is no zer; did you mean zero?"),
+        ("log(zero)", "has no value: "),
+        ("-8 ** 0.5 * (0 - 8) ** 0.5", "has no value: "),
+    ],
+)
+def test_expressions_without_a_value(text: str, problem: str) -> None:
+    with pytest.raises(ExpressionError, match=problem.replace("?", r"\?")):
+        Expression(text).value({"zero": 0, "word": "a", "unset": None})
+
+
+# --- the file and its points ------------------------------------------------------------------
+
+
+def test_axes(tmp_path: Path) -> None:
+    points = points_of(
+        tmp_path,
+        """
+        where = ["not (optimizer.lr > 0.005 and train.seed == 1)"]
+        [axes]
+        optimizer.lr = { log = [1e-3, 1e-1], count = 3 }
+        "train.seed" = { linear = [0, 2], count = 3 }
+        [[zip]]
+        train.global_batch = [8, 16]
+        train.max_steps = [20, 10]
+        """,
+    )
+    found = [(p.cfg.optimizer.lr, p.cfg.train.seed, p.cfg.train.global_batch) for p in points]
+    every = [(lr, s, b) for lr in (1e-3, 1e-2, 1e-1) for s in (0, 1, 2) for b in (8, 16)]
+    assert found == [(lr, s, b) for lr, s, b in every if not (lr > 0.005 and s == 1)]
+    assert all(p.cfg.train.global_batch * p.cfg.train.max_steps == 160 for p in points)
+
+
+def test_random_draws(tmp_path: Path) -> None:
+    """Seeded; more samples leave the first ones as they are."""
+    text = "[random]\nseed = 3\nsamples = {}\noptimizer.lr = {{ log = [1e-4, 1e-2] }}\n"
+    text += "train.seed = [1, 2, 3]\n"
+    few, more = points_of(tmp_path, text.format(4)), points_of(tmp_path, text.format(9))
+    assert [p.name for p in more[:4]] == [p.name for p in few]
+    assert all(1e-4 <= p.cfg.optimizer.lr <= 1e-2 for p in more)
+    assert len({p.cfg.optimizer.lr for p in more}) == 9
+    assert [p.name for p in points_of(tmp_path, text.replace("= 3", "= 4", 1).format(4))] != few
+
+
+def test_several_bases(tmp_path: Path) -> None:
+    base = {name: f"{ROOT}/configs/train/{name}.toml" for name in ("debug", "quickstart")}
+    file = tmp_path / "s.toml"
+    lines = "".join(f'{name} = "{path}"\n' for name, path in base.items())
+    file.write_text(
+        f"[base]\n{lines}[axes]\nlr = [1, 2]\n[rules]\n"
+        "optimizer.lr = \"lr * 1e-3 * (1 + (base == 'debug'))\"\n"
+        'train.max_steps = "train.max_steps + 1"\n'  # its own name: the value before
+    )
+    points = expand(read_sweep(file))
+    assert [p.values["base"] for p in points] == ["debug", "debug", "quickstart", "quickstart"]
+    assert [p.cfg.optimizer.lr for p in points] == [2e-3, 4e-3, 1e-3, 2e-3]
+    assert [p.cfg.train.max_steps for p in points] == [41, 41, 251, 251]
+    assert all(p.name.startswith(f"{p.values['base']}-lr") for p in points)
+
+
+def test_the_nine_sizes() -> None:
+    """Parameters and steps by formula, nothing from a table. Reference: the formulas in ten plain
+    lines."""
+    points = [p for p in expand(read_sweep(SWEEPS / "sizes.toml")) if p.values["lr_step"] == 0]
+    for point, width in zip(points, range(512, 4609, 512), strict=True):
+        depth, vocab = 6 * width // 512, 128256
+        matrices = 2 * vocab * width + depth * (4 * width**2 + 3 * width * (11 * width // 4))
+        model, train = point.cfg.model, point.cfg.train
+        vectors = depth * (2 * width + 2 * 128) + width  # the norms
+        assert model.count_parameters() == matrices + vectors
+        assert train.max_steps == math.ceil(20 * matrices / (512 * 2048) / 240) * 240
+        assert (model.resolved_head_dim, train.global_batch, train.seq_len) == (128, 512, 2048)
+    assert [p.cfg.train.micro_batch for p in points] == [32, 16, 16, 8, 4, 2, 2, 2, 2]
+    assert [p.cfg.train.max_steps for p in points] == [
+        2880, 8160, 17520, 33600, 58560, 94560, 143760, 208320, 290640,
+    ]  # fmt: skip
+    rates = [p.cfg.optimizer.lr for p in points]
+    assert rates[0] == pytest.approx(4e-3, rel=1e-2) and rates == sorted(rates, reverse=True)
+
+
+def test_rules_at_another_batch(tmp_path: Path) -> None:
+    """Half the sequences and two replicas: twice the steps, a quarter of the weight decay."""
+    text = (SWEEPS / "sizes.toml").read_text()
+    text = text.replace("../train", f"{ROOT}/configs/train")
+    changed = text.replace("batch = 512 ", "batch = 256 ").replace("replicas = 1", "replicas = 2")
+    found = []
+    for each in (text, changed):
+        (tmp_path / "s.toml").write_text(each)
+        found.append(expand(read_sweep(tmp_path / "s.toml"))[2].cfg)
+    assert found[1].train.max_steps == 2 * found[0].train.max_steps
+    assert found[1].optimizer.weight_decay == pytest.approx(found[0].optimizer.weight_decay / 4)
+
+
+@pytest.mark.parametrize("file", sorted(SWEEPS.glob("*.toml")), ids=lambda f: f.stem)
+def test_every_shipped_sweep(file: Path) -> None:
+    assert expand(read_sweep(file))
+
+
+def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
+    """Not where or on what it runs: the same on other machines and nodes; any change of the
+    configuration is another run."""
+    text = "[axes]\noptimizer.lr = [1e-3, 2e-3]\n"
+    points = points_of(tmp_path, text)
+    assert points[0].run_dir.parts[:2] == ("runs", "s")
+    moved = points_of(tmp_path, f'dir = "else"\n{text}[resources]\nnodes = 2\n')
+    assert [p.name for p in moved] == [p.name for p in points]
+    changed = points_of(tmp_path, f"{text}[set]\ntrain.seed = 1\n")
+    assert not {p.name for p in changed} & {p.name for p in points}
+    assert identity(points[0].cfg) == points[0].name.rpartition("-")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[axes]\noptimizer.lrr = [1]", "unknown option; did you mean optimizer.lr?"),
+        ("[axis]\noptimizer.lr = [1]", "axis: unknown key; did you mean axes?"),
+        ("[axes]\nlr = [1, 2]", "axes: lr: has no effect, no rule or condition names it"),
+        ("[axes]\noptimizer.lr = [1e-3, 0.001]", "has a value twice"),
+        ("[axes]\noptimizer.lr = []", "has no values"),
+        ("[axes]\noptimizer.lr = 1", "must be a list, or {log"),
+        ("[axes]\noptimizer.lr = {log = [0, 1], count = 3}", "must be [LOW, HIGH] over 0"),
+        ("[axes]\noptimizer.lr = {log = [1, 2]}", "must be a list, or {log"),
+        ("[axes]\noptimizer.lr = {log = [1, 2], count = 1}", "count = 1: must be 2 to"),
+        ("[axes]\ntrain.seed = ['a']", "must be an int, not a string"),
+        ("[axes]\nrun.dir = ['a']", "a sweep names its run directories itself"),
+        ("[axes]\ntrain.seed = [1]\n[set]\ntrain.seed = 2", "is in [set] and in [axes]"),
+        ("[rules]\ntrain.seed = 'open(1)'", "is not allowed; an expression has"),
+        ("[rules]\ntrain.seed = 'sed'", "there is no sed"),
+        ("[rules]\ntrain.seed = '1 / 2'", "rules: train.seed = 0.5: must be an int"),
+        ("[rules]\na = 'b'\nb = 'a'\ntrain.seed = 'a'", "break the circle"),
+        ("[zip]\ntrain.seed = [1, 2]\noptimizer.lr = [1]", "the lists must be equally long"),
+        ("[random]\ntrain.seed = [1, 2]", "random: samples = "),
+        ("where = ['train.seed > 0']", "no combination fulfils all conditions"),
+        ("where = ['train.seed >']", "is no expression"),
+        ("max_running = 0", "max_running = 0: must be at least 1"),
+        ("base = 3", "Cannot overwrite a value"),
+        ("[resources]\nnode = 2", "resources.node: unknown option; did you mean resources.nodes?"),
+        ("[resources]\nshare = true", "give resources.cpus_per_task and resources.mem"),
+        ("[set]\nmodel.dim = 130", "model.dim = 130: must be a multiple of n_heads = 4"),
+        ("[axes]\na = [1, 2]\n[rules]\ntrain.seed = '0 * a'", "have the same configuration: a=1"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_problem(tmp_path: Path, text: str, problem: str) -> None:
+    (found,) = problems_of(tmp_path, text)
+    assert problem in found
+
+
+def test_all_problems_together(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, "maxrunning = 1\n[axes]\ntrain.sed = [1]\n[rules]\nx = 'y.z'\n")
+    assert len(found) == 4  # and x has no effect
+
+
+# --- arrays -----------------------------------------------------------------------------------
+
+
+def test_arrays(tmp_path: Path) -> None:
+    """One for each request, cut at MaxArraySize; max_running holds over all of them."""
+    text = """
+        max_running = 6
+        [axes]
+        train.seed = { linear = [0, 9], count = 10 }
+        [rules]
+        resources.nodes = "1 + (train.seed >= 8)"
+        """
+    points = points_of(tmp_path, text)
+    sweep = read_sweep(tmp_path / "s.toml")
+    whole = arrays_of(sweep, points, None)
+    assert [(a.indices, a.script.name) for a in whole] == [
+        ("0-7%4", "singlenode.sh"), ("0-1%1", "multinode.sh"),
+    ]  # fmt: skip
+    cut = arrays_of(sweep, points, 3)
+    assert [len(a.points) for a in cut] == [3, 3, 2, 2]
+    assert sum(a.running or len(a.points) for a in cut) <= 6
+    assert [p for a in cut for p in a.points] == points
+    with pytest.raises(ConfigError, match="max_running = 6: the points make 10 arrays"):
+        arrays_of(sweep, points, 1)
+    with pytest.raises(ConfigError, match="takes no job arrays"):
+        arrays_of(sweep, points, 0)
+
+
+# --- the journal, and what follows from it ----------------------------------------------------
+
+
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Point]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "my_jobs", lambda: {})
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: [])
+    monkeypatch.setattr(slurm, "accounted", lambda jobs: {})
+    return points_of(tmp_path, "[axes]\ntrain.seed = [1, 2, 3]\n")
+
+
+def words(points: list[Point], journal: Journal) -> list[str]:
+    return [each.state.word for each in look(points, journal)]
+
+
+def test_states(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Path("runs/s/sweep")
+    with locked(own) as journal:
+        assert words(swept, journal) == ["planned"] * 3
+        submission = journal.intend("s", [p.name for p in swept[:2]])
+        assert words(swept, journal) == ["unknown", "unknown", "planned"]
+        journal.append(event="submitted", name=submission.name, job="7")
+    journal = Journal(own)  # another process
+    assert journal.task(swept[1].name) == "7_1"
+    assert words(swept, journal) == ["killed", "killed", "planned"]
+    jobs = {"7_0": slurm.Job("7_0", "RUNNING"), "7_1": slurm.Job("7_1", "PENDING", "", "Resources")}
+    monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
+    assert words(swept, journal) == ["starting", "waiting", "planned"]
+    monkeypatch.setattr(slurm, "my_jobs", lambda: None)
+    assert words(swept, journal) == ["unknown", "unknown", "planned"]
+    monkeypatch.setattr(slurm, "my_jobs", lambda: {})
+    told = {"7_0": "CANCELLED", "7_1": "NODE_FAIL"}
+    monkeypatch.setattr(slurm, "accounted", lambda jobs: told)
+    assert words(swept, journal) == ["cancelled", "killed", "planned"]
+    journal.append(event="cancelled", points=[swept[1].name])
+    assert words(swept, journal) == ["cancelled", "cancelled", "planned"]
+
+
+def test_an_intent_is_settled(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash between sbatch and its record: found in the queue, or by what the runs recorded;
+    without an answer it stays open."""
+    journal = Journal(Path("runs/s/sweep"))
+    journal.folder.mkdir(parents=True)
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: None)
+    submission = journal.intend("s", [p.name for p in swept])
+    SWEEP.settle(journal)
+    assert journal.open == [submission]
+    run = swept[2].run_dir
+    run.mkdir()
+    event = {"event": "start", "job": "9_2", "time": time.time()}
+    (run / "attempts.jsonl").write_text(json.dumps(event) + "\n")
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: [])
+    SWEEP.settle(journal)
+    assert not journal.open and journal.task(swept[0].name) == "9_0"
+    other = journal.intend("s", ["gone"])
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: ["12"] if name == other.name else [])
+    SWEEP.settle(journal)
+    assert journal.task("gone") == "12_0"
+    journal.intend("s", ["never"])
+    SWEEP.settle(journal)
+    assert not journal.open and journal.of("never") == []
+
+
+@pytest.mark.parametrize(("answers", "calls"), [(["", ""], 3), ([None, ""], 2), (["5"], 1)])
+def test_sbatch_fails_for_a_while(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch, answers: list[str | None], calls: int
+) -> None:
+    """It is called again only once Slurm has said that it did not take the job."""
+    journal = Journal(Path("runs/s/sweep"))
+    journal.folder.mkdir(parents=True)
+    told = iter(answers)
+    monkeypatch.setattr(submitting, "find", lambda *_: next(told))
+    monkeypatch.setattr(submitting.time, "sleep", lambda s: None)
+    made: list[int] = []
+
+    def sbatch(*args: object, **more: object) -> subprocess.CompletedProcess[str]:
+        made.append(1)
+        done = len(made) == 3 or (None in answers and len(made) == 2)
+        return subprocess.CompletedProcess([], 0 if done else 1, "8\n" if done else "", "away")
+
+    monkeypatch.setattr(submitting.subprocess, "run", sbatch)
+    sweep = read_sweep(Path("s.toml"))
+    (array,) = arrays_of(sweep, swept, None)
+    assert submitting.submit(sweep, array, journal, {}, lambda text: None)
+    assert len(made) == calls
+    assert journal.task(swept[0].name) == ("5_0" if answers == ["5"] else "8_0")
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(BlockingIOError), locked(tmp_path):
+        pass
+
+
+def test_tries(swept: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
+    """A point that failed so often is not submitted again, and sweep.py says so."""
+    own = Path("runs/s/sweep")
+    with locked(own) as journal:
+        for job in ("1", "2", "3"):
+            name = journal.intend("s", [swept[0].name]).name
+            journal.append(event="submitted", name=name, job=job)
+    assert looking.look(swept, Journal(own))[0].failed
+    assert SWEEP.main(["s.toml", "resubmit"]) == 1
+    out = capsys.readouterr()
+    assert "killed after 3 tries (tries = 3)" in out.err and "nothing to resubmit" in out.out
+
+
+def test_the_profile_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as the batch script reads it; the environment wins, and two names are a problem."""
+    monkeypatch.delenv("KEMPNER_SITE", raising=False)
+    monkeypatch.setenv("SBATCH_QOS", "mine")
+    env = profile_environment("example")
+    found = [env[f"SBATCH_{name}"] for name in ("PARTITION", "QOS")]
+    assert (env["KEMPNER_SITE"], found) == ("example", ["gpu", "mine"])
+    with pytest.raises(ConfigError, match=r"there is no site\.d/exampel\.env"):
+        profile_environment("exampel")
+    monkeypatch.setenv("KEMPNER_SITE", "other")
+    with pytest.raises(ConfigError, match="unset one of them"):
+        profile_environment("example")
+
+
+# --- the program ------------------------------------------------------------------------------
+
+
+def run(folder: Path, *argv: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts/sweep.py", *argv]
+    return subprocess.run(
+        [str(word) for word in command], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_plan_checks_files_and_worlds(tmp_path: Path) -> None:
+    """Every problem of every point once, and nothing is written."""
+    text = BASE + "[axes]\ntrain.global_batch = [8, 12]\n[resources]\ngpus_per_node = 8\n"
+    (tmp_path / "s.toml").write_text(text)
+    done = run(tmp_path, "s.toml", "plan")
+    assert done.returncode == 2 and done.stderr.startswith("sweep: error: 2 problem(s)")
+    assert "12 sequences do not divide by 8 ranks" in done.stderr
+    assert done.stderr.count("data/stdlib") >= 1
+    assert [file.name for file in tmp_path.iterdir()] == ["s.toml"]
+
+
+def test_the_program_does_without_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "scripts/sweep.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "kempner.sweep.points" in done.stderr
+    assert not [text for text in done.stderr.splitlines() if text.endswith("| torch")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["s.toml", "plann"], "plann: unknown command; did you mean plan?"),
+        (["s.toml", "plan", "--here"], "--here: has no effect with plan"),
+        (["s.toml", "plan", "--gpu=H1000"], "--gpu=H1000: is not known"),
+        (["nowhere.toml", "plan"], "nowhere.toml: No such file or directory"),
+        (["s.toml", "table", "--x=sed"], "--x=sed: is no axis"),
+    ],
+)
+def test_bad_command_lines(
+    swept: list[Point], capsys: pytest.CaptureFixture[str], argv: list[str], problem: str
+) -> None:
+    try:
+        code = SWEEP.main(argv)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and problem in capsys.readouterr().err
+
+
+def test_table(swept: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
+    """Sorted by loss, with what is not there yet at the end; also at one step."""
+    for point, loss in zip(swept[:2], (3.0, 2.0), strict=True):
+        point.run_dir.mkdir(parents=True)
+        lines = [{"step": s, "time": s, "loss": loss, "val_loss": loss + s / 10} for s in (1, 2)]
+        path = point.run_dir / "metrics.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert SWEEP.main(["s.toml", "table", "--step=1"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[:3] for row in rows[1:4]] == [
+        ["2", "2.1000", "1"], ["1", "3.1000", "1"], ["3", "-", "-"],
+    ]  # fmt: skip
+    csv = Path("runs/s/sweep/table.csv").read_text().splitlines()
+    assert csv[0] == "train.seed,val_loss,step,state,tokens_per_s,parameters,run"
+    assert csv[1].startswith("2,2.1,1,") and csv[3].startswith("3,,,planned,")
+    assert Path("runs/s/sweep/table.png").stat().st_size > 1000
