@@ -67,6 +67,7 @@ def test_a_dry_run_and_bad_input(cluster: Cluster, tmp_path: Path, model: Path) 
     assert list(tmp_path.iterdir()) == []
     for wrong, problem in (
         ([tmp_path / "gone"], "gone"),
+        ([model, "--script=x"], "takes neither --submit nor --script"),
         ([model, "--slots=0"], "--slots 0: must be at least 1"),
         ([model, "--slots=2", "--nodes=9"], "sbatch would refuse this request"),
     ):

@@ -3,6 +3,7 @@
 
 kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets KP_RUN_DIR and what srun is told
     local place
+    [[ $KP_DRY != submit && -z ${KP_SCRIPT:-} ]] || kp_die "serve.sh takes neither --submit nor --script: use sbatch"
     kp_need_packages
     place=runs/serve-$(kp_job_id)
     KP_TRAIN=$KP_ROOT/scripts/serve.py KP_RUN_DIR=$PWD/$place KP_CHECKPOINTS=$PWD/$place KP_DEVICE=auto
