@@ -21,6 +21,7 @@ from pathlib import Path
 from kempner import slurm
 from kempner.history import plots
 from kempner.history.attempts import Attempt, Record
+from kempner.history.replicas import Replicas, replicas_of
 from kempner.history.results import PREFIX
 from kempner.history.run_history import History, is_run, load_history
 from kempner.history.tables import aligned
@@ -37,6 +38,8 @@ def main(argv: list[str]) -> int:
     print(table(runs))
     for run in runs:
         print(f"\nattempts of {run.path}\n{attempt_table(run)}")
+        if replicas := replicas_of(run.path):
+            print(f"\nreplicas of {run.path}\n{replica_table(replicas)}")
     alone = len(runs) == 1
     out = options.out or (runs[0].path / "report.png" if alone else Path("report.png"))
     timeline = None
@@ -246,6 +249,17 @@ def attempt_table(run: History) -> str:
         ])  # fmt: skip
     alone = len(run.attempts) == 1
     return aligned([row[:5] + row[7:] if alone else row for row in rows], gap=3, wrap=True)
+
+
+def replica_table(found: Replicas) -> str:
+    rows = [["replica", "starts", "rounds", "lost"]]
+    for number, replica in found.by_number.items():
+        rows.append([str(number), str(replica.starts), str(replica.rounds), replica.losses])
+    last = max(found.rounds, default=0)
+    return (
+        f"{aligned(rows, gap=3, wrap=True)}\n"
+        f"{last:,} rounds; {found.sent / 1e6:,.1f} MB sent by all replicas"
+    )
 
 
 def duration(seconds: float) -> str:

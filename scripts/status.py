@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from kempner import slurm
+from kempner.history.replicas import replicas_of
 from kempner.history.run_history import is_run, load_history
 from kempner.history.tables import aligned
 
@@ -50,10 +51,12 @@ def row(path: Path, jobs: dict[str, slurm.Job] | None) -> tuple[str, ...]:
     last = next((line for line in reversed(run.lines) if "tokens_per_s" in line), {})
     step = max(run.step, run.status.get("step", 0), last.get("step", 0))
     left = run.job.left if run.job and run.job.state == "RUNNING" else "-"
+    replicas = replicas_of(path) if run.state.word == "running" else None
+    alive = f", {replicas.here} of {len(replicas.by_number)} replicas" if replicas else ""
     reason = run.state.reason if run.state.attention or run.state.word == "waiting" else ""
     return (
         str(path),
-        run.state.word,
+        run.state.word + alive,
         f"{step:,}/{run.status['max_steps']:,}" if "max_steps" in run.status else f"{step:,}",
         "-" if last.get("loss") is None else f"{last['loss']:.4f}",
         f"{last['tokens_per_s']:,.0f}" if last else "-",

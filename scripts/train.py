@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
-from kempner.lowcomm.replicas import open_replicas
+from kempner.lowcomm.opening import open_replicas
 from kempner.model.decoder import Decoder
 from kempner.objective import Objective
 from kempner.optim.build import published_weights, set_learning_rate
@@ -118,7 +118,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         numbers = update(optimizer, reduce_step(sums, layout), step_tokens, lr, cfg.train.grad_clip)
         progress = progress.after_step(loader.position, step_tokens)
         pending.append(
-            PendingStep(progress, lr, replicas.after_step(progress.step, numbers), recorder.clock)
+            PendingStep(progress, lr, replicas.after_step(progress, numbers), recorder.clock)
         )
         run.step = step = progress.step
         watchdog.beat(step)
@@ -217,9 +217,10 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         world = process_group.discover()
         device = process_group.pick_device(cfg.distributed.device, world.local_rank)
-        replicas = cfg.lowcomm.count(world.size, world.per_node)
+        replicas = cfg.lowcomm.in_step(world.size, world.per_node)
+        run_dir = cfg.of_replica(world.replica).run.dir
         limit = cfg.distributed.start_timeout
-        world = process_group.start(world, device, cfg.run.dir, limit, replicas)
+        world = process_group.start(world, device, run_dir, limit, replicas)
         cfg = cfg.of_replica(world.replica)
         run = Run(cfg, world)
     except ConfigError as error:

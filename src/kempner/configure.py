@@ -95,7 +95,7 @@ def check(cfg: RunConfig, flags: Mapping[str, Any]) -> list[str]:
         problems += check_world(cfg, *size_of(flags))
     elif not only:
         world = discover()
-        problems += check_world(cfg, world.size, world.per_node)
+        problems += check_world(cfg, world.size * world.replicas, world.per_node)
     return problems
 
 

@@ -80,16 +80,22 @@ def discover(env: Mapping[str, str] = os.environ) -> World:
         names, source = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "slurm"
         per_node = str(slurm.tasks_per_node(env) or 1)
     else:
-        return World(0, 0, 1, "single")
+        return _of_step(World(0, 0, 1, "single"), env)
     try:
         rank, local_rank, size = (int(env[name]) for name in names)
-        return World(rank, local_rank, size, source, int(per_node or 1))
+        return _of_step(World(rank, local_rank, size, source, int(per_node or 1)), env)
     except (KeyError, ValueError):
         found = ", ".join(f"{name}={env.get(name, '(unset)')}" for name in names)
         raise ConfigError(
             f"{source} environment: {found}: must be integers; start the ranks by srun or "
             "torchrun, which set them, or unset them all for one process"
         ) from None
+
+
+def _of_step(world: World, env: Mapping[str, str]) -> World:
+    """Where each replica has a srun step of its own, its batch script says which one this is."""
+    replica, replicas = env.get("KEMPNER_REPLICA", "0"), env.get("KEMPNER_REPLICAS", "1")
+    return replace(world, replica=int(replica), replicas=int(replicas))
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:

@@ -150,8 +150,7 @@ def resume(
 
         run.announce(start_from(model, cfg.model, run.dir))
     progress = begin_fork(cfg, run, checkpointer) if forks else Progress.of(manifest).plan(cfg)
-    replicas.begin(progress)
-    return progress
+    return replicas.begin(progress)
 
 
 def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress:

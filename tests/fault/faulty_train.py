@@ -1,7 +1,7 @@
 """scripts/train.py with faults put in, for the tests alone: started in its place by KEMPNER_TRAIN.
 
 FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the life of a run, with
-`rank=R` on that rank alone:
+`rank=R` on that rank alone, with `replica=R` on that replica alone:
 
     kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after)
     kill at=... signal=SIGTERM              or another signal
@@ -41,6 +41,9 @@ def strikes(fault: dict[str, str]) -> bool:
     """Is it this rank's, and the first time?"""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if fault.get("rank", rank) != rank:
+        return False
+    replica = os.environ.get("KEMPNER_REPLICA", "0")
+    if fault.get("replica", replica) != replica:
         return False
     if "once" in fault:
         try:

@@ -5,6 +5,7 @@ KP_BESIDE=${KP_BESIDE:-}                # not empty: the job is someone else's; 
 KP_DRY=''                               # not empty: --dry-run
 KP_INSIDE=() KP_CONTAINER_FLAGS=()      # the words that put Python into a container
 KP_CHILD='' KP_PENDING='' KP_SIGNAL=''  # the running srun; a signal that came before it; the last signal
+KP_PIDS=()                              # of replicas.sh: the running sruns; KP_CHILD is their judge
 KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' # the decision; "failed", and the nodes that failed
 KP_SRUN_LOG='' KP_SECRET_NAMES=''
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

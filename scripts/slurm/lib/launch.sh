@@ -32,11 +32,11 @@ kp_take_line() { # <file>: puts the line of this task of an array, a configurati
     KP_ARGUMENTS[0]=${line[0]}
 }
 
-kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_RUN_DIR,
+kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_TOML, KP_RUN_DIR,
     # KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of token shards) and KP_COMMITTED_BEFORE
-    local toml code=0 values
+    local code=0 values
     kp_need_packages
-    toml=$(kp_python "$KP_TRAIN" "$@" --check --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS") || code=$?
+    KP_TOML=$(kp_python "$KP_TRAIN" "$@" --check --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS") || code=$?
     if ((code != 0)); then
         kp_log "not started: the check of the configuration ended with exit code $code"
         exit "$code"
@@ -52,7 +52,7 @@ found = [cfg["run"]["dir"], cfg.get("checkpoint", {}).get("dir", ""), cfg.get("d
 data = cfg.get("data", {})
 paths = map(os.path.expanduser, [data.get("dataset_path", ""), *(source["path"] for source in data.get("sources", []))])
 found += [path for path in paths if os.path.isfile(os.path.join(path, "dataset.json"))]
-sys.stdout.write("\0".join(found) + "\0")' <<<"$toml"
+sys.stdout.write("\0".join(found) + "\0")' <<<"$KP_TOML"
     )
     [[ -n ${values[0]:-} ]] || kp_die "the checked configuration has no run.dir: leave --help and --check out"
     KP_RUN_DIR=$(realpath -m -- "${values[0]}")

@@ -2,10 +2,14 @@
 # The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
 # The table of decisions is in docs/slurm.md.
 
-kp_committed_step() { # the step of the newest complete checkpoint, -1 when there is none
+kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there is none
     local link pattern='step_0*([0-9]+)/*$'
-    link=$(kp_shielded readlink "$KP_CHECKPOINTS/latest") || true
+    link=$(kp_shielded readlink "$1/latest") || true
     [[ $link =~ $pattern ]] && echo "${BASH_REMATCH[1]}" || echo -1
+}
+
+kp_committed_step() { # the step that the run would go on from
+    kp_newest_step "$KP_CHECKPOINTS"
 }
 
 kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to nothing

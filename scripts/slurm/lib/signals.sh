@@ -34,7 +34,7 @@ kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is a
 }
 
 kp_signal() { # <signal>: sends it to this run's ranks alone
-    local step='' tries ranks asked=''
+    local steps=() tries ranks asked='' id name
     if ! kp_in_job; then
         ranks=("$KP_CHILD")
         ((KP_TASKS == 1)) || read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children" || true
@@ -45,18 +45,18 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
     # Slurm refuses the signal while the step is still being started on some node: try again.
     for ((tries = 0; tries < 10; tries++)); do
         if kp_ask squeue -h -s -j "$(kp_job_id)" -o '%i %j'; then
-            asked=1 step=''
-            [[ ! $'\n'$KP_ANSWER$'\n' =~ $'\n'([^[:space:]]+)" $KP_SRUN_NAME"$'\n' ]] || step=${BASH_REMATCH[1]}
+            asked=1 steps=()
+            while read -r id name; do [[ $name != "$KP_SRUN_NAME" ]] || steps+=("$id"); done <<<"$KP_ANSWER"
         fi
-        [[ -z $step ]] || ! kp_ask scancel --signal="$1" "$step" || return 0
+        ((${#steps[@]} == 0)) || ! kp_ask scancel --signal="$1" "${steps[@]}" || return 0
         kill -0 "$KP_CHILD" 2>/dev/null || return 0
         [[ -z $KP_DEADLINE ]] || ((SECONDS < KP_DEADLINE)) || break
         kp_shielded sleep 0.5
     done
 
-    if [[ -n $asked && -z $step ]]; then
+    if [[ -n $asked && ${#steps[@]} == 0 ]]; then
         kp_log "the step has not started: nothing to save"
-        kill -TERM "$KP_CHILD" 2>/dev/null || true
+        kill -TERM "${KP_PIDS[@]:-$KP_CHILD}" 2>/dev/null || true
     elif [[ -n $KP_DEADLINE ]]; then
         kp_signal_by_srun "$1"
     fi
@@ -65,9 +65,9 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
 kp_signal_by_srun() { # <signal>: as kp_signal, without the controller: srun passes USR1 and USR2 on, and no other
     kp_log "Slurm has not answered for $KP_PATIENCE s: asking the ranks through srun"
     case $1 in
-        TERM) kill -USR1 "$KP_CHILD" ;; # to the trainer the same as TERM
-        USR2) kill -USR2 "$KP_CHILD" ;;
-        KILL) kill -TERM "$KP_CHILD" ;; # srun then kills the ranks
-        INT) : >"$KP_RUN_DIR/STOP" ;;   # the trainer's other way to be stopped
+        TERM) kill -USR1 "${KP_PIDS[@]:-$KP_CHILD}" ;; # to the trainer the same as TERM
+        USR2) kill -USR2 "${KP_PIDS[@]:-$KP_CHILD}" ;;
+        KILL) kill -TERM "${KP_PIDS[@]:-$KP_CHILD}" ;; # srun then kills the ranks
+        INT) : >"$KP_RUN_DIR/STOP" ;;                  # the trainer's other way to be stopped
     esac || true
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,17 @@ class LowcommConfig:
             )
         return replicas
 
+    def in_step(self, world_size: int, per_node: int) -> int:
+        """Replicas that the ranks of this srun step are shared out to."""
+        if not self.on or self.mode == "mesh":
+            return self.count(world_size, per_node)
+        if "KEMPNER_DOOR" not in os.environ:
+            raise ConfigError(
+                "lowcomm.mode = steps: each replica needs a srun step of its own; submit "
+                "scripts/slurm/replicas.sh, or give --lowcomm.mode=mesh"
+            )
+        return 1
+
     def problems(self) -> list[str]:
         if len(self._sizes) > 1:
             given = ", ".join(f"lowcomm.{name}" for name in self._sizes)
@@ -141,8 +153,11 @@ class LowcommConfig:
                 f"lowcomm.min_replicas = {self.min_replicas}: with mode = mesh all replicas are "
                 "always needed; give --lowcomm.mode=steps, or leave it out"
             )
-        if self.mode == "steps":  # not built yet
-            found.append("lowcomm.mode = steps: not built yet; give --lowcomm.mode=mesh")
+        if self.mode == "steps" and self.interval == 1:
+            found.append(
+                "lowcomm.interval = 1: with mode = steps a round has at least 2 steps, so that a "
+                "replica can join between two; give --lowcomm.interval=2, or mode = mesh"
+            )
         return found
 
 

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kempner.checkpoint.state import StateProvider
-from kempner.lowcomm.outer import Alone, Exchange, Handle, Outer, OuterState
-from kempner.optim.build import build_optimizer
-from kempner.optim.optimizer import Optimizer
-from kempner.parallel.build import parameter_names
+from kempner.lowcomm.outer import Exchange, Handle, Outer, OuterState
 from kempner.resilience.requests import FLAGS
 
 if TYPE_CHECKING:
@@ -41,12 +38,13 @@ class Replicas:
         """The providers of a checkpoint, from those of a plain run."""
         return state
 
-    def begin(self, progress: Progress) -> None:
-        """The weights are loaded, or made."""
+    def begin(self, progress: Progress) -> Progress:
+        """The weights are loaded, or made; returns where the run goes on."""
+        return progress
 
-    def after_step(self, step: int, numbers: Numbers) -> Numbers:
-        """The weights of `step` steps are there; `numbers`: of this step and this replica, fp64 []
-        each. Returns what the host is told."""
+    def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
+        """The weights of a step are there; `numbers`: of this step and this replica, fp64 [] each.
+        Returns what the host is told."""
         return numbers
 
     def may_go_back(self, progress: Progress) -> bool:
@@ -83,9 +81,10 @@ class LowcommReplicas(Replicas):
         weights."""
         return {"model": state["model"], "outer": self._state, **state}
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: Progress) -> Progress:
         if not self._state.loaded:
             self.outer.begin()
+        return progress
 
     def may_go_back(self, progress: Progress) -> bool:
         """The others would wait for a replica that goes back alone."""
@@ -96,8 +95,8 @@ class LowcommReplicas(Replicas):
             for error in fragment.errors.values():
                 error.zero_()
 
-    def after_step(self, step: int, numbers: Numbers) -> Numbers:
-        began = time.monotonic()
+    def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
+        began, step = time.monotonic(), progress.step
         self.outer.after_step(step)
         rounds, left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
         shared = torch.stack([numbers[name] for name in SHARED])
@@ -129,20 +128,3 @@ class LowcommReplicas(Replicas):
         self._sent, self._waited = self.exchange.sent, 0.0
         place = self._loss
         return {"round_loss": place, **{k: torch.full_like(place, v) for k, v in facts.items()}}
-
-
-def open_replicas(cfg: RunConfig, world: World, model: nn.Module) -> tuple[Optimizer, Replicas]:
-    """The optimizer of this replica, and what it has to do with the others."""
-    optimizer = build_optimizer(model, cfg.optimizer)
-    if not cfg.lowcomm.on:
-        return optimizer, Replicas()
-    named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
-    exchange: Exchange = Alone()
-    if world.store is not None:
-        from kempner.lowcomm.mesh import MeshExchange
-
-        exchange = MeshExchange(world, next(iter(named.values())).device)
-    replicas = LowcommReplicas(cfg, world, named, exchange)
-    if replicas.outer.apart:
-        optimizer.published = replicas.outer.published()
-    return optimizer, replicas

@@ -1,0 +1,158 @@
+# shellcheck shell=bash
+# lowcomm.mode = steps: a srun step for each replica, started again when it is lost. Sourced by replicas.sh, after
+# all.sh. Replica 0 works in the run directory itself, replica I in RUN/replicas/I as a run of its own.
+
+readonly KP_AGAIN_S=5 # a replica that is lost again and again waits so much longer each time
+
+kp_run_replicas() { # <train.py arguments>...: trains until every replica has left; sets KP_CODE
+    local slot KP_NODES=$KP_NODES KP_TASKS=$KP_TASKS KP_GPUS=$KP_GPUS
+    kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
+    KP_COMMITTED_BEFORE=$(kp_committed_step)
+    KP_PIDS=() KP_TRIES=() KP_BEFORE=() KP_NOT_BEFORE=() KP_ENDING='' KP_CODE=0
+    KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
+    export KEMPNER_REPLICAS=$KP_REPLICAS KEMPNER_DOOR=$KP_RUN_DIR/.door-$KEMPNER_ATTEMPT_ID
+    kp_open_door
+
+    for ((slot = 0; slot < KP_REPLICAS; slot++)); do
+        KP_TRIES[slot]=0
+        kp_start_replica "$slot" "$@"
+    done
+    [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    while ((${#KP_PIDS[@]} + ${#KP_NOT_BEFORE[@]} > 0)); do
+        kp_look_after "$@"
+        sleep 0.2 || true
+    done
+
+    kill -KILL "$KP_CHILD" 2>/dev/null || true # it ignores the signals that end a job
+    wait "$KP_CHILD" 2>/dev/null || true
+    KP_CHILD=''
+    rm -f -- "$KEMPNER_DOOR"*
+    kp_write_status
+}
+
+kp_count_replicas() { # sets KP_REPLICAS, and the nodes and tasks per node of each: KP_NODES, KP_TASKS, KP_GPUS
+    local world=$((KP_NODES * KP_TASKS)) ranks
+    KP_REPLICAS=$(kp_python -c 'import sys
+from kempner.config.toml import loads
+from kempner.lowcomm.config import LowcommConfig
+section = LowcommConfig(**{k: v for k, v in loads(sys.stdin.read()).get("lowcomm", {}).items() if k != "raw"})
+print(section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and section.mode == "steps" else 0)' \
+        "$world" "$KP_TASKS" <<<"$KP_TOML")
+    ((KP_REPLICAS > 0)) || kp_die "replicas.sh is for lowcomm.mode = steps: submit multinode.sh for this configuration"
+    ranks=$((world / KP_REPLICAS))
+    ((ranks >= KP_TASKS)) || KP_TASKS=$ranks
+    KP_NODES=$((ranks / KP_TASKS))
+    ((KP_GPUS == 0)) || KP_GPUS=$KP_TASKS
+    kp_log "$KP_REPLICAS replicas of $KP_NODES node(s) x $KP_TASKS task(s)"
+}
+
+kp_open_door() { # starts the judge of who lives (kempner/lowcomm/door.py); it becomes KP_CHILD
+    local tries
+    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.lowcomm.door "$KEMPNER_DOOR" \
+        "${KEMPNER_PEERS%% *}" --log "$KP_RUN_DIR/replicas.jsonl"
+    for ((tries = 0; tries < 600; tries++)); do
+        [[ ! -s $KEMPNER_DOOR ]] || return 0
+        kill -0 "$KP_CHILD" 2>/dev/null || break
+        sleep 0.1 || true
+    done
+    kp_die "the store of the replicas has not started: see above"
+}
+
+kp_start_replica() { # <replica> <train.py arguments>...
+    local slot=$1
+    export KEMPNER_REPLICA=$slot
+    kp_srun_command "$KP_TRAIN" "${@:2}"
+    # Without --mem=0 the first step on a node would take all of its memory.
+    KP_SRUN=(srun --exact --no-kill --mem=0 "${KP_SRUN[@]:1}")
+    KP_BEFORE[slot]=$(kp_replica_step "$slot")
+    setsid "${KP_SRUN[@]}" </dev/null 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
+    KP_PIDS[slot]=$!
+}
+
+kp_look_after() { # <train.py arguments>...: one look at all replicas
+    local slot code mark
+    kill -0 "$KP_CHILD" 2>/dev/null || KP_ENDING=1 # without the judge all replicas leave
+    for slot in "${!KP_PIDS[@]}"; do
+        mark=$KEMPNER_DOOR.silent.$slot
+        if [[ -e $mark ]]; then # stopped, or out of reach: its step may never end by itself
+            rm -f -- "$mark"
+            kp_log "replica $slot does not answer: ending its step"
+            kill -TERM "${KP_PIDS[slot]}" 2>/dev/null || true # srun then kills its tasks
+        fi
+        ! kill -0 "${KP_PIDS[slot]}" 2>/dev/null || continue
+        code=0
+        wait "${KP_PIDS[slot]}" || code=$?
+        unset "KP_PIDS[slot]"
+        kp_replica_ended "$slot" "$code"
+    done
+
+    for slot in "${!KP_NOT_BEFORE[@]}"; do
+        if [[ -n $KP_ENDING$KP_SIGNAL ]]; then
+            unset "KP_NOT_BEFORE[slot]"
+        elif ((SECONDS >= KP_NOT_BEFORE[slot])); then
+            unset "KP_NOT_BEFORE[slot]"
+            kp_log "replica $slot is started again: it joins at the end of a round"
+            kp_start_replica "$slot" "$@"
+        fi
+    done
+}
+
+kp_replica_ended() { # <replica> <exit code of its srun>: starts it again, unless the run is ending
+    local most=${KEMPNER_MAX_CRASHES:-3}
+    kp_replica_verdict "$1"
+    kp_log "replica $1 has ended with exit code $2${KP_STATE:+: $KP_STATE}"
+    ((KP_CODE != 0 && $2 != 2)) || KP_CODE=$2
+    if [[ $2 =~ ^(0|2)$ || $KP_STATE == failed || -e $KEMPNER_DOOR.over ]]; then
+        KP_ENDING=1 # of the others, too: they have agreed on it, or are too few
+    fi
+    [[ -z $KP_ENDING$KP_SIGNAL ]] || return 0
+    (($(kp_replica_step "$1") <= KP_BEFORE[$1])) || KP_TRIES[$1]=0
+    KP_TRIES[$1]=$((KP_TRIES[$1] + 1))
+    if ((KP_TRIES[$1] > most)); then
+        kp_log "replica $1 is not started again: $most starts in a row without a checkpoint (KEMPNER_MAX_CRASHES)"
+        return 0
+    fi
+    KP_NOT_BEFORE[$1]=$((SECONDS + (KP_TRIES[$1] - 1) * KP_AGAIN_S))
+}
+
+kp_replica_dir() { # <replica>: its run directory
+    (($1 == 0)) && echo "$KP_RUN_DIR" || echo "$KP_RUN_DIR/replicas/$1"
+}
+
+kp_replica_verdict() { # <replica>: sets KP_STATE to what it says of this attempt of the job
+    local directory
+    directory=$(kp_replica_dir "$1")
+    local KP_RUN_DIR=$directory
+    kp_verdict
+}
+
+kp_replica_step() { # <replica>: the step of its newest checkpoint
+    local directory=$KP_CHECKPOINTS
+    if (($1 > 0)); then
+        directory=$KP_CHECKPOINTS/replicas/$1 # of checkpoint.dir
+        [[ $KP_CHECKPOINTS != "$KP_RUN_DIR/checkpoints" ]] || directory=$KP_RUN_DIR/replicas/$1/checkpoints
+    fi
+    kp_newest_step "$directory"
+}
+
+kp_committed_step() { # as in requeue.sh, of the replica that is furthest
+    local slot newest=-1 step
+    for ((slot = 0; slot < ${KP_REPLICAS:-1}; slot++)); do
+        step=$(kp_replica_step "$slot")
+        ((step <= newest)) || newest=$step
+    done
+    echo "$newest"
+}
+
+kp_write_status() { # status.json of the run, from those of the replicas: the worst news first
+    local state slot found=''
+    for state in failed stopped done interrupted; do
+        for ((slot = 0; slot < KP_REPLICAS; slot++)); do
+            kp_replica_verdict "$slot"
+            [[ $KP_STATE != "$state" || -n $found ]] || found=$slot
+        done
+    done
+    ((${found:-0} > 0)) || return 0 # replica 0 has written it
+    cp -- "$(kp_replica_dir "$found")/status.json" "$KP_RUN_DIR/.status.json.new"
+    mv -- "$KP_RUN_DIR/.status.json.new" "$KP_RUN_DIR/status.json"
+}

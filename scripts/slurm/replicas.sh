@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Train replicas that may be lost (lowcomm.mode = steps), each in a srun step of its own: docs/lowcomm.md.
+#
+#   sbatch scripts/slurm/replicas.sh configs/train/lowcomm/steps.toml
+#   sbatch --nodes=16 --time=24:00:00 --partition=gpu scripts/slurm/replicas.sh CONFIG [OVERRIDES]
+#   bash scripts/slurm/replicas.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
+#
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+#SBATCH --job-name=kempner
+#SBATCH --nodes=2
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:SIGTERM@120
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: replicas.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/replicas.sh itself, or from the root of the repository" >&2 && exit 2; }
+fi
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$lib"
+# shellcheck source-path=SCRIPTDIR source=lib/replicas.sh
+source "$KP_LIB/replicas.sh"
+
+kp_take "$@"                         # train.py's arguments; --dry-run
+kp_setup                             # the repository, its Python, site.env
+kp_tasks                             # nodes, GPUs, one task per GPU
+kp_check "${KP_ARGUMENTS[@]}"        # the configuration, once, before any GPU works
+kp_banner                            # what runs where
+kp_preflight                         # with KEMPNER_PREFLIGHT=1: checks the nodes first
+kp_stage                             # with KEMPNER_STAGE=DIR: copies the data to the nodes' own disks
+kp_run_replicas "${KP_ARGUMENTS[@]}" # srun for each; starts again whoever is lost; passes signals on
+kp_finish                            # requeue or not; the exit code

@@ -1,0 +1,66 @@
+"""What became of the replicas of a run with lowcomm.mode = steps: replicas.jsonl, which their judge
+writes (lowcomm/door.py). No torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kempner.files import read_jsonl
+from kempner.history.attempts import Record
+
+
+@dataclass
+class Replica:
+    """Of one number, all its starts. `lost`: when, and why."""
+
+    starts: int = 0
+    rounds: int = 0  # to which it has contributed
+    here: bool = False
+    lost: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def losses(self) -> str:
+        """For a table."""
+        told = [f"{time.strftime('%H:%M:%S', time.localtime(at))} {why}" for at, why in self.lost]
+        return "; ".join(told) or "-"
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """`rounds`: the newest record of each, by number; `sent`: bytes of all replicas, in all
+    rounds."""
+
+    by_number: dict[int, Replica]
+    rounds: dict[int, Record]
+    sent: int
+
+    @property
+    def here(self) -> int:
+        """How many take part now."""
+        return sum(replica.here for replica in self.by_number.values())
+
+
+def replicas_of(run_dir: Path) -> Replicas | None:
+    """None: the run has none that are lost alone."""
+    lines = [line for line in read_jsonl(run_dir / "replicas.jsonl") if "event" in line]
+    if not lines:
+        return None
+    found: dict[int, Replica] = {}
+    rounds: dict[int, Record] = {}
+    sent: dict[str, int] = {}  # by the start that has counted it
+    for line in lines:
+        number = int(line["name"].partition(".")[0])
+        replica = found.setdefault(number, Replica())
+        if line["event"] == "here":
+            replica.starts, replica.here = replica.starts + 1, True
+        elif line["event"] == "gone":
+            replica.here = False
+            if line["reason"] != "left":
+                replica.lost.append((line["time"], line["reason"]))
+        elif line["event"] == "round":
+            rounds[line["round"]] = line
+            replica.rounds += line["name"] in line["members"] and not line["entry"]
+            sent[line["name"]] = line["bytes"]
+    return Replicas(dict(sorted(found.items())), rounds, sum(sent.values()))

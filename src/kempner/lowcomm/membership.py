@@ -1,0 +1,360 @@
+"""Who takes part in a round of low-communication training, when each replica is a world of its own
+that may be lost.
+
+The members of a round are fixed before its collective, which runs over copies of what they send.
+Then each replica votes, and the round counts only when all of them have voted yes: a replica dies
+before its vote, and the others repeat the round without it, with the same numbers; or after it, and
+the round stands. So no round counts for some and not for others, and none counts twice.
+
+    here          each replica that came, and how many rounds it has done
+    gone          those that the judge has declared gone (door.py)
+    arrived/E     who is ready for the collective of epoch E
+    epoch/E       its members, fixed by the first to write it
+    votes/E       yes or no, of each member
+    outcome/E     commit or abort, fixed by the first to write it
+
+An epoch is one attempt at a round. A replica that comes later joins in the collective of a round:
+it sends nothing, and receives the state that the members have before the round's outer step, which
+it then takes as they do.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from kempner.checkpoint.ranks import PeerFailed
+from kempner.lowcomm.door import GONE, HERE, Door
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POLL_S = 0.02
+WATCH_S = 0.1  # in the collective, where an error of our own says it first
+ATTEMPTS = 4  # at one round with nobody lost
+COLLECTIVE_S = 600.0
+
+T = TypeVar("T")
+
+
+class TooFew(PeerFailed):
+    """Fewer replicas are left than the run may go on with."""
+
+
+class Epoch(NamedTuple):
+    """One attempt at a round, as all members see it. `round`: how many rounds are done after it;
+    `entry`: it only brings replicas together that start at different rounds."""
+
+    number: int
+    round: int
+    members: tuple[str, ...]  # those that contribute
+    joiners: tuple[str, ...]
+    entry: bool
+    about: dict[str, Any]  # what the first member says of the run, for the joiners
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        return self.members + self.joiners
+
+    @classmethod
+    def of(cls, number: int, text: bytes) -> Epoch:
+        rounds, members, joiners, *rest = json.loads(text)
+        return cls(number, rounds, tuple(members), tuple(joiners), *rest)
+
+
+class Group(NamedTuple):
+    """This rank and those of its place in the other replicas, for one epoch."""
+
+    gloo: Any  # dist.ProcessGroupGloo
+    place: int
+    epoch: Epoch
+
+    @property
+    def joins(self) -> bool:
+        return self.place >= len(self.epoch.members)
+
+    @property
+    def size(self) -> int:
+        return len(self.epoch.everyone)
+
+    def share(self, tensors: list[Tensor]) -> None:
+        """Fill the joiners' tensors with those of the first member."""
+        for tensor in tensors:
+            if self.joins:
+                self.gloo.recv([tensor], 0, 0).wait()
+            elif self.place == 0:
+                others = range(len(self.epoch.members), self.size)
+                for sent in [self.gloo.send([tensor], to, 0) for to in others]:
+                    sent.wait()
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Over the members, in place; a joiner's counts nothing."""
+        if self.joins:
+            tensor.zero_()
+        self.gloo.allreduce([tensor]).wait()
+        tensor /= len(self.epoch.members)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Those of the members, in their order."""
+        parts = [tensor.new_empty(tensor.shape) for _ in self.epoch.everyone]
+        self.gloo.allgather([parts], [tensor]).wait()
+        return parts[: len(self.epoch.members)]
+
+
+Exchange = Callable[[Group], T]  # on copies: it may be left in its middle, and repeated
+
+
+class Membership:
+    """This replica among the others. Each rank of a replica makes one, and calls its methods when
+    the others of the replica do."""
+
+    def __init__(
+        self,
+        door: Door,
+        replicas: int,
+        least: int,
+        start_timeout: float,
+        collective_s: float = COLLECTIVE_S,
+    ) -> None:
+        """`replicas` start; the run goes on with `least` of them."""
+        import torch.distributed as dist
+
+        self.door, self.replicas, self.least = door, replicas, least
+        self._start_timeout, self._collective_s = start_timeout, collective_s
+        alone = not dist.is_initialized()
+        self.rank, self._ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.store = door.store
+        self.me = self._tell(door.name)
+        self.roster: tuple[str, ...] = ()  # everyone of the last epoch that was committed
+        self._next = 0  # the epoch to be fixed next
+        self._entry = True
+        # For the groups: a connection looks names up, and a slow name server takes 5 s. One of them
+        # is left behind with each exchange that is.
+        self._connections = [self.store.clone(), self.store.clone()]
+
+    # --- what a replica does ---
+
+    def enter(
+        self, rounds: int, about: dict[str, Any], exchange: Exchange[T]
+    ) -> tuple[Epoch, T] | None:
+        """Come in, with `rounds` rounds done. `about`: for replicas that join.
+
+        Replicas that start together wait for each other; those with the most rounds are members,
+        and the others receive their state; a replica that comes later waits for the end of a round.
+        None: the run ended before. Raises TooFew when not enough come."""
+        if self.rank == 0:
+            self.store.append(HERE, json.dumps([self.me, rounds]) + "\n")
+        return self._commit(rounds, about, exchange, False)
+
+    def round(
+        self, rounds: int, about: dict[str, Any], exchange: Exchange[T], joinable: bool = True
+    ) -> tuple[Epoch, T]:
+        """End a round, after which `rounds` are done: `exchange(group)` runs with those who are
+        left, until all of them have its result. Not `joinable`: it is for them alone. Raises
+        TooFew."""
+        done = self._commit(rounds, about, exchange, joinable)
+        assert done is not None
+        return done
+
+    def over(self) -> None:
+        """The run is at its end: replicas that wait to join need wait no more."""
+        if self.rank == 0:
+            self.store.set("over", "")
+
+    def close(self) -> None:
+        self.door.close()
+
+    # --- one round, until it counts ---
+
+    def _commit(
+        self, rounds: int, about: dict[str, Any], exchange: Exchange[T], joinable: bool
+    ) -> tuple[Epoch, T] | None:
+        same, before = 0, None
+        while True:
+            found = self._from_first(lambda: self._fixed(rounds, about, joinable))
+            if isinstance(found, str):
+                raise TooFew(found)
+            if found is None:
+                return None
+            epoch = found
+            result, problem = self._attempt(epoch, exchange)
+            problem = self._any(problem)
+            self._next = epoch.number + 1
+            committed = self._from_first(lambda: self._settle(epoch, problem))  # noqa: B023
+            if committed:
+                self.roster, self._entry = epoch.everyone, False
+                assert result is not None
+                return epoch, result[0]
+            if not self.roster and self.me in epoch.members:
+                self.roster = epoch.members
+            same = same + 1 if epoch.everyone == before else 0
+            before = epoch.everyone
+            if same >= ATTEMPTS:
+                raise RuntimeError(
+                    f"round {rounds}: {ATTEMPTS} exchanges in a row have failed although all of "
+                    f"{', '.join(epoch.everyone)} live: {problem}"
+                )
+
+    def _fixed(self, rounds: int, about: dict[str, Any], joinable: bool) -> Epoch | str | None:
+        """Rank 0: the epoch that is next for this replica, as soon as it is fixed; or why there is
+        none. None: a replica that waits to join need not wait any longer."""
+        if self.roster or self._next == 0:
+            line = json.dumps([self.me, about])
+            self.store.append(f"arrived/{self._next}", f"{line}\n")
+        began = time.monotonic()
+        while True:
+            if self.store.check([f"epoch/{self._next}"]):
+                epoch = Epoch.of(self._next, self.store.get(f"epoch/{self._next}"))
+                if self.me in epoch.everyone:
+                    return epoch
+                if self.roster:
+                    self.door.fence("a round was fixed without it")
+                self._next += 1  # of others: it waits to join
+                continue
+            gone = self._gone()
+            if self.me in gone:
+                self.door.fence(gone[self.me])
+            proposed: list[Any] | str | None = None
+            if self.roster:
+                proposed = self._next_round(rounds, gone, joinable)
+            elif self._next == 0:
+                proposed = self._first(gone, time.monotonic() - began > self._start_timeout)
+            elif self.store.check(["over"]):
+                return None
+            if isinstance(proposed, str):
+                return proposed
+            if proposed is not None:
+                self.store.compare_set(f"epoch/{self._next}", "", json.dumps(proposed))
+                continue
+            time.sleep(POLL_S)
+
+    def _first(self, gone: dict[str, str], late: bool) -> list[Any] | str | None:
+        """The first epoch: all replicas that are to come, or those that have come in time."""
+        here = self._here(gone)
+        arrived = self._arrived()
+        if len(here) < self.replicas and not late:
+            return None
+        if len(here) < self.least:
+            return f"{len(here)} of {self.replicas} replicas came within the time for a start"
+        most = max(here.values())
+        members = sorted(name for name, rounds in here.items() if rounds == most)
+        if not set(members) <= arrived.keys():
+            return None
+        joiners = sorted(here.keys() - set(members))
+        return [most, members, joiners, True, arrived[members[0]]]
+
+    def _next_round(
+        self, rounds: int, gone: dict[str, str], joinable: bool
+    ) -> list[Any] | str | None:
+        """The members that are left, once all of them have arrived; and who joins them."""
+        left = [name for name in self.roster if name not in gone]
+        if len(left) < self.least:
+            lost = ", ".join(f"{name} ({gone[name]})" for name in self.roster if name in gone)
+            return f"{len(left)} replicas are left, of at least {self.least}; lost: {lost}"
+        arrived = self._arrived()
+        if not set(left) <= arrived.keys():
+            return None
+        wanted = joinable or self._entry
+        joiners = sorted(self._here(gone).keys() - set(left)) if wanted else []
+        return [rounds, left, joiners, self._entry, arrived[left[0]]]
+
+    def _attempt(self, epoch: Epoch, exchange: Exchange[T]) -> tuple[tuple[T] | None, str]:
+        """What the exchange returns, or why it has failed. It runs in a thread that is left behind
+        when another replica is lost: gloo would wait for it until its own time is over."""
+        found: list[T] = []
+        problems: list[str] = []
+        over = threading.Event()
+
+        def work() -> None:
+            connection = self._connections.pop() if self._connections else self.store.clone()
+            try:
+                found.append(exchange(self._group(epoch, connection)))
+            except Exception as error:
+                problems.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            over.set()
+            self._connections.append(connection)
+
+        threading.Thread(target=work, daemon=True, name=f"epoch {epoch.number}").start()
+        while not over.wait(WATCH_S):
+            if lost := [name for name in epoch.everyone if name in self._gone()]:
+                return None, f"lost {', '.join(lost)}"
+            if self.store.check([f"outcome/{epoch.number}"]):
+                return None, "another replica could not finish"
+        return (None, problems[0]) if problems else ((found[0],), "")
+
+    def _group(self, epoch: Epoch, connection: Any) -> Group:
+        import torch.distributed as dist
+
+        store = dist.PrefixStore(f"group/{epoch.number}/{self.rank}", connection)
+        place, limit = epoch.everyone.index(self.me), timedelta(seconds=self._collective_s)
+        gloo = dist.ProcessGroupGloo(store, place, len(epoch.everyone), limit)
+        return Group(gloo, place, epoch)
+
+    def _settle(self, epoch: Epoch, problem: str) -> bool:
+        """Rank 0: vote, and wait for the outcome. A replica that is lost after its yes changes
+        nothing: all have the result, and so does every other."""
+        number = epoch.number
+        self.store.append(f"votes/{number}", f"{self.me} {'no' if problem else 'yes'}\n")
+        while not self.store.check([f"outcome/{number}"]):
+            gone = self._gone()  # before the votes: one that voted and then left has voted
+            votes = dict(line.split() for line in self._lines(f"votes/{number}"))
+            if "no" in votes.values() or any(
+                name in gone and name not in votes for name in epoch.everyone
+            ):
+                self.store.compare_set(f"outcome/{number}", "", "abort")
+            elif len(votes) == len(epoch.everyone):
+                self.store.compare_set(f"outcome/{number}", "", "commit")
+            else:
+                time.sleep(POLL_S)
+        if self.me in (gone := self._gone()):
+            self.door.fence(gone[self.me])
+        return bool(self.store.get(f"outcome/{number}") == b"commit")
+
+    # --- the store's lists ---
+
+    def _lines(self, key: str) -> list[str]:
+        return self.store.get(key).decode().splitlines() if self.store.check([key]) else []
+
+    def _gone(self) -> dict[str, str]:
+        """The reason by name."""
+        lines = (line.partition(" ") for line in self._lines(GONE))
+        return {name: reason for name, _, reason in lines}
+
+    def _here(self, gone: dict[str, str]) -> dict[str, int]:
+        """Rounds done by name."""
+        here = dict(map(json.loads, self._lines(HERE)))
+        return {name: rounds for name, rounds in here.items() if name not in gone}
+
+    def _arrived(self) -> dict[str, dict[str, Any]]:
+        """What each has to say of the run, by name."""
+        return dict(map(json.loads, self._lines(f"arrived/{self._next}")))
+
+    # --- the ranks of this replica, which decide as one ---
+
+    def _tell(self, value: T) -> T:
+        """Rank 0's."""
+        import torch.distributed as dist
+
+        if self._ranks == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _from_first(self, ask: Callable[[], T]) -> T:
+        return self._tell(cast(T, ask() if self.rank == 0 else None))
+
+    def _any(self, problem: str) -> str:
+        """The problem of one rank is that of all."""
+        import torch.distributed as dist
+
+        if self._ranks == 1:
+            return problem
+        found: list[str] = [""] * self._ranks
+        dist.all_gather_object(found, problem)
+        return next(filter(None, found), "")

@@ -1,0 +1,37 @@
+"""From the [lowcomm] section to what a replica has to do with the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from kempner.lowcomm.mesh import MeshExchange
+from kempner.lowcomm.outer import Alone, Exchange
+from kempner.lowcomm.replicas import LowcommReplicas, Replicas
+from kempner.lowcomm.steps import open_steps
+from kempner.optim.build import build_optimizer
+from kempner.optim.optimizer import Optimizer
+from kempner.parallel.build import parameter_names
+
+if TYPE_CHECKING:
+    from kempner.process_group import World
+    from kempner.run import RunConfig
+
+
+def open_replicas(cfg: RunConfig, world: World, model: nn.Module) -> tuple[Optimizer, Replicas]:
+    """The optimizer of this replica, and what it has to do with the others."""
+    optimizer = build_optimizer(model, cfg.optimizer)
+    if not cfg.lowcomm.on:
+        return optimizer, Replicas()
+    named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
+    if cfg.lowcomm.mode == "steps":
+        replicas: LowcommReplicas = open_steps(cfg, world, named)
+    else:
+        exchange: Exchange = Alone()
+        if world.store is not None:
+            exchange = MeshExchange(world, next(iter(named.values())).device)
+        replicas = LowcommReplicas(cfg, world, named, exchange)
+    if replicas.outer.apart:
+        optimizer.published = replicas.outer.published()
+    return optimizer, replicas

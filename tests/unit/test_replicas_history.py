@@ -1,0 +1,46 @@
+"""What report.py and status.py say of replicas, from the log of their judge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kempner.history.replicas import replicas_of
+from scripts.report import replica_table
+
+
+def write(run: Path) -> None:
+    def told(number: int, name: str, members: list[str], sent: int) -> dict[str, object]:
+        entry = number == 0
+        line = {"event": "round", "time": 5.0, "name": name, "round": number, "entry": entry}
+        return {**line, "members": members, "bytes": sent}
+
+    first, left = ["0.1", "1.1"], ["0.1"]
+    lines: list[dict[str, object]] = [
+        {"event": "here", "time": 1.0, "name": "0.1", "reason": ""},
+        {"event": "here", "time": 1.5, "name": "1.1", "reason": ""},
+        told(0, "0.1", first, 0),
+        told(0, "1.1", first, 0),
+        told(1, "0.1", first, 1_000_000),
+        told(1, "1.1", first, 1_000_000),
+        {"event": "gone", "time": 6.0, "name": "1.1", "reason": "its process ended"},
+        {"event": "here", "time": 7.0, "name": "1.2", "reason": ""},
+        told(2, "0.1", left, 1_500_000),
+        told(2, "1.2", left, 200_000),
+        {"event": "gone", "time": 9.0, "name": "0.1", "reason": "left"},
+    ]
+    (run / "replicas.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_rounds_losses_and_bytes_of_each_replica(tmp_path: Path) -> None:
+    write(tmp_path)
+    found = replicas_of(tmp_path)
+    assert found is not None and found.here == 1 and found.sent == 2_700_000
+    rows = [(r.starts, r.rounds, r.lost) for r in found.by_number.values()]
+    assert rows == [(1, 2, []), (2, 1, [(6.0, "its process ended")])]
+    table = replica_table(found)
+    assert "its process ended" in table and "2 rounds; 2.7 MB sent" in table
+
+
+def test_a_run_without_replicas_has_none(tmp_path: Path) -> None:
+    assert replicas_of(tmp_path) is None
