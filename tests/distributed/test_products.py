@@ -26,6 +26,7 @@ EXPERTS = [
 ]
 AUXILIARY = "--model.aux_loss=0.1"
 TP, CP, EP = "--distributed.tp=2", "--distributed.cp=2", "--distributed.ep=2"
+PP = "--distributed.pp=2"
 COPIES = "--distributed.dp_replicate=2"
 PRODUCTS = {  # on 4 ranks
     "dp2 x tp2": [TP, "--model.qk_norm", "--model.qkv_bias"],
@@ -37,6 +38,10 @@ PRODUCTS = {  # on 4 ranks
     "ep2 x tp2": [EP, TP, *EXPERTS, AUXILIARY],
     "ep2 of dp1 x cp2": [EP, CP, COPIES, *EXPERTS],
     "experts, dp2 x tp2": [TP, *EXPERTS, AUXILIARY],
+    "pp2 x dp2": [PP],
+    "pp2 x tp2": [PP, TP],
+    "pp2 x cp2": [PP, CP],
+    "pp2 x ep2": [PP, EP, *EXPERTS],
 }
 CHUNK, COMPILE = "--train.loss_chunk=40", "--train.compile"
 FULL, SELECTIVE = "--train.recompute=full", "--train.recompute=selective"
@@ -55,6 +60,8 @@ SOME = [  # soak has all
     "hsdp2 x tp2: full",
     "ep2 x tp2: selective",
     "ep2 of dp1 x cp2: selective",
+    "pp2 x tp2: compiled, full",
+    "pp2 x ep2: selective",
 ]
 FP8 = {"fp8": [TP, "--train.fp8=rowwise", "--model.ffn_dim=64", "--model.n_kv_heads=4"]}
 with_fp8 = pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")
