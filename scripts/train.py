@@ -35,12 +35,13 @@ from kempner.config.option import ConfigError
 from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
 from kempner.lowcomm.opening import open_replicas
+from kempner.model.decoder import Decoder
 from kempner.objective import Objective
 from kempner.optim.build import published_weights, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
-from kempner.parallel.shard import begin_micro_batch
+from kempner.parallel.passes import backward_passes
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -176,7 +177,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
 
 
 def forward_backward(
-    model: nn.Module,
+    model: Decoder,
     objective: Objective,
     micro_batches: list[MicroBatch],
     sums: StepSums,
@@ -186,14 +187,17 @@ def forward_backward(
     """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sums by name,
     fp32 [] each. With `leave`, the requests of this rank, all ranks may give up the step instead:
     then it returns their verdict."""
-    for i, batch in enumerate(micro_batches):
-        if i and leave is not None and (verdict := requests.asked_meanwhile(leave, sums.device)):
-            return verdict
-        begin_micro_batch(model, last=i == len(micro_batches) - 1)
-        loss, terms, batch = objective(model, batch.to(sums.device))
-        (loss / step_tokens).backward()
+
+    def micro_batch_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+        loss, terms, batch = objective(model, batch)
         sums.add(batch, loss, terms)
-    return {**sums.numbers(), **objective.numbers()}
+        return loss / step_tokens
+
+    def asked() -> Verdict | None:
+        return None if leave is None else requests.asked_meanwhile(leave, sums.device)
+
+    verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
+    return verdict or {**sums.numbers(), **objective.numbers()}
 
 
 def update(

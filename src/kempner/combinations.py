@@ -68,7 +68,8 @@ def problems(cfg: RunConfig) -> list[str]:
     found += _block_problems(cfg)
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
-    return found + _expert_problems(cfg) + _context_problems(cfg) + lowcomm.problems(cfg)
+    found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
+    return found + lowcomm.problems(cfg)
 
 
 def _block_problems(cfg: RunConfig) -> list[str]:
@@ -112,6 +113,35 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
             "model leaves no place for it; give --train.compile_scope=block"
         )
     return found
+
+
+def _pipeline_problems(cfg: RunConfig) -> list[str]:
+    """Of distributed.pp: each stage has whole blocks, and is all that its ranks know."""
+    axes, model, given = cfg.distributed, cfg.model, f"distributed.pp = {cfg.distributed.pp}"
+    if axes.pp == 1:
+        return []
+    found, stages = [], axes.pp * axes.pp_stages_per_rank
+    if model.n_layers < stages:
+        found.append(
+            f"{given}: {axes.pp} x pp_stages_per_rank {axes.pp_stages_per_rank} = {stages} stages, "
+            f"and model.n_layers = {model.n_layers} blocks; give at most one stage a block"
+        )
+    others = {
+        "model.tie_embeddings: its weight would be on two stages": model.tie_embeddings,
+        f"model.aux_loss = {model.aux_loss}: only the last stage has a loss; balance by "
+        "model.router_bias": model.aux_loss > 0,
+        f"preference.loss = {cfg.preference.loss}": cfg.preference.loss != "none",
+        "train.compile_scope = model: a stage is not the whole model": (
+            cfg.train.compile_scope == "model"
+        ),
+        f"train.fp8 = {cfg.train.fp8}": cfg.train.fp8 != "none",
+        "replicas of lowcomm": cfg.lowcomm.on,
+    }
+    return found + [
+        f"{given}: not built for {other}; leave that out, or give --distributed.pp=1"
+        for other, asked in others.items()
+        if asked
+    ]
 
 
 def _expert_problems(cfg: RunConfig) -> list[str]:

@@ -30,7 +30,7 @@ from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress, open_data, open_mixture
 from kempner.resilience.requests import StopRequests
-from kempner.run import RunConfig, check_batch
+from kempner.run import RunConfig, check_batch, check_pipeline
 
 USAGE = """\
 python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
@@ -229,6 +229,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
         found += error.problems
     try:
         check_batch(cfg.train, data_ranks)
+        check_pipeline(cfg.train, cfg.distributed, data_ranks)
     except ConfigError as error:
         found += error.problems
     return found

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kempner.data.batch import MicroBatch
-from kempner.data.source import IGNORE
+from kempner.model.decoder import Decoder
 from kempner.objective import Objective
 from kempner.parallel.layout import Layout
+from kempner.parallel.passes import at_once, forward_passes
 from kempner.resilience.requests import StopRequests
-from kempner.step import reduce_step
+from kempner.step import StepSums, reduce_step
 
 
 @torch.no_grad()
 def validate(
-    model: nn.Module,
+    model: Decoder,
     objective: Objective,
     sets: Mapping[str, Iterable[MicroBatch]],
     layout: Layout,
@@ -29,10 +32,12 @@ def validate(
     found = {}
     for name, batches in sets.items():
         totals = torch.zeros(3, dtype=torch.float64)
-        for batch in batches:
-            loss, _, batch = objective(model, batch.to(device))
-            ours = layout.once({"loss": loss, "tokens": (batch.targets != IGNORE).sum()})
-            sums = reduce_step({**ours, "leave": stop.wants_to_leave()}, layout)
+        left = iter(batches)
+        while some := [*islice(left, at_once(model))]:
+            ours = StepSums((), device)
+            forward_passes(model, partial(_loss, objective, ours), some, device)
+            flag = {"leave": stop.wants_to_leave()}
+            sums = reduce_step({**layout.once(ours.numbers()), **flag}, layout)
             totals += torch.stack([*sums.values()]).cpu()
             if totals[2] > 0:
                 break
@@ -40,3 +45,9 @@ def validate(
         if totals[2] > 0:
             break
     return found
+
+
+def _loss(objective: Objective, sums: StepSums, model: nn.Module, batch: MicroBatch) -> Tensor:
+    loss, terms, batch = objective(model, batch)
+    sums.add(batch, loss, terms)
+    return loss

@@ -29,6 +29,8 @@ LAYOUTS = {
     "columns": Layout((6,), (1,)),
     "both": Layout((2, 3), (0, 1)),
     "twice": Layout((3, 2), (0, 0)),
+    "stage": Layout((3,), (0,), (), 3),
+    "copies in a stage": Layout((2,), (None,), (), 2),
 }
 
 
@@ -47,7 +49,7 @@ def test_every_element_is_written_once(name: str) -> None:
     counts = {key: torch.zeros(stored.shape) for key, stored in table.items()}
     for rank in range(6):
         for key, box in chunks_of(table, rank):
-            if not table[key].everywhere or rank == 0:
+            if not table[key].everywhere or rank == LAYOUTS[name].first:
                 counts[key][tuple(slice(a, a + n) for a, n in box)] += 1
     assert all(bool((count == 1).all()) for count in counts.values())
     written = {key for rank in range(6) for key, _ in chunks_of(table, rank)}
@@ -58,7 +60,7 @@ def test_every_element_is_written_once(name: str) -> None:
 def test_a_load_on_any_mesh_finds_all_that_it_needs(old: str, new: str) -> None:
     stored, wanted = table_of(LAYOUTS[old]), table_of(LAYOUTS[new])
     held = [dict(chunks_of(stored, rank)) for rank in range(6)]
-    for rank, key in itertools.product(range(6), stored.keys() & wanted.keys()):
+    for rank, key in itertools.product(LAYOUTS[new].ranks, stored.keys() & wanted.keys()):
         box = own_box(wanted[key], rank)
         covered = torch.zeros(stored[key].shape)
         for owner in ranks_with(stored[key], box, near=rank):
@@ -118,7 +120,7 @@ def test_replicas_share_the_writing() -> None:
 
 def test_the_table_survives_json() -> None:
     table = {
-        **table_of(LAYOUTS["hybrid"]),
+        **table_of(LAYOUTS["stage"]),
         "rng.*.cpu": StoredTensor(torch.Size([8]), torch.uint8, None, 0),
     }
     assert from_json(json.loads(json.dumps(to_json(table)))) == table

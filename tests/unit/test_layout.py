@@ -172,7 +172,6 @@ def test_sizes_that_do_not_fit_are_shown_with_the_arithmetic(
         {"dp_shard": 0},
         {"dp_shard": -2},
         {"dp_replicate": 0},
-        {"pp": 2},
     ],
 )
 def test_sizes_that_no_world_has_are_named(wrong: dict[str, int]) -> None:

@@ -155,10 +155,10 @@ def test_each_matrix_is_orthogonalised_once_on_any_mesh(
     me, meet = threading.local(), threading.Barrier(world)
     posted: dict[int, Any] = {}
     ranks = SimpleNamespace(
-        is_initialized=lambda: True, get_rank=lambda: me.rank, get_world_size=lambda: world
+        is_initialized=lambda: True, get_rank=lambda _: me.rank, get_world_size=lambda _: world
     )
 
-    def all_to_all(outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    def all_to_all(outgoing: list[Tensor], sizes: list[int], _: None) -> list[Tensor]:
         posted[me.rank] = outgoing
         meet.wait(30)
         received = [posted[rank][me.rank] for rank in range(world)]

@@ -22,6 +22,7 @@ MESHES = {
     "7b-memory-tight": (1, 1), "7b-muon": (2, 8), "7b-32k": (1, 8), "7b-128k": (1, 1),
     "moe-30b-2nodes": (2, 8),
     "70b-2nodes": (1, 16), "70b-8nodes": (1, 64), "70b-32nodes": (4, 64),
+    "70b-32nodes-pp": (8, 8),
 }  # fmt: skip
 
 

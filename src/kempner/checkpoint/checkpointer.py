@@ -60,11 +60,15 @@ class Checkpointer:
         # A slow file system makes ranks wait longer than a step ever may.
         self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
+        self._held_by = layout.ranks_of(collect(providers)[0].values(), self.world_size)
+        firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
+        self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
         self._background = futures.ThreadPoolExecutor(1, "checkpoint")
         self._retention = futures.ThreadPoolExecutor(1, "retention")
         self._pruning: futures.Future[None] | None = None
         self._prune_due = False
         self._table: Table | None = None  # what the image is made for
+        self._whole: Table = {}  # on rank 0: with the tensors of all stages
         self._built: futures.Future[tuple[Image, bytes | None]] | None = None
         self.saved_step = -1  # newest step that is durable
         self.failed_saves = 0  # in a row
@@ -170,14 +174,24 @@ class Checkpointer:
     def _build(self, table: Table, state: dict[str, Tensor]) -> None:
         """Plan and allocate for this table, in the background."""
         self._unpin()
+        if table != self._table:
+            self._whole = self._of_all_stages(table)
         on_gpu = (local(tensor).device for tensor in state.values() if tensor.is_cuda)
         device = next(on_gpu, None)
 
         def build() -> tuple[Image, bytes | None]:
             image = Image(plan_file(table, self.rank), device, self.log)
-            return image, dcp_metadata(table, self.world_size) if self.rank == 0 else None
+            return image, dcp_metadata(whole, self.world_size) if self.rank == 0 else None
 
+        whole = self._whole
         self._table, self._built = table, self._background.submit(build)
+
+    def _of_all_stages(self, table: Table) -> Table:
+        if self._firsts is None or self.rank != self._held_by.start:
+            return table
+        tables: list[Any] = [None] * dist.get_world_size(self._firsts)
+        dist.all_gather_object(tables, table, self._firsts)
+        return {name: stored for each in tables for name, stored in each.items()}
 
     def _unpin(self) -> None:
         if self._built is not None and not self._built.exception():
@@ -228,9 +242,9 @@ class Checkpointer:
         return time.monotonic()
 
     def _commit(self, step: int, position: dict[str, Any]) -> None:
-        assert self._built is not None and self._table is not None
+        assert self._built is not None
         texts = {name: text.encode() for name, text in self.texts.items()}
-        texts[TENSORS] = json.dumps(layout.to_json(self._table)).encode()
+        texts[TENSORS] = json.dumps(layout.to_json(self._whole)).encode()
         if (metadata := self._built.result()[1]) is not None:
             texts[".metadata"] = metadata
         facts = {

@@ -9,7 +9,7 @@ is gathered, and no rank knows all files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,19 +26,33 @@ Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimens
 
 
 class Layout(NamedTuple):
-    """A mesh over all ranks in row-major order. `cuts`: for each axis of the mesh the dimension of
-    the tensor that it shards, None where it replicates. `order`: the axes in the order in which
-    they cut, empty where that is their own: of two that cut one dimension the first one cuts the
-    whole, the other one these parts."""
+    """A mesh over the ranks from `first` on, in row-major order: over all, or over those of the
+    pipeline's stage that has the tensor. `cuts`: for each axis of the mesh the dimension of the
+    tensor that it shards, None where it replicates. `order`: the axes in the order in which they
+    cut, empty where that is their own: of two that cut one dimension the first one cuts the whole,
+    the other one these parts."""
 
     mesh: tuple[int, ...]
     cuts: tuple[int | None, ...]
     order: tuple[int, ...] = ()
+    first: int = 0
 
     @property
     def axes(self) -> tuple[int, ...]:
         """In the order in which they cut."""
         return self.order or tuple(range(len(self.mesh)))
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + math.prod(self.mesh))
+
+    def at(self, rank: int) -> tuple[int, ...]:
+        """The place of one of its ranks in the mesh."""
+        found, rank = [], rank - self.first
+        for size in reversed(self.mesh):
+            rank, index = divmod(rank, size)
+            found.append(index)
+        return tuple(reversed(found))
 
 
 class StoredTensor(NamedTuple):
@@ -79,30 +93,39 @@ def file_of(rank: int) -> str:
 
 def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: int) -> Table:
     """`shared`: tensors that all ranks hold parts or copies of. `own`: those of this rank alone,
-    with a `*` in the name. Equal on all ranks.
+    with a `*` in the name. Equal on all ranks that hold these, which are all, or those of a stage.
 
     Raises TypeError for a DTensor that is spread in a way that cannot be stored.
     """
-    meshes: dict[DeviceMesh, tuple[int, ...]] = {}
+    ranks = ranks_of(shared.values(), world)
+    checked: set[DeviceMesh] = set()
     by_size = sorted(shared, key=lambda name: (-shared[name].nbytes, name))
     turns = {name: turn for turn, name in enumerate(by_size)}
     table = {
-        name: StoredTensor(t.shape, t.dtype, _layout_of(name, t, world, meshes), turns[name])
+        name: StoredTensor(t.shape, t.dtype, _layout_of(name, t, ranks, checked), turns[name])
         for name, t in shared.items()
     }
     return table | {name: StoredTensor(t.shape, t.dtype, None, 0) for name, t in own.items()}
 
 
-def _layout_of(
-    name: str, tensor: Tensor, world: int, meshes: dict[DeviceMesh, tuple[int, ...]]
-) -> Layout:
+def ranks_of(tensors: Iterable[Tensor], world: int) -> range:
+    """The ranks that hold these tensors between them: those of the mesh of a DTensor, of which each
+    has as many as the others; else all."""
+    mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
+    if mesh is None:
+        return range(world)
+    first = int(mesh.mesh.min())
+    return range(first, first + mesh.size())
+
+
+def _layout_of(name: str, tensor: Tensor, ranks: range, checked: set[DeviceMesh]) -> Layout:
     if not isinstance(tensor, DTensor):
-        return Layout((world,), (None,))
+        return Layout((len(ranks),), (None,), (), ranks.start)
     mesh, cuts, late = tensor.device_mesh, list[int | None](), list[int]()
-    if mesh not in meshes:
-        if mesh.mesh.flatten().tolist() != list(range(world)):
-            raise TypeError(f"{name}: its mesh does not hold all {world} ranks in order")
-        meshes[mesh] = tuple(mesh.mesh.shape)
+    if mesh not in checked:
+        if mesh.mesh.flatten().tolist() != list(ranks):
+            raise TypeError(f"{name}: its mesh does not hold the ranks {ranks} in order")
+        checked.add(mesh)
     for axis, placement in enumerate(tensor.placements):
         if not isinstance(placement, (Shard, Replicate, _StridedShard)):
             raise TypeError(f"{name}: cannot store the placement {placement}")
@@ -110,7 +133,8 @@ def _layout_of(
         late += [axis] if isinstance(placement, _StridedShard) else []
     # FSDP shards what tensor parallelism has cut before, although its axis is the outer one.
     order = [axis for axis in range(mesh.ndim) if axis not in late] + late
-    return Layout(meshes[mesh], tuple(cuts), tuple(order) if late else ())
+    shape = tuple(mesh.mesh.shape)
+    return Layout(shape, tuple(cuts), tuple(order) if late else (), ranks.start)
 
 
 def own_box(stored: StoredTensor, rank: int) -> Box:
@@ -118,8 +142,8 @@ def own_box(stored: StoredTensor, rank: int) -> Box:
     if stored.layout is None:
         return stored.whole
     box = list(stored.whole)
-    mesh, cuts, _ = stored.layout
-    at = _coordinate(rank, mesh)
+    mesh, cuts = stored.layout[:2]
+    at = stored.layout.at(rank)
     for axis in stored.layout.axes:
         size, index = mesh[axis], at[axis]
         if (dim := cuts[axis]) is not None:
@@ -132,14 +156,6 @@ def own_box(stored: StoredTensor, rank: int) -> Box:
 def slices(box: Box) -> tuple[slice, ...]:
     """To index the whole tensor with."""
     return tuple(slice(start, start + length) for start, length in box)
-
-
-def _coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
-    at = []
-    for size in reversed(mesh):
-        rank, index = divmod(rank, size)
-        at.append(index)
-    return tuple(reversed(at))
 
 
 def _writing_replica(turn: int, size: int) -> int:
@@ -159,10 +175,14 @@ def chunks_of(table: Table, rank: int) -> list[tuple[str, Box]]:
 
 
 def _written_box(stored: StoredTensor, rank: int) -> Box | None:
-    if stored.layout is None or stored.everywhere:
+    if stored.layout is None:
         return stored.whole
-    mesh, cuts, _ = stored.layout
-    at = _coordinate(rank, mesh)
+    if rank not in stored.layout.ranks:
+        return None
+    if stored.everywhere:
+        return stored.whole
+    mesh, cuts = stored.layout[:2]
+    at = stored.layout.at(rank)
     for size, dim, index in zip(mesh, cuts, at, strict=True):
         if dim is None and index != _writing_replica(stored.turn, size):
             return None
@@ -178,12 +198,12 @@ def ranks_with(stored: StoredTensor, box: Box, near: int) -> Iterator[int]:
     """The ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer where
     every rank has a copy."""
     assert stored.layout is not None
-    mesh, cuts, _ = stored.layout
-    axes = stored.layout.axes
+    mesh, cuts = stored.layout[:2]
+    axes, ranks = stored.layout.axes, stored.layout.ranks
     if not all(length for _, length in box):
         return
     if stored.everywhere:
-        yield near
+        yield ranks[near % len(ranks)]
         return
 
     def walk(cut: int, rank: int, held: Box) -> Iterator[int]:
@@ -203,7 +223,7 @@ def ranks_with(stored: StoredTensor, box: Box, near: int) -> Iterator[int]:
             part = (start + index * step, min(step, length - index * step))
             yield from walk(cut + 1, rank + index * apart, (*held[:dim], part, *held[dim + 1 :]))
 
-    yield from walk(0, 0, stored.whole)
+    yield from walk(0, ranks.start, stored.whole)
 
 
 # --- The table as JSON ---
@@ -222,7 +242,10 @@ def to_json(table: Table) -> dict[str, Any]:
 
 def from_json(content: dict[str, Any]) -> Table:
     layouts = [
-        None if entry is None else Layout(*map(tuple, entry)) for entry in content["layouts"]
+        None
+        if entry is None
+        else Layout(*(tuple(x) if isinstance(x, list) else int(x) for x in entry))  # type: ignore[arg-type]
+        for entry in content["layouts"]
     ]
     return {
         name: StoredTensor(torch.Size(shape), dtype_of(dtype), layouts[layout], turn)

@@ -10,8 +10,9 @@ Qwen3 checkpoints' halves convention, so that weights convert by renaming.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +124,19 @@ def logits_or_loss(
     return loss(x, weight, targets)
 
 
+def through(
+    blocks: Iterable[nn.Module], x: Tensor, rope: Tensor, seen: Visible, cache: Rows | None = None
+) -> tuple[Tensor, list[Routing]]:
+    """x [B, T, D] after these blocks, and how those with experts have used them."""
+    routings: list[Routing] = []
+    for i, block in enumerate(blocks):
+        x = block(x, rope, seen) if cache is None else block(x, rope, seen, cache.layer(i))
+        if isinstance(x, tuple):
+            x, routing = x
+            routings.append(routing)
+    return x, routings
+
+
 class Decoder(nn.Module):
     """`Decoder(cfg)(tokens)` gives logits [B, T, V]; with targets, the summed loss of the tokens
     that count."""
@@ -140,6 +154,8 @@ class Decoder(nn.Module):
         self.routings = Routings(cfg.aux_loss)
         self.loss: Loss = cross_entropy
         self.kernel = "auto"  # of the attention: see attention.choose
+        self.pipeline: Any = None  # parallel/pipeline.py: it runs the passes where this is a part
+        self.elsewhere: Sequence[str] = ()  # trained parameters that other ranks have
 
     def forward(
         self,
@@ -155,14 +171,19 @@ class Decoder(nn.Module):
         logits are those of each row's last token alone, [B, 1, V]."""
         x = self.embed(tokens)  # [B, T, D]
         rope, seen = self.place(tokens, documents, cache, x.dtype)
-        routings = []
-        for i, block in enumerate(self.blocks):
-            x = block(x, rope, seen) if cache is None else block(x, rope, seen, cache.layer(i))
-            if isinstance(x, tuple):
-                x, routing = x
-                routings.append(routing)
+        x, routings = through(self.blocks, x, rope, seen, cache)
         if cache is not None:
             x = cache.last_tokens(x)
+        result = self.predict(x, targets)
+        if targets is None:
+            return result
+        loss, terms = result
+        if routings and torch.is_grad_enabled():
+            loss = loss + self.routings.add(routings, targets)
+        return (loss, terms) if token_losses else loss
+
+    def predict(self, x: Tensor, targets: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """From what the last block returns, [B, T, D]: logits, or the loss sum and its terms."""
         x = self.norm(x)
         last = (
             (x, None, None) if targets is None else (x.flatten(0, 1), self.loss, targets.flatten())
@@ -174,9 +195,7 @@ class Decoder(nn.Module):
         if targets is None:
             return result
         loss, terms = result
-        if routings and torch.is_grad_enabled():
-            loss = loss + self.routings.add(routings, targets)
-        return (loss, terms.view(targets.shape)) if token_losses else loss
+        return loss, terms.view(targets.shape)
 
     def place(
         self, tokens: Tensor, documents: Documents | None, cache: Rows | None, dtype: torch.dtype
@@ -200,12 +219,14 @@ class Decoder(nn.Module):
     def move_router_biases(self, unless: Tensor) -> None:
         """After an update: towards the experts that got less than the mean of the step's tokens.
         `unless` []: 1 leaves them as they are."""
-        layers = (module for module in self.modules() if isinstance(module, MixtureOfExperts))
         load = self.routings.step_load
         steps = (load.mean(1, keepdim=True) - load).sign() * self.cfg.router_bias_speed  # [L, E]
-        for layer, step in zip(layers, torch.where(unless > 0, 0.0, steps), strict=True):
-            assert layer.router_bias is not None
-            layer.router_bias += step
+        steps = torch.where(unless > 0, 0.0, steps)
+        for number, block in self.blocks.named_children():  # of a stage's, the number in the model
+            for layer in block.modules():
+                if isinstance(layer, MixtureOfExperts):
+                    assert layer.router_bias is not None
+                    layer.router_bias += steps[int(number)]
 
     def init_std(self, name: str) -> float:
         """Standard deviation of a parameter's initial values; 0 for norms, which start as ones,

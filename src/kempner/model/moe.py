@@ -186,10 +186,16 @@ class Routings:
         self._balance: Tensor | None = None
         self.step_load: Tensor  # [L, E]: of the last step, over all ranks
 
-    def add(self, layers: Sequence[Routing], targets: Tensor) -> Tensor | float:
+    def add(
+        self, layers: Sequence[Routing], targets: Tensor, first: int = 0, of: int | None = None
+    ) -> Tensor | float:
         """Of one micro-batch, int64 targets [B, T]. Returns what is added to the sum of its losses:
-        nothing, but with the gradient of the auxiliary loss of all layers."""
+        nothing, but with the gradient of the auxiliary loss of all layers. `first`, `of`: where
+        these are a stage's of the model, the number of the first one, and L; the load of the others
+        is 0."""
         load = torch.stack([layer.load for layer in layers])
+        if of is not None:
+            load = F.pad(load, (0, 0, first, of - first - len(layers)))
         self._load = load if self._load is None else self._load + load
         rows = [layer.balance for layer in layers if layer.balance is not None]
         if not rows:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from kempner.config.option import ConfigError
@@ -56,7 +56,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
             },
         )
         group["params"].append(p)
-    _check_used(cfg.groups, named)
+    _check_used(cfg.groups, [*named, *getattr(model, "elsewhere", ())])
     ordered = [groups[key] for key in sorted(groups, key=lambda key: not key[1])]
     averages = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moments]
     optimizer = Optimizer(ordered, averages, cfg.cpu_offload)
@@ -75,11 +75,11 @@ def first_match(groups: tuple[GroupConfig, ...], name: str) -> int | None:
     return None
 
 
-def _check_used(groups: tuple[GroupConfig, ...], named: Mapping[str, Tensor]) -> None:
+def _check_used(groups: tuple[GroupConfig, ...], named: Sequence[str]) -> None:
     used = {first_match(groups, name) for name in named}
     unused = [
         f"optimizer.groups[{i}].names = {list(group.names)}: no trained parameter is the first to "
-        f"match; the names are such as {', '.join(list(named)[:3])}, and * stands for any text"
+        f"match; the names are such as {', '.join(named[:3])}, and * stands for any text"
         for i, group in enumerate(groups)
         if i not in used
     ]

@@ -42,10 +42,12 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return (x.mT if tall else x).reshape(matrices.shape)
 
 
-def orthogonal_parts(parts: Sequence[Tensor], wholes: Sequence[StoredTensor]) -> list[Tensor]:
-    """This rank's part of each orthogonal matrix, from its part of each matrix; all ranks call it
-    with at most as many as they are. `wholes`: the matrices, and how they are cut."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def orthogonal_parts(
+    parts: Sequence[Tensor], wholes: Sequence[StoredTensor], group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
+    """This rank's part of each orthogonal matrix, from its part of each matrix; all ranks of the
+    group call it with at most as many as they are. `wholes`: the matrices, and how they are cut."""
+    rank, world = dist.get_rank(group) if dist.is_initialized() else 0, ranks_in(group)
     if world == 1:
         return [orthogonalise(part) for part in parts]
     written = dict(chunks_of({str(i): whole for i, whole in enumerate(wholes)}, rank))
@@ -62,7 +64,8 @@ def orthogonal_parts(parts: Sequence[Tensor], wholes: Sequence[StoredTensor]) ->
     boxes: dict[int, Box] = {}
     if mine is not None:
         boxes = {each: own_box(mine, each) for each in ranks_with(mine, mine.whole, near=rank)}
-    incoming = _all_to_all(outgoing, [_size(boxes[r]) if r in boxes else 0 for r in range(world)])
+    wanted = [_size(boxes[r]) if r in boxes else 0 for r in range(world)]
+    incoming = _all_to_all(outgoing, wanted, group)
 
     # What each rank holds of the result.
     outgoing = [parts[0].new_empty(0)] * world
@@ -73,15 +76,22 @@ def orthogonal_parts(parts: Sequence[Tensor], wholes: Sequence[StoredTensor]) ->
         matrix = orthogonalise(matrix)
         outgoing = [matrix[slices(own_box(mine, each))].flatten() for each in range(world)]
     sizes = [part.numel() for part in parts] + [0] * (world - len(parts))
-    incoming = _all_to_all(outgoing, sizes)
+    incoming = _all_to_all(outgoing, sizes, group)
     return [found.view(part.shape) for found, part in zip(incoming, parts, strict=False)]
 
 
-def _all_to_all(outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def ranks_in(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def _all_to_all(
+    outgoing: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None
+) -> list[Tensor]:
     """outgoing[r] goes to rank r; sizes[r] numbers come from it."""
     packed = torch.cat(list(outgoing))
     received = packed.new_empty(sum(sizes))
-    dist.all_to_all_single(received, packed, list(sizes), [len(part) for part in outgoing])
+    lengths = [len(part) for part in outgoing]
+    dist.all_to_all_single(received, packed, list(sizes), lengths, group)
     return list(torch.split(received, list(sizes)))
 
 
@@ -97,7 +107,7 @@ class Muon(Rule):
 
     def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """As many as there are ranks, of the same size where possible, so that all ranks work."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        world = ranks_in(self.ranks)
         by_size = sorted(parameters, key=lambda p: -p.numel())
         return [by_size[i : i + world] for i in range(0, len(by_size), world)]
 
@@ -115,7 +125,8 @@ class Muon(Rule):
         ]
         # On a CPU products in bf16 are no faster.
         dtype = torch.bfloat16 if changes[0].is_cuda else torch.float32
-        found = orthogonal_parts([x.to(dtype) for x in changes], [part.whole for part in parts])
+        wholes = [part.whole for part in parts]
+        found = orthogonal_parts([x.to(dtype) for x in changes], wholes, self.ranks)
         rate = group["lr"] * keep
         for part, change in zip(parts, found, strict=True):
             scale = SCALES[group["scale"]](*part.whole.shape[-2:])

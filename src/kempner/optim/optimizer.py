@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box
+from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box, ranks_of
 from kempner.optim.rounding import hashed, to_bf16
 
 Group = dict[str, Any]
@@ -64,6 +64,7 @@ class Rule:
     copies: tuple[str, ...] = ()  # of the weights, which start as these
     scalars: tuple[str, ...] = ("step",)  # fp32 []; "step" counts the updates
     publishes_average = False  # other weights than those that are trained
+    ranks: dist.ProcessGroup | None = None  # that hold the parameters between them; None: all
 
     def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
         raise NotImplementedError
@@ -92,6 +93,9 @@ class Optimizer(torch.optim.Optimizer):
         host's memory."""
         super().__init__(groups, {})
         self._averages, self._offload = averages, offload
+        self._group = holders([p for group in self.param_groups for p in group["params"]])
+        for group in self.param_groups:
+            group["rule"].ranks = self._group
         first = self.param_groups[0]["params"][0]
         self._stream: torch.cuda.Stream | None = None
         if offload and first.is_cuda:
@@ -164,6 +168,9 @@ class Optimizer(torch.optim.Optimizer):
         everything = [p for group in self.param_groups for p in group["params"]]
         world = dist.get_world_size() if dist.is_initialized() else 1
         table = make_table({str(i): p for i, p in enumerate(everything)}, {}, world)
+        for name, whole in table.items():  # by their numbers in the group
+            assert whole.layout is not None
+            table[name] = whole._replace(layout=whole.layout._replace(first=0))
         return {p: i for i, p in enumerate(everything)}, table
 
     def _whole(self, p: Tensor) -> StoredTensor:
@@ -216,7 +223,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _noise(self, p: Tensor, part: Part) -> Iterator[Tensor]:
         """For one tensor of the parameter after the other; a hash is enough for two."""
-        box = own_box(part.whole, dist.get_rank() if dist.is_initialized() else 0)
+        box = own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
         for salt in itertools.count(8 * self._table[0][p]):
             number = hashed(part.whole.shape, box, part.state["step"], salt)
             yield number.bitwise_and(0xFFFF)
@@ -242,6 +249,19 @@ class Optimizer(torch.optim.Optimizer):
     def _average(self, p: Tensor, group: Group) -> Tensor:
         state = {key: local(value) for key, value in self.state[p].items()}
         return as_part_of(p, group["rule"].average(group, local(p), state))
+
+
+def holders(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
+    """A group of the ranks that hold these parameters between them, where that is one of several
+    stages of a pipeline; all ranks call this. None: all of them do."""
+    if not dist.is_initialized():
+        return None
+    ranks = ranks_of(parameters, dist.get_world_size())
+    if len(ranks) == dist.get_world_size():
+        return None
+    # Of neighbours, as the ranks of a stage are.
+    group: dist.ProcessGroup = dist.new_subgroups(len(ranks))[0]  # type: ignore[no-untyped-call]
+    return group
 
 
 def local(tensor: Tensor) -> Tensor:

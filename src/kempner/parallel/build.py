@@ -1,5 +1,6 @@
 """From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> experts ->
-context -> recompute -> compile -> offload -> shard -> memory -> weights."""
+context -> stages ->
+recompute -> compile -> offload -> shard -> memory -> weights."""
 
 from __future__ import annotations
 
@@ -111,6 +112,10 @@ def plan_model(
         from kempner.parallel.context import split_context
 
         split_context(model, layout.cp, distributed.cp_method, dtype)
+    if layout.pp is not None:
+        from kempner.parallel.pipeline import keep_own_stages
+
+        keep_own_stages(model, layout, distributed, dtype)
     add_recompute(model, train)
     if layout.tp is not None:
         compute_on_parts(model)

@@ -24,7 +24,16 @@ class DistributedConfig:
         "whole nodes that shard one copy of the weights, instead of dp_shard and dp_replicate",
         minimum=1,
     )
-    pp: int = option(1, "pipeline stages; only 1 is supported", minimum=1)
+    pp: int = option(
+        1,
+        "ranks, or groups of them, with the layers one after another (pipeline parallelism)",
+        minimum=1,
+    )
+    pp_stages_per_rank: int = option(
+        1,
+        "stages of the pipeline on each rank; 1: its schedule is 1F1B, more: interleaved 1F1B",
+        minimum=1,
+    )
     cp: int = option(
         1, "ranks that share the tokens of each sequence (context parallelism)", minimum=1
     )
@@ -84,11 +93,11 @@ class DistributedConfig:
 
     def problems(self) -> list[str]:
         found = self._contradictions()
-        found += [
-            f"distributed.{axis} = {getattr(self, axis)}: this axis is not built yet; leave it at 1"
-            for axis in ("pp",)  # what is built leaves this list
-            if getattr(self, axis) != 1
-        ]
+        if self.pp_stages_per_rank > 1 and self.pp == 1:
+            found.append(
+                f"distributed.pp_stages_per_rank = {self.pp_stages_per_rank}: has no effect "
+                "without a pipeline; give --distributed.pp, or leave it out"
+            )
         for axis in ("dp_shard", "dp_replicate"):
             size = getattr(self, axis)
             if size == 0 or size < -1:

@@ -103,7 +103,8 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
         size = 2 * often * layers * stream * model.experts_per_token * (n - 1) / n
         found.append(Traffic("expert parallel: tokens", size, n * axes.tp <= per_node, False))
     if axes.pp > 1:
-        found.append(Traffic("pipeline: activations", 2 * stream / axes.tp, False, True))
+        size = 2 * cfg.distributed.pp_stages_per_rank * stream / axes.tp
+        found.append(Traffic("pipeline: activations", size, False, True))
     return found
 
 
@@ -132,5 +133,6 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
     passes = cfg.train.sequences / (
         micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences) * axes.data_ranks
     )
-    compute *= 1 + (axes.pp - 1) / passes  # stages that wait (1F1B)
+    # Ranks that wait for the first activations, and the last gradients.
+    compute *= 1 + (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
     return Time(compute, spent[True], spent[False])

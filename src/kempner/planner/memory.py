@@ -171,7 +171,9 @@ def activations(
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
     working = tokens * compute * (2 * inner + 2 * model.dim + moved) / axes.tp
-    passes = min(axes.pp, cfg.train.sequences // axes.data_ranks)  # in flight on the first stage
+    passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))  # on the first stage
+    if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
+        passes *= 1 + (axes.pp - 1) / (axes.pp * stages)
     blocks = model.n_layers / axes.pp * passes
     train = cfg.train
     if train.recompute == "none" or train.recompute_modules:  # of those: at most so much

@@ -40,7 +40,10 @@ class BlockClock:
         assert isinstance(model.blocks, nn.ModuleList)
         whole = model._compiled_call_impl is not None
         clocked = model if whole else model.blocks[0]
-        self._scale = WORK_PER_FORWARD * (1.0 if whole else len(model.blocks))
+        # Of a pipeline the mean of the stages: one with fewer blocks has the output layer, too.
+        pipeline = getattr(model, "pipeline", None)
+        blocks = len(model.blocks) if pipeline is None else pipeline.mean_blocks
+        self._scale = WORK_PER_FORWARD * (1.0 if whole else blocks)
         if not apart and clocked._compiled_call_impl is None:
             block, clocked = clocked, clocked.get_submodule("attention.wv")
             self._scale *= _weights(block, model) / _weights(clocked, model)

@@ -1,0 +1,56 @@
+"""How the micro-batches of a step go through a model: one after the other, or through the stages of
+a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kempner.data.batch import MicroBatch
+from kempner.model.decoder import Decoder
+from kempner.parallel.shard import begin_micro_batch
+
+LossOf = Callable[[Any, MicroBatch], Tensor]
+"""From a model, to be called as Decoder is, and a micro-batch on its device to what is to be
+differentiated, fp32 []."""
+T = TypeVar("T")
+
+
+def backward_passes(
+    model: Decoder,
+    loss_of: LossOf,
+    micro_batches: Sequence[MicroBatch],
+    device: torch.device,
+    asked: Callable[[], T | None],
+) -> T | None:
+    """Add up the gradients of the losses of all micro-batches of a step. Between two of them
+    `asked()` may end it: what it then returns is returned. A pipeline has no such place."""
+    if model.pipeline is not None:
+        model.pipeline.backward_passes(loss_of, [batch.to(device) for batch in micro_batches])
+        return None
+    for i, batch in enumerate(micro_batches):
+        if i and (answer := asked()) is not None:
+            return answer
+        begin_micro_batch(model, last=i == len(micro_batches) - 1)
+        loss_of(model, batch.to(device)).backward()  # type: ignore[no-untyped-call]
+    return None
+
+
+def forward_passes(
+    model: Decoder, loss_of: LossOf, micro_batches: Sequence[MicroBatch], device: torch.device
+) -> None:
+    """The losses of some micro-batches, without gradients."""
+    batches = [batch.to(device) for batch in micro_batches]
+    if model.pipeline is not None:
+        model.pipeline.forward_passes(loss_of, batches)
+        return
+    for batch in batches:
+        loss_of(model, batch)
+
+
+def at_once(model: Decoder) -> int:
+    """Of how many micro-batches forward_passes() makes good use."""
+    return 1 if model.pipeline is None else model.pipeline.ranks

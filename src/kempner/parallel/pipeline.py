@@ -1,0 +1,234 @@
+"""Pipeline parallelism: each rank of an axis has some of the layers, and activations travel from
+one to the next (GPipe, arXiv:1811.06965). The schedules are torch's own: 1F1B (PipeDream-Flush,
+arXiv:2006.09503), and, with several stages a rank, interleaved 1F1B (arXiv:2104.04473).
+
+    stage 0: embedding, blocks -> x [B, t, D] -> stage 1: blocks -> ... -> blocks, norm, loss
+
+A rank's stages are one Decoder without what the others have, whose forward runs one of them; the
+names of the parameters stay. FSDP is around it as around a whole one.
+
+Shapes: B rows, t tokens of this rank (of the row with cp, between the products with tp), D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from kempner.data.batch import MicroBatch
+from kempner.model.attention import Documents
+from kempner.model.config import ModelConfig
+from kempner.model.decoder import Decoder, through
+from kempner.parallel.config import DistributedConfig
+from kempner.parallel.context import own_tokens
+from kempner.parallel.layout import Layout
+from kempner.parallel.passes import LossOf
+from kempner.parallel.shard import begin_micro_batch
+
+
+def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
+    """The blocks of each stage, one at least. The output layer takes as long as some blocks, and
+    the last stage has so many fewer. What is left over goes to late stages: 1F1B keeps the
+    activations of fewer passes there."""
+    output = cfg.vocab_size * cfg.dim / (cfg.count_active() - 2 * cfg.vocab_size * cfg.dim)
+    share = cfg.n_layers * (1 + output) / stages
+    last = round(share - cfg.n_layers * output)
+    last = min(max(1, last), cfg.n_layers - (stages - 1)) if stages > 1 else cfg.n_layers
+    found, at = [], 0
+    for stage in range(stages - 1):
+        count = (cfg.n_layers - last - at) // (stages - 1 - stage)
+        found.append(range(at, at + count))
+        at += count
+    return [*found, range(at, cfg.n_layers)]
+
+
+class Blocks(nn.ModuleList):
+    """Some of the blocks of a model, under the names that they have in it: 5, 6, 7."""
+
+    def __init__(self, blocks: nn.ModuleList, kept: Sequence[int]) -> None:
+        super().__init__()
+        for i in kept:
+            self.add_module(str(i), blocks[i])
+
+    def _get_abs_string_index(self, index: int) -> str:
+        return [*self._modules][index]
+
+
+class Stage(NamedTuple):
+    number: int
+    blocks: range
+    first: bool
+    last: bool
+
+
+def keep_own_stages(
+    model: Decoder, layout: Layout, cfg: DistributedConfig, dtype: torch.dtype
+) -> None:
+    """Of the model, which is on the meta device, keep the stages of this rank: of n ranks number r
+    has the stages r, r + n, and so on. `dtype`: of the activations."""
+    count, rank = layout.sizes.pp * cfg.pp_stages_per_rank, layout.at.pp
+    parts = split_blocks(model.cfg, count)
+    stages = [
+        Stage(i, parts[i], i == 0, i == count - 1) for i in range(rank, count, layout.sizes.pp)
+    ]
+    everything = [name for name, p in model.named_parameters() if p.requires_grad]
+    kept = [i for stage in stages for i in stage.blocks]
+    model.blocks = Blocks(model.blocks, kept)
+    if not stages[0].first:
+        model.embed = nn.Identity()  # type: ignore[assignment]
+    if not stages[-1].last:
+        model.norm, model.output = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+    here = dict(model.named_parameters())
+    model.elsewhere = [name for name in everything if name not in here]
+    model.pipeline = Pipeline(model, stages, count, layout, cfg, dtype)
+    model.forward = partial(_forward, model)  # type: ignore[method-assign]
+
+
+def _forward(
+    model: Decoder,
+    stage: Stage,
+    received: Tensor | None,
+    tokens: Tensor,
+    targets: Tensor | None = None,
+    documents: Documents | None = None,
+    token_losses: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Decoder.forward for one of its stages, from what the stage before it has sent, [B, t, D]; all
+    but the last one return that for the next. `tokens`, `documents`: as the whole model has them.
+    """
+    x: Tensor = model.embed(tokens) if received is None else received
+    rope, seen = model.place(tokens, documents, None, x.dtype)
+    blocks = [model.blocks.get_submodule(str(i)) for i in stage.blocks]
+    x, routings = through(blocks, x, rope, seen)
+    if routings and torch.is_grad_enabled():
+        model.routings.add(routings, tokens, stage.blocks.start, model.cfg.n_layers)
+    if not stage.last:
+        return x
+    assert token_losses and targets is not None
+    return model.predict(x, targets)
+
+
+class Pipeline:
+    """Runs the passes of the stages of this rank."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        stages: list[Stage],
+        count: int,
+        layout: Layout,
+        cfg: DistributedConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        """`count`: stages of all ranks."""
+        assert layout.pp is not None
+        self._model, self._stages, self._count = model, stages, count
+        self._group, self.ranks = layout.pp.get_group(), layout.sizes.pp
+        self._own_tokens = None if layout.cp is None else own_tokens(layout.cp, cfg.cp_method)
+        self._tokens_over = layout.sizes.cp * layout.sizes.tp
+        self.mean_blocks = model.cfg.n_layers / self.ranks
+        self._dtype = dtype
+        self._schedules: dict[Any, Schedule1F1B | ScheduleInterleaved1F1B] = {}
+        self._loss_of: LossOf
+        self._micro_batches: list[MicroBatch]
+
+    def backward_passes(self, loss_of: LossOf, micro_batches: list[MicroBatch]) -> None:
+        self._loss_of, self._micro_batches = loss_of, micro_batches
+        key = len(micro_batches), micro_batches[0].inputs.shape
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(micro_batches)
+        # The schedule cuts tensors into micro-batches; ours have documents, too, and each stage
+        # looks up its own by number.
+        numbers = torch.arange(len(micro_batches))
+        try:
+            self._schedules[key].step(number=numbers, target=numbers, return_outputs=False)
+        except RuntimeError as error:  # torch's, around that of a forward pass
+            raise error.__cause__ or error from None
+        del self._loss_of, self._micro_batches
+
+    def forward_passes(self, loss_of: LossOf, micro_batches: list[MicroBatch]) -> None:
+        """Each rank sends its activations on, and begins with the next micro-batch."""
+        for batch in micro_batches:
+            for stage in self._stages:
+                received = None
+                if not stage.first:
+                    received = self._activations(batch)
+                    of = (stage.number - 1) % self.ranks
+                    dist.recv(received, group=self._group, group_src=of)
+                x = self._run(stage, received, batch, loss_of)
+                if not stage.last:
+                    to = (stage.number + 1) % self.ranks
+                    dist.send(x.contiguous(), group=self._group, group_dst=to)
+
+    def _run(
+        self, stage: Stage, received: Tensor | None, batch: MicroBatch, loss_of: LossOf
+    ) -> Tensor:
+        """What the stage sends on; of the last one, the loss."""
+        if stage.last:
+            return loss_of(partial(self._model, stage, received), batch)
+        if self._own_tokens is not None:
+            batch = self._own_tokens(batch)
+        x: Tensor = self._model(stage, received, batch.inputs, None, batch.documents)
+        return x
+
+    def _schedule(self, micro_batches: list[MicroBatch]) -> Schedule1F1B | ScheduleInterleaved1F1B:
+        """For so many micro-batches, of this shape. Told all shapes, torch infers none: to do so it
+        would run the model, and add to what the loss adds to."""
+        passing = self._activations(micro_batches[0]).requires_grad_()
+        stages = [
+            _TorchStage(
+                self._model,
+                _Runs(self, stage),
+                stage.number,
+                self._count,
+                passing.device,
+                input_args=() if stage.first else passing,
+                output_args=passing.new_empty((), dtype=torch.float32) if stage.last else passing,
+                group=self._group,
+            )
+            for stage in self._stages
+        ]
+        settings: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+        if len(stages) > 1:
+            return ScheduleInterleaved1F1B(list(stages), len(micro_batches), **settings)
+        return Schedule1F1B(stages[0], len(micro_batches), **settings)
+
+    def _activations(self, batch: MicroBatch) -> Tensor:
+        rows, tokens = batch.inputs.shape
+        shape = rows, tokens // self._tokens_over, self._model.cfg.dim
+        return torch.empty(shape, dtype=self._dtype, device=batch.inputs.device)
+
+
+class _Runs(nn.Module):
+    """What torch takes for the module of a stage."""
+
+    def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
+        super().__init__()
+        self._pipeline, self._stage = pipeline, stage
+
+    def forward(self, received: Tensor | None = None, *, number: Tensor) -> Tensor:
+        """`number` [1]: of the micro-batch, on the CPU."""
+        pipeline = self._pipeline
+        batch = pipeline._micro_batches[int(number)]
+        return pipeline._run(self._stage, received, batch, pipeline._loss_of)
+
+
+class _TorchStage(PipelineStage):
+    """FSDP inside works as without a pipeline: torch's own way with it keeps all weights and
+    gradients of the stage whole through the step, which is distributed.sync_once here."""
+
+    def __init__(self, model: Decoder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._decoder = model
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        begin_micro_batch(self._decoder, last_backward)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
