@@ -23,9 +23,9 @@ from kempner.run import RunConfig
 
 MIB = 2.0**20
 SHAPE = (
-    "--model.vocab_size=8192 --model.dim=256 --model.n_layers=6 --model.n_heads=8 "
-    "--model.n_kv_heads=4 --model.ffn_dim=768 --model.max_seq_len=256 --train.seq_len=256 "
-    "--train.global_batch=8"
+    "--model.vocab_size=4096 --model.dim=192 --model.n_layers=6 --model.n_heads=8 "
+    "--model.n_kv_heads=4 --model.ffn_dim=576 --model.max_seq_len=256 --train.seq_len=256 "
+    "--train.global_batch=4"
 )
 BASE = ["configs/train/debug.toml", "--data.dataset_path=fake:", "--eval.interval=0"]
 VARIANTS = (
@@ -34,6 +34,13 @@ VARIANTS = (
     "--train.recompute=full",
     "--train.recompute=selective",
     "--train.micro_batch=2 --train.recompute=full",
+    "--train.recompute=full --train.recompute_every=2",
+    "--train.recompute=full --train.recompute_modules=\"['ffn']\"",
+    "--train.recompute=selective --train.recompute_modules=\"['attention', 'ffn']\"",
+    "--train.offload_activations=1",
+    "--train.micro_batch=2 --train.offload_activations=2",
+    "--no-distributed.reshard_after_forward --train.micro_batch=2",
+    "--distributed.sync_once --train.micro_batch=2",
     "--train.dtype=bf16 --train.micro_batch=2",
     "--train.loss_chunk=256",
     "--model.n_layers=24 --train.micro_batch=1",

@@ -74,7 +74,7 @@ def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> None:
     print(f"  over by {over:.2f} GiB" if over > 0 else f"  {-over:.2f} GiB are free")
     rows = [["sent by one rank in a step", "GB", ""]]
     for each in traffic(cfg, world_size, per_node):
-        link = "inside a node" if each.within else "between nodes"
+        link = "to the host" if each.bus else "inside a node" if each.within else "between nodes"
         rows.append([f"  {each.what}", f"{each.size / 1e9:.2f}", link])
     print(aligned(rows, 2, (1,)))
     spent = time(cfg, world_size, per_node, gpu)

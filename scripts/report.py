@@ -152,6 +152,7 @@ def facts(run: History) -> dict[str, str]:
         "step time, median": f"{median(run.losses, 'step_time'):.3g} s",
         **shares(run.losses),
         "MFU, median": mfu(run.losses),
+        **replicas(run),
         "memory, most": f"{max(line.get('memory_gib', 0.0) for line in run.losses):.2f} GiB",
     }
 
@@ -169,6 +170,29 @@ def at_step(lines: list[Record], key: str) -> str:
 def best(lines: list[Record], key: str) -> list[Record]:
     finite = [line for line in lines if line[key] is not None]
     return [min(finite, key=lambda line: line[key])] if finite else []
+
+
+def replicas(run: History) -> dict[str, str]:
+    """Of a run whose replicas meet once a round; bytes and time are those of the first one."""
+    if not run.rounds:
+        return {}
+    last = run.rounds[-1]
+    sent, others = (sum(r[f"bytes_{x}"] for r in run.rounds) for x in ("sent", "data_parallel"))
+    return {
+        "replicas": f"{last['replicas']:,}",
+        "rounds": f"{last['round']:,}, loss of all {last['round_loss']:.4f}",
+        "sent by a replica": f"{size(sent)}"
+        + (f", {sent / others:.2%} of data parallel's {size(others)}" if others else ""),
+        "  outer steps": f"{sum(r['outer_time'] for r in run.rounds):.1f} s",
+    }
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def results(run: History) -> dict[str, str]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.config.values import did_you_mean
+from kempner.history.run_history import is_run
 from kempner.history.tables import aligned
 from kempner.planner.cost import GPUS
 from kempner.sweep import results
@@ -138,6 +139,8 @@ def check(sweep: Sweep, points: Sequence[Point]) -> list[Array]:
     """The arrays of these points, all of it sound. Raises ConfigError with all problems."""
     problems: list[str] = []
     arrays: list[Array] = []
+    if is_run(sweep.dir):
+        problems.append(f"{sweep.dir}: is the directory of a run; give the sweep another name")
     try:
         profile_environment(sweep.profile)
     except ConfigError as error:
@@ -179,11 +182,13 @@ def send(
         print(f"nothing to {options.command}; {counts(looks)}")
         return 1 if tired or unknown else 0
     arrays = check(sweep, points)
+    rule = sweep.early_stop
+    stop = {"KEMPNER_EARLY_STOP": f"{rule.after}:{rule.least}"} if rule else {}
     if options.here:
-        return run_here(journal.folder, points)
+        return run_here(journal.folder, points, stop)
     if shutil.which("sbatch") is None:
         raise ConfigError(f"there is no sbatch here: {options.command} --here runs the points")
-    env = profile_environment(sweep.profile)
+    env = profile_environment(sweep.profile) | stop
     missing = 0
     for array in arrays:
         if submit(sweep, array, journal, env, say):
@@ -196,14 +201,14 @@ def send(
     return 1 if missing else 0
 
 
-def run_here(own: Path, points: Sequence[Point]) -> int:
+def run_here(own: Path, points: Sequence[Point], more: dict[str, str]) -> int:
     """One after another, with the same script, outside Slurm."""
     configs = write_points(own, points)
     failed = []
     for number, point in enumerate(points, 1):
         print(f"{number} of {len(points)}: {point.name}", flush=True)
         command = ["bash", str(point.resources.script), str(configs[point.name])]
-        env = {**os.environ, "KEMPNER_NPROC": str(point.resources.world_size)}
+        env = {**os.environ, **more, "KEMPNER_NPROC": str(point.resources.world_size)}
         code = subprocess.run(command, env=env).returncode
         if code == 130 or code < 0:
             return 130

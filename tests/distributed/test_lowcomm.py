@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from kempner.checkpoint.reader import read_tensors
+from kempner.history.run_history import load_history
+from scripts.report import facts
 from tests.conftest import TINY, Train, losses, start_train, status
 
 ROUNDS = ("--train.max_steps=9", "--lowcomm.interval=3", "--checkpoint.interval=3")
@@ -88,6 +90,9 @@ def test_what_a_round_records(two: Path) -> None:
     assert [r["bytes_data_parallel"] for r in found] == [3 * 4 * parameters] * 3
     numbers = 4 * 5  # what has been asked, and the loss
     assert [r["bytes_sent"] for r in found] == [4 * parameters + numbers] * 3
+    rows = facts(load_history(two))
+    assert rows["replicas"] == "2" and rows["rounds"].startswith("3, loss of all 5.")
+    assert "33.3" in rows["sent by a replica"]
     # A sample is read once: each line counts those of all replicas.
     assert [r["samples"] for r in records(two, "samples")] == [8 * i for i in range(1, 10)]
 
@@ -174,16 +179,8 @@ def test_one_replica_without_an_outer_optimizer_is_plain_training(
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lowcomm.replicas=3"], "lowcomm.replicas = 3: must divide the world of 4 ranks"),
-        (["--lowcomm.replicas=2", "--train.max_steps=10"], "train.max_steps = 10: must be a"),
-        (["--lowcomm.replicas=2", "--lowcomm.fragments=4"], "multiple of lowcomm.fragments = 4"),
-        (["--lowcomm.replicas=2", "--lowcomm.tau=3"], "give at most 2"),
-    ],
-)
-def test_bad_input(train: Train, tmp_path: Path, words: list[str], message: str) -> None:
+def test_bad_input(train: Train, tmp_path: Path) -> None:
     world = ("--check", "--nodes=2", "--gpus-per-node=2")
-    done = train(tmp_path / "run", *ROUNDS, *words, *world, code=2)
-    assert done.stderr.count("  - ") == 1 and message in done.stderr
+    done = train(tmp_path / "run", *ROUNDS, "--lowcomm.replicas=3", *world, code=2)
+    assert done.stderr.count("  - ") == 1
+    assert "lowcomm.replicas = 3: must divide the world of 4 ranks" in done.stderr

@@ -36,6 +36,16 @@ def test_warning_before_the_time_limit_twice(broken_run: Submit) -> None:
     assert all("saved" in event["why"] for event in run.events("decision")[:2])
 
 
+def test_warning_under_tensor_parallelism(broken_run: Submit) -> None:
+    """Two hosts that share each product: both save, and come back with the same losses."""
+    run = broken_run("--distributed.tp=2")
+    run.wait_for_step(8)
+    warn(run)
+    assert run.wait() == 0
+    run.assert_complete(attempts=2)
+    assert run.decisions() == ["requeue", "end"]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("form", ["B:SIGTERM@40", "TERM@40", "USR1@40", "B:USR1@40"])
 def test_time_limit(broken_run: Submit, form: str) -> None:

@@ -79,6 +79,15 @@ def test_a_profile_that_is_wrong(
     assert done.returncode == 2 and problem in done.stderr
 
 
+def test_submit_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    """A job does not submit itself again."""
+    env = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
+    words = [f"--run.dir={tmp_path}/run", "--submit"]
+    job = cluster.sbatch("singlenode.sh", *words, cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 2
+    assert f"this is job {job} already" in (tmp_path / f"kempner-{job}.out").read_text()
+
+
 def test_a_rendered_script(cluster: Cluster, tmp_path: Path, profile: Path) -> None:
     """One file with the request and all parts: sbatch FILE, from anywhere, without an option."""
     words = [f"--run.dir={tmp_path}/a run", "--dry-run", "--script"]

@@ -156,6 +156,21 @@ def test_a_sweep_of_four(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path
 
 
 @pytest.mark.soak
+def test_early_stop(cluster: Cluster, sweep: Callable[..., Sweep]) -> None:
+    """The run that learns nothing is stopped by its own job, and saved; nobody has to be there."""
+    run = sweep(seeds=[1], rates=[1e-3, 1.1e-3, 1.2e-3, 1e-9], steps=3000)
+    file = run.folder / "lr.toml"
+    text = file.read_text().replace("eval.interval = 3000", "eval.interval = 50")
+    file.write_text(f"{text}\n[early_stop]\nafter = 100\nleast = 2\n")
+    run("submit")
+    run.until(settled)
+    states = run.states()
+    assert states.pop("seed1-lr1e-09") == "stopped"
+    assert list(states.values()).count("done") >= 1
+    assert "nothing to resubmit" in run("resubmit").stdout
+
+
+@pytest.mark.soak
 def test_cancel(cluster: Cluster, sweep: Callable[..., Sweep]) -> None:
     """What was cancelled has not failed: resubmit leaves it, and submit continues it."""
     run = sweep(seeds=[1, 2], rates=[1e-3], steps=100_000)

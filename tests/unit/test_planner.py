@@ -15,7 +15,7 @@ from kempner.configure import check_world, load_config
 from kempner.planner.cost import GPUS, time, traffic
 from kempner.planner.memory import memory
 from kempner.planner.out_of_memory import advice
-from kempner.planner.search import best, changed_by
+from kempner.planner.search import best, changed_by, changes
 from kempner.run import RunConfig
 from tests.conftest import ROOT
 
@@ -45,8 +45,9 @@ def test_traffic_of_fsdp_and_of_replicas() -> None:
     """Of 7 B on two nodes, 1024 sequences a step, two a pass of each rank."""
     cfg = load_config([SEVEN], ["--distributed.nodes_per_fsdp_group=1"])
     count, passes = cfg.model.count_parameters(), 1024 / (2 * 16)
-    gathers, reduces, replicas = traffic(cfg, 16, 8)
-    assert gathers.size == pytest.approx(2 * passes * 2 * count * 7 / 8) and gathers.within
+    gathers, again, reduces, replicas = traffic(cfg, 16, 8)
+    assert gathers.size == pytest.approx(passes * 2 * count * 7 / 8) and gathers.within
+    assert again.size == gathers.size
     assert reduces.size == pytest.approx(passes * 4 * count * 7 / 8) and reduces.within
     assert replicas.size == pytest.approx(2 * 4 * count / 8 / 2) and not replicas.within
 
@@ -55,10 +56,64 @@ def test_experts_that_stay_where_they_are_are_not_gathered() -> None:
     cfg = load_config([str(ROOT / "configs/scale/moe-30b-2nodes.toml")], [])
     experts = 48 * 3 * 128 * 2048 * 768
     others = cfg.model.count_parameters() - experts
-    gathers, _, replicas, tokens = traffic(cfg, 16, 8)
-    assert gathers.size == pytest.approx(2 * 1024 / (2 * 16) * 2 * others * 7 / 8)
+    gathers, _, _, replicas, tokens = traffic(cfg, 16, 8)
+    assert gathers.size == pytest.approx(1024 / (2 * 16) * 2 * others * 7 / 8)
     assert replicas.size == pytest.approx(2 * 4 * (others + experts) / 8 / 2)
     assert tokens.what.startswith("expert parallel") and tokens.within
+
+
+PASSES = 1024 / (2 * 16)
+LEVERS = {
+    "distributed.sync_once=true": {"gathered": 1, "scattered": 2},
+    "distributed.reshard_after_forward=false": {"gathered": PASSES, "scattered": 2 * PASSES},
+    "distributed.reduce_dtype=bf16": {"gathered": 2 * PASSES, "scattered": PASSES},
+    "optimizer.cpu_offload=true": {"gathered": 2 * PASSES, "update": 8 * 16 / 15},
+    "distributed.fsdp_cpu_offload=true": {
+        "weights and": 6 * PASSES * 16 / 15,
+        "update": 8 * 16 / 15,
+    },
+}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_what_a_lever_sends(lever: str) -> None:
+    """In gathers of all weights in bf16, of 16 ranks; what is copied to the host is a rank's share
+    of them."""
+    cfg = load_config([SEVEN], [f"--{lever}"])
+    one = 2 * cfg.model.count_parameters() * 15 / 16
+    for what, often in LEVERS[lever].items():
+        sent = [each for each in traffic(cfg, 16, 8) if what in each.what]
+        share = 1 / 16 if sent[0].bus else 1
+        assert sum(each.size for each in sent) == pytest.approx(often * one * share), what
+
+
+def test_islands_gather_among_themselves() -> None:
+    cfg = load_config([SEVEN], ["--distributed.reshard_island=8"])
+    first, again = (each for each in traffic(cfg, 16, 8) if "gathered" in each.what)
+    assert not first.within and again.within
+    assert again.size == pytest.approx(first.size * (7 / 8) / (15 / 16))
+
+
+def test_what_is_offloaded_is_not_on_the_gpu() -> None:
+    plain, state, everything, activations = (
+        memory(load_config([SEVEN], ["--train.recompute=none", *words]), 8, 8).parts
+        for words in (
+            [],
+            ["--optimizer.cpu_offload"],
+            ["--distributed.fsdp_cpu_offload"],
+            ["--train.offload_activations=3"],
+        )
+    )
+    assert state["optimizer"] == 0 < plain["optimizer"] and state["weights"] == plain["weights"]
+    assert everything["optimizer"] == everything["weights"] == 0
+    assert activations["activations"] == pytest.approx(plain["activations"] * 4 / 32, rel=0.2)
+
+
+def test_the_size_of_ep_is_a_proposal_of_its_own() -> None:
+    """It is no axis of the mesh: with the same mesh it is another combination all the same."""
+    cfg = load_config([str(ROOT / "configs/scale/moe-30b-2nodes.toml")], [])
+    found = changes(cfg, {"distributed.ep": 2, "distributed.dp_shard": -1}, 16, 8)
+    assert found == {"distributed.ep": 2}
 
 
 def test_every_axis_divides_what_it_cuts() -> None:
@@ -143,7 +198,14 @@ def test_a_model_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch
         build(small("--train.global_batch=8"), 4, 4)
 
 
-@pytest.mark.parametrize("words", [(), ("--train.recompute=full", "--train.micro_batch=2")])
+MEASURED = [
+    (),
+    ("--train.recompute=full", "--train.micro_batch=2"),
+    ("--distributed.sync_once", "--train.micro_batch=2"),
+]
+
+
+@pytest.mark.parametrize("words", MEASURED)
 def test_the_estimate_is_within_a_tenth_of_the_peak(
     one_process: None, words: tuple[str, ...]
 ) -> None:

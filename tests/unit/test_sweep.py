@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +20,9 @@ from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.sweep import look as looking
 from kempner.sweep import submit as submitting
+from kempner.sweep.early_stop import worse
 from kempner.sweep.expression import Expression, ExpressionError
+from kempner.sweep.file import KEYS as file_keys
 from kempner.sweep.file import read_sweep
 from kempner.sweep.journal import Journal, locked
 from kempner.sweep.look import look
@@ -39,6 +44,7 @@ def program() -> ModuleType:
 
 
 SWEEP = program()
+Capture = pytest.CaptureFixture[str]
 
 
 def points_of(folder: Path, text: str) -> list[Point]:
@@ -51,6 +57,11 @@ def problems_of(folder: Path, text: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         points_of(folder, text)
     return [line.replace(str(folder / "s.toml") + ": ", "") for line in caught.value.problems]
+
+
+@functools.cache
+def shipped(file: Path) -> list[Point]:
+    return expand(read_sweep(file))
 
 
 # --- expressions ------------------------------------------------------------------------------
@@ -175,7 +186,7 @@ def test_several_bases(tmp_path: Path) -> None:
 def test_the_nine_sizes() -> None:
     """Parameters and steps by formula, nothing from a table. Reference: the formulas in ten plain
     lines."""
-    points = [p for p in expand(read_sweep(SWEEPS / "sizes.toml")) if p.values["lr_step"] == 0]
+    points = [p for p in shipped(SWEEPS / "sizes.toml") if p.values["lr_step"] == 0]
     for point, width in zip(points, range(512, 4609, 512), strict=True):
         depth, vocab = 6 * width // 512, 128256
         matrices = 2 * vocab * width + depth * (4 * width**2 + 3 * width * (11 * width // 4))
@@ -199,6 +210,7 @@ def test_rules_at_another_batch(tmp_path: Path) -> None:
     changed = text.replace("batch = 512 ", "batch = 256 ").replace("replicas = 1", "replicas = 2")
     found = []
     for each in (text, changed):
+        each = each.replace("[-2, -1, 0, 1, 2]", "[0]")
         (tmp_path / "s.toml").write_text(each)
         found.append(expand(read_sweep(tmp_path / "s.toml"))[2].cfg)
     assert found[1].train.max_steps == 2 * found[0].train.max_steps
@@ -207,7 +219,7 @@ def test_rules_at_another_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted(SWEEPS.glob("*.toml")), ids=lambda f: f.stem)
 def test_every_shipped_sweep(file: Path) -> None:
-    assert expand(read_sweep(file))
+    assert shipped(file)
 
 
 def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
@@ -247,6 +259,9 @@ def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
         ("where = ['train.seed > 0']", "no combination fulfils all conditions"),
         ("where = ['train.seed >']", "is no expression"),
         ("max_running = 0", "max_running = 0: must be at least 1"),
+        ("[early_stop]\nafter = 0", "early_stop.after = 0: must be at least 1"),
+        ("[early_stop]\nevery = 1", "early_stop.every = 1: unknown key"),
+        ("[early_stop]\n[set]\neval.interval = 0", "early_stop: judges validations"),
         ("base = 3", "Cannot overwrite a value"),
         ("[resources]\nnode = 2", "resources.node: unknown option; did you mean resources.nodes?"),
         ("[resources]\nshare = true", "give resources.cpus_per_task and resources.mem"),
@@ -324,6 +339,8 @@ def test_states(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "my_jobs", lambda: None)
     assert words(swept, journal) == ["unknown", "unknown", "planned"]
     monkeypatch.setattr(slurm, "my_jobs", lambda: {})
+    monkeypatch.setattr(slurm, "accounted", lambda jobs: {"7_0": "REQUEUED"})
+    assert words(swept, journal) == ["unknown", "killed", "planned"]
     told = {"7_0": "CANCELLED", "7_1": "NODE_FAIL"}
     monkeypatch.setattr(slurm, "accounted", lambda jobs: told)
     assert words(swept, journal) == ["cancelled", "killed", "planned"]
@@ -377,7 +394,7 @@ def test_sbatch_fails_for_a_while(
     sweep = read_sweep(Path("s.toml"))
     (array,) = arrays_of(sweep, swept, None)
     assert submitting.submit(sweep, array, journal, {}, lambda text: None)
-    assert len(made) == calls
+    assert len(made) == calls and next(told, "all asked") == "all asked"
     assert journal.task(swept[0].name) == ("5_0" if answers == ["5"] else "8_0")
 
 
@@ -386,7 +403,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_tries(swept: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tries(swept: list[Point], capsys: Capture) -> None:
     """A point that failed so often is not submitted again, and sweep.py says so."""
     own = Path("runs/s/sweep")
     with locked(own) as journal:
@@ -397,6 +414,35 @@ def test_tries(swept: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
     assert SWEEP.main(["s.toml", "resubmit"]) == 1
     out = capsys.readouterr()
     assert "killed after 3 tries (tries = 3)" in out.err and "nothing to resubmit" in out.out
+
+
+def test_early_stop(tmp_path: Path) -> None:
+    """A run that is worse than the median of enough others at the same step, and no other."""
+
+    def write(name: str, **losses: float | None) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        lines = [{"step": int(step[1:]), "val_loss": loss} for step, loss in losses.items()]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+        return tmp_path / name
+
+    write("a", s10=3.0, s20=2.0)
+    write("b", s10=3.1, s20=2.1)
+    last = write("c", s10=2.9)
+    assert worse(write("d", s10=3.05), 10, 3).startswith(
+        "validation loss 3.0500 at step 10 is over"
+    )
+    assert not worse(write("d", s10=3.0), 10, 3)  # the median itself
+    assert not worse(write("d", s10=9.0), 11, 3)  # too early
+    assert not worse(write("d", s10=9.0), 10, 4)  # too few others
+    assert not worse(write("d", s10=9.0, s20=2.05), 10, 2)  # the newest one counts
+    assert "at step 10 is over" in worse(write("d", s10=9.0, s20=9.0, s30=9.0), 10, 3)  # ahead
+    bad = write("d", s10=None)
+    env = {**os.environ, "KEMPNER_EARLY_STOP": "10:3"}
+    command = [sys.executable, "-m", "kempner.sweep.early_stop", str(bad)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert "early stop of d: validation loss inf" in done.stdout and (bad / "STOP").exists()
+    assert not (last / "STOP").exists()
 
 
 def test_the_profile_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,6 +480,63 @@ def test_plan_checks_files_and_worlds(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["s.toml"]
 
 
+TRAINER = """
+import json, pathlib, sys
+from kempner.config import toml
+cfg = toml.loads(pathlib.Path(sys.argv[1]).read_text())
+run = pathlib.Path(cfg["run"]["dir"])
+if "--check" in sys.argv:
+    print(f'[run]\\ndir = "{run}"')
+else:
+    fails = cfg["train"]["seed"] == 2 and not pathlib.Path("mended").exists()
+    state = "failed" if fails else "done"
+    (run / "status.json").write_text(json.dumps({"state": state, "step": 1}))
+    sys.exit(fails)
+"""
+
+
+def test_here(tmp_path: Path, data_dir: Path) -> None:
+    """Without Slurm: one after another; one that fails does not stop the rest."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    text = f'{BASE}[set]\ndata.dataset_path = "{data_dir}"\n[axes]\ntrain.seed = [1, 2, 3]\n'
+    (tmp_path / "s.toml").write_text(text)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "KEMPNER"))}
+    env |= {"KEMPNER_TRAIN": str(tmp_path / "train.py"), "KEMPNER_PYTHON": sys.executable}
+    env |= {"KEMPNER_SITE": os.devnull}
+
+    def said(code: int, *argv: str) -> str:
+        command = [sys.executable, str(ROOT / "scripts/sweep.py"), "s.toml", *argv]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    assert re.findall(r"error: (\w+)-", said(1, "submit", "--here")) == ["seed2"]
+    assert "3 points: 2 done, 1 failed" in said(1, "status")
+    assert "nothing to submit" in said(0, "submit", "--here")
+    (tmp_path / "mended").touch()
+    assert "1 of 1: seed2-" in said(0, "resubmit", "--here")
+    assert "3 points: 3 done" in said(0, "status")
+
+
+def test_the_commands_of_the_page() -> None:
+    """Its commands are known to the program, and its files are there."""
+    page = (ROOT / "docs/sweeps.md").read_text()
+    lines = re.findall(r"scripts/sweep\.py (\S+\.toml) (.+)", page)
+    assert len(lines) == 3
+    for file, words in lines:
+        assert SWEEP.parse([file, *words.split()]).command in SWEEP.COMMANDS
+        assert read_sweep(ROOT / file).dir == Path("runs/learning-rate")
+    for key in file_keys:
+        assert f"`{key}`" in page or f"`[{key}]`" in page, key
+
+
+def test_a_sweep_in_the_directory_of_a_run(swept: list[Point], capsys: Capture) -> None:
+    Path("runs/s").mkdir(parents=True)
+    Path("runs/s/status.json").write_text("{}")
+    assert SWEEP.main(["s.toml", "plan"]) == 2
+    assert "runs/s: is the directory of a run" in capsys.readouterr().err
+
+
 def test_the_program_does_without_torch() -> None:
     command = [sys.executable, "-X", "importtime", "scripts/sweep.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -452,7 +555,7 @@ def test_the_program_does_without_torch() -> None:
     ],
 )
 def test_bad_command_lines(
-    swept: list[Point], capsys: pytest.CaptureFixture[str], argv: list[str], problem: str
+    swept: list[Point], capsys: Capture, argv: list[str], problem: str
 ) -> None:
     try:
         code = SWEEP.main(argv)
@@ -461,7 +564,7 @@ def test_bad_command_lines(
     assert code == 2 and problem in capsys.readouterr().err
 
 
-def test_table(swept: list[Point], capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(swept: list[Point], capsys: Capture) -> None:
     """Sorted by loss, with what is not there yet at the end; also at one step."""
     for point, loss in zip(swept[:2], (3.0, 2.0), strict=True):
         point.run_dir.mkdir(parents=True)

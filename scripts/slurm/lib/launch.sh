@@ -126,7 +126,16 @@ kp_run() { # <train.py arguments>...: trains until every rank has left; sets KP_
             "$KP_TRAIN" "$@"
     fi
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    kp_early_stop
     kp_wait
+    [[ -z $KP_EARLY_STOP ]] || kill "$KP_EARLY_STOP" 2>/dev/null || true
+}
+
+kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls behind the others; sets KP_EARLY_STOP
+    KP_EARLY_STOP=''
+    [[ -n ${KEMPNER_EARLY_STOP:-} ]] || return 0
+    "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.sweep.early_stop "$KP_RUN_DIR" </dev/null &
+    KP_EARLY_STOP=$!
 }
 
 kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on all nodes of the job; exports variables

@@ -61,5 +61,6 @@ kp_profile_note() { # says where the job differs from the profile: sbatch itself
 }
 
 kp_submit() { # --submit: sbatch with the profile, or with site.env, in its environment
+    ! kp_in_job || kp_die "--submit: this is job $(kp_job_id) already: leave it out"
     exec sbatch "${KP_REQUEST[@]}" "$0" "${KP_ARGUMENTS[@]}"
 }

@@ -48,6 +48,11 @@ class History:
         return counting([line for line in self.lines if "val_loss" in line], self.attempts)
 
     @cached_property
+    def rounds(self) -> list[Record]:
+        """Of a run whose replicas meet once a round (lowcomm/)."""
+        return counting([line for line in self.lines if "round_loss" in line], self.attempts)
+
+    @cached_property
     def wall_time(self) -> WallTime:
         newest = newest_checkpoint(self.path / "checkpoints")
         return wall_time_of(self.attempts, self.lines, newest)

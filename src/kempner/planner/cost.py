@@ -6,12 +6,12 @@ the rate of the link that their ranks share: NVLink inside a node, the network b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kempner.metrics import PEAK_BF16
 from kempner.parallel.layout import Axes, sizes
-from kempner.planner.memory import FP32, GIB, compute_bytes
+from kempner.planner.memory import FP32, GIB, activations, compute_bytes, weights
 from kempner.run import RunConfig, micro_batch
 
 ACHIEVED = 0.6  # of the peak, by the model's products and attention
@@ -25,6 +25,7 @@ class Gpu(NamedTuple):
     gib: float
     link: float  # NVLink, of one GPU to the others of its node
     network: float = 50e9  # of one GPU to other nodes: 400 Gb/s
+    bus: float = 25e9  # of one GPU to its host
 
     @property
     def flops(self) -> float:
@@ -56,6 +57,7 @@ class Traffic:
     size: float  # bytes that each rank sends in a step
     within: bool  # the node
     hidden: bool  # behind computation, as far as that lasts
+    bus: bool = False  # to the host and back
 
 
 def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
@@ -71,15 +73,48 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     # An expert is cut over the ranks that have the same ones.
     sent = others * (n - 1) / n + experts / ep * (1 - ep / n)
     frozen, within = cfg.lora.rank > 0, n * axes.tp <= per_node
+    how = cfg.distributed
     if n > 1:
-        gathers = 2 * passes * compute * sent
-        found.append(Traffic("FSDP: weights, gathered twice a pass", gathers, within, True))
+        once, kept = how.sync_once, how.sync_once or not how.reshard_after_forward
+        gathers = (1 if once else passes) * compute * sent
+        found.append(Traffic("FSDP: weights, gathered for the forward pass", gathers, within, True))
+        if (island := how.reshard_island) is not None:
+            gathers = passes * compute * others * (island - 1) / island
+            within_island = island * axes.tp <= per_node
+            found.append(
+                Traffic("FSDP: weights, gathered in an island", gathers, within_island, True)
+            )
+        elif not kept:
+            found.append(Traffic("FSDP: weights, gathered again", gathers, within, True))
+    reduced = 2 if how.reduce_dtype == "bf16" else FP32
     if n > 1 and not frozen:
-        found.append(Traffic("FSDP: gradients, scattered", passes * FP32 * sent, within, True))
+        size = (1 if how.sync_once else passes) * reduced * sent
+        found.append(Traffic("FSDP: gradients, scattered", size, within, True))
     if (copies := axes.replicate) > 1 and not frozen:
-        size = 2 * FP32 * (others + experts) / n * (copies - 1) / copies
+        size = 2 * reduced * (others + experts) / n * (copies - 1) / copies
         found.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
+    found += offloading(cfg, axes, passes, compute)
     return found + passing(cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node)
+
+
+def offloading(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> list[Traffic]:
+    """Copies to the host and back."""
+    held, found = weights(cfg, axes, gpu=False), []
+    if cfg.distributed.fsdp_cpu_offload:
+        # Weights for the forward and the backward pass, and gradients back; the update waits.
+        size = passes * (2 * held["weights"] + held["gradients"])
+        found.append(Traffic("host: weights and gradients", size, True, True, bus=True))
+    if cfg.distributed.fsdp_cpu_offload or cfg.optimizer.cpu_offload:
+        # The update of the host reads and writes its memory not much faster than the bus.
+        found.append(
+            Traffic("host: state, in the update", 2 * held["optimizer"], True, False, bus=True)
+        )
+    if cfg.train.offload_activations:
+        tokens = cfg.train.sequences // (passes * axes.data_ranks) * cfg.train.seq_len // axes.cp
+        everything = replace(cfg, train=replace(cfg.train, offload_activations=0))
+        kept, _ = activations(everything, axes, tokens, compute, gpu=True)
+        found.append(Traffic("host: activations", 2 * passes * kept, True, True, bus=True))
+    return found
 
 
 def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int) -> list[Traffic]:
@@ -127,7 +162,8 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
     tokens = cfg.train.sequences * cfg.train.seq_len
     spent = {True: 0.0, False: 0.0}
     for each in traffic(cfg, world_size, per_node):
-        spent[each.hidden] += each.size / (gpu.link if each.within else gpu.network)
+        near = gpu.bus if each.bus else gpu.link
+        spent[each.hidden] += each.size / (near if each.within else gpu.network)
     compute = tokens * flops / (world_size * gpu.flops * ACHIEVED)
     axes = sizes(cfg.distributed, world_size, per_node)
     passes = cfg.train.sequences / (

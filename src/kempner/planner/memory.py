@@ -41,23 +41,25 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
     micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
     tokens = micro * cfg.train.seq_len // axes.cp
     often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
-    held = weights(cfg, axes)
+    held = weights(cfg, axes, gpu)
     compute = compute_bytes(cfg, gpu)
     gathered = Gathered.of(cfg, axes, compute)
     kept, working = activations(cfg, axes, tokens, compute, gpu)
     loss = loss_memory(cfg, axes, tokens, compute)
     gradients = held.pop("gradients")
     so_far = gradients if often else 0.0
+    if often and cfg.distributed.sync_once and not cfg.lora.rank:
+        so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp
     ends = 2 * stream  # the input of the last norm, and its output
     return [
         Memory("loss", {
-            **held, "gradients": so_far, "gathered weights": gathered.root,
+            **held, "gradients": so_far, "gathered weights": gathered.root + gathered.stays,
             "activations": kept + ends, "loss": loss,
         }),
         Memory("backward pass of the last block", {
             **held, "gradients": so_far or gathered.head_gradient,
-            "gathered weights": gathered.tied + gathered.blocks,
+            "gathered weights": gathered.tied + max(gathered.blocks, gathered.stays),
             "activations": kept + 2 * stream, "backward pass": working + gathered.reduced,
         }),
         Memory("end of the backward pass", {
@@ -72,8 +74,9 @@ def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
     return 2 if cfg.train.dtype == "bf16" or (cfg.train.dtype == "auto" and gpu) else FP32
 
 
-def weights(cfg: RunConfig, axes: Axes) -> dict[str, float]:
-    """What a rank keeps of the model between steps."""
+def weights(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
+    """What a rank keeps of the model between steps. What is offloaded from a GPU is not there; on a
+    CPU it is where it was."""
     count = cfg.model.count_parameters()
     size = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
@@ -83,6 +86,10 @@ def weights(cfg: RunConfig, axes: Axes) -> dict[str, float]:
         trained = float(count)
         state = {"weights": size * trained, "gradients": size * trained}
     state["optimizer"] = optimizer_state(cfg, trained)
+    if gpu and cfg.distributed.fsdp_cpu_offload:
+        return dict.fromkeys(state, 0.0)
+    if gpu and cfg.optimizer.cpu_offload:
+        state["optimizer"] = 0.0
     cuts = axes.pp * axes.shard * axes.cp * axes.tp
     return {name: size / cuts for name, size in state.items()}
 
@@ -90,8 +97,6 @@ def weights(cfg: RunConfig, axes: Axes) -> dict[str, float]:
 def optimizer_state(cfg: RunConfig, trained: float) -> float:
     """Of each number that is trained AdamW has two averages, Lion one, schedule-free one and
     weights in fp32, and Muon one, but AdamW's for embedding and output."""
-    if cfg.optimizer.cpu_offload:
-        return 0.0
     average = 2 if cfg.optimizer.moments == "bf16" else FP32
     each = {"adamw": 2 * average, "lion": average, "schedule_free": average + FP32, "muon": average}
     size = each[cfg.optimizer.name] * trained
@@ -118,26 +123,41 @@ class Gathered:
     root: float  # last norm and output layer; with a tied one whole from the first block on
     tied: float  # of these, what stays through the backward pass: a tied embedding
     blocks: float  # the block at work and the next one
+    stays: float  # of all blocks, between the forward and the backward pass
     head_gradient: float  # of the output layer, which is reduced first
     root_gradients: float
     reduced: float  # gradients of a block, and the fp32 buffers that they are summed in
 
     @classmethod
     def of(cls, cfg: RunConfig, axes: Axes, compute: int) -> Gathered:
-        model = cfg.model
+        model, how = cfg.model, cfg.distributed
         table = model.vocab_size * model.dim / axes.tp
         root = table  # an embedding of its own is freed before the output layer is gathered
         block = whole_block(cfg, axes)
         reduce = 0 if cfg.lora.rank else compute + FP32
+        blocks = block * (1 if axes.shard * axes.cp == 1 else 2)
+        stays = 0.0
+        if how.sync_once or not how.reshard_after_forward:
+            stays = whole_model(cfg, axes) - table  # the embedding, too, where it is not tied
+        elif how.reshard_island is not None:
+            stays = whole_model(cfg, axes) / how.reshard_island
         return cls(
             root=compute * root,
             tied=compute * root * model.tie_embeddings,
-            blocks=compute * block * (1 if axes.shard * axes.cp == 1 else 2),
+            blocks=compute * blocks,
+            stays=compute * stays,
             head_gradient=0.0 if cfg.lora.rank else compute * table,
             root_gradients=reduce * root,
             # Those of one block are summed over the ranks while the next one's are made.
             reduced=reduce * block * (1 if axes.shard * axes.cp * axes.replicate == 1 else 2),
         )
+
+
+def whole_model(cfg: RunConfig, axes: Axes) -> float:
+    """Parameters of a stage that FSDP would make whole on a rank, with embedding and output."""
+    model = cfg.model
+    tables = model.vocab_size * model.dim / axes.tp * (2 - model.tie_embeddings)
+    return tables + whole_block(cfg, axes) * model.n_layers / axes.pp
 
 
 def whole_block(cfg: RunConfig, axes: Axes) -> float:
@@ -175,25 +195,40 @@ def activations(
     if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
         passes *= 1 + (axes.pp - 1) / (axes.pp * stages)
     blocks = model.n_layers / axes.pp * passes
-    train = cfg.train
-    if train.recompute == "none" or train.recompute_modules:  # of those: at most so much
-        return each * blocks, working
-    numbers = model.dim
-    if train.recompute == "selective":
-        numbers += 2 * model.dim + heads + 2 * inner  # all products
-    again = blocks / train.recompute_every
-    kept = tokens * compute * numbers / axes.tp
-    return kept * again + each * (blocks - again), working + each
+    train, again = cfg.train, blocks / cfg.train.recompute_every
+    dropped = 0.0  # of a block that is recomputed
+    if train.recompute_modules:  # what is within these; their inputs are outputs of others
+        within = {"attention": heads, "ffn": (2 if train.compile else 4) * inner + moved}
+        if train.recompute == "selective":
+            within = {"ffn": (0 if train.compile else 2) * inner}
+        dropped = sum(within.get(name, 0) for name in train.recompute_modules) / axes.tp
+        dropped *= tokens * compute
+    elif train.recompute != "none":
+        products = 2 * model.dim + heads + 2 * inner if train.recompute == "selective" else 0
+        dropped = each - tokens * compute * (model.dim + products) / axes.tp
+    kept = each * blocks - dropped * again
+    return on_device(cfg, kept, blocks, gpu), working + dropped
+
+
+def on_device(cfg: RunConfig, kept: float, blocks: float, gpu: bool) -> float:
+    """Of the activations that `blocks` keep, those that are on the device while the others wait on
+    the host: of the block at work, and of those whose copies are under way. On a CPU both are
+    counted."""
+    if not cfg.train.offload_activations:
+        return kept
+    here = kept * min(1.0, (1 + cfg.train.offload_activations) / blocks)
+    return here if gpu else kept + here
 
 
 def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
-    """Logits of a chunk in fp32, twice for a moment, then in the compute dtype; the gradient of the
-    output's weight in fp32, and a chunk's part of it; the gradient of its input."""
+    """Logits of a chunk in fp32, which become their gradient in place, and a copy in the compute
+    dtype; the gradient of the output's weight in fp32, and a chunk's part of it; the gradient of
+    its input."""
     from kempner.loss import CHUNK_LOGITS, TILE
 
     model = cfg.model
     most = cfg.train.loss_chunk or max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE)
     rows = min(tokens, most)
-    logits = rows * model.vocab_size * (2 * FP32 + (compute if compute < FP32 else 0))
+    logits = rows * model.vocab_size * (FP32 + (compute if compute < FP32 else 0))
     weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
     return (logits + weight) / axes.tp + tokens * model.dim * compute

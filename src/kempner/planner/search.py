@@ -22,6 +22,13 @@ from kempner.run import RunConfig
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")
 WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
+MESH = ("dp_shard", "dp_replicate", "nodes_per_fsdp_group", "tp", "cp", "pp")
+LEVERS: tuple[dict[str, Any], ...] = (  # memory for communication, and time for memory
+    {},
+    {"distributed.sync_once": True},
+    {"distributed.reshard_after_forward": False},
+    {"train.offload_activations": 2, "train.recompute": "full"},
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ def changes(
     """Those of the levers that do not stand in the configuration; axes of the same sizes are the
     same, however they are written."""
     changed = {key: value for key, value in levers.items() if value != value_of(cfg, key)}
-    axes = {key for key in changed if key.startswith("distributed.")}
+    axes = changed.keys() & {f"distributed.{name}" for name in MESH}
     with contextlib.suppress(ConfigError):
         there = sizes(cfg.distributed, world_size, per_node)
         if sizes(changed_by(cfg, levers).distributed, world_size, per_node) == there:
@@ -83,10 +90,11 @@ def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
         if world_size % (shard * tp * cp * pp) == 0
     ]  # fmt: skip
     experts = (1, 2, 4, 8) if cfg.model.n_experts else (1,)
-    values = itertools.product(meshes, experts, MICRO_BATCHES, RECOMPUTE)
-    for mesh, ep, micro, recompute in values:
-        choice = {"train.micro_batch": micro, "train.recompute": recompute}
-        yield {**choice, **mesh, "distributed.ep": ep}
+    values = itertools.product(meshes, experts, MICRO_BATCHES, RECOMPUTE, LEVERS)
+    for mesh, ep, micro, recompute, lever in values:
+        if lever.get("train.recompute", recompute) == recompute:
+            choice = {"train.micro_batch": micro, "train.recompute": recompute}
+            yield {**choice, **mesh, "distributed.ep": ep, **lever}
 
 
 def problems_of(cfg: RunConfig) -> set[str]:

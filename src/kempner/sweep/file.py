@@ -17,6 +17,7 @@ from kempner.config.option import ConfigError, Option, schema
 from kempner.config.values import did_you_mean, shown
 from kempner.run import RunConfig
 from kempner.sweep.axes import LARGEST, draws, grid
+from kempner.sweep.early_stop import EarlyStop
 from kempner.sweep.expression import FUNCTIONS, Expression, ExpressionError
 from kempner.sweep.resources import Resources
 
@@ -25,9 +26,10 @@ Values = dict[str, Any]  # by name: section.key of an option, resources.key, or 
 
 @dataclass(frozen=True)
 class Root:
-    """A sweep's own section, declared like those of a run."""
+    """A sweep's own sections, declared like those of a run."""
 
     resources: Resources = field(default_factory=Resources)
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
 
 
 OPTIONS: dict[str, Option] = {
@@ -35,6 +37,7 @@ OPTIONS: dict[str, Option] = {
     for sections in (schema(RunConfig), schema(Root))
     for keys in sections.values()
     for option in keys.values()
+    if not option.name.startswith("early_stop.")  # the same for all points
 }
 SECTIONS = {name.partition(".")[0] for name in OPTIONS}
 KEYS: dict[str, type | tuple[type, ...]] = {
@@ -51,6 +54,7 @@ KEYS: dict[str, type | tuple[type, ...]] = {
     "random": dict,
     "rules": dict,
     "resources": dict,
+    "early_stop": dict,
 }
 DERIVED = {
     "run.dir": "a sweep names its run directories itself; use the sweep's dir and name",
@@ -72,6 +76,7 @@ class Sweep:
     groups: list[list[Values]]  # one value of each is taken
     rules: dict[str, Expression]
     where: list[Expression]
+    early_stop: EarlyStop | None
 
     @property
     def varied(self) -> list[str]:
@@ -124,7 +129,7 @@ class _Reader:
         sweep = Sweep(
             self.file, name, Path(get("dir", "runs")) / name, get("profile", ""),
             get("max_running", 0), get("tries", 3), self.bases(), fixed, groups, rules,
-            [*where.values()],
+            [*where.values()], self.early_stop(),
         )  # fmt: skip
         self.check_names(sweep)
         if (count := math.prod(map(len, groups)) * len(sweep.bases)) > LARGEST:
@@ -132,6 +137,19 @@ class _Reader:
         if self.problems:
             raise ConfigError(self.problems)
         return sweep
+
+    def early_stop(self) -> EarlyStop | None:
+        if (table := self.table.get("early_stop")) is None:
+            return None
+        values, options = {}, schema(Root)["early_stop"]
+        for key, value in table.items():
+            try:
+                if key not in options:
+                    raise ValueError(f"unknown key{did_you_mean(key, options)}")
+                values[key] = options[key].convert(value)
+            except ValueError as error:
+                self.wrong(f"early_stop.{key} = {shown(value)}: {error}")
+        return EarlyStop(**values)
 
     def wrong(self, problem: str) -> None:
         self.problems.append(f"{self.file}: {problem}")

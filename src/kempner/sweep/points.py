@@ -130,6 +130,10 @@ def _point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | None:
         if name in OPTIONS and not name.startswith("resources.")
     ]
     problems = [f"{sweep.file}: {text}" for text in resources.problems()]
+    if sweep.early_stop and not known["eval.interval"]:
+        problems.append(
+            f"{sweep.file}: early_stop: judges validations; set eval.interval, or leave it out"
+        )
     try:
         cfg = load_config(sweep.bases[combination["base"]], words)
     except ConfigError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kempner.config.option import ConfigError
+from kempner.configure import check_world, load_config
 from kempner.lowcomm.compress import Raw, codec_of, is_raw, pack, unpack
 from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.outer import Alone, Arrived, Decode, Handle, Outer, OuterState
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(ROOT.glob("configs/train/lowcomm/*.toml"))
 
 
 class Room:
@@ -276,3 +283,44 @@ def test_a_replica_on_parts_of_nodes() -> None:
 def test_bad_sections(given: dict[str, float], words: str) -> None:
     (problem,) = LowcommConfig(**given).problems()
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--train.max_steps=45", "train.max_steps = 45: must be a multiple of lowcomm.interval"),
+        ("--eval.interval=45", "eval.interval = 45: must be a multiple"),
+        ("--checkpoint.interval=45", "checkpoint.interval = 45: must be a multiple"),
+        ("--lowcomm.fragments=5", "the model has 4; give at most that"),
+        ("--optimizer.name=schedule_free --schedule.name=constant", "averages weights itself"),
+        ("--train.weights=bf16 --train.dtype=bf16", "not built for train.weights = bf16"),
+    ],
+)
+def test_what_cannot_be_combined(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["configs/train/lowcomm/diloco.toml"], words.split())
+    (problem,) = caught.value.problems
+    assert message in problem
+
+
+# --- What is shipped ---
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_shipped_files_fit_any_world(path: Path) -> None:
+    cfg = load_config([str(path)], [])
+    assert cfg.lowcomm.on != path.stem.startswith("dp-")
+    for world in ((1, 1), (2, 2), (8, 4)):
+        assert check_world(cfg, *world) == []
+
+
+def test_the_page_names_the_files_and_its_commands_are_valid() -> None:
+    page = (ROOT / "docs/lowcomm.md").read_text()
+    assert all(f"`{path.name}`" in page for path in FILES)
+    node = re.search(r'NODE="(.*)"', page)
+    assert node is not None
+    commands = re.findall(r"(configs/train/lowcomm/\S+)(.*)", page.replace("$NODE", node[1]))
+    assert len(commands) == 4
+    for file, words in commands[:3]:
+        cfg = load_config([file], shlex.split(words))
+        assert cfg.lowcomm.count(16, 4) == (4 if "nodes" in words else 16)
