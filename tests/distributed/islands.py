@@ -49,7 +49,7 @@ class Replica:
         self.slot, self.rank, self.rounds = slot, rank, 0
         ours = first and rank == scenario.get("ranks", 1) - 1
         fault = scenario.get("faults", {}).get(str(slot), "") if ours else ""
-        self.faults = scenario.get("faults", {}) if scenario.get("again", True) else {}
+        self.faults = scenario.get("faults", {})
         self.fault, self.point, self.at = (*fault.split(), "", "", "")[:3]
         self.folder, self.size = folder, scenario.get("size", 4096)
         self.anchor, self.momentum = torch.zeros(2, self.size), torch.zeros(2, self.size)
@@ -178,6 +178,7 @@ def play(folder: Path, scenario: dict[str, Any]) -> int:
     judging = fork(lambda: judge(folder))
     running: dict[int, int] = {}
     exits: list[tuple[int, int]] = []
+    again = dict.fromkeys(range(scenario.get("replicas", 3)), False)
     for slot in range(scenario.get("replicas", 3)):
         running[begin_replica(folder, slot, scenario, first=True)] = slot
     while running:
@@ -192,7 +193,8 @@ def play(folder: Path, scenario: dict[str, Any]) -> int:
                 del running[pid]
                 code = os.waitstatus_to_exitcode(status)
                 exits.append((slot, code))
-                if code not in (DONE, TOO_FEW) and scenario.get("again", True):
+                if code not in (DONE, TOO_FEW) and not again[slot]:
+                    again[slot] = True
                     running[begin_replica(folder, slot, scenario, first=False)] = slot
     os.kill(judging, signal.SIGKILL)
     (folder / "exits.json").write_text(json.dumps(exits))

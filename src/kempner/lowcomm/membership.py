@@ -132,6 +132,7 @@ class Membership:
         self.me = self._tell(door.name)
         self.roster: tuple[str, ...] = ()  # everyone of the last epoch that was committed
         self._next = 0  # the epoch to be fixed next
+        self._joining: tuple[str, ...] = ()  # of the last epoch of others
         self._entry = True
         # For the groups: a connection looks names up, and a slow name server takes 5 s. One of them
         # is left behind with each exchange that is.
@@ -178,8 +179,8 @@ class Membership:
         while True:
             found = self._from_first(lambda: self._fixed(rounds, about, joinable))
             if isinstance(found, str):
-                raise TooFew(found)
-            if found is None:
+                if found:
+                    raise TooFew(found)
                 return None
             epoch = found
             result, problem = self._attempt(epoch, exchange)
@@ -200,9 +201,9 @@ class Membership:
                     f"{', '.join(epoch.everyone)} live: {problem}"
                 )
 
-    def _fixed(self, rounds: int, about: dict[str, Any], joinable: bool) -> Epoch | str | None:
+    def _fixed(self, rounds: int, about: dict[str, Any], joinable: bool) -> Epoch | str:
         """Rank 0: the epoch that is next for this replica, as soon as it is fixed; or why there is
-        none. None: a replica that waits to join need not wait any longer."""
+        none, which is nothing when the run is over."""
         if self.roster or self._next == 0:
             line = json.dumps([self.me, about])
             self.store.append(f"arrived/{self._next}", f"{line}\n")
@@ -214,24 +215,33 @@ class Membership:
                     return epoch
                 if self.roster:
                     self.door.fence("a round was fixed without it")
-                self._next += 1  # of others: it waits to join
+                self._next, self._joining = self._next + 1, epoch.everyone
                 continue
             gone = self._gone()
             if self.me in gone:
                 self.door.fence(gone[self.me])
-            proposed: list[Any] | str | None = None
-            if self.roster:
-                proposed = self._next_round(rounds, gone, joinable)
-            elif self._next == 0:
-                proposed = self._first(gone, time.monotonic() - began > self._start_timeout)
-            elif self.store.check(["over"]):
-                return None
+            late = time.monotonic() - began > self._start_timeout
+            proposed = self._propose(rounds, gone, joinable, late)
             if isinstance(proposed, str):
                 return proposed
             if proposed is not None:
                 self.store.compare_set(f"epoch/{self._next}", "", json.dumps(proposed))
                 continue
             time.sleep(POLL_S)
+
+    def _propose(
+        self, rounds: int, gone: dict[str, str], joinable: bool, late: bool
+    ) -> list[Any] | str | None:
+        """The next epoch, or why there will be none; None: not yet."""
+        if self.roster:
+            return self._next_round(rounds, gone, joinable)
+        if self._next == 0:
+            return self._first(gone, late)
+        if self.store.check(["over"]):
+            return ""
+        if self._joining and set(self._joining) <= gone.keys():
+            return f"none of those that it was to join is left: {', '.join(self._joining)}"
+        return None
 
     def _first(self, gone: dict[str, str], late: bool) -> list[Any] | str | None:
         """The first epoch: all replicas that are to come, or those that have come in time."""
