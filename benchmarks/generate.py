@@ -22,8 +22,8 @@ import torch
 import transformers
 
 from benchmarks.async_save import processor
+from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine, Request
-from kempner.generate.sampling import Sampling
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from tests.unit.test_model import copy_to_reference
@@ -68,7 +68,7 @@ def sides(
 
     def run_ours() -> list[list[int]]:
         cfg = ours.cfg
-        engine = Engine(ours, sampling, cfg.vocab_size, cfg.max_seq_len, len(prompts))
+        engine = Engine[Request](ours, cfg.vocab_size, cfg.max_seq_len, len(prompts))
         requests = [Request(number, ids, sampling) for number, ids in enumerate(prompts)]
         engine.join(requests)
         for _ in range(new - 1):

@@ -16,14 +16,11 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
+from kempner.generate.config import Sampling
 from kempner.load import Loaded, load
-
-if TYPE_CHECKING:
-    from kempner.generate.sampling import Sampling
 
 
 def main(argv: list[str]) -> int:
@@ -93,17 +90,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    for name in ("max_tokens", "top_k", "batch"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if not 0 <= options.temperature < float("inf"):
-        parser.error(f"--temperature {options.temperature}: must be finite and at least 0")
-    if not 0 < options.top_p <= 1:
-        parser.error(f"--top-p {options.top_p}: must be over 0 and at most 1")
-    if not 0 <= options.min_p <= 1:
-        parser.error(f"--min-p {options.min_p}: must be from 0 to 1")
-    if "" in options.stop:
-        parser.error("--stop: must not be empty")
+    if problem := sampling(options).problem():
+        name, text = problem
+        parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: {text}")
+    if options.batch < 1:
+        parser.error(f"--batch {options.batch}: must be at least 1")
     if options.prompt and options.prompts:
         parser.error("--prompt and --prompts: give one of them")
 
@@ -118,8 +109,6 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def sampling(options: argparse.Namespace) -> Sampling:
-    from kempner.generate.sampling import Sampling
-
     return Sampling(
         options.temperature,
         options.top_k,
@@ -138,12 +127,8 @@ def note(text: str) -> None:
 def prompt_ids(loaded: Loaded, prompts: list[str], chat: bool) -> list[list[int]]:
     words = loaded.words
     if chat:
-        return [words.chat(prompt) for prompt in prompts]
-    # A model without a token to begin with has at least one that ends a text.
-    return [
-        [*words.begin, *words.tokenizer.encode(prompt)] or [words.tokenizer.eod]
-        for prompt in prompts
-    ]
+        return [words.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return [words.prompt(prompt) for prompt in prompts]
 
 
 def print_texts(
@@ -151,17 +136,18 @@ def print_texts(
 ) -> int:
     """Generate what follows `ids`, and print it after the prompts; a single text as it comes,
     several in the order of the prompts. Returns the number of new tokens."""
-    from kempner.generate.engine import Engine, generate
+    from kempner.generate.engine import Engine
+    from kempner.generate.texts import Text, generate
 
     tokenizer, ends = loaded.words.tokenizer, loaded.words.ends
     if (longest := max(map(len, ids))) > loaded.window:
         note(f"a prompt has {longest} tokens; the model sees the last of {loaded.window} at most")
     window = min(loaded.window, longest + sampling.max_tokens)  # memory for no more than that
     slots = min(batch, len(prompts))
-    engine = Engine(loaded.model, sampling, tokenizer.vocab_size, window, slots)
+    engine = Engine[Text](loaded.model, tokenizer.vocab_size, window, slots)
     count, shown = 0, 0
     texts, done = list(prompts), [False] * len(prompts)  # texts: what is not printed yet
-    for piece in generate(engine, tokenizer, ids, ends):
+    for piece in generate(engine, tokenizer, ends, ids, sampling):
         count += 1
         texts[piece.prompt] += piece.text
         done[piece.prompt] = piece.done

@@ -11,8 +11,9 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from kempner.generate.engine import Engine, generate
-from kempner.generate.sampling import Sampling
+from kempner.generate.config import Sampling
+from kempner.generate.engine import Engine
+from kempner.generate.texts import Text, generate
 from kempner.load import Loaded
 
 Scored = tuple[list[int], list[int]]  # context and continuation, as tokens
@@ -97,8 +98,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 [*self.begin, *self.tok_encode(requests[number].args[0])] for number in numbers
             ]
             slots = min(self.batch, len(prompts))
-            engine = Engine(self.model, sampling, self.text.vocab_size, self.window, slots)
-            for piece in generate(engine, self.text, prompts, self.ends):
+            engine = Engine[Text](self.model, self.text.vocab_size, self.window, slots)
+            for piece in generate(engine, self.text, self.ends, prompts, sampling):
                 texts[numbers[piece.prompt]] += piece.text
         return texts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.commit import Damaged
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.data.chat_template import ChatTemplate, read_config
+from kempner.data.chat_template import ChatTemplate, Message, read_config
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, need
 from kempner.hf.source import FOLDER, GENERATION, TOKENIZER, Source, held, run_of
@@ -34,14 +35,17 @@ class Words(NamedTuple):
     ends: set[int]  # tokens that end one
     folder: Path  # with the tokenizer's files
 
-    def chat(self, message: str) -> list[int]:
-        """The conversation that a user's message begins, up to where the answer comes, as the
-        tokenizer's own template has it. Raises DataError without one, ValueError when it refuses.
-        """
+    def prompt(self, text: str) -> list[int]:
+        """A text that the model continues."""
+        # A model without a token to begin with has at least one that ends a text.
+        return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.eod]
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation up to where the next answer comes, as the tokenizer's own template has it.
+        Raises DataError without one, ValueError when it refuses."""
         template = ChatTemplate(read_config(self.folder), date.today())
         assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
-        turn = [{"role": "user", "content": message}]
-        ((ids, _),) = self.tokenizer.encode_rendered([template.render(turn, None, True)])
+        ((ids, _),) = self.tokenizer.encode_rendered([template.render(messages, None, True)])
         return ids
 
 

@@ -6,9 +6,13 @@ import importlib.util
 import json
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +33,7 @@ from kempner.progress import open_data
 from kempner.run import RunConfig
 from tests.conftest import ROOT, TINY, clean_env, start_train
 from tests.hf_models import make
+from tests.served import Client
 
 SCRIPT = ROOT / "scripts/generate.py"
 SEQ_LEN = 32  # of TINY
@@ -272,6 +277,54 @@ def test_the_commands_of_the_document(
     monkeypatch.chdir(tmp_path)
     exec(code, found := {})
     assert found["logits"].shape == (1, 9, 257) and not found["logits"].requires_grad
+
+
+def test_the_server_of_its_document(text: Any, run: Path, tmp_path: Path) -> None:
+    """Its commands work; greedy texts are those of this program; SIGTERM answers what waits."""
+    document = (ROOT / "docs/serve.md").read_text()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/quickstart").symlink_to(run)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    (program,) = re.findall(r"^    (python .*)$", document, re.MULTILINE)
+    curls = re.findall(r"^    (curl .*127.*)$", document, re.MULTILINE)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, *program.split()[1:], f"--port={port}"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert f"at http://127.0.0.1:{port}\n" in process.stdout.readline().decode()
+            lines = "\n".join(curls).replace(":8000", f":{port}").replace("@250", "@15")
+            script = ["bash", "-ec", lines.replace(": 40}", ": 20}").replace("\n", "\necho\n")]
+            done = subprocess.run(
+                script, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+            )
+            first, second, *stream = done.stdout.splitlines()
+            assert len(json.loads(first)["choices"]) == 1 and '"def main("' in lines
+            assert [0 < len(c["token_ids"]) <= 16 for c in json.loads(second)["choices"]] == [
+                True
+            ] * 4
+            assert "data: [DONE]" in stream and '{"weight_version": 1}' in stream
+            assert "kempner_weight_version 1" in stream
+            engine = Client(port)
+            (choice,) = engine.complete("import", temperature=0, max_tokens=20)
+            assert choice["weight_versions"] == [1]
+            with ThreadPoolExecutor(1) as pool:
+                engine.ask("/pause", {})
+                waits = pool.submit(engine.ask, "/v1/completions", {"prompt": "a"}, 503)
+                while engine.busy() != 1:
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGTERM)
+                assert waits.result()["error"]["message"] == "the engine is ending"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    step = run / "checkpoints/step_00000015"
+    assert text(step, "--prompt=import", "--temperature=0", "--max-tokens=20") == (
+        f"import{choice['text']}\n"
+    )
 
 
 def damage(path: Path) -> None:

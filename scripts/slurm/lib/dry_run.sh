@@ -6,7 +6,7 @@
 source "$KP_LIB/render.sh"
 
 kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, the options that are sbatch's, KP_SCRIPT
-    local word
+    local word own=${KP_PROGRAM_OPTIONS:-'$'}
     KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT=''
     declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
     for word; do
@@ -18,7 +18,7 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
             --dry-run | --submit) ;;
             --script) [[ $word == *=* ]] && KP_SCRIPT=${word#*=} || KP_SCRIPT=next ;;
             --*.* | [^-]* | '') KP_ARGUMENTS+=("$word") ;; # a name of train.py's has a dot: --train.max_steps=20
-            *) KP_REQUEST+=("$word") ;;
+            *) [[ ${word%%=*} =~ ^--($own)$ ]] && KP_ARGUMENTS+=("$word") || KP_REQUEST+=("$word") ;;
         esac
     done
     [[ $KP_SCRIPT != next ]] || kp_die "--script: a file is missing; write --script=FILE"

@@ -1,121 +1,138 @@
-"""Prompts in, texts out: the requests share one key-value cache, join it while there is room, and
-leave when they are done. B requests, T tokens, V vocabulary."""
+"""Requests share one key-value cache, join it while there is room, and leave when they are done: a
+token for each of them in every forward pass. B requests, T tokens, V vocabulary."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from kempner.data.tokenizer import Tokenizer
-from kempner.generate.sampling import Sampling, draw, uniforms
-from kempner.generate.stream import TextStream
+from kempner.generate.config import Sampling
+from kempner.generate.sampling import draw_rows, uniforms
 from kempner.model.cache import KVCache, Rows
 from kempner.model.decoder import Decoder
-
-
-class Piece(NamedTuple):
-    """News of one prompt: what its text has grown by."""
-
-    prompt: int  # number of the prompt
-    text: str
-    done: bool
 
 
 class Request:
     """A prompt, and the tokens that continue it."""
 
     def __init__(self, number: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        self.number, self.prompt, self.new = number, prompt, list[int]()
-        self.most = sampling.max_tokens
+        """`number`: of those with the same seed; each draws other tokens."""
+        self.number, self.prompt, self.sampling = number, prompt, sampling
+        self.new: list[int] = []
+        self.logprobs: list[float] = []  # of each new token: see draw()
+        self.versions: list[int] = []  # of the weights that have drawn them, each once, in order
         self.uniforms = uniforms(sampling, number)
 
-    def context(self, window: int) -> list[int]:
+    def context(self, window: int) -> tuple[int, ...]:
         """What the model reads when the request joins: all tokens, or, where they would leave no
         room in the window for those to come, the last ones."""
-        tokens = [*self.prompt, *self.new]
-        room = min(self.most - len(self.new) - 1, window // 2)  # the last one is never read
-        return tokens if len(tokens) < window else tokens[room - window :]
+        tokens = (*self.prompt, *self.new)
+        left = self.sampling.max_tokens - len(self.new) - 1  # the last one is never read
+        return tokens if len(tokens) < window else tokens[min(left, window // 2) - window :]
+
+    @property
+    def last(self) -> int:
+        return self.new[-1] if self.new else self.prompt[-1]
 
 
-class Engine:
+R = TypeVar("R", bound=Request)
+
+
+class Engine(Generic[R]):
     """Draws one token at a time for each of its requests.
 
     A text that outgrows the window is read again from its last tokens on, at least half a window:
     rotary positions beyond those of the training are noise to the model.
     """
 
-    def __init__(
-        self, model: Decoder, sampling: Sampling, vocab_size: int, window: int, slots: int
-    ) -> None:
+    def __init__(self, model: Decoder, vocab_size: int, window: int, slots: int) -> None:
         """`vocab_size`: of the tokenizer; the model may have more rows. `window`: tokens that the
         model sees at most. `slots`: requests at a time."""
         weight = model.embed.weight
-        self.model, self.sampling, self.vocab_size = model, sampling, vocab_size
+        self.model, self.vocab_size = model, vocab_size
         self.cache = KVCache(model.cfg, slots, window, weight.device, weight.dtype)
-        self.requests: list[Request] = []  # number i has row i of the cache
+        self.requests: list[R] = []  # number i has row i of the cache
+        self.version = 0  # of the weights
+        self.prefilled = 0  # tokens that were read when requests joined
+        # What the model has read into each row of the cache, also where its request has left.
+        self._held: list[tuple[int, ...]] = [()] * slots
 
-    def join(self, requests: Sequence[Request]) -> None:
-        """Read the prompts, and draw the first token of each."""
-        contexts = [request.context(self.cache.length) for request in requests]
-        counts = [len(context) for context in contexts]
-        padded = [context + [0] * (max(counts) - len(context)) for context in contexts]
-        self.requests += requests
-        self._draw(requests, torch.tensor(padded), self.cache.join(counts))
+    @property
+    def free(self) -> int:
+        return self.cache.slots - len(self.requests)
 
-    def step(self) -> None:
-        """Draw the next token of every request."""
+    def join(self, requests: Sequence[R]) -> list[R]:
+        """Read the prompts, and draw the first token of each; returns these requests.
+
+        A prompt that another row holds is copied, so that it is read once for all samples of it.
+        Its last token is left out: the request is in the next step with it.
+        """
+        fresh: dict[tuple[int, ...], R] = {}
+        again: list[tuple[R, tuple[int, ...]]] = []
+        for request in requests:
+            context = request.context(self.cache.length)
+            if context in fresh:
+                again.append((request, context))
+            elif context in self._held:
+                self._copy(request, context)
+            else:
+                fresh[context] = request
+        if fresh:
+            first, counts = len(self.requests), [len(context) for context in fresh]
+            padded = [[*context] + [0] * (max(counts) - len(context)) for context in fresh]
+            self._held[first : first + len(fresh)] = fresh
+            self.requests += fresh.values()
+            self.prefilled += sum(counts)
+            self._draw([*fresh.values()], torch.tensor(padded), self.cache.join(counts))
+        for request, context in again:
+            self._copy(request, context)
+        return [*fresh.values()]
+
+    def _copy(self, request: R, context: tuple[int, ...]) -> None:
+        self.cache.copy(self._held.index(context), len(context) - 1)
+        self._held[len(self.requests)] = context
+        self.requests.append(request)
+
+    def step(self) -> list[R]:
+        """Draw the next token of every request; returns those that have one."""
         sizes = zip(self.requests, self.cache.lengths, strict=True)
         full = [request for request, size in sizes if size == self.cache.length]
         for request in full:
             self.leave(request)
-        if self.requests:
-            tokens = torch.tensor([[request.new[-1]] for request in self.requests])
-            self._draw(self.requests, tokens, self.cache.step())
-        if full:
-            self.join(full)
+        grown = list(self.requests)
+        if grown:
+            tokens = torch.tensor([[request.last] for request in grown])
+            self._draw(grown, tokens, self.cache.step())
+        return grown + self.join(full)
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: R) -> None:
         row = self.requests.index(request)
         self.cache.leave(row)
         last = self.requests.pop()
         if last is not request:
             self.requests[row] = last
+            self._held[row] = self._held[len(self.requests)]
+
+    def forget(self) -> None:
+        """The weights have changed: nothing that the cache holds is theirs."""
+        assert not self.requests
+        self._held = [()] * self.cache.slots
 
     @torch.inference_mode()
-    def _draw(self, requests: Sequence[Request], tokens: Tensor, rows: Rows) -> None:
+    def _draw(self, requests: Sequence[R], tokens: Tensor, rows: Rows) -> None:
         """One token for each, after tokens [B, T]."""
         device = self.cache.keys.device
         logits = self.model(tokens.to(device), cache=rows)[:, 0, : self.vocab_size]  # [B, V]
-        uniform = torch.stack([request.uniforms[len(request.new)] for request in requests])
-        drawn = draw(logits, self.sampling, uniform.to(device))
-        for request, token in zip(requests, drawn.tolist(), strict=True):
+        uniform = torch.tensor([request.uniforms[len(request.new)] for request in requests])
+        samplings = [request.sampling for request in requests]
+        drawn, logprobs = draw_rows(logits, samplings, uniform.to(device))
+        for request, token, logprob in zip(
+            requests, drawn.tolist(), logprobs.tolist(), strict=True
+        ):
             request.new.append(token)
-
-
-def generate(
-    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], ends: Collection[int]
-) -> Iterator[Piece]:
-    """The texts that continue the prompts, piece by piece, up to one of the tokens `ends`."""
-    sampling = engine.sampling
-    waiting = deque(Request(n, prompt, sampling) for n, prompt in enumerate(prompts))
-    streams = {r: TextStream(tokenizer, r.prompt, sampling.stop) for r in waiting}
-    while waiting or engine.requests:
-        free = engine.cache.slots - len(engine.requests)
-        if waiting and free:
-            grown = [waiting.popleft() for _ in range(min(free, len(waiting)))]
-            engine.join(grown)
-        else:
-            engine.step()
-            grown = list(engine.requests)
-        for request in grown:
-            stream, token = streams[request], request.new[-1]
-            text = "" if token in ends else stream.add(token)
-            done = token in ends or stream.stopped or len(request.new) == request.most
-            if done:
-                engine.leave(request)
-                text += stream.end()
-            yield Piece(request.number, text, done)
+            request.logprobs.append(logprob)
+            if request.versions[-1:] != [self.version]:
+                request.versions.append(self.version)

@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. The filters apply in this order, as in transformers."""
-
-    temperature: float = 1.0  # 0: always the most likely token
-    top_k: int | None = None  # only the k most likely tokens
-    top_p: float = 1.0  # only the most likely tokens that together have this probability
-    min_p: float = 0.0  # only tokens with at least this fraction of the largest probability
-    seed: int = 0
-    max_tokens: int = 200
-    stop: tuple[str, ...] = ()  # the text ends before the first of these strings
+from kempner.generate.config import Sampling
 
 
-def uniforms(sampling: Sampling, number: int) -> Tensor:
-    """One random number in [0, 1) for each token that prompt `number` may get, fp32 [max_tokens].
+def uniforms(sampling: Sampling, number: int) -> list[float]:
+    """One random number in [0, 1) for each token that text `number` may get.
 
     A row draws from its own numbers, so that its text does not depend on the other prompts of the
     batch, nor on when they join and leave.
     """
-    generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + number)
-    return torch.rand(sampling.max_tokens, generator=generator)
+    seed = (sampling.seed * 1_000_003 + number) % 2**63
+    generator = torch.Generator().manual_seed(seed)
+    numbers: list[float] = torch.rand(sampling.max_tokens, generator=generator).tolist()
+    return numbers
 
 
-def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """The next token of each row, int64 [B]; logits [B, V], uniform [B] in [0, 1)."""
+def draw_rows(
+    logits: Tensor, samplings: Sequence[Sampling], uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """draw() where each row has its own sampling: those with the same filters go together."""
+    groups: dict[tuple[float, int | None, float, float], list[int]] = defaultdict(list)
+    for row, sampling in enumerate(samplings):
+        groups[sampling.filters].append(row)
+    if len(groups) == 1:
+        return draw(logits, samplings[0], uniform)
+    tokens = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(samplings), device=logits.device)
+    for numbers in groups.values():
+        rows = torch.tensor(numbers, device=logits.device)
+        tokens[rows], logprobs[rows] = draw(logits[rows], samplings[numbers[0]], uniform[rows])
+    return tokens, logprobs
+
+
+def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The next token of each row, int64 [B], and the log of the probability that it had, fp32 [B];
+    logits [B, V], uniform [B] in [0, 1).
+
+    The probability is that of the distribution that the token was drawn from: after temperature
+    and filters. At temperature 0 it is the model's own, as at temperature 1.
+    """
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        highest, tokens = logits.max(-1)
+        return tokens, highest.float() - logits.float().logsumexp(-1)
     chances, ids = filtered(logits, sampling)
     # The inverse of the cumulative distribution. The factor keeps a number that rounds to 1 from
     # choosing a token behind the last one with a probability over 0.
     total = chances.cumsum(-1)  # [B, V or k]
     at = uniform.to(total).unsqueeze(1) * total[:, -1:] * (1 - 1e-6)
     drawn = torch.searchsorted(total, at, right=True)  # [B, 1]
-    return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1)
+    logprobs = (chances.gather(1, drawn).squeeze(1) / chances.sum(-1)).log()
+    return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1), logprobs
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:

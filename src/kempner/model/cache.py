@@ -4,8 +4,8 @@ B rows of a forward pass, T tokens, D width, H query heads, K key-value heads, E
 tokens that a row holds.
 
 The texts in work are the rows 0 to n - 1 of every layer, without gaps: a step reads slices of the
-cache and copies nothing. A text that joins becomes row n; when one leaves, the last row moves into
-its place.
+cache and copies nothing. A text that joins becomes row n, computed or copied from another row; when
+one leaves, the last row moves into its place.
 """
 
 from __future__ import annotations
@@ -48,6 +48,15 @@ class KVCache:
         assert max(self.lengths) < self.length
         self.lengths = [count + 1 for count in self.lengths]
         return Rows(self, 0, None)
+
+    def copy(self, source: int, count: int) -> None:
+        """A new row that begins with the first `count` tokens of another. That one may have left:
+        what it held is there until a new row takes its place."""
+        row = len(self.lengths)
+        self.lengths.append(count)
+        if row != source:
+            for part in (self.keys, self.values):
+                part[:, row, :, :count] = part[:, source, :, :count]
 
     def leave(self, row: int) -> None:
         """Free a row; the last one moves into its place."""

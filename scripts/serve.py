@@ -1,0 +1,163 @@
+"""Serve the model of a run, a checkpoint, or a directory in Hugging Face's form over HTTP.
+
+    python scripts/serve.py runs/quickstart
+    python scripts/serve.py models/llama --slots 32 --port 8001
+    KEMPNER_SERVE_TOKEN=... python scripts/serve.py runs/7b@1000 --host 0.0.0.0
+
+Completions and chat completions as OpenAI has them, with the log-probabilities and ids of tokens;
+weights change without a restart: docs/serve.md. SIGTERM or Ctrl-C ends it: requests in work are
+refused. Exit code 0, 1 when the engine has failed, or 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from kempner import slurm
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.files import write_atomic
+from kempner.hf.source import held
+
+TOKEN = "KEMPNER_SERVE_TOKEN"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+OPEN_TO_ALL = ("0.0.0.0", "::")
+
+
+def main(argv: list[str]) -> int:
+    end = threading.Event()
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: end.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # task.sh lets them wait until here
+    options = parse(argv)
+    try:
+        token = read_token(options)
+        with held(options.source):
+            pass
+        return 0 if options.check else serve(options, token, end)
+    except (ConfigError, ValueError, OSError) as error:
+        return fail(str(error).replace("\n", "; "))
+
+
+def fail(message: str) -> int:
+    print(f"serve: error: {message}", file=sys.stderr)
+    return 2
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argument_parser("serve.py", __doc__)
+    parser.usage = argparse.SUPPRESS  # an error is one line
+    add = parser.add_argument
+    add(
+        "source",
+        metavar="MODEL",
+        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    add("--port", type=int, default=8000, help="0: one that is free (default: 8000)")
+    add("--slots", type=int, default=16, help="texts that are generated at a time (default: 16)")
+    add("--queue", type=int, default=1024, help="texts that wait, at most (default: 1024)")
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt and its completion, at most (default: all that the model sees)",
+    )
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"the token that requests must have, in a file of mode 600 (default: {TOKEN})",
+    )
+    add(
+        "--publish",
+        type=Path,
+        metavar="DIR",
+        help="write the URL to engine-K here once requests are taken; K: this task of a job, or 0",
+    )
+    add("--check", action="store_true", help="check the command line, and end")
+    options = parser.parse_args(argv)
+    for name in ("slots", "queue", "window"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name} {value}: must be at least 1")
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port {options.port}: must be from 0 to 65535")
+    return options
+
+
+def read_token(options: argparse.Namespace) -> str:
+    """Raises ConfigError; never with the token in it."""
+    token, file = os.environ.pop(TOKEN, "").strip(), options.token_file
+    if file is not None:
+        if file.stat().st_mode & 0o077:
+            raise ConfigError(f"--token-file {file}: may be read by others; chmod 600 it")
+        token = file.read_text().strip()
+        if not token:
+            raise ConfigError(f"--token-file {file}: is empty")
+    if not token and options.host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(
+            f"--host {options.host}: others could use the engine; give a token by {TOKEN} or "
+            "--token-file"
+        )
+    return token
+
+
+def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
+    """Until `end` is set."""
+    own_gpu()
+    from kempner.load import load
+    from kempner.serve.http import Server
+    from kempner.serve.worker import Worker
+
+    try:
+        server = Server(options.host, options.port, options.source, token)
+    except OSError as error:
+        raise ConfigError(f"--port {options.port}: {error.strerror}; 0 takes a free one") from None
+    loaded = load(options.source, options.device)
+    window = options.window or loaded.window
+    if window > loaded.window:
+        raise ConfigError(f"--window {window}: the model sees {loaded.window} tokens at most")
+    worker = server.worker = Worker(loaded, options.slots, window, options.queue)
+
+    def work() -> None:
+        worker.run()
+        end.set()  # also when it has failed
+
+    threads = [threading.Thread(target=work), threading.Thread(target=server.serve_forever)]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    host = slurm.own_address() if options.host in OPEN_TO_ALL else options.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+    print(f"serve: {loaded.about} at {url}", flush=True)
+    place = options.publish and options.publish / f"engine-{os.environ.get('SLURM_PROCID', '0')}"
+    if place:
+        write_atomic(place, f"{url}\n")
+    end.wait()
+    if place:
+        place.unlink(missing_ok=True)
+    worker.end("the engine is ending")
+    threads[0].join()
+    server.wait_for_answers()
+    server.shutdown()
+    for number in SIGNALS:  # Slurm repeats them, and Python's own end takes handlers down
+        signal.signal(number, signal.SIG_IGN)
+    return worker.exit_code
+
+
+def own_gpu() -> None:
+    """An engine drives one GPU: of those of its node, the one with the number of its task."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    task = int(os.environ.get("SLURM_LOCALID", "0"))
+    if len(visible) > 1 and "SLURM_STEP_NUM_TASKS" in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[task % len(visible)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

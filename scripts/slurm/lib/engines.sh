@@ -1,0 +1,62 @@
+# shellcheck shell=bash
+# The parts of serve.sh: one engine per task, which publishes its URL in a file of its own.
+
+kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets KP_RUN_DIR and what srun is told
+    local place
+    [[ $KP_DRY != submit && -z ${KP_SCRIPT:-} ]] || kp_die "serve.sh takes neither --submit nor --script: use sbatch"
+    kp_need_packages
+    place=runs/serve-$(kp_job_id)
+    KP_TRAIN=$KP_ROOT/scripts/serve.py KP_RUN_DIR=$PWD/$place KP_CHECKPOINTS=$PWD/$place KP_DEVICE=auto
+    KP_ENGINES=$((KP_NODES * KP_TASKS))
+    KP_ARGUMENTS+=(--host=0.0.0.0 --port=0 --token-file="$place/token" --publish="$place/urls")
+    # One that dies does not end the others.
+    KEMPNER_SRUN="--kill-on-bad-exit=0 --wait=0 --output=$place/logs/engine-%t.log ${KEMPNER_SRUN:-}"
+    kp_python "$KP_TRAIN" "$@" --check || {
+        kp_log "not started: serve.py ended with exit code 2"
+        exit 2
+    }
+    [[ -z $KP_DRY ]] || kp_dry_tell # ends here
+
+    # What an earlier attempt of this job has left is not ours.
+    rm -rf -- "$KP_RUN_DIR/urls" "$KP_RUN_DIR/token"
+    mkdir -p -- "$KP_RUN_DIR/urls" "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written"
+    (umask 077 && od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$KP_RUN_DIR/token")
+}
+
+kp_on_signal() { # <signal>: ends the engines; in place of what it does for a run
+    local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
+    KP_PENDING=$1 # before they are there
+    [[ -n $KP_CHILD ]] || return 0
+    kp_log "SIG$1: the engines end"
+    kp_signal TERM
+}
+
+kp_engines_start() { # starts them as one step
+    KEMPNER_PEERS=$(kp_peers | paste -sd' ')
+    export KEMPNER_PEERS
+    kp_log "job $(kp_job_id), restart count ${SLURM_RESTART_COUNT:-0}: $KP_ENGINES engine(s) on $(kp_field NodeList)"
+    [[ -z $KP_PENDING ]] || exit 0
+    kp_srun "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
+}
+
+kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines have ended; ends the script
+    local url urls last=''
+    while kill -0 "$KP_CHILD" 2>/dev/null; do
+        urls=$(cat -- "$KP_RUN_DIR"/urls/engine-* 2>/dev/null) || true
+        if [[ $urls != "$last" ]]; then
+            while read -r url; do
+                [[ $'\n'$last$'\n' == *$'\n'"$url"$'\n'* ]] || kp_log "engine at $url"
+            done <<<"$urls"
+            printf '%s\n' "$urls" >"$KP_RUN_DIR/.engines.txt"
+            mv -- "$KP_RUN_DIR/.engines.txt" "$KP_RUN_DIR/engines.txt"
+            kp_log "$(grep -c . <<<"$urls") of $KP_ENGINES engine(s) are there: $KP_RUN_DIR/engines.txt"
+            last=$urls
+        fi
+        kp_shielded sleep 0.5 &
+        wait "$!" || true # a signal ends it
+    done
+    kp_wait
+    rm -rf -- "$KP_RUN_DIR"/{urls,token,engines.txt}
+    kp_log "the engines have ended with exit code $KP_CODE"
+    exit "$KP_CODE"
+}

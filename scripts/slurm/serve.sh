@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Serve a model: one engine per GPU on all nodes of a job, each with a URL of its own.
+#
+#   sbatch --nodes=2 --gpus-per-node=8 scripts/slurm/serve.sh runs/7b --slots 64
+#   sbatch --nodes=2 --ntasks-per-node=1 scripts/slurm/serve.sh models/llama --device cpu
+#   bash scripts/slurm/serve.sh runs/7b --dry-run --nodes=2    shows what sbatch would do
+#
+# The options are those of scripts/serve.py. In runs/serve-JOBID: engines.txt, the URLs, one a line; token, which
+# requests must have; logs. docs/serve.md
+#SBATCH --job-name=serve
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:SIGTERM@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: serve.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/serve.sh itself, or from the root of the repository" >&2 && exit 2; }
+fi
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$lib"
+# shellcheck source-path=SCRIPTDIR source=lib/engines.sh
+source "$KP_LIB/engines.sh"
+
+(($# > 0)) || kp_die "no model given: sbatch scripts/slurm/serve.sh MODEL"
+KP_PROGRAM_OPTIONS='slots|queue|window|device' # serve.py's, for --dry-run: the others are sbatch's
+kp_take "$@"
+kp_setup # the repository, its Python, site.env
+[[ -n $KP_DRY ]] || kp_in_job ||
+    kp_die "serve.sh runs in a job: sbatch scripts/slurm/serve.sh MODEL; here it is scripts/serve.py"
+kp_tasks                              # nodes, GPUs, one engine per GPU
+kp_engines_check "${KP_ARGUMENTS[@]}" # the command line, once
+kp_engines_start                      # srun
+kp_engines_follow                     # their URLs, until all have ended

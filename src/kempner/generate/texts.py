@@ -1,0 +1,116 @@
+"""Prompts in, texts out: the requests of an engine as text, and those that wait for room."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from kempner.data.tokenizer import Tokenizer
+from kempner.generate.config import Sampling
+from kempner.generate.engine import Engine, Request
+from kempner.generate.stream import TextStream
+
+PREFILL = 8192  # tokens that are read at once, unless one prompt has more: the others wait so long
+
+
+class Text(Request):
+    """A request whose tokens are text, up to one of the tokens `ends` or a stop string."""
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        tokenizer: Tokenizer,
+        ends: Collection[int],
+    ) -> None:
+        super().__init__(number, prompt, sampling)
+        self.finish = ""  # why it has ended: stop or length
+        self._ends, self._stream = ends, TextStream(tokenizer, prompt, sampling.stop)
+
+    def grow(self) -> str:
+        """What the newest token makes certain of the text; sets `finish` when it is the last."""
+        token = self.new[-1]
+        text = "" if token in self._ends else self._stream.add(token)
+        if token in self._ends or self._stream.stopped:
+            self.finish = "stop"
+        elif len(self.new) == self.sampling.max_tokens:
+            self.finish = "length"
+        return text + (self._stream.end() if self.finish else "")
+
+
+class Texts:
+    """The texts in an engine, and those that wait."""
+
+    def __init__(self, engine: Engine[Text]) -> None:
+        self.engine, self.waiting = engine, deque[Text]()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.engine.requests)
+
+    def turn(self) -> Iterator[tuple[Text, str]]:
+        """One forward pass: texts join where there is room, or all of them get a token. What each
+        has grown by; those that have ended leave."""
+        room = self.waiting and self.engine.free
+        for text in self.engine.join(self._next()) if room else self.engine.step():
+            grown = text.grow()
+            if text.finish:
+                self.engine.leave(text)
+            yield text, grown
+
+    def _next(self) -> list[Text]:
+        contexts: dict[tuple[int, ...], int] = {}
+
+        def fits(text: Text) -> bool:
+            context = text.context(self.engine.cache.length)
+            contexts[context] = len(context)
+            return len(contexts) == 1 or len(contexts) * max(contexts.values()) <= PREFILL
+
+        first = list(self.waiting)[: self.engine.free]
+        chosen = list(takewhile(fits, first))
+        for _ in chosen:
+            self.waiting.popleft()
+        return chosen
+
+    def drop(self, text: Text) -> None:
+        """Nobody wants it any more."""
+        if text in self.waiting:
+            self.waiting.remove(text)
+        elif text in self.engine.requests:
+            self.engine.leave(text)
+
+    def read_again(self) -> None:
+        """The weights have changed: the texts in work go on from what the new ones make of them."""
+        running = list(self.engine.requests)
+        for text in running:
+            self.engine.leave(text)
+        self.waiting.extendleft(reversed(running))
+        self.engine.forget()
+
+
+class Piece(NamedTuple):
+    """News of one prompt: what its text has grown by."""
+
+    prompt: int  # number of the prompt
+    text: str
+    done: bool
+
+
+def generate(
+    engine: Engine[Text],
+    tokenizer: Tokenizer,
+    ends: Collection[int],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+) -> Iterator[Piece]:
+    """The texts that continue the prompts, piece by piece."""
+    texts = Texts(engine)
+    texts.waiting.extend(
+        Text(number, prompt, sampling, tokenizer, ends) for number, prompt in enumerate(prompts)
+    )
+    while texts.busy:
+        for text, grown in texts.turn():
+            yield Piece(text.number, grown, bool(text.finish))

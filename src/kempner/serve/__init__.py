@@ -1,0 +1,1 @@
+"""A server for one model: requests over HTTP, as OpenAI has them."""

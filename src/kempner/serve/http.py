@@ -1,0 +1,287 @@
+"""The routes of an engine. A thread for each connection, which waits; the worker computes."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import select
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Empty
+from typing import Any
+
+from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read
+from kempner.serve.weights import Refused
+from kempner.serve.worker import Job, News, Unavailable, Worker
+
+MOST_BYTES = 64 << 20  # of a request
+LOOK_S = 0.5  # between two looks whether a client is still there
+SILENT_S = 60.0  # a client that neither sends nor takes anything for so long is gone
+LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
+
+
+class ClientGone(Exception):
+    pass
+
+
+class Server(ThreadingHTTPServer):
+    """Bound when it is made; answers once it has a worker and serve_forever() runs."""
+
+    daemon_threads = True
+    request_queue_size = 1024  # connections that come at once
+    worker: Worker
+
+    def __init__(self, host: str, port: int, model: str, token: str) -> None:
+        """`model`: its name for clients; `token`: what each request must have; empty: nothing.
+        Raises OSError."""
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        self.model, self.token, self.began = model, token, int(time.time())
+        self.active = 0  # requests that are being answered
+        self.lock = threading.Lock()
+        super().__init__((host, port), Handler)
+
+    def server_bind(self) -> None:  # http.server's own asks the DNS for the name of this host
+        socketserver.TCPServer.server_bind(self)
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # that a connection breaks is no error here
+            super().handle_error(request, client_address)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        with self.lock:
+            self.active += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.active -= 1
+
+    def wait_for_answers(self) -> None:
+        until = time.monotonic() + LAST_ANSWERS_S
+        while self.active and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = SILENT_S
+    disable_nagle_algorithm = True  # a token is sent when it is there
+
+    def log_message(self, format: str, *args: object) -> None:
+        """No line for each request."""
+
+    def do_GET(self) -> None:
+        self._answer(GET)
+
+    def do_POST(self) -> None:
+        self._answer(POST)
+
+    def _answer(self, routes: dict[str, Callable[[Handler, bytes], None]]) -> None:
+        with self.server.answering():
+            try:
+                self._allowed()
+                body = self._body()
+                path = self.path.partition("?")[0]
+                if (route := routes.get(path)) is None:
+                    message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
+                    self._say(404, error(404, message))
+                else:
+                    route(self, body)
+            except BadRequest as problem:
+                self._say(400, error(400, str(problem)))
+            except Unavailable as problem:
+                self._say(503, error(503, str(problem)))
+            except (ClientGone, OSError):
+                self.close_connection = True
+
+    def _allowed(self) -> None:
+        given = self.headers.get("Authorization", "")
+        if self.server.token and not hmac.compare_digest(
+            given.encode(), f"Bearer {self.server.token}".encode()
+        ):
+            self.close_connection = True  # what it has sent is not read
+            self._say(401, error(401, "give the token of this engine: Authorization: Bearer TOKEN"))
+            raise ClientGone
+
+    def _body(self) -> bytes:
+        if self.command == "GET":
+            return b""
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MOST_BYTES:
+            self.close_connection = True
+            raise BadRequest(f"Content-Length: must be given, at most {MOST_BYTES}")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise ClientGone
+        return body
+
+    def _say(self, code: int, content: Json | str) -> None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        data = text.encode()
+        self.send_response(code)
+        kind = "text/plain; version=0.0.4" if isinstance(content, str) else "application/json"
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    # --- what the engine is ---
+
+    def health(self, _: bytes) -> None:
+        worker = self.server.worker
+        if worker.broken:
+            raise Unavailable(worker.broken)
+        self._say(200, {"status": "paused" if worker.paused else "ok"} | self._version())
+
+    def _version(self) -> Json:
+        return {"weight_version": self.server.worker.version}
+
+    def models(self, _: bytes) -> None:
+        one: Json = {"id": self.server.model, "object": "model", "owned_by": "kempner"}
+        one |= {"created": self.server.began, "max_model_len": self.server.worker.window}
+        self._say(200, {"object": "list", "data": [one | self._version()]})
+
+    def metrics(self, _: bytes) -> None:
+        worker = self.server.worker
+        engine = worker.texts.engine
+        figures = [
+            ("requests_running", "gauge", {"": len(engine.requests)}),
+            ("requests_waiting", "gauge", {"": len(worker.texts.waiting)}),
+            ("slots", "gauge", {"": engine.cache.slots}),
+            ("paused", "gauge", {"": int(worker.paused)}),
+            ("weight_version", "gauge", {"": worker.version}),
+            ("prefill_tokens_total", "counter", {"": engine.prefilled}),
+            ("generated_tokens_total", "counter", {"": worker.generated}),
+            ("texts_total", "counter", dict(worker.finished)),
+        ]
+        lines = []
+        for name, kind, values in figures:
+            lines.append(f"# TYPE kempner_{name} {kind}")
+            for label, value in values.items():
+                of = f'{{finish_reason="{label}"}}' if label else ""
+                lines.append(f"kempner_{name}{of} {value}")
+        self._say(200, "\n".join(lines) + "\n")
+
+    # --- what is done with it ---
+
+    def pause(self, _: bytes) -> None:
+        self.server.worker.pause(True)
+        self._say(200, {"paused": True} | self._version())
+
+    def resume(self, _: bytes) -> None:
+        self.server.worker.pause(False)
+        self._say(200, {"paused": False} | self._version())
+
+    def update_weights(self, body: bytes) -> None:
+        fields = Fields(body)
+        path = fields.text("path")
+        version = fields.number("version", None, 0, 2**53)
+        fields.end()
+        try:
+            self.server.worker.update(path, version)
+        except Refused as problem:
+            raise BadRequest(str(problem)) from None
+        self._say(200, self._version())
+
+    # --- texts ---
+
+    def completions(self, body: bytes) -> None:
+        self._complete(body, chat=False)
+
+    def chat(self, body: bytes) -> None:
+        self._complete(body, chat=True)
+
+    def _complete(self, body: bytes, chat: bool) -> None:
+        worker, model = self.server.worker, self.server.model
+
+        def encode(function: Callable[[Any], list[int]], argument: Any) -> list[int]:
+            return worker.call(lambda: function(argument))  # a tokenizer is not for two threads
+
+        asked = read(body, chat, model, worker.window, worker.words, encode)
+        job = Job(asked.stream)
+        worker.take(asked, job)
+        try:
+            (self._stream if asked.stream else self._whole)(asked, job, Answer(asked, model))
+        except (ClientGone, OSError):
+            with contextlib.suppress(Unavailable):
+                worker.drop(job)
+            raise
+
+    def _whole(self, asked: Asked, job: Job, answer: Answer) -> None:
+        ended = {news.text: news for news in self._news(job)}
+        choices = [
+            answer.choice(text, ended[text].grown, 0, ended[text].length, ended[text].finish)
+            for text in job.texts
+        ]
+        self._say(200, answer.whole | {"choices": choices, "usage": answer.usage(job.texts)})
+
+    def _stream(self, asked: Asked, job: Job, answer: Answer) -> None:
+        """Server-sent events, one for each token; the end of the connection ends them."""
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            for news in self._news(job):
+                choice = answer.choice(
+                    news.text, news.grown, news.length - 1, news.length, news.finish
+                )
+                self._event(json.dumps(answer.part | {"choices": [choice]}))
+            usage = {"choices": [], "usage": answer.usage(job.texts)}
+            self._event(json.dumps(answer.part | usage))
+            self._event("[DONE]")
+        except Unavailable as problem:  # the status has been sent
+            self._event(json.dumps(error(503, str(problem))))
+
+    def _event(self, text: str) -> None:
+        self.wfile.write(f"data: {text}\n\n".encode())
+
+    def _news(self, job: Job) -> Iterator[News]:
+        """Up to the end of all texts. Raises ClientGone, Unavailable."""
+        left = len(job.texts)
+        while left:
+            try:
+                news = job.news.get(timeout=LOOK_S)
+            except Empty:
+                self._look()
+                continue
+            if isinstance(news, Unavailable):
+                raise news
+            left -= bool(news.finish)
+            yield news
+
+    def _look(self) -> None:
+        """Is the client there? A connection that it has closed can be read, and has nothing."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ClientGone
+
+
+GET: dict[str, Callable[[Handler, bytes], None]] = {
+    "/health": Handler.health,
+    "/v1/models": Handler.models,
+    "/metrics": Handler.metrics,
+}
+POST: dict[str, Callable[[Handler, bytes], None]] = {
+    "/v1/completions": Handler.completions,
+    "/v1/chat/completions": Handler.chat,
+    "/pause": Handler.pause,
+    "/resume": Handler.resume,
+    "/update_weights": Handler.update_weights,
+}

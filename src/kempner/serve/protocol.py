@@ -1,0 +1,224 @@
+"""What clients ask and get: OpenAI's completions and chat completions, with token ids beside the
+text, as vLLM has them. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kempner.config.option import ConfigError
+from kempner.config.values import shown
+from kempner.generate.config import Sampling
+
+if TYPE_CHECKING:
+    from kempner.generate.texts import Text
+    from kempner.load import Words
+
+MOST_SAMPLES = 4096  # n
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
+
+Json = dict[str, Any]
+
+
+class BadRequest(ValueError):
+    """What a client has sent cannot be done; says what is allowed."""
+
+
+class Asked(NamedTuple):
+    prompts: list[list[int]]
+    sampling: Sampling
+    n: int  # samples of each prompt
+    stream: bool
+    logprobs: bool
+    chat: bool
+
+
+class Fields:
+    """The fields of a request, taken one by one; one that nobody takes is an error, because to
+    ignore what a client asks for would be worse."""
+
+    def __init__(self, body: bytes) -> None:
+        try:
+            self._left = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is not JSON: {error}") from None
+        if not isinstance(self._left, dict):
+            raise BadRequest("the body must be a JSON object")
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """null is the same as nothing."""
+        value = self._left.pop(name, None)
+        return default if value is None else value
+
+    def number(self, name: str, default: Any, least: float, most: float, kind: type = int) -> Any:
+        value = self.take(name)
+        if value is None:
+            return default
+        kinds = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            what = "a whole number" if kind is int else "a number"
+            raise BadRequest(f"{name} = {cut(value)}: must be {what} from {least:g} to {most:g}")
+        return kind(value)
+
+    def switch(self, name: str) -> bool:
+        value = self.take(name, False)
+        if not isinstance(value, bool):
+            raise BadRequest(f"{name} = {cut(value)}: must be true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.take(name)
+        if not isinstance(value, str) or not value:
+            raise BadRequest(f"{name}: must be given, a string")
+        return value
+
+    def end(self) -> None:
+        if self._left:
+            raise BadRequest(f"{next(iter(self._left))}: is not supported here; leave it out")
+
+
+def cut(value: object) -> str:
+    text = shown(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+def read(
+    body: bytes, chat: bool, model: str, window: int, words: Words, encode: Callable[..., Any]
+) -> Asked:
+    """A request to /v1/completions, or with `chat` to /v1/chat/completions. `encode(function,
+    argument)` calls it where the tokenizer may be used. Raises BadRequest."""
+    fields = Fields(body)
+    asked = fields.take("model", model)
+    if asked != model:
+        raise BadRequest(f"model = {cut(asked)}: the model here is {model}")
+    fields.take("user")
+    try:
+        if chat:
+            prompts = [encode(words.chat, messages(fields.take("messages")))]
+        else:
+            prompts = read_prompts(fields.take("prompt"), words, encode)
+    except BadRequest:
+        raise
+    except (ValueError, ConfigError) as error:  # the template's own words; no template
+        raise BadRequest(f"{'messages' if chat else 'prompt'}: {error}") from None
+    longest = max(map(len, prompts))
+    most = fields.number("max_completion_tokens", None, 1, window) if chat else None
+    default = max(1, window - longest) if chat else DEFAULT_TOKENS
+    most = fields.number("max_tokens", most or default, 1, window)
+    if longest + most > window:
+        raise BadRequest(
+            f"{longest} tokens of the prompt and max_tokens = {most} are more than {window}, the "
+            "most that the model sees"
+        )
+    found = Asked(
+        prompts,
+        read_sampling(fields, most),
+        fields.number("n", 1, 1, MOST_SAMPLES),
+        fields.switch("stream"),
+        fields.switch("logprobs") if chat else fields.number("logprobs", None, 0, 0) is not None,
+        chat,
+    )
+    fields.end()
+    return found
+
+
+def read_sampling(fields: Fields, most: int) -> Sampling:
+    stop = fields.take("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(one, str) for one in stop):
+        raise BadRequest(f"stop = {cut(stop)}: must be a string or a list of strings")
+    sampling = Sampling(
+        temperature=fields.number("temperature", 1.0, 0, 100, float),
+        top_k=fields.number("top_k", None, 1, 2**31),
+        top_p=fields.number("top_p", 1.0, 0, 1, float),
+        min_p=fields.number("min_p", 0.0, 0, 1, float),
+        seed=fields.number("seed", int.from_bytes(os.urandom(7), "big"), 0, 2**63 - 1),
+        max_tokens=most,
+        stop=tuple(stop),
+    )
+    if problem := sampling.problem():
+        raise BadRequest(f"{problem[0]} = {cut(getattr(sampling, problem[0]))}: {problem[1]}")
+    return sampling
+
+
+def read_prompts(given: Any, words: Words, encode: Callable[..., Any]) -> list[list[int]]:
+    """A text, token ids, or a list of either."""
+    many = given if isinstance(given, list) and given and not is_ids(given) else [given]
+    prompts = []
+    for one in many:
+        if isinstance(one, str):
+            prompts.append(encode(words.prompt, one))
+        elif is_ids(one):
+            if not all(0 <= token < words.tokenizer.vocab_size for token in one):
+                raise BadRequest(
+                    f"prompt: token ids must be from 0 to {words.tokenizer.vocab_size - 1}"
+                )
+            prompts.append(one)
+        else:
+            raise BadRequest("prompt: must be a text, a list of token ids, or a list of either")
+    return prompts
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(type(token) is int for token in value)
+
+
+def messages(value: Any) -> list[Json]:
+    if not isinstance(value, list) or not value:
+        raise BadRequest("messages: must be a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequest("messages: each must be an object with a role")
+        if not isinstance(message.get("content"), str):
+            raise BadRequest("messages: the content of each must be a string")
+    return value
+
+
+# --- answers ---
+
+
+class Answer:
+    """What one request is answered with, whole or in parts."""
+
+    def __init__(self, asked: Asked, model: str) -> None:
+        self.asked = asked
+        kind = "chat.completion" if asked.chat else "text_completion"
+        self.whole = {
+            "id": f"{kind}-{os.urandom(12).hex()}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.part = self.whole | ({"object": f"{kind}.chunk"} if asked.chat else {})
+
+    def choice(self, text: Text, grown: str, first: int, count: int, finish: str) -> Json:
+        """The tokens `first` to `count` of a text; all of its choice when it has ended at once."""
+        ids, values = text.new[first:count], text.logprobs[first:count]
+        found: Json = {"index": text.number, "token_ids": ids, "finish_reason": finish or None}
+        if finish:
+            found |= {"prompt_token_ids": text.prompt, "weight_versions": text.versions}
+        # A token's text is not its own: it depends on its neighbours. Its id says what it is.
+        names = [f"token_id:{token}" for token in ids]
+        if not self.asked.chat:
+            logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": None}
+            return found | {"text": grown, "logprobs": logprobs if self.asked.logprobs else None}
+        content: list[Json] = [
+            {"token": name, "logprob": value, "bytes": None, "top_logprobs": []}
+            for name, value in zip(names, values, strict=True)
+        ]
+        key = "delta" if self.asked.stream else "message"
+        found[key] = {"role": "assistant", "content": grown}
+        return found | {"logprobs": {"content": content} if self.asked.logprobs else None}
+
+    def usage(self, texts: list[Text]) -> Json:
+        read, new = sum(map(len, self.asked.prompts)), sum(len(text.new) for text in texts)
+        return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+
+
+def error(code: int, message: str) -> Json:
+    kind = "invalid_request_error" if 400 <= code < 500 else "server_error"
+    message = message.replace("\n", "; ")
+    return {"error": {"message": message, "type": kind, "code": code}}

@@ -1,0 +1,54 @@
+"""Other weights for a model that is in use."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from typing import Any
+
+from kempner.checkpoint.commit import Damaged
+from kempner.config.option import ConfigError
+from kempner.config.values import shown
+from kempner.hf.load import load_weights
+from kempner.hf.source import Source, held
+from kempner.hf.stored import check_source
+from kempner.model.config import OF_TRAINING, ModelConfig
+from kempner.model.decoder import Decoder
+from kempner.parallel.lora import is_adapter
+
+
+class Refused(ValueError):
+    """These weights cannot be taken; the model is as it was."""
+
+
+def replace(model: Decoder, name: str) -> None:
+    """Read the weights of a directory in Hugging Face's form, or of RUN[@STEP], into the model.
+    Raises Refused; any other error leaves a model that is of no use."""
+    with contextlib.ExitStack() as reading:
+        try:
+            source = reading.enter_context(held(name))
+            check(model, source)
+        except (ConfigError, Damaged, OSError) as error:
+            raise Refused(str(error)) from None
+        load_weights(model, model.cfg, source)
+
+
+def check(model: Decoder, source: Source) -> None:
+    """Raises ConfigError or Damaged when these are not weights of this model."""
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
+        raise ConfigError("the model has adapters; serve one that they are merged into")
+    found, own = shape(ModelConfig(**source.model())), shape(model.cfg)
+    for key, value in own.items():
+        if found[key] != value:
+            raise ConfigError(
+                f"{source.path}: model.{key} is {shown(found[key])}, here it is {shown(value)}"
+            )
+    check_source(source, model.cfg)
+
+
+def shape(cfg: ModelConfig) -> dict[str, Any]:
+    """What must be the same in both."""
+    values = asdict(cfg) | {"n_kv_heads": cfg.kv_heads, "head_dim": cfg.resolved_head_dim}
+    for key in ("init_from", "max_seq_len", *OF_TRAINING):
+        del values[key]
+    return values

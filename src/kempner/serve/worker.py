@@ -1,0 +1,186 @@
+"""The thread that owns the model: all that is asked of it happens there, between two steps."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+from kempner.generate.engine import Engine
+from kempner.generate.texts import Text, Texts
+from kempner.load import Loaded
+from kempner.serve import weights
+from kempner.serve.protocol import Asked
+from kempner.serve.weights import Refused
+
+T = TypeVar("T")
+
+
+class Unavailable(Exception):
+    """The engine cannot take a request now; says why."""
+
+
+class News(NamedTuple):
+    """What a text has grown by."""
+
+    text: Text
+    grown: str
+    length: int  # of its new tokens
+    finish: str  # why it has ended; empty: it goes on
+
+
+class Job:
+    """One request: its texts, and what happens to them."""
+
+    def __init__(self, stream: bool) -> None:
+        self.stream = stream  # news of every token, not only of the last one
+        self.texts: list[Text] = []
+        self.news: SimpleQueue[News | Unavailable] = SimpleQueue()
+
+
+class Worker:
+    """Other threads use call(), take() and drop(); a job's news arrive in its queue."""
+
+    def __init__(self, loaded: Loaded, slots: int, window: int, queue: int) -> None:
+        """`slots`: texts at a time; `window`: the most tokens of one; `queue`: texts that wait at
+        most."""
+        self.words, self.window, self.queue = loaded.words, window, queue
+        vocab_size = loaded.words.tokenizer.vocab_size
+        self.texts = Texts(Engine(loaded.model, vocab_size, window, slots))
+        self.paused = False
+        self.broken = ""  # why there are no weights
+        self.exit_code = 0  # of the program
+        self.finished: Counter[str] = Counter()  # texts by the reason of their end
+        self.generated = 0  # tokens
+        self._jobs: dict[Text, Job] = {}
+        self._parts: dict[Text, list[str]] = {}
+        self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._ended = ""  # why no more is taken
+        self._lock = threading.Lock()  # nothing is put into the inbox after the end
+
+    @property
+    def version(self) -> int:
+        return self.texts.engine.version
+
+    # --- for other threads ---
+
+    def call(self, action: Callable[[], T]) -> T:
+        """What `action` gives in the worker's thread, between two steps. Raises what it raises, and
+        Unavailable when the worker has ended."""
+        answer: Future[T] = Future()
+        with self._lock:
+            if self._ended:
+                raise Unavailable(self._ended)
+            self._inbox.put((action, answer))
+        return answer.result()
+
+    def take(self, asked: Asked, job: Job) -> None:
+        """Queue the texts of a request. Raises Unavailable."""
+        self.call(lambda: self._take(asked, job))
+
+    def drop(self, job: Job) -> None:
+        """Its client has gone away."""
+        self.call(lambda: self._drop(job))
+
+    def pause(self, paused: bool) -> None:
+        """Texts stay where they are until resumed."""
+        self.call(lambda: setattr(self, "paused", paused))
+
+    def update(self, source: str, version: int | None) -> int:
+        """New weights; texts in work go on with them. Returns their version. Raises Refused: the
+        old ones stay; Unavailable: there are none now."""
+        return self.call(lambda: self._update(source, version))
+
+    def end(self, why: str) -> None:
+        """Refuse what is in work and what comes."""
+        with self._lock:
+            if not self._ended:
+                self._ended = why
+                self._inbox.put((lambda: None, Future()))  # wake it
+
+    # --- in the worker's thread ---
+
+    def run(self) -> None:
+        try:
+            while not self._ended:
+                self._answer_calls()
+                if self.texts.busy and not self.paused:
+                    for text, grown in self.texts.turn():
+                        self._tell(text, grown)
+        except Exception:  # out of memory, for example: no text can go on
+            traceback.print_exc()
+            self.exit_code = 1
+            self.end("the engine has failed; see its log")
+        self._refuse_all(self._ended)
+        with self._lock:  # what has come before the end
+            while not self._inbox.empty():
+                self._inbox.get()[1].set_exception(Unavailable(self._ended))
+
+    def _answer_calls(self) -> None:
+        """All that wait; without work it waits for one."""
+        idle = self.paused or not self.texts.busy
+        while not self._ended:
+            try:
+                action, answer = self._inbox.get(block=idle)
+            except Empty:
+                return
+            try:
+                answer.set_result(action())
+            except Exception as error:  # of the caller
+                answer.set_exception(error)
+            idle = False
+
+    def _take(self, asked: Asked, job: Job) -> None:
+        if self.broken:
+            raise Unavailable(self.broken)
+        count, waiting = len(asked.prompts) * asked.n, len(self.texts.waiting)
+        if waiting + count > self.queue:
+            raise Unavailable(f"the queue is full: {waiting} of {self.queue} texts wait; try later")
+        tokenizer, ends = self.words.tokenizer, self.words.ends
+        for prompt in asked.prompts:
+            for _ in range(asked.n):
+                text = Text(len(job.texts), prompt, asked.sampling, tokenizer, ends)
+                job.texts.append(text)
+                self._jobs[text], self._parts[text] = job, []
+        self.texts.waiting.extend(job.texts)
+
+    def _drop(self, job: Job) -> None:
+        for text in job.texts:
+            if self._jobs.pop(text, None) is not None:
+                self.texts.drop(text)
+                self.finished["abort"] += 1
+
+    def _tell(self, text: Text, grown: str) -> None:
+        self.generated += 1
+        job, parts = self._jobs[text], self._parts[text]
+        parts.append(grown)
+        if text.finish:
+            self.finished[text.finish] += 1
+            del self._jobs[text], self._parts[text]
+        if job.stream or text.finish:
+            told = grown if job.stream else "".join(parts)
+            job.news.put(News(text, told, len(text.new), text.finish))
+
+    def _update(self, source: str, version: int | None) -> int:
+        engine = self.texts.engine
+        try:
+            weights.replace(engine.model, source)
+        except Refused:
+            raise
+        except Exception as error:
+            self.broken = f"there are no weights: those of {source} could not be read ({error})"
+            self._refuse_all(self.broken)
+            raise Unavailable(self.broken) from None
+        self.broken = ""
+        self.texts.read_again()
+        engine.version = engine.version + 1 if version is None else version
+        return engine.version
+
+    def _refuse_all(self, why: str) -> None:
+        for job in set(self._jobs.values()):
+            self._drop(job)
+            job.news.put(Unavailable(why))

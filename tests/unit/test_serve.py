@@ -1,0 +1,379 @@
+"""The server of one engine, in this process, over real connections."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kempner.load import load
+from kempner.serve.http import Server
+from kempner.serve.worker import Worker
+from tests.conftest import ROOT
+from tests.served import Client, make_model
+
+PROMPT, WINDOW, SLOTS, QUEUE = [40, 69, 76, 76, 79], 128, 3, 16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other make a busy machine slow."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "first")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    return make_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture
+def worker(folder: Path) -> Worker:
+    return Worker(load(str(folder), "cpu"), SLOTS, WINDOW, QUEUE)
+
+
+@pytest.fixture
+def engine(worker: Worker) -> Iterator[Client]:
+    server = Server("127.0.0.1", 0, "small", "secret")
+    server.worker = worker
+    threads = [
+        threading.Thread(target=run) for run in (worker.run, lambda: server.serve_forever(0.02))
+    ]
+    for thread in threads:
+        thread.start()
+    yield Client(server.port, "secret")
+    worker.end("the test is over")
+    server.shutdown()
+    for thread in threads:
+        thread.join()
+    server.server_close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> None:
+    """Greedy tokens and their log-probabilities equal those of a full forward pass."""
+    found = engine.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 20, "temperature": 0,
+                                           "logprobs": 0, "model": "small"})  # fmt: skip
+    (choice,) = found["choices"]
+    model, words, *_ = load(str(folder), "cpu")
+    ids = choice["token_ids"]
+    logits = model(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1, :259]
+    assert ids == logits.argmax(-1).tolist()[: len(ids)] and len(set(ids)) > 5
+    expected = logits.log_softmax(-1).amax(-1).tolist()
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert choice["logprobs"]["tokens"][0] == f"token_id:{ids[0]}"
+    assert choice["text"] == words.tokenizer.decode(ids)
+    assert (choice["finish_reason"], choice["prompt_token_ids"]) == ("length", PROMPT)
+    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 20, "total_tokens": 25}
+    assert engine.complete(words.tokenizer.decode(PROMPT), max_tokens=20, temperature=0) == [
+        choice | {"logprobs": None}
+    ]
+
+
+def test_samples_depend_on_their_seed_alone(engine: Client) -> None:
+    """Not on what shares the batch, nor on the number of slots that are free."""
+    words = {"max_tokens": 30, "seed": 5, "n": 4, "logprobs": 0}
+    quiet = engine.complete([PROMPT, [1, 2]], **words)
+    read = engine.figures()["prefill_tokens_total"]
+    assert len({tuple(choice["token_ids"]) for choice in quiet}) == 8 and read == 5 + 2
+    with ThreadPoolExecutor(4) as pool:
+        noise = [
+            pool.submit(engine.complete, [n], max_tokens=7 * n + 3, temperature=0.5 * n)
+            for n in range(3)
+        ]
+        busy = engine.complete([PROMPT, [1, 2]], **words)
+        for one in noise:
+            one.result()
+    for a, b in zip(quiet, busy, strict=True):
+        values = [choice["logprobs"].pop("token_logprobs") for choice in (a, b)]
+        assert a == b and values[0] == pytest.approx(values[1], abs=1e-5)
+    assert engine.complete(PROMPT, max_tokens=9) != engine.complete(PROMPT, max_tokens=9)
+
+
+def events(answer: Any) -> list[Any]:
+    lines = answer.read().decode().split("\n\n")
+    assert lines.pop() == "" and lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_a_stream_is_the_whole_in_parts(engine: Client) -> None:
+    words = {"max_tokens": 25, "seed": 1, "n": 2, "logprobs": 0}
+    whole = engine.complete("a few", **words)
+    with engine.send("/v1/completions", {"prompt": "a few", "stream": True, **words}) as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        parts = events(answer)
+    counts = [len(choice["token_ids"]) for choice in whole]
+    assert parts.pop()["usage"]["completion_tokens"] == sum(counts) == len(parts)
+    for choice in whole:
+        own = [p["choices"][0] for p in parts if p["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in own) == choice["text"]
+        assert [token for part in own for token in part["token_ids"]] == choice["token_ids"]
+        *before, last = (part["finish_reason"] for part in own)
+        assert set(before) == {None} and last == choice["finish_reason"]
+        values = [part["logprobs"]["token_logprobs"][0] for part in own]
+        assert values == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+
+
+def test_a_conversation(engine: Client) -> None:
+    """The tokenizer's own template makes the prompt."""
+    messages = [{"role": "user", "content": "a few words"}]
+    words = {"temperature": 0, "max_tokens": 6, "logprobs": True}
+    found = engine.ask("/v1/chat/completions", {"messages": messages, **words})
+    (choice,) = found["choices"]
+    (plain,) = engine.complete("user: a few words\nassistant:", temperature=0, max_tokens=6)
+    assert choice["message"] == {"role": "assistant", "content": plain["text"]}
+    assert choice["token_ids"] == plain["token_ids"]
+    assert len(choice["logprobs"]["content"]) == 6 and found["object"] == "chat.completion"
+    asked = {"messages": messages, "stream": True, **words}
+    with engine.send("/v1/chat/completions", asked) as answer:
+        parts = events(answer)[:-1]
+    assert "".join(p["choices"][0]["delta"]["content"] for p in parts) == plain["text"]
+    filled = engine.ask("/v1/chat/completions", {"messages": messages, "seed": 1})
+    assert filled["usage"]["total_tokens"] <= WINDOW  # as far as the window goes
+
+
+def test_where_a_text_ends(engine: Client) -> None:
+    (whole,) = engine.complete(PROMPT, temperature=0, max_tokens=40)
+    stop = whole["text"][10:13]
+    (cut,) = engine.complete(PROMPT, temperature=0, max_tokens=40, stop=["\x01\x02", stop])
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+
+
+BAD = [
+    ({"prompt": None}, "prompt: must be a text"),
+    ({"prompt": []}, "prompt: must be a text"),
+    ({"prompt": [1, 259]}, "token ids must be from 0 to 258"),
+    ({"prompt": [1, True]}, "prompt: must be"),
+    ({"prompt": [1] * 120}, "120 tokens of the prompt and max_tokens = 16 are more than 128"),
+    ({"max_tokens": 0}, "max_tokens = 0: must be a whole number from 1 to 128"),
+    ({"n": 1.5}, "n = 1.5: must be a whole number"),
+    ({"temperature": 1e-9}, "temperature = 1e-09: must be 0, or"),
+    ({"temperature": float("nan")}, "temperature = nan: must be a number"),
+    ({"top_p": 0}, "top_p = 0.0: must be over 0"),
+    ({"stop": [""]}, "stop = ['']: must not be empty"),
+    ({"stop": 3}, "stop = 3: must be a string"),
+    ({"stream": 1}, "stream = 1: must be true or false"),
+    ({"logprobs": 5}, "logprobs = 5: must be a whole number from 0 to 0"),
+    ({"model": "large"}, "the model here is small"),
+    ({"best_of": 2}, "best_of: is not supported here"),
+]
+
+
+def test_bad_requests(engine: Client) -> None:
+    for change, problem in BAD:
+        body = {"prompt": PROMPT, **change}
+        message = engine.ask("/v1/completions", body, code=400)["error"]["message"]
+        assert problem in message.replace('"', "'") and "\n" not in message
+    assert engine.ask("/health")["status"] == "ok"
+
+
+def test_other_bad_requests(engine: Client) -> None:
+    for path, body, problem in [
+        ("/v1/completions", b"{", "not JSON"),
+        ("/v1/completions", b"[" * 100_000, "not JSON"),
+        ("/v1/completions", [1], "must be a JSON object"),
+        ("/v1/chat/completions", {"messages": []}, "must be a list of messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "content of each"),
+        ("/update_weights", {}, "path: must be given"),
+        ("/update_weights", {"path": "/gone"}, "/gone: "),
+    ]:
+        assert problem in engine.ask(path, body, code=400)["error"]["message"]
+    assert "the routes are /health" in engine.ask("/v1/complete", {}, code=404)["error"]["message"]
+
+
+def test_strangers_are_refused(engine: Client) -> None:
+    for token in ("", "wrong", "secret2"):
+        stranger = Client(engine.port, token)
+        for path, body in (("/health", None), ("/metrics", None), ("/pause", {})):
+            assert "Bearer TOKEN" in stranger.ask(path, body, code=401)["error"]["message"]
+    assert engine.ask("/health")["status"] == "ok"
+
+
+def test_a_full_queue_says_so(engine: Client, worker: Worker) -> None:
+    engine.ask("/pause", {})
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(engine.complete, PROMPT, n=QUEUE)
+        until(lambda: engine.figures()["requests_waiting"] == QUEUE)
+        refused = engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)
+        assert f"the queue is full: {QUEUE} of {QUEUE} texts wait" in refused["error"]["message"]
+        engine.ask("/resume", {})
+        assert len(waits.result()) == QUEUE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slots(engine: Client, stream: bool) -> None:
+    """While its texts are paused, and while they are generated."""
+    body = {"prompt": PROMPT, "max_tokens": 100, "n": 6, "stream": stream}
+    engine.ask("/pause", {})
+    for state in ("paused", "resumed"):
+        connection = engine.open("/v1/completions", body)
+        until(lambda: engine.figures()["requests_waiting"] >= 3)
+        if state == "resumed":
+            engine.ask("/resume", {})
+        connection.close()
+        until(lambda: engine.busy() == 0)
+    assert engine.figures()['texts_total{finish_reason="abort"}'] >= 6
+    assert len(engine.complete(PROMPT, temperature=0)[0]["token_ids"]) == 16
+
+
+def test_paused_texts_go_on_where_they_were(engine: Client) -> None:
+    expected = engine.complete(PROMPT, max_tokens=100, seed=2)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.complete, PROMPT, max_tokens=100, seed=2)
+        until(lambda: engine.figures()["requests_running"] == 1 or running.done())
+        assert engine.ask("/pause", {}) == {"paused": True, "weight_version": 0}
+        count = engine.figures()["generated_tokens_total"]
+        time.sleep(0.1)
+        assert engine.figures()["generated_tokens_total"] == count
+        assert engine.ask("/health")["status"] == "paused"
+        engine.ask("/resume", {})
+        assert running.result() == expected
+
+
+def test_new_weights(engine: Client, folder: Path, other: Path) -> None:
+    """The answer has the version. A text that is in work has both; what comes after it is what the
+    new model says."""
+    before = engine.complete(PROMPT, temperature=0)
+    engine.ask("/pause", {})
+    with ThreadPoolExecutor(1) as pool:
+        words = {"temperature": 0, "max_tokens": 60}
+        running = pool.submit(engine.complete, PROMPT, **words)
+        until(lambda: engine.figures()["requests_waiting"] == 1)
+        assert engine.ask("/update_weights", {"path": str(other)}) == {"weight_version": 1}
+        engine.ask("/resume", {})
+        assert running.result()[0]["weight_versions"] == [1]
+    after = engine.complete(PROMPT, temperature=0)
+    assert after[0]["token_ids"] != before[0]["token_ids"]
+    assert after[0]["token_ids"] == running.result()[0]["token_ids"][:16]
+    back = engine.ask("/update_weights", {"path": str(folder), "version": 7})
+    assert back == {"weight_version": 7}
+    again = engine.complete(PROMPT, temperature=0)
+    assert again == [before[0] | {"weight_versions": [7]}]
+    assert engine.ask("/v1/models")["data"][0]["weight_version"] == 7
+
+
+def test_weights_of_another_model_change_nothing(engine: Client, tmp_path: Path) -> None:
+    before = engine.complete(PROMPT, temperature=0)
+    wide = make_model(tmp_path / "wide", hidden_size=64)
+    refused = engine.ask("/update_weights", {"path": str(wide)}, code=400)
+    assert "model.dim is 64, here it is 48" in refused["error"]["message"]
+    part = make_model(tmp_path / "part", seed=1)
+    weights = (part / "model.safetensors").read_bytes()
+    (part / "model.safetensors").write_bytes(weights[:-1000])
+    assert engine.ask("/update_weights", {"path": str(part)}, code=400)
+    assert engine.complete(PROMPT, temperature=0) == before
+
+
+def test_half_of_the_weights_serve_nobody(
+    engine: Client, worker: Worker, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until an update comes through."""
+
+    def fail(*_: object) -> None:
+        raise OSError("read error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kempner.serve.weights.load_weights", fail)
+        refused = engine.ask("/update_weights", {"path": str(other)}, code=503)
+    assert "there are no weights" in refused["error"]["message"]
+    assert engine.ask("/health", code=503) == engine.ask(
+        "/v1/completions", {"prompt": PROMPT}, code=503
+    )
+    engine.ask("/update_weights", {"path": str(other), "version": 3})
+    assert engine.complete(PROMPT)[0]["weight_versions"] == [3]
+
+
+def test_an_engine_that_fails_says_so_to_all(
+    engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(worker.texts.engine, "step", fail)
+    for _ in range(2):
+        refused = engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)
+        assert "the engine has failed" in refused["error"]["message"]
+    assert worker.exit_code == 1 and "MemoryError: no more" in capsys.readouterr().err
+
+
+def test_figures(engine: Client) -> None:
+    engine.complete(PROMPT, n=2, max_tokens=4, temperature=0)
+    assert engine.figures() == {
+        "requests_running": 0, "requests_waiting": 0, "slots": SLOTS, "paused": 0,
+        "weight_version": 0, "prefill_tokens_total": 5, "generated_tokens_total": 8,
+        'texts_total{finish_reason="length"}': 2,
+    }  # fmt: skip
+
+
+# --- the program ---
+
+
+@pytest.fixture
+def serve() -> Iterator[ModuleType]:
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    spec = importlib.util.spec_from_file_location("serve", ROOT / "scripts/serve.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["/gone"], "/gone"),
+        (["MODEL", "--slots=0"], "--slots 0: must be at least 1"),
+        (["MODEL", "--port=70000"], "--port 70000: must be from 0 to 65535"),
+        (["MODEL", "--slot"], "--slot"),
+        ([], "MODEL"),
+        (["MODEL", "--host=0.0.0.0"], "give a token by KEMPNER_SERVE_TOKEN or --token-file"),
+        (["MODEL", "--token-file=OPEN"], "may be read by others; chmod 600 it"),
+        (["MODEL", "--token-file=/gone"], "/gone"),
+        (["MODEL", "--window=129", "--port=0"], "--window 129: the model sees 128 tokens at most"),
+        (["MODEL", "--port=TAKEN"], "Address already in use; 0 takes a free one"),
+    ],
+)
+def test_a_bad_command_line(
+    serve: ModuleType, folder: Path, tmp_path: Path, capsys: Any, words: list[str], problem: str
+) -> None:
+    (tmp_path / "open").write_text("secret")
+    (tmp_path / "open").chmod(0o640)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"MODEL": folder, "OPEN": tmp_path / "open", "TAKEN": taken.getsockname()[1]}
+        for name, value in names.items():
+            words = [word.replace(name, str(value)) for word in words]
+        try:
+            code = serve.main([*words, "--device=cpu"])
+        except SystemExit as end:
+            code = end.code
+    err = capsys.readouterr().err
+    assert code == 2 and err.count("\n") == 1 and problem in err and "secret" not in err, err
