@@ -272,6 +272,9 @@ def test_new_weights(engine: Client, folder: Path, other: Path) -> None:
     after = engine.complete(PROMPT, temperature=0)
     assert after[0]["token_ids"] != before[0]["token_ids"]
     assert after[0]["token_ids"] == running.result()[0]["token_ids"][:16]
+    ids, model = after[0]["token_ids"], load(str(other), "cpu").model
+    logits = model(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1, :259]
+    assert ids == logits.argmax(-1).tolist()
     back = engine.ask("/update_weights", {"path": str(folder), "version": 7})
     assert back == {"weight_version": 7}
     again = engine.complete(PROMPT, temperature=0)
