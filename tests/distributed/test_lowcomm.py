@@ -91,7 +91,7 @@ def test_what_a_round_records(two: Path) -> None:
     numbers = 4 * 5  # what has been asked, and the loss
     assert [r["bytes_sent"] for r in found] == [4 * parameters + numbers] * 3
     rows = facts(load_history(two))
-    assert rows["replicas"] == "2" and rows["rounds"].startswith("3, loss of all 5.")
+    assert rows["replicas"] == "2" and rows["rounds"].startswith("3, loss of all ")
     assert "33.3" in rows["sent by a replica"]
     # A sample is read once: each line counts those of all replicas.
     assert [r["samples"] for r in records(two, "samples")] == [8 * i for i in range(1, 10)]
@@ -113,7 +113,7 @@ def test_shards_within_a_replica(data_dir: Path, two: Path, tmp_path: Path) -> N
         assert losses(ours) == pytest.approx(losses(theirs), rel=2e-6)
     expected = weights(two)
     for name, found in weights(run).items():
-        torch.testing.assert_close(found, expected[name], rtol=0, atol=2e-5)
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", ["two", "stream"])
