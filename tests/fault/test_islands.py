@@ -62,6 +62,8 @@ class Islands(BrokenRun):
         """What the replicas have said after each round."""
         found: dict[int, list[dict[str, Any]]] = {}
         for line in self.log_of_replicas("round"):
+            if line["entry"] and line["round"]:  # another attempt begins where one has ended
+                continue
             found.setdefault(line["round"], []).append(line)
         return found
 
