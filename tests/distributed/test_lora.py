@@ -107,13 +107,8 @@ def test_resumed_equals_unbroken_bit_for_bit(place: Path, data_dir: Path) -> Non
 
 def test_two_ranks_give_the_losses_of_one(place: Path, data_dir: Path) -> None:
     """Rank 3 does not divide by two, rank 1 leaves one of them without a row."""
-    meshes = {
-        "sharded": ["--train.recompute=full"],
-        "cut": ["--distributed.tp=2"],
-        "stages": ["--distributed.pp=2", "--train.micro_batch=4"],
-    }
-    for name, more in meshes.items():
-        train([*words(place, data_dir, name), *more], nproc=2)
+    for name, more in {"sharded": "--train.recompute=full", "cut": "--distributed.tp=2"}.items():
+        train([*words(place, data_dir, name), more], nproc=2)
         assert losses(place / name) == pytest.approx(losses(place / "run"), rel=1e-5)
     two = [*words(place, data_dir, "two"), "--lora.rank=1", '--lora.targets=["wq", "w2"]']
     train([*two, "--train.max_steps=1", "--distributed.tp=2"], nproc=2)

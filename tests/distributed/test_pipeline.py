@@ -114,6 +114,17 @@ def test_resumed_equals_unbroken_bit_for_bit(place: Path, data_dir: Path, tmp_pa
     assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
 
 
+def test_adapters_on_weights_that_each_stage_loads(
+    place: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    more = [f"--model.init_from={place / 'one'}@20", "--lora.rank=2", "--optimizer.groups=[]",
+            "--train.max_steps=3", "--eval.interval=0"]  # fmt: skip
+    train(data_dir, tmp_path / "one", *more)
+    train(data_dir, tmp_path / "two", *more, PP, "--train.micro_batch=4", nproc=2)
+    assert len(losses(tmp_path / "one")) == 3
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
 def test_a_stop_and_a_step_that_is_not_finite_on_one_rank(
     place: Path, data_dir: Path, tmp_path: Path
 ) -> None:
