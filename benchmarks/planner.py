@@ -59,7 +59,8 @@ def measured(cfg: RunConfig) -> float:
     from kempner.optim.build import build_optimizer
     from kempner.parallel.build import build_model
     from kempner.parallel.layout import build_layout
-    from kempner.progress import Progress, open_loaders
+    from kempner.parts import open_loaders
+    from kempner.progress import Progress
     from kempner.step import StepSums, reduce_step
     from scripts.train import forward_backward, update
 

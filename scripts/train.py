@@ -11,14 +11,14 @@ import sys
 
 from kempner import process_group
 from kempner.configure import configure, reject
-from kempner.progress import (
-    go_back,
+from kempner.parts import (
     open_checkpointer,
+    open_layout,
     open_loaders,
     open_objective,
     prepare_torch,
-    resume,
 )
+from kempner.progress import go_back, resume
 from kempner.resilience import requests
 from kempner.resilience.requests import GO_ON, StopRequests, Verdict
 from kempner.run import RunConfig
@@ -40,7 +40,6 @@ from kempner.objective import Objective
 from kempner.optim.build import published_weights, set_learning_rate
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
-from kempner.parallel.layout import build_layout
 from kempner.parallel.passes import backward_passes
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
@@ -59,14 +58,7 @@ from kempner.step import (
 
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
-    prepare_torch(cfg, run, device)
-    layout = build_layout(
-        cfg.distributed,
-        run.world.size,
-        run.world.per_node,
-        device.type,
-        (run.world.replica, run.world.replicas),
-    )
+    layout = open_layout(cfg, run.world, device)
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
     optimizer, replicas = open_replicas(cfg, run.world, model)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
@@ -75,10 +67,8 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress, loader), NonFinite(cfg.resilience)
-    work, stragglers = (
-        BlockClock(model, device, layout.blocks_apart),
-        Stragglers(run.hosts, device, run.announce),
-    )
+    work = BlockClock(model, device, layout.blocks_apart)
+    stragglers = Stragglers(run.hosts, device, run.announce)
     watchdog = start_watchdog(cfg, run, layout)
     stop.begin(
         run,
@@ -226,6 +216,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     except ConfigError as error:
         reject(error, stop)
     try:
+        prepare_torch(cfg, run, device)
         verdict = train(cfg, stop, run, device)
         run.end(verdict)
         if verdict.state != "failed":

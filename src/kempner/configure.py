@@ -26,9 +26,10 @@ from kempner.hf.stored import check_source
 from kempner.model.config import OF_TRAINING
 from kempner.optim.config import learning_rate
 from kempner.parallel.layout import Axes, sizes
+from kempner.parts import open_data, open_mixture
 from kempner.planner.build import build
 from kempner.process_group import discover
-from kempner.progress import Progress, open_data, open_mixture
+from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
 from kempner.run import RunConfig, check_batch, check_pipeline
 

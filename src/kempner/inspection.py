@@ -20,7 +20,8 @@ from kempner.data.stages import samples_between, step_of
 from kempner.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_of
 from kempner.history.tables import aligned
 from kempner.optim.config import learning_rate
-from kempner.progress import Progress, open_data, open_mixture
+from kempner.parts import open_data, open_mixture
+from kempner.progress import Progress
 from kempner.run import RunConfig
 
 USAGE = """\

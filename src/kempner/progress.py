@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kempner.checkpoint.fork import generation
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import open_sidecar
 from kempner.data.stages import samples_between, step_of
+from kempner.parts import open_mixture
 from kempner.resilience.requests import GO_ON, Verdict
-from kempner.run import RunConfig, check_batch, micro_batch
+from kempner.run import RunConfig
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from kempner.checkpoint.checkpointer import Checkpointer
-    from kempner.data.batch import MicroBatch
     from kempner.data.loader import TrainLoader
-    from kempner.data.mixture import Mixture
-    from kempner.data.source import Source
     from kempner.lowcomm.replicas import Replicas
-    from kempner.model.decoder import Decoder
-    from kempner.objective import Objective
-    from kempner.parallel.layout import Layout
     from kempner.run_directory import Run
 
 
@@ -84,60 +73,6 @@ class Progress:
         return asdict(self)
 
 
-def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
-    """What holds for the whole process: the seed, deterministic kernels, and the kernel of the
-    attention, which is announced. Raises ConfigError when this device does not have it."""
-    import torch
-
-    from kempner.model.attention import choose
-    from kempner.parallel.build import compute_dtype
-    from kempner.parallel.compiled import leave_compiler_out
-
-    if not cfg.train.compile:
-        leave_compiler_out()
-    torch.manual_seed(cfg.train.seed)
-    if cfg.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        if cfg.train.compile or device.type == "cuda":
-            torch.use_deterministic_algorithms(True)  # imports the compiler, to tell it, too
-        else:
-            torch.set_deterministic_debug_mode("error")
-    sources, _ = open_data(cfg, run.world.rank == 0)
-    packed = cfg.data.document_mask or any(source.packing is not None for source in sources)
-    tokens = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64, device=device)
-    dtype = compute_dtype(cfg.train.dtype, device.type)
-    ring = cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring"
-    kernel = (
-        "flash, in a ring"
-        if ring
-        else choose(cfg.train.attention, cfg.model, tokens, packed, dtype)
-    )
-    run.announce(f"attention: {kernel}, of {cfg.train.attention}")
-
-
-def open_checkpointer(
-    cfg: RunConfig,
-    run: Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    replicas: Replicas,
-) -> Checkpointer:
-    """Saves and loads the weights, the optimizer's state, and each rank's random state."""
-    from kempner.checkpoint.checkpointer import Checkpointer
-    from kempner.checkpoint.state import run_state
-    from kempner.checkpoint.unsaved import Unsaved
-
-    if not cfg.checkpoint.save:
-        return Unsaved()
-    state = replicas.with_outer(run_state(model, optimizer))
-    parts = (cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
-    if run.world.store is None:
-        return Checkpointer(*parts)
-    from kempner.lowcomm.checkpoints import ReplicaCheckpointer
-
-    return ReplicaCheckpointer(*parts, world=run.world, replicas=replicas)
-
-
 def resume(
     cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer, replicas: Replicas
 ) -> Progress:
@@ -179,114 +114,6 @@ def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress
     )
     checkpointer.save(0, progress.record())  # from then on the fork does not need the other run
     return progress
-
-
-def open_objective(
-    cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
-) -> Objective:
-    """What the run minimises, and what it counts beside that."""
-    from kempner.objective import WithExperts
-
-    objective = _objective(cfg, layout, model, run, device)
-    return WithExperts(objective, model, layout) if cfg.model.n_experts else objective
-
-
-def _objective(
-    cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
-) -> Objective:
-    """The reference of DPO is sharded as the model is, and has the weights
-    of model.init_from after every restart, too."""
-    if cfg.preference.loss == "none":
-        from kempner.objective import NextToken
-
-        if layout.cp is None:
-            return NextToken()
-        from kempner.parallel.context import own_tokens
-
-        return NextToken(own_tokens(layout.cp, cfg.distributed.cp_method))
-    from kempner.hf.load import start_from
-    from kempner.parallel.build import build_model
-    from kempner.preference.losses import DPO, Reward, token_losses, token_scores
-
-    if cfg.preference.loss == "reward":
-        model.loss = token_scores
-        return Reward(open_sidecar(cfg.data.mixed[0].path).eod, device)
-    reference = build_model(cfg.model, layout, cfg.train, cfg.distributed, frozen=True)
-    run.announce(f"the reference {start_from(reference, cfg.model, run.dir)}")
-    model.loss = reference.loss = token_losses
-    return DPO(reference, cfg.preference.beta, device)
-
-
-@functools.cache  # for the check of the input, the manifest, and the loaders
-def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
-    """The sources of the training and, when the run validates, the held-out data. `check` all
-    shards, which rank 0 does; otherwise none is opened before it is read. Raises ConfigError."""
-    from kempner.data.opening import Opening, open_held_out, open_sources
-    from kempner.data.stream import Shape
-
-    data, cut = cfg.data, cfg.data.too_long == "cut"
-    preferences = cfg.preference.loss != "none"
-    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut, preferences)
-    how = Opening(shape, check, Path(cfg.run.dir, "bookmarks"))
-    sources = open_sources(data, how)
-    if cfg.train.seq_len_ramp and any(source.packing for source in sources):
-        raise ConfigError(
-            f"train.seq_len_ramp = {list(cfg.train.seq_len_ramp)}: would cut conversations in two; "
-            "it is for text: leave it out"
-        )
-    return sources, open_held_out(data, cfg.eval.sources, how) if cfg.eval.interval else []
-
-
-def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
-    """The order of all samples. Raises ConfigError when they do not last for all steps."""
-    from kempner.data.opening import facts_of, mixture_of
-
-    mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
-    left = samples_between(cfg.train.stages, progress.step, cfg.train.max_steps)
-    if mixture.end is not None and mixture.end < progress.samples + left:
-        raise ConfigError(mixture.too_short(progress.samples + left))
-    return mixture
-
-
-def open_loaders(
-    cfg: RunConfig, layout: Layout, pin: bool, progress: Progress
-) -> tuple[TrainLoader, Callable[[], dict[str, Iterator[MicroBatch]]]]:
-    """This rank's share of the data: the training's loader at its position, and what makes
-    iterators over the held-out batches, by name of the set."""
-    from kempner.data.loader import TrainLoader, val_batches
-
-    sources, held_out = open_data(cfg, layout.data_rank == 0)
-    check_batch(cfg.train, layout.shares)
-    micro = micro_batch(cfg.train, layout.shares, cfg.train.sequences)
-    loader = TrainLoader(
-        sources,
-        open_mixture(cfg, sources, progress),
-        stages=cfg.train.stages,
-        rank=layout.share,
-        world=layout.shares,
-        micro=micro,
-        position=progress.samples,
-        step=progress.step,
-        prefetch=cfg.data.prefetch,
-        pin=pin,
-        reset_positions=cfg.data.reset_positions,
-        skip=progress.skip,
-    )
-
-    def held_out_batches() -> dict[str, Iterator[MicroBatch]]:
-        return {
-            source.name: val_batches(
-                source,
-                samples=cfg.eval.samples or None,
-                micro=micro,
-                rank=layout.data_rank,
-                world=layout.data_ranks,
-                reset_positions=cfg.data.reset_positions,
-            )
-            for source in held_out
-        }
-
-    return loader, held_out_batches
 
 
 def go_back(

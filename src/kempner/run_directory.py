@@ -32,9 +32,10 @@ from kempner.files import write_atomic
 from kempner.hf.adapter import identity
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
+from kempner.parts import open_data
 from kempner.planner.out_of_memory import explain
 from kempner.process_group import World
-from kempner.progress import Progress, open_data
+from kempner.progress import Progress
 from kempner.rendezvous import forget_rendezvous
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict

@@ -31,7 +31,7 @@ from kempner.optim.build import build_optimizer
 from kempner.parallel import fp8, offload
 from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
-from kempner.progress import open_objective
+from kempner.parts import open_objective
 from kempner.run import RunConfig
 from kempner.step import StepSums, reduce_step
 from scripts.train import forward_backward, update

@@ -20,7 +20,7 @@ from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
 from kempner.data.dataset import TokenDataset
 from kempner.data.sidecar import SIDECAR, Shard, Sidecar
-from kempner.progress import open_data
+from kempner.parts import open_data
 from kempner.run import RunConfig
 
 

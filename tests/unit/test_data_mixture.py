@@ -17,7 +17,8 @@ from kempner.data.mixture import Ingredient, Mixture, Phase
 from kempner.data.opening import mixture_of
 from kempner.data.permute import shuffled
 from kempner.data.sidecar import DataError
-from kempner.progress import Progress, open_data
+from kempner.parts import open_data
+from kempner.progress import Progress
 from kempner.run import RunConfig
 from tests.unit.test_data_dataset import write_data
 

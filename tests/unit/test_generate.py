@@ -29,7 +29,7 @@ from kempner.data.dataset import TokenDataset
 from kempner.data.loader import val_batches
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import train_bpe
-from kempner.progress import open_data
+from kempner.parts import open_data
 from kempner.run import RunConfig
 from tests.conftest import ROOT, TINY, clean_env, start_train
 from tests.hf_models import make

@@ -36,7 +36,7 @@ LAYERS = (
     {"run"},
     {"planner"},
     {"bench"},
-    {"configure", "progress", "step", "evaluate"},
+    {"configure", "parts", "progress", "step", "evaluate"},
     {"sweep"},
     {"run_directory", "hosts", "run_log", "run_records", "recorder", "inspection", "harness"},
 )
@@ -110,7 +110,8 @@ def test_modules_without_torch_stay_without_it() -> None:
     """What runs before a GPU is asked for, on a login node, or in workers that only prepare
     data."""
     light = [
-        "kempner.run", "kempner.configure", "kempner.process_group", "kempner.progress",
+        "kempner.run", "kempner.configure", "kempner.process_group", "kempner.parts",
+        "kempner.progress",
         "kempner.config.command_line", "kempner.resilience.requests",
         "kempner.metrics", "kempner.history.state", "kempner.resilience.lock", "kempner.slurm",
         "kempner.ray.node", "kempner.ray.ready",
