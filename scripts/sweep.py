@@ -39,7 +39,7 @@ from kempner.sweep.propose import propose, proposed, room
 from kempner.sweep.resources import profile_environment
 from kempner.sweep.submit import check, settle, submit, write_points
 
-PATIENCE_S = 120  # of a job: others may end at the same time
+PATIENCE_S = 120  # with [propose]: jobs that end at the same time submit, too
 COMMANDS = ("plan", "submit", "status", "resubmit", "cancel", "table")
 
 
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
             return status(sweep, look(points, journal))
         if options.from_job and sweep.propose is None:  # the file was edited since
             return 0
-        with locked(folder(sweep), PATIENCE_S if options.from_job else 0) as journal:
+        with locked(folder(sweep), PATIENCE_S if sweep.propose else 0) as journal:
             settle(journal)
             if sweep.propose:  # another one may have proposed some
                 points = points_of(sweep, journal)
