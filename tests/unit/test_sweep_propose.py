@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import statistics
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import optuna
@@ -17,7 +19,7 @@ from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.sweep import submit as submitting
 from kempner.sweep.file import read_sweep
-from kempner.sweep.journal import Journal
+from kempner.sweep.journal import Journal, locked
 from kempner.sweep.look import Look, look
 from kempner.sweep.propose import propose, proposed, room
 from tests.unit.test_sweep import BASE, ROOT, SWEEP, TRAINER, Capture
@@ -252,6 +254,15 @@ def test_submit(data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
     assert len(cluster.jobs) == 3 and cluster.jobs[-1][0] == second and len(looks()) == 4
     assert SWEEP.main(["s.toml", "status"]) == 1
     assert "4 of 4 points: " in capsys.readouterr().out
+
+
+def test_submit_waits_for_a_job_that_submits() -> None:
+    write(points=1)
+    end(*more(), 1.0)
+    held = contextlib.ExitStack()
+    held.enter_context(locked(Path("runs/s/sweep")))
+    threading.Timer(0.5, held.close).start()
+    assert SWEEP.main(["s.toml", "submit"]) == 0
 
 
 def test_bad_points_are_not_recorded(data_dir: Path, capsys: Capture) -> None:
