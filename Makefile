@@ -89,5 +89,5 @@ cluster-down:
 	touch $@
 
 .venv/dev: .venv/train
-	@$(PIP) -e '.[plot,data,ray,tensorboard,wandb,eval,fp8,dev]'
+	@$(PIP) -e '.[plot,data,ray,tensorboard,wandb,eval,fp8,optuna,dev]'
 	touch $@
