@@ -144,7 +144,8 @@ class StepsReplicas(LowcommReplicas):
         number, self._samples = self._round_of(progress), progress.samples
         received = [_on_host(tensor) for tensor in self._state_tensors()]
         enter = partial(self._enter, received)
-        done = self._or_too_few(lambda: self.membership.enter(number, self._about(progress), enter))
+        about = {**self._about(progress), "weights": self._checksum()}
+        done = self._or_too_few(lambda: self.membership.enter(number, about, enter))
         if done is None:  # the run ended while this replica waited to join it
             self.membership.close()
             os._exit(0)
