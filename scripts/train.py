@@ -69,7 +69,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     recorder, nonfinite = Recorder(run, device, progress, loader), NonFinite(cfg.resilience)
     work = BlockClock(model, device, layout.blocks_apart)
     stragglers = Stragglers(run.hosts, device, run.announce)
-    watchdog = start_watchdog(cfg, run, layout)
+    watchdog = start_watchdog(cfg, run, layout, replicas)
     stop.begin(
         run,
         lambda: (

@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+LAST_STEP = 0xFFFFFF00  # higher numbers are those of steps with a name
+
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
     """The job of this process as users name it (`12`, or `12_3` in an array), None outside
@@ -131,6 +133,16 @@ def is_running(job: str) -> bool | None:
         return any(state not in ("PENDING", "") for state in states.split())
     # squeue fails for a job that the controller has forgotten, and for a controller that is away.
     return False if _ask("squeue", "--noheader", "--me") is not None else None
+
+
+def step_runs(step: str | None) -> bool | None:
+    """Is this step (0, 1, ...) of our own job there? None when SLURM does not answer, and for a
+    step that it shows by a name: batch, interactive."""
+    job = own_job()
+    if job is None or step is None or int(step) > LAST_STEP:
+        return None
+    steps = _ask("squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i")
+    return None if steps is None else any(x.endswith(f".{step}") for x in steps.split())
 
 
 def own_job() -> str | None:

@@ -6,7 +6,8 @@ A scenario says who suffers what: {"faults": {"1": "kill in 2"}, "rounds": 6, "r
 "least": 2}: replica 1 is killed in the collective of its round 2. Points: before, in, after (the
 collective), voted. `stop` stops the process and wakes it once it has been declared gone. The driver
 starts again whoever was lost, once. With "ranks": 2 a replica is so many processes, of which the
-fault strikes the last. All processes are forks of this one, which has imported torch.
+fault strikes the last. "other": 2 begins with other weights than the rest. All processes are forks
+of this one, which has imported torch.
 
 FOLDER/NAME/SLOT.START-RANK.jsonl holds a line for each round of a replica: rounds done, the hash of
 its weights, members, joiners; FOLDER/NAME/struck the time of a fault; exits.json how each replica
@@ -53,6 +54,8 @@ class Replica:
         self.fault, self.point, self.at = (*fault.split(), "", "", "")[:3]
         self.folder, self.size = folder, scenario.get("size", 4096)
         self.anchor, self.momentum = torch.zeros(2, self.size), torch.zeros(2, self.size)
+        if slot == scenario.get("other"):
+            self.anchor += 1.0
         door = Door(folder / "door", None if rank else slot, 20.0)
         self.membership = Membership(
             door, scenario.get("replicas", 3), scenario.get("least", 2), start_timeout=20.0
@@ -113,7 +116,8 @@ class Replica:
 
     def run(self, rounds: int) -> int:
         try:
-            entered = self.membership.enter(self.rounds, {}, self.exchange)
+            about = {"weights": self.anchor.sum().item()}
+            entered = self.membership.enter(self.rounds, about, self.exchange)
             if entered is None:
                 return DONE
             self.take(*entered)

@@ -17,6 +17,7 @@ from tests.distributed.islands import DONE, LR, MU, ROUNDS, TOO_FEW, delta
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "other-past": {"other": 2},
     "kill-before": {"faults": {"1": "kill before 3"}},
     "kill-in": {"faults": {"1": "kill in 3"}},
     "kill-after": {"faults": {"0": "kill after 3"}},
@@ -27,7 +28,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "too-few": {"faults": {"1": "kill in 3"}, "least": 3},
     "ranks": {"faults": {"1": "kill in 3"}, "replicas": 2, "least": 1, "ranks": 2},
 }
-LOST = [name for name, scenario in SCENARIOS.items() if scenario and name != "too-few"]
+LOST = [name for name, scenario in SCENARIOS.items() if "faults" in scenario and name != "too-few"]
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,12 @@ def test_every_round_counts_once_and_for_all(played: Path, name: str) -> None:
             assert by_round[number][0]["first"] == pytest.approx(first, abs=1e-5), (name, number)
         if name != "too-few":
             assert list(weights) == list(range(1, last + 1))
+
+
+def test_a_replica_with_other_weights_of_the_same_round_joins(played: Path) -> None:
+    """Its checkpoint is of a round that the others have done again without it."""
+    first = rounds_of(played / "other-past")["2.1"][0]
+    assert (first["members"], first["joiners"]) == (["0.1", "1.1"], ["2.1"])
 
 
 @pytest.mark.parametrize("name", LOST)

@@ -42,5 +42,14 @@ def test_rounds_losses_and_bytes_of_each_replica(tmp_path: Path) -> None:
     assert "its process ended" in table and "2 rounds; 2.7 MB sent" in table
 
 
+def test_the_bytes_of_all_starts_of_the_job_count(tmp_path: Path) -> None:
+    """In each of them the judge counts the starts of a replica from 1 on."""
+    write(tmp_path)
+    log = tmp_path / "replicas.jsonl"
+    log.write_text(log.read_text() * 2)
+    found = replicas_of(tmp_path)
+    assert found is not None and found.sent == 5_400_000
+
+
 def test_a_run_without_replicas_has_none(tmp_path: Path) -> None:
     assert replicas_of(tmp_path) is None

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from tests.unit.test_sweep import BASE, ROOT, SWEEP, TRAINER, Capture
 
 from kempner import slurm
 from kempner.config.option import ConfigError
@@ -22,7 +23,6 @@ from kempner.sweep.file import read_sweep
 from kempner.sweep.journal import Journal, locked
 from kempner.sweep.look import Look, look
 from kempner.sweep.propose import propose, proposed, room
-from tests.unit.test_sweep import BASE, ROOT, SWEEP, TRAINER, Capture
 
 TEXT = """
 max_running = {running}

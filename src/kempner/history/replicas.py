@@ -49,12 +49,13 @@ def replicas_of(run_dir: Path) -> Replicas | None:
         return None
     found: dict[int, Replica] = {}
     rounds: dict[int, Record] = {}
-    sent: dict[str, int] = {}  # by the start that has counted it
+    sent, total = dict[str, int](), 0  # so far, by the start that counts it
     for line in lines:
         number = int(line["name"].partition(".")[0])
         replica = found.setdefault(number, Replica())
         if line["event"] == "here":
             replica.starts, replica.here = replica.starts + 1, True
+            sent[line["name"]] = 0  # an earlier start of the job had a replica of this name
         elif line["event"] == "gone":
             replica.here = False
             if line["reason"] != "left":
@@ -62,5 +63,6 @@ def replicas_of(run_dir: Path) -> Replicas | None:
         elif line["event"] == "round":
             rounds[line["round"]] = line
             replica.rounds += line["name"] in line["members"] and not line["entry"]
+            total += line["bytes"] - sent.get(line["name"], 0)
             sent[line["name"]] = line["bytes"]
-    return Replicas(dict(sorted(found.items())), rounds, sum(sent.values()))
+    return Replicas(dict(sorted(found.items())), rounds, total)

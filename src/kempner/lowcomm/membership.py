@@ -143,10 +143,12 @@ class Membership:
     def enter(
         self, rounds: int, about: dict[str, Any], exchange: Exchange[T]
     ) -> tuple[Epoch, T] | None:
-        """Come in, with `rounds` rounds done. `about`: for replicas that join.
+        """Come in, with `rounds` rounds done. `about`: for replicas that join; its "weights" tell
+        those of this replica from others.
 
-        Replicas that start together wait for each other; those with the most rounds are members,
-        and the others receive their state; a replica that comes later waits for the end of a round.
+        Replicas that start together wait for each other; those with the most rounds, and the same
+        weights, are members, and the others receive their state; a replica that comes later waits
+        for the end of a round.
         None: the run ended before. Raises TooFew when not enough come."""
         if self.rank == 0:
             self.store.append(HERE, json.dumps([self.me, rounds]) + "\n")
@@ -255,8 +257,11 @@ class Membership:
         members = sorted(name for name, rounds in here.items() if rounds == most)
         if not set(members) <= arrived.keys():
             return None
+        # A checkpoint of the same round may be another past: one that was done again without it.
+        first = arrived[members[0]]
+        members = [m for m in members if arrived[m].get("weights") == first.get("weights")]
         joiners = sorted(here.keys() - set(members))
-        return [most, members, joiners, True, arrived[members[0]]]
+        return [most, members, joiners, True, first]
 
     def _next_round(
         self, rounds: int, gone: dict[str, str], joinable: bool

@@ -9,7 +9,8 @@ In between none waits for another.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,8 @@ class Replicas:
 
     patience = 1.0
     """Of the steps that a request to leave waits for, as a multiple of those of a plain run."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The watchdog's patient(), for waits for replicas that somebody else judges."""
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
         """The providers of a checkpoint, from those of a plain run."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -47,8 +48,11 @@ class Ending(NamedTuple):
 class StepsExchange:
     """Each exchange is one epoch, or several when replicas are lost in it."""
 
-    def __init__(self, membership: Membership) -> None:
-        self.membership, self.sent = membership, 0
+    def __init__(
+        self, membership: Membership, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """`waiting()`: the watchdog's patient()."""
+        self.membership, self.waiting, self.sent = membership, waiting, 0
         self.ending: Ending | None = None  # of a round, by the next exchange
         self.last: Epoch | None = None  # that was committed
         self.seconds = 0.0  # of it
@@ -68,7 +72,8 @@ class _Later:
         run = partial(_exchange, self._ours, self._decode, state)
         number, about = (ending.number, ending.about) if ending else (0, {})
         joinable = ending is not None and ending.joinable
-        exchange.last, (mean, sent) = exchange.membership.round(number, about, run, joinable)
+        with exchange.waiting():  # a slow replica is no hang: the judge knows who is lost
+            exchange.last, (mean, sent) = exchange.membership.round(number, about, run, joinable)
         exchange.seconds = time.monotonic() - began
         exchange.sent += sent
         return mean
@@ -126,7 +131,8 @@ class StepsReplicas(LowcommReplicas):
         named: Mapping[str, nn.Parameter],
         membership: Membership,
     ) -> None:
-        self.membership, self._exchange = membership, StepsExchange(membership)
+        self.membership = membership
+        self._exchange = StepsExchange(membership, lambda: self.waiting())
         super().__init__(cfg, world, named, self._exchange)
         self._last_step = cfg.train.max_steps
         self._leaving, self._samples = False, 0
@@ -138,7 +144,8 @@ class StepsReplicas(LowcommReplicas):
         number, self._samples = self._round_of(progress), progress.samples
         received = [_on_host(tensor) for tensor in self._state_tensors()]
         enter = partial(self._enter, received)
-        done = self._or_too_few(lambda: self.membership.enter(number, self._about(progress), enter))
+        about = {**self._about(progress), "weights": self._checksum()}
+        done = self._or_too_few(lambda: self.membership.enter(number, about, enter))
         if done is None:  # the run ended while this replica waited to join it
             self.membership.close()
             os._exit(0)

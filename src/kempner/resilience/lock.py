@@ -75,6 +75,7 @@ def _self() -> dict[str, Any]:
         "job": slurm.job_name(),
         "slurm_id": slurm.own_job(),
         "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "step": os.environ.get("SLURM_STEP_ID"),
         "host": host_name(),
         "pid": os.getpid(),
         "born": birth(os.getpid()),
@@ -91,7 +92,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
-    """Its process is gone, its job has been started again or has ended, or it beats no more."""
+    """Its process is gone, its job or its step has ended, its job has been started again, or it
+    beats no more."""
     if holder["host"] == host_name() and birth(holder["pid"]) != holder["born"]:
         return True
     if holder["slurm_id"] is not None:
@@ -99,6 +101,8 @@ def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
         if here[0] == holder["slurm_id"] and here[1] != holder["restart"]:
             return True
         if here[0] != holder["slurm_id"] and slurm.is_running(holder["slurm_id"]) is False:
+            return True
+        if here[0] == holder["slurm_id"] and slurm.step_runs(holder.get("step")) is False:
             return True
     # The file system's clock against itself: hosts' clocks differ.
     first = _mtime(path)

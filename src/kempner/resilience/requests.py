@@ -105,7 +105,8 @@ class StopRequests:
             run.announce(text)
         if run.world.rank:
             return
-        self._start_thread("stop files", self._watch_files, run.dir)
+        first = run.dir.parents[1] if run.world.replica else run.dir
+        self._start_thread("stop files", self._watch_files, run.dir, first)
         if (job := slurm.job_name()) is not None:
             self._start_thread("job end", self._watch_end, job, reserve)
 
@@ -120,14 +121,16 @@ class StopRequests:
                 self.request(INTERRUPT, f"the job ends in {self._job_end - time.time():.0f} s")
             time.sleep(1.0)
 
-    def _watch_files(self, run_dir: Path) -> None:
-        """A file is one request: it is removed, and what cannot be removed is asked for once."""
+    def _watch_files(self, run_dir: Path, first: Path) -> None:
+        """A file is one request: it is removed, and what cannot be removed is asked for once. Every
+        replica looks into the directory of the first one, too, which may be away."""
+        paths = [path / name for path in {run_dir, first} for name in ("STOP", "SAVE")]
         while True:
             time.sleep(FILE_POLL_S)
-            for name, kind in (("STOP", STOP), ("SAVE", SAVE)):
+            for path in paths:
                 with contextlib.suppress(OSError):  # also EIO and ESTALE of a shared file system
-                    (run_dir / name).unlink()
-                    self.request(kind, f"{name} file")
+                    path.unlink()
+                    self.request(STOP if path.name == "STOP" else SAVE, f"{path.name} file")
             with contextlib.suppress(OSError):
                 (run_dir / "PROFILE").unlink()
                 self._profile = 1.0

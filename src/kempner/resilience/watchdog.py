@@ -28,6 +28,7 @@ import torch.distributed as dist
 from kempner import process_group
 
 if TYPE_CHECKING:
+    from kempner.lowcomm.replicas import Replicas
     from kempner.parallel.layout import Layout
     from kempner.run import RunConfig
     from kempner.run_directory import Run
@@ -102,12 +103,15 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """For sections that may outlast a step without a beat: a save, a validation, a load."""
-        limit, self._limit = self._limit, max(self._limit, PATIENCE_S)
+        """For sections that may outlast a step without a beat: a save, a validation, a load, the
+        wait for another replica. They are no part of the time of their step."""
+        began, limit = time.monotonic(), self._limit
+        self._limit = max(limit, PATIENCE_S)
         try:
             yield
         finally:
-            self._beat, self._limit = time.monotonic(), limit
+            now = time.monotonic()
+            self._beat, self._limit = min(now, self._beat + now - began), limit
 
     def stop(self) -> None:
         self._off.set()
@@ -226,15 +230,17 @@ class Watchdog:
             print(f"watchdog: NCCL's flight recorder is in {path}", file=self._log)
 
 
-def start_watchdog(cfg: RunConfig, run: Run, layout: Layout) -> Watchdog:
+def start_watchdog(cfg: RunConfig, run: Run, layout: Layout, replicas: Replicas) -> Watchdog:
     """The watchdog of a run. No group's own timeout may strike before it does."""
-    return Watchdog(
+    watchdog = Watchdog(
         cfg.resilience.hang_timeout,
         cfg.distributed.start_timeout,
         run.log_file,
         on_hang=run.hangs,
         on_limit=lambda seconds: process_group.set_timeout(seconds, layout.groups),
     )
+    replicas.waiting = watchdog.patient
+    return watchdog
 
 
 def _named(ranks: list[int]) -> str:

@@ -1,0 +1,52 @@
+"""The watchdog of a replica that waits for others."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kempner.lowcomm.steps import StepsExchange
+from kempner.resilience.watchdog import PATIENCE_S, Watchdog
+
+
+def test_the_watchdog_is_patient_while_a_replica_waits_for_others() -> None:
+    waits: list[bool] = []
+    patient = [False]
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        patient[0] = True
+        yield
+        patient[0] = False
+
+    def round_(*args: Any) -> Any:
+        waits.append(patient[0])
+        return "epoch", (torch.ones(1), 4)
+
+    membership: Any = SimpleNamespace(round=round_)
+    exchange = StepsExchange(membership, waiting)
+    assert exchange.start(torch.zeros(1), "turn 0").wait().tolist() == [1.0]
+    assert waits == [True] and not patient[0]
+
+
+def test_a_wait_is_no_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog.hang_timeout, watchdog._limit, watchdog._longest = 8.0, 8.0, PATIENCE_S
+    watchdog._durations, watchdog._beat = deque(), 100.0
+    now[0] += 2.0
+    with watchdog.patient():
+        assert watchdog._limit == PATIENCE_S
+        now[0] += 500.0
+    assert watchdog._limit == 8.0
+    now[0] += 1.0
+    watchdog.beat(1)
+    assert watchdog.step_time == 3.0
