@@ -44,8 +44,7 @@ test: .venv/dev data/stdlib/dataset.json
 
 soak: .venv/dev
 	@$(INSTALL_SLURM)
-	$(PY) -m pytest tests/fault tests/ray tests/distributed/test_axes.py -m "soak or not soak" $(ARGS)
-	$(PY) -m pytest tests/distributed/test_products.py -m soak $(ARGS)
+	$(PY) -m pytest -m soak $(ARGS)
 	$(PY) -m pytest tests/distributed --trainer-python=/usr/bin/python3 $(ARGS)
 	$(PY) -m benchmarks.soak --faults 30 --seed 1
 	$(PY) -m benchmarks.soak_replicas --faults 30 --seed 1
@@ -91,5 +90,5 @@ cluster-down:
 	touch $@
 
 .venv/dev: .venv/train
-	@$(PIP) -e '.[plot,data,ray,tensorboard,wandb,eval,fp8,dev]'
+	@$(PIP) -e '.[plot,data,ray,tensorboard,wandb,eval,fp8,optuna,dev]'
 	touch $@

@@ -24,21 +24,22 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.config.values import did_you_mean
-from kempner.history.run_history import is_run
 from kempner.history.tables import aligned
 from kempner.planner.cost import GPUS
 from kempner.sweep import results
 from kempner.sweep.cost import gpu_hours
 from kempner.sweep.file import Sweep, read_sweep
 from kempner.sweep.journal import Journal, locked
+from kempner.sweep.keys import Values
 from kempner.sweep.look import Look, look
-from kempner.sweep.points import Point, check_points, expand
+from kempner.sweep.points import Point, expand
+from kempner.sweep.propose import propose, proposed, room
 from kempner.sweep.resources import profile_environment
-from kempner.sweep.submit import Array, arrays_of, find, record, submit, write_points
+from kempner.sweep.submit import check, settle, submit, write_points
 
+PATIENCE_S = 120  # of a job: others may end at the same time
 COMMANDS = ("plan", "submit", "status", "resubmit", "cancel", "table")
 
 
@@ -46,17 +47,24 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     try:
         sweep = read_sweep(options.sweep)
-        points = expand(sweep)
+        journal = Journal(folder(sweep))
+        points = points_of(sweep, journal)
         if options.command == "plan":
-            return plan(sweep, points, options.gpu)
+            return plan(sweep, points, journal, options.gpu)
         if options.command == "table":
             return results.write(sweep, points, options)
         if options.command == "status":
-            return status(sweep, look(points, Journal(folder(sweep))))
-        with locked(folder(sweep)) as journal:
+            return status(sweep, look(points, journal))
+        if options.from_job and sweep.propose is None:  # the file was edited since
+            return 0
+        with locked(folder(sweep), PATIENCE_S if options.from_job else 0) as journal:
             settle(journal)
+            if sweep.propose:  # another one may have proposed some
+                points = points_of(sweep, journal)
             if options.command == "cancel":
                 return cancel(journal, look(points, journal))
+            if sweep.propose and options.command == "submit":
+                return search(sweep, points, journal, options)
             return send(sweep, look(points, journal), journal, options)
     except ConfigError as error:
         print(f"sweep: error: {len(error.problems)} problem(s) with the input", file=sys.stderr)
@@ -74,6 +82,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("command", metavar="COMMAND", help=", ".join(COMMANDS))
     parser.add_argument("--gpu", metavar="NAME", help=f"plan: one of {', '.join(GPUS)}")
     parser.add_argument("--here", action="store_true", help="(re)submit: run on this machine")
+    parser.add_argument("--from-job", action="store_true", help="submit: a job's own, at its end")
     parser.add_argument("--x", metavar="AXIS", help="table: the axis of the picture")
     parser.add_argument("--step", type=int, metavar="N", help="table: compare at step N")
     options = parser.parse_args(argv)
@@ -84,9 +93,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--gpu={options.gpu}: is not known; give one of {', '.join(GPUS)}")
     for name, commands in (
         ("gpu", ("plan",)), ("here", ("submit", "resubmit")), ("x", ("table",)),
-        ("step", ("table",)),
+        ("step", ("table",)), ("from_job", ("submit",)),
     ):  # fmt: skip
         if getattr(options, name) and options.command not in commands:
+            name = name.replace("_", "-")
             parser.error(f"--{name}: has no effect with {options.command}; leave it out")
     return options
 
@@ -104,8 +114,30 @@ def folder(sweep: Sweep) -> Path:
     return sweep.dir / "sweep"
 
 
-def plan(sweep: Sweep, points: list[Point], gpu: str | None) -> int:
+def points_of(sweep: Sweep, journal: Journal) -> list[Point]:
+    """All of them; with [propose] those that are proposed so far."""
+    return proposed(sweep, journal) if sweep.propose else expand(sweep)
+
+
+def next_points(
+    sweep: Sweep, looks: Sequence[Look], journal: Journal, most: int | None = None
+) -> dict[str, Values]:  # fmt: skip
+    """[propose]: the values of those that follow from the results so far, by name."""
+    count, why = room(sweep, looks)
+    if why:
+        say(why)
+    count = count if most is None else min(count, most)
+    found = propose(sweep, looks, journal, count) if count else {}
+    if len(found) < count:
+        say(f"{len(found)} new point(s): the ranges hold no others that fulfil the conditions")
+    return found
+
+
+def plan(sweep: Sweep, points: list[Point], journal: Journal, gpu: str | None) -> int:
     """Check every point, and say what would be submitted."""
+    if sweep.propose:  # in memory alone
+        journal.proposed |= next_points(sweep, look(points, journal), journal)
+        points = proposed(sweep, journal)
     arrays = check(sweep, points)
     rows = [["point", "steps", "parameters", "GPUs", "GPU hours", "speed"]]
     hours: list[float | None] = []
@@ -121,7 +153,7 @@ def plan(sweep: Sweep, points: list[Point], gpu: str | None) -> int:
             source,
         ])  # fmt: skip
     print(aligned(rows, 2, range(1, 5)))
-    print(f"\n{len(points)} points in {sweep.dir}, {len(arrays)} array(s):")
+    print(f"\n{number_of(sweep, points)} points in {sweep.dir}, {len(arrays)} array(s):")
     for array in arrays:
         print(f"  sbatch --array={array.indices} {' '.join(array.words)} {array.script.name}")
     known = [spent for spent in hours if spent is not None]
@@ -135,33 +167,31 @@ def plan(sweep: Sweep, points: list[Point], gpu: str | None) -> int:
     return 0
 
 
-def check(sweep: Sweep, points: Sequence[Point]) -> list[Array]:
-    """The arrays of these points, all of it sound. Raises ConfigError with all problems."""
-    problems: list[str] = []
-    arrays: list[Array] = []
-    if is_run(sweep.dir):
-        problems.append(f"{sweep.dir}: is the directory of a run; give the sweep another name")
-    try:
-        profile_environment(sweep.profile)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        arrays = arrays_of(sweep, points, slurm.max_array_size())
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        check_points(points)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return arrays
+def number_of(sweep: Sweep, points: Sequence[object]) -> str:
+    """How many; with [propose] also how many there will be."""
+    return f"{len(points)} of {sweep.propose.points}" if sweep.propose else str(len(points))
 
 
-def settle(journal: Journal) -> None:
-    """What an earlier sweep.py could not record, because it was killed or Slurm was away."""
-    for submission in journal.open:
-        record(journal, submission, find(journal, submission))
+def search(sweep: Sweep, points: list[Point], journal: Journal, options: argparse.Namespace) -> int:
+    """submit with [propose]: the next points, too; with --here each follows from all before it."""
+    code = 0
+    while True:
+        looks = look(points, journal)
+        if options.from_job and any(each.state.word == "cancelled" for each in looks):
+            say("points were cancelled: nothing is proposed until you submit again")
+            return 0
+        more = next_points(sweep, looks, journal, 1 if options.here else None)
+        journal.proposed |= more
+        points = proposed(sweep, journal)
+        check(sweep, [point for point in points if point.name in more])
+        for name, values in more.items():
+            journal.append(event="proposed", point=name, values=values)
+        looks = look(points, journal)
+        code = max(code, send(sweep, looks, journal, options))
+        if not options.here or code == 130 or not any(each.new for each in looks):
+            return code
+        if any(each.new for each in look(points, journal)):  # it did not even begin
+            return code
 
 
 def send(
@@ -183,12 +213,15 @@ def send(
         return 1 if tired or unknown else 0
     arrays = check(sweep, points)
     rule = sweep.early_stop
-    stop = {"KEMPNER_EARLY_STOP": f"{rule.after}:{rule.least}"} if rule else {}
+    beside = {"KEMPNER_EARLY_STOP": f"{rule.after}:{rule.least}"} if rule else {}
     if options.here:
-        return run_here(journal.folder, points, stop)
+        return run_here(journal.folder, points, beside)
     if shutil.which("sbatch") is None:
         raise ConfigError(f"there is no sbatch here: {options.command} --here runs the points")
-    env = profile_environment(sweep.profile) | stop
+    if sweep.propose:
+        beside["KEMPNER_PROPOSE"] = str(sweep.file.absolute())
+        beside["KEMPNER_PROPOSE_PYTHON"] = sys.executable
+    env = profile_environment(sweep.profile) | beside
     missing = 0
     for array in arrays:
         if submit(sweep, array, journal, env, say):
@@ -220,7 +253,7 @@ def run_here(own: Path, points: Sequence[Point], more: dict[str, str]) -> int:
 
 def counts(looks: Sequence[Look]) -> str:
     number = Counter(each.state.word for each in looks)
-    return ", ".join(f"{count} {word}" for word, count in number.most_common())
+    return ", ".join(f"{count} {word}" for word, count in number.most_common()) or "none yet"
 
 
 def status(sweep: Sweep, looks: Sequence[Look]) -> int:
@@ -235,7 +268,7 @@ def status(sweep: Sweep, looks: Sequence[Look]) -> int:
             f"! {each.state.reason}" if each.state.attention else each.state.reason,
         ))  # fmt: skip
     print(aligned(rows, 2, range(2, 4), wrap=True))
-    print(f"{len(looks)} points: {counts(looks)}")
+    print(f"{number_of(sweep, looks)} points: {counts(looks)}")
     return 1 if any(each.state.attention for each in looks) else 0
 
 

@@ -52,17 +52,26 @@ def open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
         # torchrun's agent serves the store itself and says so; else rank 0 does.
         serves = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         port = int(env["MASTER_PORT"])
-        shared = dist.TCPStore(env["MASTER_ADDR"], port, None, serves, limit)
+        shared = dist.TCPStore(_numeric(env["MASTER_ADDR"]), port, None, serves, limit)
         return dist.PrefixStore(f"kempner-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     note = _note_in(run_dir)
     if world.rank:
         address, port = _read_note(note, copy_of(run_dir), world.local_rank, start_timeout)
-        return dist.TCPStore(address, port, None, False, limit)
-    store = dist.TCPStore("localhost", 0, None, True, limit, wait_for_workers=False)
+        return dist.TCPStore(_numeric(address), port, None, False, limit)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
     run_dir.mkdir(parents=True, exist_ok=True)
     for place in (note, copy_of(run_dir)):
         write_atomic(place, f"{slurm.own_address()} {store.port}\n")
     return store
+
+
+def _numeric(host: str) -> str:
+    """The address of a host that has one. TCPStore asks for its IPv6 address first, which is often
+    not in /etc/hosts, and waits 5 s for a name server that does not answer."""
+    with contextlib.suppress(OSError):
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        return addresses.pop() if len(addresses) == 1 else host
+    return host
 
 
 def _note_in(run_dir: Path) -> Path:

@@ -190,7 +190,9 @@ def test_a_token_that_the_sidecar_does_not_know(
 WORLDS = {
     "shard": (("--distributed.dp_shard=4",), "1 x 4 = 4", "world of 1 ranks"),
     "replicate": (("--distributed.dp_replicate=3",), "3 x 1 = 3", "or start 3 tasks"),
-    "pipeline": (("--distributed.pp=2",), "2 x 1 x 1 = 2", "or start 2 tasks"),
+    "pipeline": (
+        ("--distributed.pp=2", "--train.micro_batch=1"), "2 x 1 x 1 = 2", "or start 2 tasks"
+    ),
     "tensor": (("--distributed.tp=2",), "1 x 1 x 2 = 2", "or start 2 tasks"),
     "micro-batch": (("--train.micro_batch=3",), "8 sequences do not", "--train.global_batch=6"),
     "tokens": (

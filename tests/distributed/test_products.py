@@ -78,7 +78,7 @@ def world(cases: dict[str, list[str]], ranks: int, backend: str) -> dict[str, An
         env=clean_env(),
         capture_output=True,
         text=True,
-        timeout=570,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -109,8 +109,11 @@ def test_cut_matrices_multiply_in_fp8(some: dict[str, Any]) -> None:
 
 
 @pytest.mark.soak
-def test_every_product_with_every_lever() -> None:
-    for found in world(ALL, 4, "aot_eager").values():
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("axes", PRODUCTS)
+def test_a_product_with_every_lever(axes: str) -> None:
+    cases = {f"{axes}: {lever}": ALL[f"{axes}: {lever}"] for lever in LEVERS}
+    for found in world(cases, 4, "aot_eager").values():
         check(found)
 
 

@@ -138,6 +138,17 @@ kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls 
     KP_EARLY_STOP=$!
 }
 
+kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follow from this result, too
+    local environment=()
+    [[ -n ${KEMPNER_PROPOSE:-} ]] && kp_is_batch || return 0
+
+    # As from the shell that submitted this job: what Slurm and this script have exported would reach the next one.
+    mapfile -d '' -t environment < <(grep -zvE '^(SLURM_|KEMPNER_EARLY_STOP=)' "/proc/$$/environ")
+    kp_shielded env -i "${environment[@]}" ${SLURM_CONF:+"SLURM_CONF=$SLURM_CONF"} \
+        "$KEMPNER_PROPOSE_PYTHON" "$KP_ROOT/scripts/sweep.py" "$KEMPNER_PROPOSE" submit --from-job ||
+        kp_log "the sweep's next points were not submitted: see above; 'sweep.py $KEMPNER_PROPOSE submit' does so"
+}
+
 kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on all nodes of the job; exports variables
     local more blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
     KP_SRUN=(

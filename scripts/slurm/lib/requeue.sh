@@ -149,7 +149,7 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
 kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code
     if kp_in_job; then
         [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
-        [[ $KP_DECIDED != end ]] || kp_unstage
+        [[ $KP_DECIDED != end ]] || { kp_unstage && kp_propose; }
     else
         kp_verdict
     fi

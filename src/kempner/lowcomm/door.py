@@ -55,7 +55,7 @@ class Judge:
         import torch.distributed as dist
 
         # Any: append() and clone() are not in torch's stubs.
-        self.store: Any = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+        self.store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._silence, self._on_silence = silence, on_silence
         self._log = LineFile(log) if log is not None else None
         self._names: dict[socket.socket, str] = {}

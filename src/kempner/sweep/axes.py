@@ -1,15 +1,24 @@
-"""The values of an axis: a list, a range, or draws. No torch."""
+"""The values of an axis: a list, a range, or draws; what [propose] says. No torch."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from kempner.config.option import option
 from kempner.config.values import shown
 
 LARGEST = 10_000  # points, or values of an axis
+
+
+@dataclass(frozen=True)
+class Propose:
+    points: int = option(1, "points in all", minimum=1, maximum=LARGEST)
+    startup: int = option(10, "results before draws at random end", minimum=1)
+    seed: int = option(0, "seed", minimum=0)
 
 
 def grid(spec: Any) -> list[Any]:

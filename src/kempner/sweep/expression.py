@@ -10,6 +10,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from kempner.config.values import did_you_mean, shown
@@ -107,6 +108,22 @@ class Expression:
             )
         for part in parts:
             self._check(part)
+
+
+def in_order(rules: Mapping[str, Expression]) -> dict[str, Expression]:
+    """Each after those that it reads: TOML's tables do not keep the order of `a.x`, `b`, `a.y`.
+    Its own name in a rule is the value before it. Raises ExpressionError for a circle."""
+    of_model = {name for name in rules if name.startswith("model.")}
+    needs = {
+        name: (rule.names | (of_model if "parameters" in rule.names else set())) - {name}
+        for name, rule in rules.items()
+    }
+    try:
+        return {name: rules[name] for name in TopologicalSorter(needs).static_order()
+                if name in rules}  # fmt: skip
+    except CycleError as error:
+        circle = " needs ".join(reversed(error.args[1]))
+        raise ExpressionError(f"{circle}: break the circle") from None
 
 
 def _name(node: ast.AST) -> str | None:

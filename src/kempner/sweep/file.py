@@ -7,60 +7,19 @@ import itertools
 import keyword
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kempner.config import toml
-from kempner.config.option import ConfigError, Option, schema
+from kempner.config.option import ConfigError, schema
 from kempner.config.values import did_you_mean, shown
-from kempner.run import RunConfig
-from kempner.sweep.axes import LARGEST, draws, grid
+from kempner.sweep.axes import LARGEST, Propose, draws, grid
 from kempner.sweep.early_stop import EarlyStop
-from kempner.sweep.expression import FUNCTIONS, Expression, ExpressionError
-from kempner.sweep.resources import Resources
+from kempner.sweep.expression import FUNCTIONS, Expression, ExpressionError, in_order
+from kempner.sweep.keys import DERIVED, KEYS, OPTIONS, RESERVED, SECTIONS, Root, Values
 
-Values = dict[str, Any]  # by name: section.key of an option, resources.key, or a variable
-
-
-@dataclass(frozen=True)
-class Root:
-    """A sweep's own sections, declared like those of a run."""
-
-    resources: Resources = field(default_factory=Resources)
-    early_stop: EarlyStop = field(default_factory=EarlyStop)
-
-
-OPTIONS: dict[str, Option] = {
-    option.name: option
-    for sections in (schema(RunConfig), schema(Root))
-    for keys in sections.values()
-    for option in keys.values()
-    if not option.name.startswith("early_stop.")  # the same for all points
-}
-SECTIONS = {name.partition(".")[0] for name in OPTIONS}
-KEYS: dict[str, type | tuple[type, ...]] = {
-    "base": (str, list, dict),
-    "dir": str,
-    "name": str,
-    "profile": str,
-    "max_running": int,
-    "tries": int,
-    "where": list,
-    "set": dict,
-    "axes": dict,
-    "zip": (dict, list),
-    "random": dict,
-    "rules": dict,
-    "resources": dict,
-    "early_stop": dict,
-}
-DERIVED = {
-    "run.dir": "a sweep names its run directories itself; use the sweep's dir and name",
-    "checkpoint.dir": "the points would share it; leave it out",
-}
-RESERVED = {"base", "parameters", *FUNCTIONS}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,11 +36,13 @@ class Sweep:
     rules: dict[str, Expression]
     where: list[Expression]
     early_stop: EarlyStop | None
+    propose: Propose | None
+    space: Values  # of [propose]: lists and ranges
 
     @property
     def varied(self) -> list[str]:
         """The names that differ between points, in order."""
-        own = [name for group in self.groups for name in group[0]]
+        own = [name for group in self.groups for name in group[0]] + [*self.space]
         return (["base"] if len(self.bases) > 1 else []) + own
 
     def combinations(self) -> list[Values]:
@@ -124,12 +85,18 @@ class _Reader:
         fixed = self.values("set", get("set", {}))
         fixed |= self.values("resources", {"resources": get("resources", {})})
         groups = self.groups()
-        rules = self.in_order(self.expressions("rules", self.flat("rules", get("rules", {}))))
+        propose, space = self.propose()
+        rules = self.expressions("rules", self.flat("rules", get("rules", {})))
+        try:
+            rules = in_order(rules)
+        except ExpressionError as error:
+            self.wrong(f"rules: {error}")
         where = self.expressions("where", {str(i): text for i, text in enumerate(get("where", []))})
         sweep = Sweep(
             self.file, name, Path(get("dir", "runs")) / name, get("profile", ""),
             get("max_running", 0), get("tries", 3), self.bases(), fixed, groups, rules,
-            [*where.values()], self.early_stop(),
+            [*where.values()], self.section("early_stop", EarlyStop, get("early_stop")),
+            propose, space,
         )  # fmt: skip
         self.check_names(sweep)
         if (count := math.prod(map(len, groups)) * len(sweep.bases)) > LARGEST:
@@ -138,18 +105,54 @@ class _Reader:
             raise ConfigError(self.problems)
         return sweep
 
-    def early_stop(self) -> EarlyStop | None:
-        if (table := self.table.get("early_stop")) is None:
+    def section(self, name: str, cls: type[T], table: Values | None) -> T | None:
+        """One of the sweep's own; None where the file does not have it."""
+        if table is None:
             return None
-        values, options = {}, schema(Root)["early_stop"]
+        values, options = {}, schema(Root)[name]
         for key, value in table.items():
             try:
                 if key not in options:
                     raise ValueError(f"unknown key{did_you_mean(key, options)}")
                 values[key] = options[key].convert(value)
             except ValueError as error:
-                self.wrong(f"early_stop.{key} = {shown(value)}: {error}")
-        return EarlyStop(**values)
+                self.wrong(f"{name}.{key} = {shown(value)}: {error}")
+        return cls(**values)
+
+    def propose(self) -> tuple[Propose | None, Values]:
+        """[propose]: its options, and its lists and ranges."""
+        if "propose" not in self.table:
+            return None, {}
+        table = dict(self.table["propose"])
+        own = {key: table.pop(key) for key in schema(Root)["propose"] if key in table}
+        space = self.flat("propose", table)
+        others = [f"[{key}]" for key in ("axes", "zip", "random") if key in self.table]
+        base = self.table.get("base")
+        others += ["several bases"] if isinstance(base, dict) and len(base) > 1 else []
+        if others:
+            self.wrong(
+                f"propose: cannot be combined with {', '.join(others)}: it is to find one best "
+                "point; put what it may choose from into [propose], as a list or a range"
+            )
+        if "max_running" not in self.table:
+            self.wrong(
+                "propose: give max_running, the points that run at once: each new one follows from "
+                "the results so far"
+            )
+        if "points" not in own:
+            self.wrong("propose.points: must be given, the number of points in all")
+        if not space:
+            self.wrong("propose: nothing to choose; write optimizer.lr = {log = [1e-4, 1e-2]}")
+        try:
+            draws(space, 1, 0)
+        except ValueError as error:
+            self.wrong(f"propose: {error}")
+            space = {}
+        for name, spec in space.items():  # each choice; the ends of a range, and a value between
+            every = spec if isinstance(spec, list) else {**spec, "count": 3}
+            for value in self.axis("propose", name, every):
+                self.convert("propose", name, value)
+        return self.section("propose", Propose, own), space
 
     def wrong(self, problem: str) -> None:
         self.problems.append(f"{self.file}: {problem}")
@@ -262,21 +265,6 @@ class _Reader:
             except ExpressionError as error:
                 self.wrong(f"{where}: {error}")
         return found
-
-    def in_order(self, rules: dict[str, Expression]) -> dict[str, Expression]:
-        """Each after those that it reads: TOML's tables do not keep the order of `a.x`, `b`, `a.y`.
-        Its own name in a rule is the value before it."""
-        of_model = {name for name in rules if name.startswith("model.")}
-        needs = {
-            name: (rule.names | (of_model if "parameters" in rule.names else set())) - {name}
-            for name, rule in rules.items()
-        }
-        try:
-            return {name: rules[name] for name in TopologicalSorter(needs).static_order()
-                    if name in rules}  # fmt: skip
-        except CycleError as error:
-            self.wrong(f"rules: {' needs '.join(reversed(error.args[1]))}: break the circle")
-            return rules
 
     def check_names(self, sweep: Sweep) -> None:
         """A variable that nothing reads has no effect; a name that nothing gives has no value."""

@@ -1,4 +1,5 @@
-"""What was submitted of a sweep, and as which array: RUNS/NAME/sweep/journal.jsonl. No torch.
+"""What was proposed and submitted of a sweep, and as which array: RUNS/NAME/sweep/journal.jsonl. No
+torch.
 
 A line before each sbatch and one after it: whatever ends this process in between, the next one
 finds the array by its name, which no other array has, before it submits anything.
@@ -37,6 +38,7 @@ class Journal:
         self.folder = folder
         self.submissions: dict[str, Submission] = {}  # by name, without those that were refused
         self.cancelled: dict[str, float] = {}  # point -> when
+        self.proposed: dict[str, dict[str, Any]] = {}  # point -> its values of [propose]
         for line in read_jsonl(folder / "journal.jsonl"):
             self._take(line)
 
@@ -85,12 +87,23 @@ class Journal:
             self.submissions.pop(name, None)
         elif event == "cancelled":
             self.cancelled |= dict.fromkeys(line["points"], when)
+        elif event == "proposed":
+            self.proposed[line["point"]] = line["values"]
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[Journal]:
-    """The journal, for one process at a time; raises BlockingIOError when another one has it."""
+def locked(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
+    """The journal, for one process at a time; raises BlockingIOError when another one has it for
+    `patience` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + patience
     with open(folder / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(0.2)
         yield Journal(folder)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from kempner.configure import check, load_config
 from kempner.model.config import ModelConfig
 from kempner.run import RunConfig
 from kempner.sweep.expression import ExpressionError
-from kempner.sweep.file import OPTIONS, Sweep, Values
+from kempner.sweep.file import Sweep
+from kempner.sweep.keys import OPTIONS, Values
 from kempner.sweep.resources import Resources
 
 SLUG = 60  # characters of a name before its hash
@@ -42,15 +43,19 @@ class Point:
         return self.run_dir.name
 
 
+def load_bases(sweep: Sweep) -> dict[str, RunConfig]:
+    return {name: load_config(files, []) for name, files in sweep.bases.items()}
+
+
 def expand(sweep: Sweep) -> list[Point]:
     """All points in the order of the file. Raises ConfigError with the problems of all of them,
     each once; files that the configurations name are not looked at: see check_points."""
-    bases = {name: load_config(files, []) for name, files in sweep.bases.items()}
+    bases = load_bases(sweep)
     problems: dict[str, list[str]] = {}
     points = []
     for number, combination in enumerate(sweep.combinations(), 1):
         try:
-            point = _point(sweep, bases[combination["base"]], combination)
+            point = make_point(sweep, bases[combination["base"]], combination)
         except ConfigError as error:
             for text in error.problems:
                 problems.setdefault(text, []).append(f"{number}")
@@ -73,7 +78,7 @@ def expand(sweep: Sweep) -> list[Point]:
     return points
 
 
-def check_points(points: list[Point]) -> None:
+def check_points(points: Sequence[Point]) -> None:
     """Every point as train.py --check does it: the files that it names, and whether it fits its
     nodes. Raises ConfigError with all problems, each once with the points that have it."""
     problems: dict[str, list[str]] = {}
@@ -99,8 +104,8 @@ def _raise(problems: Mapping[str, list[str]]) -> None:
         raise ConfigError(found)
 
 
-def _point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | None:
-    """None where a condition excludes it."""
+def make_point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | None:
+    """None where a condition excludes it. Raises ConfigError."""
     known: Values = {
         f"{section}.{key}": value
         for section, keys in as_dict(base).items()
@@ -130,10 +135,11 @@ def _point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | None:
         if name in OPTIONS and not name.startswith("resources.")
     ]
     problems = [f"{sweep.file}: {text}" for text in resources.problems()]
-    if sweep.early_stop and not known["eval.interval"]:
-        problems.append(
-            f"{sweep.file}: early_stop: judges validations; set eval.interval, or leave it out"
-        )
+    for key, table in (("early_stop", sweep.early_stop), ("propose", sweep.propose)):
+        if table and not known["eval.interval"]:
+            problems.append(
+                f"{sweep.file}: {key}: judges validations; set eval.interval, or leave it out"
+            )
     try:
         cfg = load_config(sweep.bases[combination["base"]], words)
     except ConfigError as error:

@@ -13,9 +13,11 @@ from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
 from kempner.files import write_atomic
 from kempner.history import events
+from kempner.history.run_history import is_run
 from kempner.sweep.file import Sweep
 from kempner.sweep.journal import Journal, Submission
-from kempner.sweep.points import Point
+from kempner.sweep.points import Point, check_points
+from kempner.sweep.resources import profile_environment
 
 DELAYS_S = (1, 2, 4, 8, 16, 32)  # before sbatch is tried again
 MAX_ARRAY_SIZE = 1001  # Slurm's default
@@ -34,6 +36,29 @@ class Array:
     def indices(self) -> str:
         limit = f"%{self.running}" if self.running else ""
         return f"0-{len(self.points) - 1}{limit}"
+
+
+def check(sweep: Sweep, points: Sequence[Point]) -> list[Array]:
+    """The arrays of these points, all of it sound. Raises ConfigError with all problems."""
+    problems: list[str] = []
+    arrays: list[Array] = []
+    if is_run(sweep.dir):
+        problems.append(f"{sweep.dir}: is the directory of a run; give the sweep another name")
+    try:
+        profile_environment(sweep.profile)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        arrays = arrays_of(sweep, points, slurm.max_array_size())
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        check_points(points)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return arrays
 
 
 def arrays_of(sweep: Sweep, points: Sequence[Point], largest: int | None) -> list[Array]:
@@ -138,3 +163,9 @@ def record(journal: Journal, submission: Submission, job: str | None) -> None:
         journal.append(event="submitted", name=submission.name, job=job)
     elif job == "":
         journal.append(event="refused", name=submission.name)
+
+
+def settle(journal: Journal) -> None:
+    """What an earlier sweep.py could not record, because it was killed or Slurm was away."""
+    for submission in journal.open:
+        record(journal, submission, find(journal, submission))

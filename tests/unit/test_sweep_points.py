@@ -22,11 +22,12 @@ from kempner.sweep import look as looking
 from kempner.sweep import submit as submitting
 from kempner.sweep.early_stop import worse
 from kempner.sweep.expression import Expression, ExpressionError
-from kempner.sweep.file import KEYS as file_keys
 from kempner.sweep.file import read_sweep
 from kempner.sweep.journal import Journal, locked
+from kempner.sweep.keys import KEYS
 from kempner.sweep.look import look
 from kempner.sweep.points import Point, expand, identity
+from kempner.sweep.propose import propose, proposed
 from kempner.sweep.resources import profile_environment
 from kempner.sweep.submit import arrays_of
 
@@ -45,6 +46,7 @@ def program() -> ModuleType:
 
 SWEEP = program()
 Capture = pytest.CaptureFixture[str]
+PROPOSE = "max_running = 1\n[propose]\npoints = 2\ntrain.seed = [1, 2]\n"
 
 
 def points_of(folder: Path, text: str) -> list[Point]:
@@ -61,7 +63,12 @@ def problems_of(folder: Path, text: str) -> list[str]:
 
 @functools.cache
 def shipped(file: Path) -> list[Point]:
-    return expand(read_sweep(file))
+    sweep = read_sweep(file)
+    if sweep.propose is None:
+        return expand(sweep)
+    journal = Journal(Path("nowhere"))
+    journal.proposed = propose(sweep, [], journal, 4)
+    return proposed(sweep, journal)
 
 
 # --- expressions ------------------------------------------------------------------------------
@@ -262,6 +269,15 @@ def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
         ("[early_stop]\nafter = 0", "early_stop.after = 0: must be at least 1"),
         ("[early_stop]\nevery = 1", "early_stop.every = 1: unknown key"),
         ("[early_stop]\n[set]\neval.interval = 0", "early_stop: judges validations"),
+        ("[propose]\ntrain.seed = [1]\npoints = 2", "propose: give max_running"),
+        ("max_running = 1\n[propose]\ntrain.seed = [1]", "propose.points: must be given"),
+        ("max_running = 1\n[propose]\npoints = 2", "propose: nothing to choose"),
+        ("max_running = 1\n[propose]\npoints = 2\na = [1]", "propose: a: has no effect"),
+        (f"{PROPOSE}startup = 0", "propose.startup = 0: must be at least 1"),
+        (f"{PROPOSE}optimizer.lr = {{log = [1, 2], count = 3}}", "optimizer.lr = {log = [1, 2], c"),
+        (f"{PROPOSE}train.max_steps = {{log = [1, 4]}}", "train.max_steps = 2.0: must be an int"),
+        (f"{PROPOSE}optimizer.lr = {{linear = [-1, 1]}}", "optimizer.lr = -1: must be at least 0"),
+        (f"{PROPOSE}[axes]\noptimizer.lr = [1, 2]", "cannot be combined with [axes]"),
         ("base = 3", "Cannot overwrite a value"),
         ("[resources]\nnode = 2", "resources.node: unknown option; did you mean resources.nodes?"),
         ("[resources]\nshare = true", "give resources.cpus_per_task and resources.mem"),
@@ -526,7 +542,7 @@ def test_the_commands_of_the_page() -> None:
     for file, words in lines:
         assert SWEEP.parse([file, *words.split()]).command in SWEEP.COMMANDS
         assert read_sweep(ROOT / file).dir == Path("runs/learning-rate")
-    for key in file_keys:
+    for key in KEYS:
         assert f"`{key}`" in page or f"`[{key}]`" in page, key
 
 

@@ -1,0 +1,56 @@
+"""What may stand in SWEEP.toml. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kempner.config.option import Option, schema
+from kempner.run import RunConfig
+from kempner.sweep.axes import Propose
+from kempner.sweep.early_stop import EarlyStop
+from kempner.sweep.expression import FUNCTIONS
+from kempner.sweep.resources import Resources
+
+Values = dict[str, Any]  # by name: section.key of an option, resources.key, or a variable
+
+
+@dataclass(frozen=True)
+class Root:
+    """A sweep's own sections, declared like those of a run."""
+
+    resources: Resources = field(default_factory=Resources)
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
+    propose: Propose = field(default_factory=Propose)
+
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for sections in (schema(RunConfig), schema(Root))
+    for keys in sections.values()
+    for option in keys.values()
+    if not option.name.startswith(("early_stop.", "propose."))  # the same for all points
+}
+SECTIONS = {name.partition(".")[0] for name in OPTIONS}
+KEYS: dict[str, type | tuple[type, ...]] = {
+    "base": (str, list, dict),
+    "dir": str,
+    "name": str,
+    "profile": str,
+    "max_running": int,
+    "tries": int,
+    "where": list,
+    "set": dict,
+    "axes": dict,
+    "zip": (dict, list),
+    "random": dict,
+    "propose": dict,
+    "rules": dict,
+    "resources": dict,
+    "early_stop": dict,
+}
+DERIVED = {
+    "run.dir": "a sweep names its run directories itself; use the sweep's dir and name",
+    "checkpoint.dir": "the points would share it; leave it out",
+}
+RESERVED = {"base", "parameters", *FUNCTIONS}

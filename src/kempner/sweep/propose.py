@@ -1,0 +1,161 @@
+"""[propose]: the next points of a sweep follow from the results so far, by optuna's TPE. No torch.
+
+What was proposed is in the journal, and the results are in the run directories; optuna's study is
+made anew from both each time, in memory. J. Bergstra et al., "Algorithms for Hyper-Parameter
+Optimization", NeurIPS 2011, has the method.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.sweep.file import Sweep
+from kempner.sweep.journal import Journal
+from kempner.sweep.keys import OPTIONS, Values
+from kempner.sweep.look import Look
+from kempner.sweep.points import Point, load_bases, make_point
+from kempner.sweep.results import loss_of
+
+ENDED = ("done", "stopped", "failed")  # others run, will run, or somebody has to look at them
+FAILURES = 3  # and not fewer than run at once: so many in a row, and nothing more is proposed
+DRAWS = 100  # of one point, until it is new and fulfils the conditions
+
+
+def proposed(sweep: Sweep, journal: Journal) -> list[Point]:
+    """The points proposed so far, in order; of an edited file those that are as they were."""
+    (base,) = load_bases(sweep).items()
+    found = []
+    for name, values in journal.proposed.items():
+        if values.keys() != sweep.space.keys():
+            continue
+        try:
+            point = _point(sweep, *base, values)
+        except (ConfigError, ValueError):  # it was sound when it was proposed
+            continue
+        found += [point] if point is not None and point.name == name else []
+    return found
+
+
+def _point(sweep: Sweep, name: str, base: Any, values: Values) -> Point | None:
+    own = {key: OPTIONS[key].convert(value) if key in OPTIONS else value
+           for key, value in values.items()}  # fmt: skip
+    return make_point(sweep, base, {"base": name, **own})
+
+
+def room(sweep: Sweep, looks: Sequence[Look]) -> tuple[int, str]:
+    """How many more points may be proposed now, and why there are none for the time being."""
+    assert sweep.propose is not None
+    ended = [each.state.word for each in looks if each.state.word in ENDED]
+    limit = max(FAILURES, sweep.max_running)
+    if ended[-limit:] == ["failed"] * limit:
+        return 0, f"the last {limit} points have failed: mend what is wrong, then resubmit"
+    free = sweep.max_running - (len(looks) - len(ended))
+    return max(0, min(sweep.propose.points - len(looks), free)), ""
+
+
+def propose(sweep: Sweep, looks: Sequence[Look], journal: Journal, count: int) -> dict[str, Values]:
+    """The values of the next `count` points, by the name of the point; fewer where no others are
+    left. The same results give the same points. Raises ConfigError."""
+    try:
+        import optuna
+    except ModuleNotFoundError:
+        fix = ".venv/bin/pip install -c constraints.txt -e '.[optuna]'"
+        raise ConfigError(f"{sweep.file}: propose: optuna is not installed; run {fix}") from None
+    rule, state = sweep.propose, optuna.trial.TrialState
+    assert rule is not None
+    (base,) = load_bases(sweep).items()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = {name: _distribution(optuna, spec) for name, spec in sweep.space.items()}
+    study = optuna.create_study(direction="minimize")
+    for each in looks:
+        if params := _params(sweep, journal.proposed[each.point.name]):
+            told = _result(state, each)
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=space, **told))
+
+    tried = [journal.proposed[each.point.name] for each in looks]
+    taken, found = {_hash(each.point) for each in looks}, {}
+    for number in range(len(looks), len(looks) + count):
+        for draw in range(DRAWS):
+            seed = random.Random(f"{rule.seed} {number} {draw}").getrandbits(32)
+            study.sampler = optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=rule.startup, constant_liar=True
+            )
+            trial = study.ask(space)
+            values = {name: _value(spec, trial.params[name]) for name, spec in sweep.space.items()}
+            point = None if values in tried else _point(sweep, *base, values)
+            tried.append(values)
+            if point is not None and _hash(point) not in taken:
+                taken.add(_hash(point))
+                found[point.name] = values
+                break
+            study.tell(trial, state=state.FAIL)
+        else:
+            break
+    if not found and not looks:
+        raise ConfigError(
+            f"{sweep.file}: propose: none of {DRAWS} draws fulfils all conditions of where; widen "
+            "the ranges"
+        )
+    return found
+
+
+def _hash(point: Point) -> str:
+    return point.name.rpartition("-")[2]
+
+
+def _range(spec: Mapping[str, Any]) -> tuple[float, float, bool]:
+    """Its ends, and whether only whole numbers count, as in axes.py."""
+    low, high = spec["log"] if "log" in spec else spec["linear"]
+    return low, high, "linear" in spec and isinstance(low, int) and isinstance(high, int)
+
+
+def _distribution(optuna: Any, spec: Any) -> Any:
+    kinds = optuna.distributions
+    if isinstance(spec, list):  # by index: a value may be a list itself
+        return kinds.CategoricalDistribution(range(len(spec)))
+    low, high, whole = _range(spec)
+    if whole:
+        return kinds.IntDistribution(low, high)
+    return kinds.FloatDistribution(low, high, log="log" in spec)
+
+
+def _value(spec: Any, param: Any) -> Any:
+    """optuna's parameter as the value of an axis, with six digits as in axes.py."""
+    if isinstance(spec, list):
+        return spec[param]
+    low, high, whole = _range(spec)
+    return param if whole else min(max(float(f"{param:.6g}"), low), high)
+
+
+def _params(sweep: Sweep, values: Values) -> dict[str, Any]:
+    """The values of a point as optuna's parameters; none where the ranges now are without them."""
+    found: dict[str, Any] = {}
+    for name, spec in sweep.space.items():
+        value = values[name]
+        if isinstance(spec, list):
+            if value not in spec:
+                return {}
+            found[name] = spec.index(value)
+        else:
+            low, high, whole = _range(spec)
+            sound = isinstance(value, int if whole else (int, float)) and low <= value <= high
+            if not sound:
+                return {}
+            found[name] = value
+    return found
+
+
+def _result(state: Any, look: Look) -> dict[str, Any]:
+    """What optuna is told of a point. One that was stopped has its last validation, one that has
+    failed, as it does when it diverges, is worse than any other."""
+    loss, step = loss_of(look.run, "val_loss", None)
+    if look.state.word == "failed" or (look.state.word == "done" and loss is not None):
+        value = float("inf") if look.state.word == "failed" else loss
+        return {"state": state.COMPLETE, "value": value}
+    if look.state.word == "stopped":
+        known = {} if step is None else {step: loss}
+        return {"state": state.PRUNED, "intermediate_values": known}
+    return {"state": state.RUNNING}
