@@ -1,6 +1,6 @@
 # make train          train a small model on this machine and sample from it; run it again to resume
 # make test           all tests, also on a real Slurm of several hosts (as root on Debian, installs Slurm)
-# make soak           the slow fault tests, and one run that survives 30 random faults
+# make soak           the slow fault tests, and two runs that survive 30 random faults each
 # make check          the linters: ruff, mypy, shellcheck, shfmt
 # make gpu-check      check and measure the trainer on this machine's GPUs in under eight minutes
 # make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
@@ -47,6 +47,7 @@ soak: .venv/dev
 	$(PY) -m pytest -m soak $(ARGS)
 	$(PY) -m pytest tests/distributed --trainer-python=/usr/bin/python3 $(ARGS)
 	$(PY) -m benchmarks.soak --faults 30 --seed 1
+	$(PY) -m benchmarks.soak_replicas --faults 30 --seed 1
 
 check: .venv/dev
 	@.venv/bin/ruff check

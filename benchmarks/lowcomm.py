@@ -1,14 +1,15 @@
 """What replicas over a slow link cost: DiLoCo, streaming DiLoCo and data parallelism, beside the
 same replicas without any communication.
 
-    sudo python -m benchmarks.lowcomm --out docs/lowcomm.png
+    sudo python -m benchmarks.lowcomm --turns 5 --out docs/lowcomm.png        about 15 minutes
 
 Two network namespaces stand for two islands with a GPU each. Between them is a link of 100 Mbit/s
 whose packets arrive 20 ms later: a TUN device in each, and a process that carries packets from one
 to the other and counts their bytes. A step of a real model takes a GPU longer than a CPU takes for
-this small one, so each step waits for --step-ms. The ways take turns, and a table has the medians.
-On a machine with other work tokens/s vary more than communication costs, so the cost is taken from
-one and the same run: the time that a replica spends on the outer steps.
+this small one, so each step waits for --step-ms. The ways take turns; each tokens/s is divided by
+that of the replicas without communication in the same turn, and the table has the median of the
+turns, the lowest and the highest. Other work on the machine shows in that spread. Blocked: the
+share of its time that a replica has waited for outer steps, by its own metrics.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import tempfile
 import time
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINER = ROOT / "tests/fault/faulty_train.py"
@@ -41,30 +42,40 @@ PACKET = 16_000  # bytes: few, because each costs the carrier some 50 us of a sh
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 CLONE_NEWNET = 0x40000000
 NAMES = ("kempner-a", "kempner-b")
-STEPS, ROUND = 60, 30
+ROUND = 30
 
 MODEL = (
     *("--model.dim=192", "--model.n_layers=4", "--model.n_heads=6", "--model.ffn_dim=512"),
-    *(
-        "--train.seq_len=32",
-        f"--train.max_steps={STEPS}",
-        "--no-checkpoint.save",
-        "--checkpoint.interval=0",
-    ),
+    *("--train.seq_len=32", "--no-checkpoint.save", "--checkpoint.interval=0"),
     *("--eval.interval=0", "--metrics.log_interval=1", "--distributed.device=cpu"),
     *("--distributed.dp_replicate=-1", "--distributed.dp_shard=1"),
 )
 LOW = ("--lowcomm.replicas=2", f"--lowcomm.interval={ROUND}")
 STREAM = ("--lowcomm.fragments=2", "--lowcomm.tau=5", "--lowcomm.alpha=0.5", "--lowcomm.lr=0.4")
 FOUR_BITS = ("--lowcomm.compress=linear", "--lowcomm.bits=4", "--lowcomm.raw=[]")
-WAYS: dict[str, tuple[str, ...] | None] = {
-    "no communication": None,
-    "data parallel": (),
+APART, DATA_PARALLEL = "no communication", "data parallel"
+WAYS: dict[str, tuple[str, ...]] = {
+    APART: (),
+    DATA_PARALLEL: (),
     "DiLoCo": LOW,
     "DiLoCo, 4 bits": (*LOW, *FOUR_BITS),
     "streaming": (*LOW, *STREAM),
     "streaming, 4 bits": (*LOW, *STREAM, *FOUR_BITS),
 }
+
+
+class Found(NamedTuple):
+    """Of one run."""
+
+    rate: float  # tokens/s of both islands
+    sent: float  # bytes over the link in a step, both ways, with all headers
+    blocked: float  # share of the time
+
+
+def steps_of(way: str) -> tuple[int, int]:
+    """How many steps are measured, and how many warm up before them: whole rounds where there are
+    any. Those of data parallelism take longer."""
+    return (30, 10) if way == DATA_PARALLEL else (2 * ROUND, ROUND)
 
 
 def sh(command: str) -> None:
@@ -132,11 +143,9 @@ class Link:
             sh(f"ip netns delete {name}")
 
 
-def run(way: str, words: tuple[str, ...] | None, work: Path, step_ms: int, link: Link) -> Any:
-    """tokens/s of both islands, bytes a step in both directions, and the share of its time that a
-    replica had for its own work."""
+def run(way: str, work: Path, step_ms: int, link: Link) -> Found:
     shutil.rmtree(work, ignore_errors=True)
-    apart = words is None
+    apart, steps = way == APART, sum(steps_of(way))
     before = link.bytes.value
     started = []
     for rank, name in enumerate(NAMES):
@@ -157,7 +166,7 @@ def run(way: str, words: tuple[str, ...] | None, work: Path, step_ms: int, link:
         batch = f"--train.global_batch={2 if apart else 4}"
         run_dir = f"--run.dir={work / (str(rank) if apart else 'run')}"
         command = [sys.executable, str(TRAINER), "configs/train/quickstart.toml", *MODEL]
-        command += [batch, run_dir, *(words or ())]
+        command += [batch, run_dir, f"--train.max_steps={steps}", *WAYS[way]]
         started.append(
             subprocess.Popen(
                 ["ip", "netns", "exec", name, *command],
@@ -171,63 +180,68 @@ def run(way: str, words: tuple[str, ...] | None, work: Path, step_ms: int, link:
     finally:
         for process in started:
             process.kill()
-    found = [rate(each) for each in sorted(work.rglob("metrics.jsonl"))]
+    found = [rate(each, way) for each in sorted(work.rglob("metrics.jsonl"))]
     # A run counts the tokens of all its replicas.
     tokens = sum(r for r, _ in found) if apart else found[0][0]
-    return tokens, (link.bytes.value - before) / STEPS, min(own for _, own in found)
+    return Found(tokens, (link.bytes.value - before) / steps, max(x for _, x in found))
 
 
-def rate(metrics: Path) -> tuple[float, float]:
-    """tokens/s of the second round, since the first one also warms up; and the share of its time
-    in which the replica did its own work: what it did not spend on the outer steps."""
+def rate(metrics: Path, way: str) -> tuple[float, float]:
+    """tokens/s after the warm-up, and the share of that time in outer steps."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     at = {line["step"]: line for line in lines if "loss" in line}
-    spent = sum(at[step]["step_time"] for step in range(ROUND + 1, STEPS + 1))
-    outer = sum(line["outer_time"] for line in lines if line.get("round") == 2)
-    return (at[STEPS]["tokens"] - at[ROUND]["tokens"]) / spent, 1 - outer / spent
+    measured, warm_up = steps_of(way)
+    last = warm_up + measured
+    spent = sum(at[step]["step_time"] for step in range(warm_up + 1, last + 1))
+    outer = sum(line["outer_time"] for line in lines if line.get("round", 0) > 1)
+    return (at[last]["tokens"] - at[warm_up]["tokens"]) / spent, outer / spent
 
 
-def draw(table: dict[str, float], out: Path) -> None:
+def draw(ratios: dict[str, list[float]], out: Path) -> None:
+    """A bar for the median of the turns, a line from the lowest to the highest."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 2.8))
-    names = list(table)[::-1]
-    axes.barh(names, [table[name] for name in names], color="tab:blue")
-    axes.bar_label(axes.containers[0], [f"{table[name]:.1%}" for name in names], padding=3)
-    axes.set_xlim(0, 1.15)
-    axes.set_xlabel("share of the time that is left for the replicas' own work")
+    for name, found in reversed(ratios.items()):
+        middle, low, high = statistics.median(found), min(found), max(found)
+        axes.barh(name, middle, xerr=[[middle - low], [high - middle]], color="tab:blue", capsize=3)
+        axes.text(high + 0.02, name, f"{middle:.1%}", va="center")
+    axes.set_xlim(0, 1.25)
+    axes.set_xlabel("tokens/s, of those of the same replicas without communication")
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 
 
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--step-ms", type=int, default=200)
     parser.add_argument("--out", type=Path, help="picture")
     options = parser.parse_args()
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in WAYS}
+    found: dict[str, list[Found]] = {name: [] for name in WAYS}
     with Link() as link, tempfile.TemporaryDirectory() as folder:
         for _ in range(options.turns):
-            for name, words in WAYS.items():
-                result = run(name, words, Path(folder) / "work", options.step_ms, link)
-                found[name].append(result)
-                print(name, *(f"{x:.3f}" for x in result), flush=True)
-    middle = {
-        name: [statistics.median(x) for x in zip(*f, strict=True)] for name, f in found.items()
+            for name in WAYS:
+                found[name].append(run(name, Path(folder) / "work", options.step_ms, link))
+                print(name, *(f"{x:.3f}" for x in found[name][-1]), flush=True)
+    ratios = {
+        name: [ours.rate / alone.rate for ours, alone in zip(turns, found[APART], strict=True)]
+        for name, turns in found.items()
     }
-    whole = middle["no communication"][0]
-    table = {}
-    print("\n| | time for own work | MB over the link in a step | tokens/s |\n|---|---|---|---|")
-    for name, (tokens, count, own) in middle.items():
-        # Data parallelism communicates within its steps: there only the rates say what it costs.
-        table[name] = tokens / whole if WAYS[name] == () else own
-        print(f"| {name} | {table[name]:.1%} | {count / 1e6:.3f} | {tokens:.0f} |")
+    print("\n| | tokens/s | blocked | MB over the link in a step |\n|---|---|---|---|")
+    for name, turns in found.items():
+        blocked = spread([x.blocked for x in turns]) if WAYS[name] else "-"
+        sent = statistics.median(x.sent for x in turns) / 1e6
+        print(f"| {name} | {spread(ratios[name])} | {blocked} | {sent:.3f} |")
     if options.out:
-        draw(table, options.out)
+        draw(ratios, options.out)
 
 
 if __name__ == "__main__":

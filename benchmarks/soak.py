@@ -64,9 +64,10 @@ POINTS = {  # inside a save: the function, and the rank that dies there
     "renamed": f"{COMMIT}:point_latest:before rank=0",
     "latest moved": f"{COMMIT}:point_latest:after rank=0",
 }
+Kinds = dict[str, tuple[int, tuple[str, ...]]]
 RANKS, NODES = ("rank 0", "rank 1"), ("node1", "node2")
 # How often in a bag of 20, and where it may strike.
-KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
+KINDS: Kinds = {
     "warning": (3, ("batch shell",)),
     "TERM": (2, RANKS),
     "preemption": (2, NODES),
@@ -93,7 +94,9 @@ class Fault(NamedTuple):
         return f"{self.number:3d}  step {self.step:6.1f}  {self.kind}: {self.target}"
 
 
-def draw(count: int, seed: int) -> list[Fault]:
+def draw(
+    count: int, seed: int, kinds: Kinds = KINDS, gap: tuple[float, float] = GAP
+) -> list[Fault]:
     """The same for a seed, always. Every kind comes up: they are drawn from a bag until it is
     empty."""
     chance = random.Random(seed)
@@ -102,11 +105,11 @@ def draw(count: int, seed: int) -> list[Fault]:
     step = 0.0
     for number in range(1, count + 1):
         if not bag:
-            bag = [kind for kind, (times, _) in KINDS.items() for _ in range(times)]
+            bag = [kind for kind, (times, _) in kinds.items() for _ in range(times)]
             chance.shuffle(bag)
-        step += chance.uniform(*GAP)
+        step += chance.uniform(*gap)
         kind = bag.pop()
-        plan.append(Fault(number, kind, chance.choice(KINDS[kind][1]), round(step, 1)))
+        plan.append(Fault(number, kind, chance.choice(kinds[kind][1]), round(step, 1)))
     return plan
 
 
@@ -124,6 +127,8 @@ class Broken(Exception):
 
 class Soak(BrokenRun):
     """One run under one pattern, its faults, and the hands that it needed."""
+
+    stuck_s = STUCK_S
 
     def __init__(
         self, cluster: Cluster, folder: Path, pattern: str, plan: list[Fault], hang_limit: float
@@ -161,8 +166,8 @@ class Soak(BrokenRun):
         )
 
     def _armed_kills(self) -> str:
-        """One kill per crash in a save, at whatever save of an attempt it will be. It strikes once:
-        when its file can be made, and that is when the file has been removed."""
+        """One kill per crash in a save, whichever it will be. It strikes once: when its file can be
+        made, and that is when the file has been removed."""
         lines = []
         for fault in self.plan:
             if fault.kind == "crash in a save":
@@ -170,8 +175,7 @@ class Soak(BrokenRun):
                 file = self._fuse(fault)
                 if self.submissions == 1:
                     file.touch()
-                saves = range(1, 2 + int(self.plan[-1].step) // INTERVAL)
-                lines += [f"kill at={where} {rank} nth={nth} once={file}" for nth in saves]
+                lines.append(f"kill at={where} {rank} nth=0 once={file}")
         return "\n".join(lines)
 
     def _fuse(self, fault: Fault) -> Path:
@@ -239,7 +243,7 @@ class Soak(BrokenRun):
             say(f"     no step for {still:.0f} s: scancel")
             self.cluster.run("scancel", self.job)
             self._changed = now
-        elif still > STUCK_S:
+        elif still > self.stuck_s:
             raise Broken(f"no step for {still:.0f} s, the job is {self.state()}")
 
     # --- the faults ---
@@ -292,12 +296,15 @@ class Soak(BrokenRun):
         urgent = ["--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null"]
         self.cluster.ask("sbatch", *urgent, "--wrap=sleep 1")
 
-    def _cut(self, duration: str) -> None:
-        self.cluster.testbed("cut", "node2")
+    def _cut(self, duration: str, node: str = "node2") -> None:
+        self.cluster.testbed("cut", node)
+        self._tend_for(duration)
+        self.cluster.testbed("join", node)
+
+    def _tend_for(self, duration: str) -> None:
         end = time.monotonic() + float(duration.split()[0])
         while time.monotonic() < end:
             self.tend()
-        self.cluster.testbed("join", "node2")
 
     def _damage_in_a_pause(self, how: str) -> None:
         """The run is interrupted, and while the job waits its newest checkpoint goes bad."""
@@ -454,11 +461,11 @@ def revived(run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def cluster_of_two(folder: Path) -> Iterator[Cluster]:
+def cluster_of(nodes: int, folder: Path) -> Iterator[Cluster]:
     env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid())}
     for attempt in range(5):  # a number may be taken by another cluster
         env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
-        command = ["bash", str(TESTBED), "up", "2", "1"]
+        command = ["bash", str(TESTBED), "up", str(nodes), "1"]
         up = subprocess.run(command, env=env, capture_output=True, text=True)
         if up.returncode == 0:
             break
@@ -523,7 +530,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     soaks: dict[str, Soak] = {}
     wrong: list[str] = []
-    with cluster_of_two(folder) as cluster:
+    with cluster_of(2, folder) as cluster:
         unbroken = run_unbroken(cluster, folder, plan)
         for pattern in args.pattern:
             say(f"\n{pattern}")

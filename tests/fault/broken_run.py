@@ -89,9 +89,12 @@ class BrokenRun:
     def wait_for_step(self, step: int) -> None:
         self.wait_for(rf"step +{step}/")
 
-    def pids(self, rank: int) -> list[int]:
-        """The process of a rank, as this machine counts."""
+    def pids(self, rank: int, replica: int | None = None) -> list[int]:
+        """The process of a rank, as this machine counts; `replica`: where each has a step."""
         found = []
+        place = [f"SLURM_PROCID={rank}", f"SLURM_JOB_ID={self.job}"]
+        if replica is not None:
+            place.append(f"KEMPNER_REPLICA={replica}")
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 command = (path / "cmdline").read_bytes()
@@ -100,8 +103,7 @@ class BrokenRun:
                 continue
             if (
                 str(self.dir).encode() in command
-                and f"SLURM_PROCID={rank}".encode() in environment
-                and f"SLURM_JOB_ID={self.job}".encode() in environment
+                and all(word.encode() in environment for word in place)
                 and any(word.startswith(b"SLURM_STEP_NUM_TASKS=") for word in environment)
             ):
                 found.append(int(path.name))

@@ -3,7 +3,7 @@
 FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the life of a run, with
 `rank=R` on that rank alone, with `replica=R` on that replica alone:
 
-    kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after)
+    kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after; 0: any)
     kill at=... signal=SIGTERM              or another signal
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
     fail at=MODULE:FUNCTION:before          that call raises OSError
@@ -65,7 +65,7 @@ def at_call(fault: dict[str, str], act: Callable[[], None]) -> None:
     @functools.wraps(real)
     def faulty(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        due = len(calls) == int(fault.get("nth", "1"))
+        due = int(fault.get("nth", "1")) in (0, len(calls))
         if due and when == "before" and strikes(fault):
             act()
         result = real(*args, **kwargs)

@@ -45,14 +45,6 @@ class Islands(BrokenRun):
         options, faults = ["--nodes=3"], f"slow ms=700\n{fault}"
         self.submit(*LOWCOMM, script="replicas.sh", options=options, faults=faults)
 
-    def replica_pids(self, replica: int) -> list[int]:
-        word = f"KEMPNER_REPLICA={replica}".encode()
-        return [
-            pid
-            for pid in self.pids(0)
-            if word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        ]
-
     def log_of_replicas(self, event: str) -> list[dict[str, Any]]:
         path = self.dir / "replicas.jsonl"
         lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
@@ -139,6 +131,17 @@ def test_kill_of_the_first_and_of_the_last_replica(islands: Islands, replica: in
 
 
 @pytest.mark.soak
+def test_stop_while_the_first_replica_is_away(islands: Islands) -> None:
+    """The others look into its run directory, too."""
+    islands.strike("kill", 0, f"{MEAN}:before", 3)
+    islands.wait_for("replica 0.1: gone")
+    (islands.dir / "STOP").touch()
+    assert islands.wait() == 0
+    assert status(islands.dir)["state"] == "stopped", islands.log
+    assert max(islands.rounds()) < ROUNDS and not (islands.dir / "STOP").exists()
+
+
+@pytest.mark.soak
 def test_a_crashed_host(islands: Islands) -> None:
     """The job outlives it. There is no other host for the replica, which stays away."""
     islands.submit_slowly()
@@ -186,7 +189,7 @@ def test_too_few_replicas(islands: Islands) -> None:
     """Two of three are lost at once, of which one may: requeued, and finished."""
     islands.strike("kill", 1, f"{MEAN}:before", 3)
     islands.wait_for("round 2: ")
-    for pid in islands.replica_pids(2):
+    for pid in islands.pids(0, replica=2):
         os.kill(pid, signal.SIGKILL)
     assert islands.wait() == 0
     assert status(islands.dir)["state"] == "done", islands.log

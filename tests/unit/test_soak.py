@@ -1,18 +1,23 @@
-"""The plan of the soak, which the seed alone decides, and what the soak refuses to accept."""
+"""The plans of the soaks, which the seed alone decides, and what they refuse to accept."""
 
 import itertools
 import json
 from pathlib import Path
 
-from benchmarks.soak import GAP, KINDS, draw, revived
+import pytest
+
+from benchmarks import soak_replicas
+from benchmarks.soak import GAP, KINDS, Kinds, draw, revived
+from benchmarks.soak_replicas import BATCH, H, Line, count_rounds
 
 
-def test_plan() -> None:
-    plan = draw(40, seed=3)
-    assert plan == draw(40, seed=3) != draw(40, seed=4)
-    assert {fault.kind for fault in plan[:20]} == set(KINDS)
+@pytest.mark.parametrize(("kinds", "gap"), [(KINDS, GAP), (soak_replicas.KINDS, soak_replicas.GAP)])
+def test_plan(kinds: Kinds, gap: tuple[float, float]) -> None:
+    plan = draw(40, 3, kinds, gap)
+    assert plan == draw(40, 3, kinds, gap) != draw(40, 4, kinds, gap)
+    assert {fault.kind for fault in plan[:20]} == set(kinds)
     steps = [0.0, *(fault.step for fault in plan)]
-    assert all(b - a >= GAP[0] - 0.1 for a, b in itertools.pairwise(steps))
+    assert all(b - a >= gap[0] - 0.1 for a, b in itertools.pairwise(steps))
 
 
 def test_a_start_after_the_end_is_found(tmp_path: Path) -> None:
@@ -29,3 +34,54 @@ def test_a_start_after_the_end_is_found(tmp_path: Path) -> None:
     with file.open("a") as log:
         log.write(json.dumps({"event": "start", "attempt": 2}) + "\n")
     assert revived(tmp_path) == ["attempt 2 started after the decision 'the run is done'"]
+
+
+def told(number: int, *members: str, by: str = "", entry: bool = False, **more: object) -> Line:
+    """What a replica says of a round."""
+    taken = {int(name[0]) for name in members}
+    return {
+        "event": "round",
+        "time": 1.0,
+        "name": by or members[0],
+        "round": number,
+        "entry": entry,
+        "members": list(members),
+        "joiners": [],
+        "samples": [BATCH * H * (number - 1), BATCH * H * number],
+        "left_out": sorted({0, 1, 2} - taken),
+        "weights": f"w{number}",
+        **more,
+    }
+
+
+def start(*names: str) -> list[Line]:
+    return [{"event": "here", "name": name, "time": 0.0} for name in names]
+
+
+ALL = ("0.1", "1.1", "2.1")
+FIRST = [*start(*ALL), told(0, *ALL, entry=True), told(1, *ALL), told(2, "0.1", "2.1")]
+
+
+def test_a_round_that_was_not_saved_is_done_again_and_counts_once() -> None:
+    again = told(2, *ALL, weights="other")
+    found = count_rounds([*FIRST, *start(*ALL), told(1, *ALL, entry=True), again])
+    assert found.wrong == [] and found.counted == {1: FIRST[4], 2: again}
+    assert [count for _, count in found.starts] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ([told(2, "0.1", "2.1", by="2.1", weights="x")], "replicas differ in weights"),
+        ([told(2, "0.1", "2.1", by="1.1")], "have said that it counts"),
+        ([told(4, *ALL)], "round 4 comes after round 2"),
+        ([*start(*ALL), told(0, *ALL, entry=True), told(2, *ALL)], "round 2 comes after round 0"),
+        ([*start(*ALL), told(1, *ALL, entry=True, weights="x")], "with other weights"),
+        ([told(3, "0.1", "2.1", left_out=[])], "of [] left out"),
+        ([told(3, *ALL, samples=[0, BATCH * H])], "samples [0, 60]"),
+    ],
+)
+def test_what_is_wrong_with_the_rounds_of_replicas(more: list[Line], problem: str) -> None:
+    assert count_rounds(FIRST).wrong == []
+    found = count_rounds([*FIRST, *more])
+    assert len(found.wrong) == 1 and problem in found.wrong[0]

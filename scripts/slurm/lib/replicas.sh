@@ -48,6 +48,7 @@ print(section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and sectio
 
 kp_open_door() { # starts the judge of who lives (kempner/lowcomm/door.py); it becomes KP_CHILD
     local tries
+    rm -f -- "${KEMPNER_DOOR%.*.*}".* # a start of this job whose host was lost has left them
     kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.lowcomm.door "$KEMPNER_DOOR" \
         "${KEMPNER_PEERS%% *}" --log "$KP_RUN_DIR/replicas.jsonl"
     for ((tries = 0; tries < 600; tries++)); do
@@ -102,7 +103,8 @@ kp_replica_ended() { # <replica> <exit code of its srun>: starts it again, unles
     kp_replica_verdict "$1"
     kp_log "replica $1 has ended with exit code $2${KP_STATE:+: $KP_STATE}"
     ((KP_CODE != 0 && $2 != 2)) || KP_CODE=$2
-    if [[ $2 =~ ^(0|2)$ || $KP_STATE == failed || -e $KEMPNER_DOOR.over ]]; then
+    # Not by exit code 0 alone: that is srun's, too, when its node has failed.
+    if [[ $2 == 2 || $KP_STATE =~ ^(done|stopped|interrupted|failed)$ || -e $KEMPNER_DOOR.over ]]; then
         KP_ENDING=1 # of the others, too: they have agreed on it, or are too few
     fi
     [[ -z $KP_ENDING$KP_SIGNAL ]] || return 0

@@ -148,6 +148,7 @@ class StepsReplicas(LowcommReplicas):
         done = self._or_too_few(lambda: self.membership.enter(number, about, enter))
         if done is None:  # the run ended while this replica waited to join it
             self.membership.close()
+            self._start_nobody()
             os._exit(0)
         epoch, joined = done
         if self.membership.me in epoch.joiners:
@@ -195,10 +196,14 @@ class StepsReplicas(LowcommReplicas):
     def _or_too_few(self, act: Callable[[], T]) -> T:
         try:
             return act()
-        except TooFew:  # the batch script starts nobody again, and requeues the job
-            if self.world.rank == 0:
-                Path(f"{os.environ[DOOR]}.over").touch()
+        except TooFew:  # the batch script requeues the job
+            self._start_nobody()
             raise
+
+    def _start_nobody(self) -> None:
+        """The batch script is to start no replica again."""
+        if self.world.rank == 0:
+            Path(f"{os.environ[DOOR]}.over").touch()
 
     def _about(self, progress: Progress) -> dict[str, Any]:
         """For replicas that join: where the run is, and the sample that the round began with."""
