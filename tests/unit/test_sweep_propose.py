@@ -14,7 +14,6 @@ from pathlib import Path
 
 import optuna
 import pytest
-from tests.unit.test_sweep import BASE, ROOT, SWEEP, TRAINER, Capture
 
 from kempner import slurm
 from kempner.config.option import ConfigError
@@ -23,6 +22,7 @@ from kempner.sweep.file import read_sweep
 from kempner.sweep.journal import Journal, locked
 from kempner.sweep.look import Look, look
 from kempner.sweep.propose import propose, proposed, room
+from tests.unit.test_sweep_points import BASE, ROOT, SWEEP, TRAINER, Capture
 
 TEXT = """
 max_running = {running}
