@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from kempner.checkpoint.reader import read_tensors
 from kempner.config.option import ConfigError
 from kempner.lowcomm.config import LowcommConfig
 from kempner.model.config import ModelConfig
@@ -27,6 +24,7 @@ from kempner.parallel.pipeline import split_blocks
 from kempner.preference.config import PreferenceConfig
 from kempner.run import RunConfig, TrainConfig, check_pipeline
 from tests.conftest import ROOT, TINY, clean_env, losses, start_train, status
+from tests.distributed.runs import begun, numbers, state
 
 PP = "--distributed.pp=2"
 # Two stages on each of two ranks, each over two ranks.
@@ -54,29 +52,6 @@ def place(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(data_dir, path / "one")
     train(data_dir, path / "four", *FOUR, nproc=4)
     return path
-
-
-def state(run: Path, step: int) -> dict[str, Tensor]:
-    return read_tensors(run / f"checkpoints/step_{step:08d}")
-
-
-def begun(place: Path, name: str, run: Path, step: int) -> Path:
-    """A copy of a run that has only got so far."""
-    shutil.copytree(place / name, run, symlinks=True)
-    for path in (run / "checkpoints").glob("step_*"):
-        if int(path.name.removeprefix("step_")) > step:
-            shutil.rmtree(path)
-    latest = run / "checkpoints/latest"
-    latest.unlink()
-    latest.symlink_to(f"step_{step:08d}")
-    kept = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(x for x in kept if json.loads(x)["step"] <= step))
-    return run
-
-
-def numbers(run: Path, name: str) -> dict[int, Any]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[name] for line in lines if name in line}
 
 
 def test_losses_are_those_of_one_process(place: Path) -> None:

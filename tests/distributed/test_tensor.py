@@ -3,8 +3,6 @@ every mesh and from one to another."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kempner.checkpoint.reader import read_tensors
 from kempner.loss import VocabularyPart, cross_entropy
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import DistributedConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.run import RunConfig, TrainConfig
 from tests.conftest import TINY, losses, start_train
+from tests.distributed.runs import begun, numbers, state
 
 SHAPE = ["--model.qk_norm", "--model.qkv_bias", "--train.max_steps=20", "--eval.interval=20",
          "--schedule.name=constant", "--optimizer.name=muon"]  # fmt: skip
@@ -41,29 +39,6 @@ def place(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(data_dir, path / "one")
     train(data_dir, path / "four", TP, "--train.micro_batch=2", "--train.recompute=full", nproc=4)
     return path
-
-
-def state(run: Path, step: int) -> dict[str, Tensor]:
-    return read_tensors(run / f"checkpoints/step_{step:08d}")
-
-
-def begun(place: Path, name: str, run: Path, step: int) -> Path:
-    """A copy of a run that has only got so far."""
-    shutil.copytree(place / name, run, symlinks=True)
-    for path in (run / "checkpoints").glob("step_*"):
-        if int(path.name.removeprefix("step_")) > step:
-            shutil.rmtree(path)
-    latest = run / "checkpoints/latest"
-    latest.unlink()
-    latest.symlink_to(f"step_{step:08d}")
-    kept = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(x for x in kept if json.loads(x)["step"] <= step))
-    return run
-
-
-def numbers(run: Path, name: str) -> dict[int, float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[name] for line in lines if name in line}
 
 
 def test_losses_are_those_of_one_process(place: Path) -> None:
