@@ -4,10 +4,10 @@
 
 A scenario says who suffers what: {"faults": {"1": "kill in 2"}, "rounds": 6, "replicas": 3,
 "least": 2}: replica 1 is killed in the collective of its round 2. Points: before, in, after (the
-collective), voted. `stop` stops the process and wakes it once it has been declared gone. The driver
-starts again whoever was lost, once. With "ranks": 2 a replica is so many processes, of which the
-fault strikes the last. "other": 2 begins with other weights than the rest. All processes are forks
-of this one, which has imported torch.
+collective), voted, shared (the state, with one that joins). `stop` stops the process and wakes it
+once it has been declared gone. The driver starts again whoever was lost, once. With "ranks": 2 a
+replica is so many processes, of which the fault strikes the last. "other": 2 begins with other
+weights than the rest. All processes are forks of this one, which has imported torch.
 
 FOLDER/NAME/SLOT.START-RANK.jsonl holds a line for each round of a replica: rounds done, the hash of
 its weights, members, joiners; FOLDER/NAME/struck the time of a fault; exits.json how each replica
@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from kempner.files import write_atomic
 from kempner.lowcomm.door import HERE, Door, Judge
-from kempner.lowcomm.membership import Group, Membership, TooFew
+from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
 
 SILENCE_S, ROUNDS = 3.0, 6
 TOO_FEW, DONE = 75, 0
@@ -56,10 +57,9 @@ class Replica:
         self.anchor, self.momentum = torch.zeros(2, self.size), torch.zeros(2, self.size)
         if slot == scenario.get("other"):
             self.anchor += 1.0
-        door = Door(folder / "door", None if rank else slot, 20.0)
-        self.membership = Membership(
-            door, scenario.get("replicas", 3), scenario.get("least", 2), start_timeout=20.0
-        )
+        replicas, least = scenario.get("replicas", 3), scenario.get("least", 2)
+        door = Door(folder / "door", 20.0)
+        self.membership = Membership(door, slot, replicas, least, start_timeout=20.0)
         self.log = open(folder / f"{self.membership.me}-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
         self._settle = self.membership._settle
         self.membership._settle = self.settle  # type: ignore[method-assign]
@@ -78,34 +78,44 @@ class Replica:
         return self._settle(epoch, problem)
 
     def exchange(self, group: Group) -> list[torch.Tensor]:
-        received = [self.anchor.clone(), self.momentum.clone()]
-        if group.epoch.joiners:
-            group.share(received)
-        if group.epoch.entry:
-            return received
         first, second = delta(self.slot, self.rank, group.epoch.round, self.size).unbind()
         mean = [group.mean(first)]
         self.strike("in")
         mean.append(sum(group.gather(second)) / len(group.epoch.members))
         self.strike("after")
-        return [*received, torch.stack(mean)]
+        return mean
 
-    def take(self, epoch: Any, result: list[torch.Tensor]) -> None:
-        """The outer step, as a joiner takes it, too."""
-        self.anchor, self.momentum, *change = result
-        if change:
-            self.momentum = MU * self.momentum + change[0]
-            self.anchor = self.anchor - LR * (change[0] + MU * self.momentum)
+    def step(self, mean: list[torch.Tensor]) -> None:
+        change = torch.stack(mean)
+        self.momentum = MU * self.momentum + change
+        self.anchor = self.anchor - LR * (change + MU * self.momentum)
+
+    def share(self, group: Group) -> list[torch.Tensor]:
+        state = [self.anchor.clone(), self.momentum.clone()]
+        group.share(state)
+        self.strike("shared")
+        return state
+
+    def record(self, epoch: Epoch, members: Sequence[str]) -> None:
         self.rounds = epoch.round
         line = {
             "round": epoch.round,
             "hash": hashlib.sha256(self.anchor.numpy().tobytes()).hexdigest(),
-            "members": epoch.members,
+            "members": members,
             "joiners": epoch.joiners,
             "time": time.monotonic(),
             "first": self.anchor[:, :2].flatten().tolist(),
         }
         self.log.write(json.dumps(line) + "\n")
+
+    def round(self) -> None:
+        epoch, mean = self.membership.round(self.rounds + 1, self.exchange)
+        self.step(mean)
+        members = epoch.members
+        if epoch.waiting:
+            about = {"members": members}
+            epoch, _ = self.membership.admit(self.rounds + 1, about, self.share)
+        self.record(epoch, members)
 
     def await_lost(self) -> None:
         """Those that have been lost come back while there are rounds to do."""
@@ -117,14 +127,15 @@ class Replica:
     def run(self, rounds: int) -> int:
         try:
             about = {"weights": self.anchor.sum().item()}
-            entered = self.membership.enter(self.rounds, about, self.exchange)
+            entered = self.membership.enter(self.rounds, about, self.share)
             if entered is None:
                 return DONE
-            self.take(*entered)
+            epoch, (self.anchor, self.momentum) = entered
+            self.record(epoch, epoch.about.get("members", epoch.members))
             while self.rounds < rounds:
                 self.await_lost()
                 self.strike("before")
-                self.take(*self.membership.round(self.rounds + 1, {}, self.exchange))
+                self.round()
         except TooFew:
             self.membership.close()
             return TOO_FEW

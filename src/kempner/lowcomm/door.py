@@ -3,10 +3,12 @@ replica holds a connection to it.
 
     python -m kempner.lowcomm.door runs/x/.door 10.0.0.1 --log runs/x/replicas.jsonl
 
-A connection that closes is a replica that is gone, at once: the kernel closes it for a process that
-was killed. One on which nothing comes is a replica that was stopped, or whose host or cable is
-gone: after `--silence` seconds. One judge, because replicas that judge each other can disagree; and
-where it runs is where the job's script runs, whose end is the job's end in any case.
+Each rank of a replica has a connection, held by a small process beside it (beat.py). One that
+closes is a replica that is gone, at once: the kernel closes it when the rank was killed. One on
+which nothing comes is a replica that was stopped, or whose host or cable is gone: after `--silence`
+seconds. A rank that is merely busy is neither. One judge, because replicas that judge each other
+can disagree; and where it runs is where the job's script runs, whose end is the job's end in any
+case.
 
 The judge never takes its word back. A replica that wakes up finds its connection closed, and
 leaves: it is to be started again.
@@ -23,17 +25,20 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
+from kempner import process_group
 from kempner.files import LineFile, write_atomic
+from kempner.lowcomm import beat
 
-BEAT_S = 0.5
-SILENCE_S = 10.0
+SILENCE_S = 3.0
 CONNECT_S = 5.0
 GONE, HERE = "gone", "here"  # keys of the store: a line each, "name ..."
 FENCED = 76  # the exit code of a replica that was declared gone
@@ -48,15 +53,16 @@ class Judge:
         addresses: Iterable[str],
         silence: float,
         log: Path | None,
-        on_silence: Callable[[int], object] = lambda slot: None,
+        on: Callable[[str], object] = lambda event: None,
     ) -> None:
-        """`addresses`: of this host, the one to try first in front. `on_silence(replica)`: its
-        processes may still be there."""
+        """`addresses`: of this host, the one to try first in front. `on`: hears "here.I", replica I
+        has come; "silent.I", it was declared gone, but its processes may still be there; "over",
+        all replicas are gone after a round: whoever comes now finds nobody to join."""
         import torch.distributed as dist
 
         # Any: append() and clone() are not in torch's stubs.
         self.store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        self._silence, self._on_silence = silence, on_silence
+        self._silence, self._on = silence, on
         self._log = LineFile(log) if log is not None else None
         self._names: dict[socket.socket, str] = {}
         self._heard: dict[socket.socket, float] = {}
@@ -74,7 +80,7 @@ class Judge:
     def serve(self, while_true: Callable[[], bool]) -> None:
         awake = time.monotonic()
         while while_true():
-            for key, _ in self._selector.select(BEAT_S / 2):
+            for key, _ in self._selector.select(beat.BEAT_S / 2):
                 if key.fileobj is self._entrance:
                     self._admit()
                 else:
@@ -83,9 +89,9 @@ class Judge:
             if awake - before > self._silence / 2:  # it was this process that was stopped
                 self._heard = dict.fromkeys(self._heard, awake)
             for peer, last in list(self._heard.items()):
-                if awake - last > self._silence:
+                if peer in self._heard and awake - last > self._silence:
                     if name := self._names.get(peer):
-                        self._on_silence(int(name.partition(".")[0]))
+                        self._on(f"silent.{slot_of(name)}")
                     self._lose(peer, f"silent for {awake - last:.1f} s")
 
     def _admit(self) -> None:
@@ -114,12 +120,16 @@ class Judge:
 
     def _greet(self, peer: socket.socket, name: str) -> None:
         """A replica's name is SLOT.START. Its earlier starts are gone, whatever they think."""
-        self._names[peer] = name
-        slot = name.partition(".")[0]
+        if name in self._gone:  # another rank of it
+            return self._lose(peer, "")
         for other, known in list(self._names.items()):
-            if other is not peer and known.partition(".")[0] == slot:
+            if known != name and slot_of(known) == slot_of(name):
                 self._lose(other, f"started again as {name}")
-        self._record("here", name, "")
+        if name not in self._names.values():
+            self._record("here", name, "")
+            self._on(f"here.{slot_of(name)}")
+        self._names[peer] = name
+        return None
 
     def _note_round(self, event: dict[str, Any]) -> None:
         """What a replica says after a round. All of them must have the same weights then."""
@@ -132,14 +142,22 @@ class Judge:
             print(f"error: round {number}: {event['name']} has weights {weights}", flush=True)
 
     def _lose(self, peer: socket.socket, reason: str) -> None:
+        if self._heard.pop(peer, None) is None:  # with another rank of its replica
+            return
         name = self._names.pop(peer, None)
-        del self._heard[peer], self._begun[peer]
+        del self._begun[peer]
         self._selector.unregister(peer)
         peer.close()
-        if name is not None and name not in self._gone:
-            self._gone.add(name)
-            self.store.append(GONE, f"{name} {reason}\n")
-            self._record("gone", name, reason)
+        if name is None or name in self._gone:
+            return
+        self._gone.add(name)
+        self.store.append(GONE, f"{name} {reason}\n")
+        self._record("gone", name, reason)
+        if reason != "left":
+            for other in [x for x, known in self._names.items() if known == name]:
+                self._lose(other, reason)
+        if self._weights and not self._names:
+            self._on("over")
 
     def _record(self, event: str, name: str, reason: str) -> None:
         print(f"replica {name}: {event}{f': {reason}' if reason else ''}", flush=True)
@@ -154,52 +172,57 @@ class Judge:
 
 
 class Door:
-    """A replica's connection to the judge, and to the store."""
+    """A rank's connection to the judge, and to the store."""
 
-    def __init__(self, note: Path, slot: int | None, timeout: float) -> None:
-        """`slot`: the replica's number; None: another rank of the replica, which needs the store
-        alone. Raises RuntimeError when the judge is not reached within `timeout` seconds."""
+    def __init__(self, note: Path, timeout: float) -> None:
+        """On the main thread: the heartbeat lives as long as the thread that has started it.
+        Raises RuntimeError when the judge is not reached within `timeout` seconds."""
         import torch.distributed as dist
 
-        self.name, self._said_bye, self._lock = "", threading.Event(), threading.Lock()
-        address, ports, self._socket = _connect(note, timeout)
-        if slot is None:
-            self._socket.close()
-        else:  # before all else: a name server that is slow can hold up the next line for seconds
-            threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        self.name, self._leaves = "", False
+        address, ports, self._connection = _connect(note, timeout)
+        # Before all else: a name server that is slow can hold up the next line for seconds.
+        self._beat = _start_beat(self._connection.fileno())
+        self._watch = threading.Thread(target=self._wait, daemon=True, name="heartbeat")
+        self._watch.start()
         limit = timedelta(seconds=timeout)
         self.store: Any = dist.TCPStore(address, ports["store"], None, False, limit)
-        if slot is not None:
-            self.name = f"{slot}.{self.store.add(f'starts/{slot}', 1)}"
-            self._socket.sendall(f"{self.name}\n".encode())
+
+    def new_name(self, slot: int) -> str:
+        """Of this start of a replica; for its first rank, which tells it to the others."""
+        return f"{slot}.{self.store.add(f'starts/{slot}', 1)}"
+
+    def greet(self, name: str) -> None:
+        """Itself: the heartbeat may not run yet when this process is killed. From here on the
+        connection is the heartbeat's alone, and closes with it."""
+        self.name = name
+        self._connection.sendall(f"{name}\n".encode())
+        self._connection.close()
 
     def close(self) -> None:
         """Leave in order."""
-        self._said_bye.set()
-        if self.name:
-            with contextlib.suppress(OSError):
-                self._socket.sendall(b"bye\n")
-            self._socket.close()
+        self._leaves = True
+        self._say("bye")
+        with contextlib.suppress(OSError):
+            self._input.close()
+        self._watch.join(CONNECT_S)
 
     def tell(self, event: dict[str, Any]) -> None:
         """Of a round, for the log of the replicas."""
-        with contextlib.suppress(OSError), self._lock:
-            self._socket.sendall(json.dumps({"name": self.name, **event}).encode() + b"\n")
+        self._say(json.dumps({"name": self.name, **event}))
 
-    def _beat(self) -> None:
-        """Nothing ever comes back: what can be read is the end."""
-        self._socket.settimeout(BEAT_S)
-        while not self._said_bye.is_set():
-            try:
-                with self._lock:
-                    self._socket.sendall(b".\n")
-                if not self._socket.recv(1):
-                    break
-            except TimeoutError:
-                continue
-            except OSError:
-                break
-        if not self._said_bye.is_set():
+    @property
+    def _input(self) -> IO[bytes]:
+        assert self._beat.stdin is not None
+        return self._beat.stdin
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # it has ended: so will this process
+            self._input.write(f"{line}\n".encode())
+
+    def _wait(self) -> None:
+        self._beat.wait()
+        if not self._leaves:
             self.fence("the judge has closed the connection, or the batch host is gone")
 
     def fence(self, reason: str) -> NoReturn:
@@ -208,6 +231,22 @@ class Door:
         with contextlib.suppress(OSError):
             os.write(2, f"error: replica {self.name} leaves: {reason}\n".encode())
         os._exit(FENCED)
+
+
+def _start_beat(connection: int) -> subprocess.Popen[bytes]:
+    """The requests to save and stop are not for it: it never unblocks them."""
+    blocked = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-S", "-I", beat.__file__, str(connection), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(connection,),
+            bufsize=0,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.socket]:
@@ -229,6 +268,10 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
     )
 
 
+def slot_of(name: str) -> int:
+    return int(name.partition(".")[0])
+
+
 def address_of(interface: str) -> str | None:
     """The IPv4 address of an interface of this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -248,6 +291,7 @@ def main() -> None:
     given = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the replicas need it until they have saved
+    process_group.allow_open_files()  # each rank holds two
     # The network that the replicas use first: a replica whose cable there is cut falls silent.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     fast = address_of(interface) if interface else None
@@ -258,7 +302,7 @@ def main() -> None:
         addresses,
         given.silence,
         given.log,
-        on_silence=lambda slot: note.with_name(f"{note.name}.silent.{slot}").touch(),
+        on=lambda event: note.with_name(f"{note.name}.{event}").touch(),
     )
     write_atomic(note, judge.note)
     judge.serve(lambda: os.getppid() == parent)  # nothing is left on the node when the script ends
