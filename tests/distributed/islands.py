@@ -5,9 +5,10 @@
 A scenario says who suffers what: {"faults": {"1": "kill in 2"}, "rounds": 6, "replicas": 3,
 "least": 2}: replica 1 is killed in the collective of its round 2. Points: before, in, after (the
 collective), voted, shared (the state, with one that joins). `stop` stops the process and wakes it
-once it has been declared gone. The driver starts again whoever was lost, once. With "ranks": 2 a
-replica is so many processes, of which the fault strikes the last. "other": 2 begins with other
-weights than the rest. All processes are forks of this one, which has imported torch.
+once it has been declared gone; `busy` holds the interpreter for longer. The driver starts again
+whoever was lost, once. With "ranks": 2 a replica is so many processes, of which the fault strikes
+the last. "other": 2 begins with other weights than the rest. All processes are forks of this one,
+which has imported torch.
 
 FOLDER/NAME/SLOT.START-RANK.jsonl holds a line for each round of a replica: rounds done, the hash of
 its weights, members, joiners; FOLDER/NAME/struck the time of a fault; exits.json how each replica
@@ -16,6 +17,7 @@ ended.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -30,10 +32,11 @@ import torch
 import torch.distributed as dist
 
 from kempner.files import write_atomic
-from kempner.lowcomm.door import HERE, Door, Judge
+from kempner.lowcomm.door import HERE, Door
+from kempner.lowcomm.judge import SILENCE_S, Judge
 from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
 
-SILENCE_S, ROUNDS = 3.0, 6
+ROUNDS = 6
 TOO_FEW, DONE = 75, 0
 LR, MU = 0.7, 0.9
 
@@ -68,7 +71,10 @@ class Replica:
         if self.point == point and self.rounds + 1 == int(self.at):
             self.point = ""
             (self.folder / "struck").write_text(f"{time.time()} {time.monotonic()}")
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fault])
+            if self.fault == "busy":
+                ctypes.PyDLL(None).sleep(round(SILENCE_S) + 2)  # a PyDLL keeps the lock
+            else:
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fault])
 
     def settle(self, epoch: Any, problem: str) -> bool:
         if self.point == "voted" and self.rounds + 1 == int(self.at):
@@ -120,7 +126,7 @@ class Replica:
     def await_lost(self) -> None:
         """Those that have been lost come back while there are rounds to do."""
         for slot, fault in self.faults.items():
-            if self.rounds >= int(fault.split()[2]):
+            if self.rounds >= int(fault.split()[2]) and "busy" not in fault:
                 while f'"{slot}.2"' not in self.membership.store.get(HERE).decode():
                     time.sleep(0.02)
 

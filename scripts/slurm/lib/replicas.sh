@@ -47,10 +47,10 @@ print(section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and sectio
     kp_log "$KP_REPLICAS replicas of $KP_NODES node(s) x $KP_TASKS task(s)"
 }
 
-kp_open_door() { # starts the judge of who lives (kempner/lowcomm/door.py); it becomes KP_CHILD
+kp_open_door() { # starts the judge of who lives (kempner/lowcomm/judge.py); it becomes KP_CHILD
     local tries
     rm -f -- "${KEMPNER_DOOR%.*.*}".* # a start of this job whose host was lost has left them
-    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.lowcomm.door "$KEMPNER_DOOR" \
+    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.lowcomm.judge "$KEMPNER_DOOR" \
         "${KEMPNER_PEERS%% *}" --log "$KP_RUN_DIR/replicas.jsonl"
     for ((tries = 0; tries < 600; tries++)); do
         [[ ! -s $KEMPNER_DOOR ]] || return 0
