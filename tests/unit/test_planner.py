@@ -227,6 +227,7 @@ MEASURED = [
     (),
     ("--train.recompute=full", "--train.micro_batch=2"),
     ("--distributed.sync_once", "--train.micro_batch=2"),
+    ("--model.post_norms",),
 ]
 
 

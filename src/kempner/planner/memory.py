@@ -216,7 +216,7 @@ def activations(
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
     v and what attention returns, and four of SwiGLU's inner width (both products, the gate, and
     their product); compiled, what is a pointwise function of the others is computed again. A CPU
-    has no fused RMSNorm, and keeps what it normalised. Tensor parallelism divides all of it, but
+    has no fused RMSNorm, and keeps what it normalised. Norms of outputs keep these. Tensor parallelism divides all of it, but
     for the whole inputs of attention, SwiGLU and experts. A stage of a pipeline has its layers
     alone, for as many passes as there are stages. A token's experts have what SwiGLU has, each, and
     its input and output once more, in their order.
@@ -226,8 +226,9 @@ def activations(
     chosen = model.experts_per_token if model.n_experts else 0
     inner = model.ffn_dim * (chosen + model.shared_experts if chosen else 1)
     moved = 2 * chosen * model.dim
-    eager = (4 if gpu else 6) * model.dim + heads + 4 * inner + moved
-    block = 2 * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
+    norms = 4 if model.post_norms else 2
+    eager = (2 + norms * (1 if gpu else 2)) * model.dim + heads + 4 * inner + moved
+    block = norms * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
     working = tokens * compute * (2 * inner + 2 * model.dim + moved) / axes.tp
