@@ -165,7 +165,9 @@ class ModelConfig:
 
     def _count_vectors(self) -> int:
         """Norms and biases of one block."""
-        norms = (4 if self.post_norms else 2) * self.dim + (2 * self.resolved_head_dim if self.qk_norm else 0)
+        norms = (4 if self.post_norms else 2) * self.dim + (
+            2 * self.resolved_head_dim if self.qk_norm else 0
+        )
         biases = (self.n_heads + 2 * self.kv_heads) * self.resolved_head_dim
         return norms + (biases if self.qkv_bias else 0)
 

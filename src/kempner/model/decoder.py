@@ -1,6 +1,6 @@
 """A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; QK-norm,
-norms of the layers' outputs, biases of q, k and v, a sliding window, capped attention scores, tied weights, and experts (moe.py)
-optional.
+norms of what the layers return, biases of q, k and v, a sliding window, capped attention scores,
+tied weights, and experts (moe.py) optional.
 
 Shapes: B batch, T tokens, D width, H query heads, K key-value heads, E head width, F SwiGLU width,
 V vocabulary. Parameter names and the order of rotary pairs are those of the Hugging Face Llama and

@@ -6,6 +6,7 @@ the rate of the link that their ranks share: NVLink inside a node, the network b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     found = of_one_replica(own, ranks, near)
     if (replicas := world_size // ranks) > 1:
         axes = sizes(cfg.distributed, ranks, near)
-        numbers = trained(cfg) / (axes.shard * axes.cp * axes.tp)
+        numbers = trained(cfg) / math.prod(axes)  # copies share what they send
         size = of_a_round(cfg, replicas, numbers) / cfg.lowcomm.interval
         within, hidden = world_size <= per_node, cfg.lowcomm.tau > 0
         found.append(Traffic("lowcomm: changes of the weights", size, within, hidden))

@@ -216,10 +216,11 @@ def activations(
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
     v and what attention returns, and four of SwiGLU's inner width (both products, the gate, and
     their product); compiled, what is a pointwise function of the others is computed again. A CPU
-    has no fused RMSNorm, and keeps what it normalised. Norms of outputs keep these. Tensor parallelism divides all of it, but
-    for the whole inputs of attention, SwiGLU and experts. A stage of a pipeline has its layers
-    alone, for as many passes as there are stages. A token's experts have what SwiGLU has, each, and
-    its input and output once more, in their order.
+    has no fused RMSNorm, and keeps what it normalised. With post_norms what attention and SwiGLU
+    return is kept, too. Tensor parallelism divides all of it, but for the whole inputs of
+    attention, SwiGLU and experts. A stage of a pipeline has its layers alone, for as many passes as
+    there are stages. A token's experts have what SwiGLU has, each, and its input and output once
+    more, in their order.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
