@@ -78,7 +78,7 @@ class Writer:
         messages: list[Message] = [*task.prompt, {"role": "assistant", "content": MARK}]
         messages.append({"role": reply.role, "content": reply.content})
         text = self._template.render(messages, None, True)
-        before, mark, after = text.partition(MARK)
+        _, mark, after = text.partition(MARK)
         if not mark:
             raise ValueError("the chat template does not write what the assistant has said")
         ids = self._encode(after)

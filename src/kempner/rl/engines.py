@@ -154,7 +154,7 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
     if code == 200 and isinstance(content, dict):
         return content
     try:
-        why = str(content["error"]["message"])  # type: ignore[index]
+        why = str(content["error"]["message"])
     except (KeyError, TypeError):
         why = text[:200].decode(errors="replace")
     if code == 503:

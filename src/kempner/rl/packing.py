@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +53,7 @@ def pack(
     rows = spread(lengths, seq_len, count)
     if rows is None:
         order, starts = packing.order.tolist(), packing.starts.tolist()
-        rows = [order[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        rows = [order[a:b] for a, b in itertools.pairwise(starts)]
         rows += [[] for _ in range(count - len(rows))]
     made = []
     for numbers in deal(rows, lengths, ranks):

@@ -160,7 +160,9 @@ class Router:
     def oldest(self) -> int | None:
         """The oldest version that an engine has which is alive; None: there is none."""
         with self._change:
-            return min((each.version for each in self._members.values() if each.alive), default=None)
+            return min(
+                (each.version for each in self._members.values() if each.alive), default=None
+            )
 
     def figures(self) -> dict[str, float]:
         """Since the last call."""
@@ -192,10 +194,9 @@ class Router:
                 member = self._members.get(name)
                 if member is None:
                     self._wake[name] = threading.Event()
+                    member = Member(name, self._make(url), trusted=self._patience is None)
                     with self._change:
-                        self._members[name] = member = Member(
-                            name, self._make(url), trusted=self._patience is None
-                        )
+                        self._members[name] = member
                     threading.Thread(target=self._keep, args=(member,), daemon=True).start()
                 elif member.engine.url != url:
                     self._lose(member, member.life, f"it is at {url} now")
@@ -253,7 +254,7 @@ class Router:
             if (member.version, member.updating) == before:  # not if an update was done meanwhile
                 member.version = version if member.trusted else -1
             target, body = self._target
-            begin = not member.updating and -1 < target and member.version < target
+            begin = not member.updating and member.version < target
             member.updating = member.updating or begin
             self._change.notify_all()
         if begin:
