@@ -20,6 +20,9 @@ import pytest
 import torch
 
 from kempner.config.option import ConfigError
+from kempner.generate.config import Sampling
+from kempner.generate.engine import Engine
+from kempner.generate.texts import Text, Texts
 from kempner.load import load
 from kempner.serve.http import Server
 from kempner.serve.worker import Worker
@@ -443,3 +446,37 @@ def test_a_model_of_bytes(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load(str(folder), "cpu")
+
+
+def test_prompts_are_read_by_twos(folder: Path) -> None:
+    """The last free slot waits a little for a second one, unless nobody else waits, or another row
+    holds the prompt."""
+    loaded = load(str(folder), "cpu")
+    engine: Engine[Text] = Engine(loaded.model, 259, WINDOW, 8)
+    texts, joined, clock = Texts(engine), [], 0
+    join = engine.join
+
+    def watch(requests: list[Text]) -> list[Text]:
+        if requests:
+            joined.append((clock, [text.number for text in requests]))
+        return join(requests)
+
+    engine.join = watch  # type: ignore[method-assign]
+
+    def text(number: int, prompt: list[int], tokens: int) -> Text:
+        sampling = Sampling(seed=1, max_tokens=tokens)
+        return Text(number, prompt, sampling, loaded.words.tokenizer, set())
+
+    lengths = [3, 4, 8, 12, 16, 30, 30, 30]
+    texts.waiting.extend(text(n, [n, n], length) for n, length in enumerate(lengths))
+    texts.waiting.extend(text(n, [n], 30) for n in (8, 9, 10))
+    texts.waiting.extend(text(n, [7, 7], 30) for n in (11, 12))
+    while texts.busy:
+        list(texts.turn())
+        clock += 1
+    assert joined[0] == (0, [*range(8)])
+    # Text 0 ends with turn 2 and text 1 with turn 3; text 2 ends alone, and its slot waits two
+    # steps; what text 7 reads is there already.
+    assert joined[1][1] == [8, 9] and joined[1][0] == 4
+    assert joined[2][1] == [10] and joined[2][0] > joined[1][0] + 3
+    assert joined[3][1] == [11]
