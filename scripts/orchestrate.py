@@ -25,13 +25,12 @@ from kempner.config.option import ConfigError
 from kempner.configure import load_config
 from kempner.rl.batches import Failed
 from kempner.rl.conversation import Writer
-from kempner.rl.engines import Rejected
+from kempner.rl.engines import Closed, NoEngines, Rejected
 from kempner.rl.environments.scorer import Scorer
 from kempner.rl.exchange import Exchange
 from kempner.rl.opening import open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
 from kempner.rl.rollout import Sampler
-from kempner.rl.router import Closed, NoEngines
 from kempner.run import RunConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -38,6 +38,14 @@ class Rejected(Exception):
     """The engine has understood the request, and refuses it: so would all others."""
 
 
+class Closed(Exception):
+    """The run ends."""
+
+
+class NoEngines(Exception):
+    """None can take work, and none will come."""
+
+
 class Engine(Protocol):
     """What the router needs of an engine."""
 

@@ -21,12 +21,13 @@ from kempner.history import results
 from kempner.rl import packing
 from kempner.rl.batches import Failed, Groups
 from kempner.rl.curriculum import Curriculum
+from kempner.rl.engines import Closed
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.exchange import Batch, Exchange, Start, State
 from kempner.rl.groups import Group, Place
 from kempner.rl.packing import Arrays
 from kempner.rl.rollout import Sampler
-from kempner.rl.router import Closed, Router
+from kempner.rl.router import Router
 from kempner.rl.samples import SampleLog, figures, mean
 
 if TYPE_CHECKING:

@@ -13,21 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kempner.generate.config import Sampling
-from kempner.rl.engines import Busy, Completion, Engine, Lost, Rejected
+from kempner.rl.engines import Busy, Closed, Completion, Engine, Lost, NoEngines, Rejected
 
 BEAT_EVERY_S = 2.0
 MISSES = 2  # beats in a row without an answer in time; a refused connection is enough by itself
 BUSY_S = 0.2  # before an engine that takes nothing now is asked again
 TRIES = 5  # of an update that an engine refuses
 SAY_EVERY_S = 60.0  # that there is no engine
-
-
-class Closed(Exception):
-    """The run ends."""
-
-
-class NoEngines(Exception):
-    """None can take work, and none will come."""
 
 
 @dataclass
@@ -239,7 +231,6 @@ class Router:
         except (Lost, Rejected) as error:
             with self._change:
                 member.misses += 1
-                member.why = str(error)
                 over = member.misses >= MISSES or "timed out" not in str(error)
             if over:
                 self._lose(member, life, str(error))
@@ -293,7 +284,7 @@ class Router:
         with self._change:
             if member.life != life or self._closed:
                 return
-            if member.alive:
+            if member.alive or member.why != why:
                 self._say(f"{member.name} at {member.engine.url} is lost: {why}")
             member.account()
             member.alive, member.version, member.why = False, -1, why
