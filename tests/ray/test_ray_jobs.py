@@ -226,8 +226,8 @@ def uv_cache(submit: Submit) -> RayJob:
 
 @pytest.mark.job(make=uv_cache)
 def test_a_batch_job_on_four_hosts(job: RayJob) -> None:
-    """Each node may have ports of its own; uv's cache is where the user wants it. The driver connects
-    as those of NeMo RL do."""
+    """Each node may have ports of its own; uv's cache is where the user wants it. The driver
+    connects as those of NeMo RL do."""
     assert job.end() == 0, job.all()
     uv, found = job.folder.parent / "cache/uv", report(job.folder.parent / "report.json")
     check_everywhere(found, ["node1", "node2", "node3", "node4"])
