@@ -26,7 +26,7 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     KP_TOML=$(kp_python "$KP_TRAIN" "$@" --check) || code=$?
     if ((code == 0)); then
         [[ $KP_TOML != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
-        ! kp_in_job || names=$(scontrol show hostnames "$(kp_field NodeList)" 2>/dev/null | paste -sd,) || true
+        names=$(kp_rl_names)
         line=$(kp_python -m kempner.rl.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
             --names "$names" <<<"$KP_TOML") || code=$?
     fi
@@ -42,7 +42,7 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     KP_ENGINE_KIND=${values[2]} KP_PLACEMENT=("${values[@]:3}")
     KP_ENGINE_ARGS=()
     [[ $line != *$'\n--\n'* ]] || mapfile -t KP_ENGINE_ARGS <<<"${line#*$'\n--\n'}"
-    IFS=, read -ra KP_NAMES <<<"${names:-$(seq -f 'NODE%.0f' -s, "$KP_JOB_NODES")}"
+    IFS=, read -ra KP_NAMES <<<"$names"
     [[ -z ${KP_DRY_AWAY:-} ]] || KP_NODE_CPUS=$tasks # what the nodes have is not known
     if kp_in_job || [[ -n $KP_DRY ]]; then
         ((KP_NODE_CPUS >= tasks)) || kp_die "[rl.deployment] needs $tasks tasks on a node, which has $KP_NODE_CPUS" \
@@ -50,6 +50,13 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
         KP_CPUS=$((KP_NODE_CPUS / tasks))
     fi
     ((KP_GPUS == 0)) || KP_GPUS=$KP_TASKS
+}
+
+kp_rl_names() { # the nodes of the job, so far as they are known, with commas
+    local names=''
+    ! kp_in_job || names=$(scontrol show hostnames "$(kp_field NodeList)" 2>/dev/null | paste -sd,) || true
+    [[ -n $KP_DRY ]] || kp_in_job || names=$(uname -n)
+    echo "${names:-$(seq -f 'NODE%.0f' -s, "$KP_NODES")}"
 }
 
 kp_rl_tell() { # <rl.py arguments>...: with --check, says the placement and ends the script

@@ -1,6 +1,6 @@
 """Which nodes and GPUs of a job train, and which have engines. No torch.
 
-    python -m kempner.rl.placement --nodes N --tasks T --gpus G [--names A,B] < CONFIG.toml
+    python -m kempner.rl.placement --nodes N --tasks T --gpus G --names A,B < CONFIG.toml
 
 prints, for the batch script, the numbers of a Placement, other values that it needs, and a text for
 its log. Exit code 2 when the job does not fit.
@@ -93,9 +93,7 @@ def _check_tp(count: int, tp: int, what: str) -> None:
 def describe(
     placement: Placement, inference: InferenceConfig, gpus: int, names: Sequence[str]
 ) -> list[str]:
-    """A line for each kind of process; `names`: of the nodes, where they are known."""
-    unknown = placement.train_nodes + placement.engines  # at least as many as there are nodes
-    names = names or [f"node {number}" for number in range(1, unknown + 1)]
+    """A line for each kind of process; `names`: of all nodes."""
     first, each = placement.first_node, placement.on_node
     lines = [
         f"trainer: {placement.train_tasks} task(s) on {', '.join(names[: placement.train_nodes])}"
@@ -117,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m kempner.rl.placement")
     for name in ("nodes", "tasks", "gpus"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--names", default="")
+    parser.add_argument("--names", required=True, help="of the nodes, with commas")
     options = parser.parse_args(argv)
     values: Mapping[str, Any] = loads(sys.stdin.read())
     deployment = DeploymentConfig(**_known(values["rl"]["deployment"]))
@@ -130,8 +128,7 @@ def main(argv: Sequence[str]) -> int:
     print(*placement)
     print(inference.tp, inference.slots, inference.restarts, values["train"]["max_steps"])
     print(inference.engine)
-    names = [name for name in options.names.split(",") if name]
-    for line in describe(placement, inference, options.gpus, names):
+    for line in describe(placement, inference, options.gpus, options.names.split(",")):
         print(line)
     print("--")
     print("\n".join(inference.args))
