@@ -16,7 +16,7 @@ from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.data.chat_template import ChatTemplate, Message, read_config
 from kempner.data.sidecar import SIDECAR
-from kempner.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, need
+from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, need
 from kempner.hf.source import FOLDER, GENERATION, TOKENIZER, Source, held, run_of
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import LoraConfig
@@ -101,8 +101,11 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
 
 
 def words_of_directory(directory: Path) -> Words:
-    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it."""
+    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it. One without a
+    tokenizer whose texts end with token 256 is that of a model of bytes, as export() writes it."""
     ends = end_tokens(directory)
+    if ends == [ByteTokenizer.eod] and not (directory / TOKENIZER).is_file():
+        return Words(ByteTokenizer(), [ByteTokenizer.eod], set(ends), directory)
     tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0] if ends else None)
     begin = need("tokenizers").Tokenizer.from_file(str(directory / TOKENIZER)).encode("").ids
     return Words(tokenizer, begin, {tokenizer.eod, *ends}, directory)

@@ -1,10 +1,14 @@
-"""Other weights for a model that is in use."""
+"""The weights of an engine: the first ones, and others while the model is in use."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from kempner.checkpoint.commit import Damaged
 from kempner.config.option import ConfigError
@@ -15,6 +19,9 @@ from kempner.hf.stored import check_source
 from kempner.model.config import OF_TRAINING, ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.lora import is_adapter
+
+LOOK_S = 0.2  # between two looks whether a version is there
+T = TypeVar("T")
 
 
 class Refused(ValueError):
@@ -52,3 +59,33 @@ def shape(cfg: ModelConfig) -> dict[str, Any]:
     for key in ("init_from", "max_seq_len", *OF_TRAINING):
         del values[key]
     return values
+
+
+# --- The versions of a trainer: see rl/exchange.py ---
+
+
+def newest(weights: Path) -> tuple[int, Path] | None:
+    """Of the versions in a directory that are files: the number of the newest, and its place."""
+    for manifest in sorted(weights.glob("v*/manifest.json"), reverse=True):
+        with contextlib.suppress(FileNotFoundError):  # removed since
+            if json.loads(manifest.read_text()).get("transport") == "directory":
+                return int(manifest.parent.name[1:]), manifest.parent
+    return None
+
+
+def first_version(
+    weights: Path, load: Callable[[str], T], end: threading.Event
+) -> tuple[T, int] | None:
+    """What `load` makes of the newest version, once there is one, and its number; None when `end`
+    came before that. Raises what `load` raises."""
+    while not end.is_set():
+        if (found := newest(weights)) is None:
+            end.wait(LOOK_S)
+            continue
+        try:
+            return load(str(found[1])), found[0]
+        except (ConfigError, OSError):
+            # A version is removed when a newer one is in use everywhere: while we read this one.
+            if newest(weights) in (found, None):
+                raise
+    return None
