@@ -71,8 +71,6 @@ class Talk(Digits):
 class InThisProcess:
     """A scorer without processes."""
 
-    workers = 4
-
     def score(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Score:
         try:
             return Score(env.environment.judge(task, list(messages)))
@@ -172,7 +170,7 @@ class Loop:
         scorer: Any = InThisProcess()
         sampler = Sampler(
             envs, Writer(words), router, scorer, self.cfg.rl_sampling, self.cfg.train.seq_len,
-            self.cfg.rl.seed, self.lines.append,
+            self.cfg.rl.seed, 4, self.lines.append,
         )  # fmt: skip
         router.start()
         try:
