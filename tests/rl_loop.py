@@ -111,7 +111,7 @@ def config(folder: Path, env: str = "Digits", steps: int = 3, **rl: Any) -> RunC
     words += ["--model.vocab_size=260", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
     file = folder / "rl.toml"
     file.write_text(f'[[rl.env]]\nid = "{__file__}:{env}"\nname = "{env}"\nuse = "both"\n')
-    return load(RunConfig, [file], [*words, "--data.dataset_path=none"])
+    return load(RunConfig, [file], words)
 
 
 class Loop:
