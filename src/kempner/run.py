@@ -11,7 +11,7 @@ from pathlib import Path
 from kempner import combinations
 from kempner.bench_config import BenchConfig
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.config.option import REQUIRED, ConfigError, option
+from kempner.config.option import REQUIRED, ConfigError, option, subsection
 from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.stages import Stage, ramp_problems, stage_at, stages
 from kempner.lowcomm.config import LowcommConfig
@@ -22,6 +22,13 @@ from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.profiling import ProfileConfig
 from kempner.resilience.config import ResilienceConfig
+from kempner.rl.config import (
+    DeploymentConfig,
+    InferenceConfig,
+    LossConfig,
+    RlConfig,
+    SamplingConfig,
+)
 from kempner.trackers.config import TrackersConfig
 
 # One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
@@ -237,6 +244,11 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
+    rl_deployment: DeploymentConfig = subsection("rl.deployment", DeploymentConfig)
+    rl_sampling: SamplingConfig = subsection("rl.sampling", SamplingConfig)
+    rl_loss: LossConfig = subsection("rl.loss", LossConfig)
+    rl_inference: InferenceConfig = subsection("rl.inference", InferenceConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)

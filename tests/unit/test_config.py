@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kempner.config.command_line import help_text, parse_command
 from kempner.config.loading import as_dict, config_hash, load, to_toml
-from kempner.config.option import REQUIRED, ConfigError, option, schema
+from kempner.config.option import REQUIRED, ConfigError, option, schema, subsection
 from kempner.configure import load_config
 from kempner.run import RunConfig
 
@@ -627,3 +627,39 @@ def test_all_that_is_wrong_with_a_list_of_tables_is_said_with_its_place(folder: 
     ]
     for word in ("--mix.parts=3", "--mix.parts=[3]", "--mix.parts={path = 'a'}"):
         assert """write '[{path = "a"}]'""" in problem(word, root=Mixed)
+
+
+# --- Sections within sections -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nested:
+    train: Train = field(default_factory=Train)
+    train_data: Data = subsection("train.my_data", Data)
+
+
+def test_a_section_within_another_is_read_overridden_and_written_again(folder: Path) -> None:
+    Path("a.toml").write_text('[train]\nnote = "a"\n[train.my-data]\npath = "p"\nseed = 1\n')
+    cfg = read("a.toml", "--train.my_data.seed=2", "--train.compile", root=Nested)
+    assert cfg == Nested(Train(note="a", compile=True), Data("p", 2))
+    Path("b.toml").write_text(to_toml(cfg))
+    assert read("b.toml", root=Nested) == cfg
+    assert as_dict(cfg)["train.my_data"] == {"path": "p", "seed": 2}
+    assert "--train.my_data.seed int [0]" in help_text(Nested, "")
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--train.my_data=1", "train.my_data is a section; write --train.my_data.key=value"),
+        ("--train.my_data.sed=1", "unknown option; did you mean --train.my_data.seed?"),
+        ("--train.my_dta.seed=1", "unknown option; did you mean --train.my_data.seed?"),
+    ],
+)
+def test_a_wrong_word_of_a_section_within_another(folder: Path, word: str, expected: str) -> None:
+    Path("a.toml").write_text('[train.my_data]\npath = "p"\n')
+    assert problem("a.toml", word, root=Nested) == f"{word}: {expected}"
+
+
+def test_a_required_key_of_a_section_within_another_is_named_whole() -> None:
+    assert problem(root=Nested).startswith("train.my_data.path: must be given")

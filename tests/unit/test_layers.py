@@ -32,7 +32,7 @@ LAYERS = (
         "ray",
     },
     {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference", "lowcomm"},
-    {"generate", "load", "combinations", "serve"},
+    {"generate", "load", "combinations", "serve", "rl"},
     {"run"},
     {"planner"},
     {"bench"},

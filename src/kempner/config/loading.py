@@ -15,13 +15,20 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kempner.config import toml
-from kempner.config.option import REQUIRED, ConfigError, Option, Schema, from_text, schema
+from kempner.config.option import (
+    REQUIRED,
+    ConfigError,
+    Option,
+    Schema,
+    from_text,
+    schema,
+    sections_of,
+)
 from kempner.config.values import shown, to_text
 
 T = TypeVar("T")
@@ -99,6 +106,10 @@ class _Loader:
             return
         spelled: dict[str, str] = {}
         for key, value in keys.items():
+            inner = f"{name}.{key.replace('-', '_')}"
+            if inner in self.sections:
+                self._read_section(inner, value, where)
+                continue
             other = spelled.setdefault(key.replace("-", "_"), key)
             if other != key:
                 self._wrong(name, f"{where}: {section}.{key}: is {other} again; keep one of them")
@@ -112,7 +123,7 @@ class _Loader:
         where, name = _one_line(word), name.replace("-", "_")
         if negated := name.startswith("no_"):
             name = name.removeprefix("no_")
-        section, _, key = name.partition(".")
+        section, _, key = name.rpartition(".") if name not in self.sections else (name, "", "")
         option = self.sections.get(section, {}).get(key)
         if section in self.sections and not key:
             fix = f"{section} is a section; write --{section}.key=value"
@@ -172,15 +183,15 @@ class _Loader:
         if not self.unsound and (problems := complete(self.values)):
             raise ConfigError(self.problems + problems)
         sections: dict[str, Any] = {}
-        for section, cls in typing.get_type_hints(root).items():
+        for section, (name, cls) in sections_of(root).items():
             values = self.values[section]
             for key, option in self.sections[section].items():
                 if option.default is REQUIRED and key not in values:
                     fix = f"write --{option.name}={option.example}, or {key} under [{section}]"
                     self._wrong(section, f"{option.name}: must be given, {option.type_name}; {fix}")
             if section not in self.unsound:
-                sections[section] = cls(**values)
-                for problem in _own_problems(sections[section]):
+                sections[name] = cls(**values)
+                for problem in _own_problems(sections[name]):
                     self._wrong(section, problem)
         if self.unsound:
             raise ConfigError(self.problems)
@@ -229,8 +240,9 @@ def _one_line(word: str) -> str:
 def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
     """{section: {key: value}} in plain types: what JSON and TOML know, and None."""
     plain: dict[str, dict[str, Any]] = {}
+    names = sections_of(type(cfg))
     for section, options in schema(type(cfg)).items():
-        plain[section] = _plain_table(getattr(cfg, section), options)
+        plain[section] = _plain_table(getattr(cfg, names[section][0]), options)
     return plain
 
 

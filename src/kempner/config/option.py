@@ -211,10 +211,23 @@ def from_text(option: Option, text: str) -> Any:
 Schema = dict[str, dict[str, Option]]
 
 
+def subsection(name: str, cls: type) -> Any:
+    """A field of the root for a section within another one: [rl.loss] is subsection("rl.loss",
+    LossConfig)."""
+    return field(default_factory=cls, metadata={"section": name})
+
+
+def sections_of(root: type) -> dict[str, tuple[str, type]]:
+    """Of each section, by its name in a file: the field of `root` that holds it, and its class."""
+    hints = typing.get_type_hints(root)
+    fields = dataclasses.fields(root)
+    return {f.metadata.get("section", f.name): (f.name, hints[f.name]) for f in fields}
+
+
 def schema(root: type) -> Schema:
     """What the dataclasses under `root` declare; a mistake there is an AssertionError."""
     sections: Schema = {}
-    for section, cls in typing.get_type_hints(root).items():
+    for section, (_, cls) in sections_of(root).items():
         assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"
         hints = typing.get_type_hints(cls)
         sections[section] = {

@@ -1,0 +1,137 @@
+"""The sections [rl] and [rl.*]. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kempner.config.option import REQUIRED, option
+from kempner.generate.config import Sampling
+
+if TYPE_CHECKING:
+    from kempner.run import RunConfig
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """One of [[rl.env]]."""
+
+    id: str = option(REQUIRED, "a built-in environment, or FILE.py:CLASS; see docs/rl.md")
+    name: str = option("", "its name in metrics; unset: id")
+    args: str = option("", 'its arguments as a JSON object, such as {"digits": 2}')
+    weight: float = option(1.0, "its share of the prompts, of the sum of weights", minimum=0.0)
+    use: str = option(
+        "train", "train on its tasks, or only evaluate", choices=("train", "eval", "both")
+    )
+    timeout: float = option(10.0, "seconds that one reward may take", minimum=0.1)
+    memory: int = option(1024, "MiB that the process of a reward may take", minimum=64)
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id
+
+
+@dataclass(frozen=True)
+class RlConfig:
+    env: tuple[EnvConfig, ...] = option(
+        (), "where prompts and rewards come from; [[rl.env]] in a file; unset: no RL"
+    )
+    tokenizer: str = option(
+        "", "its directory, or bytes; unset: that of the weights in model.init_from"
+    )
+    group_size: int = option(8, "samples of each prompt", minimum=2)
+    batch_samples: int | None = option(64, "samples of a step, over all ranks", minimum=2)
+    batch_tokens: int | None = option(
+        None, "sampled tokens of a step, at least; replaces batch_samples", minimum=1
+    )
+    max_async: int = option(
+        1, "versions that the weights of a rollout may be behind those that it trains", minimum=0
+    )
+    refill: float = option(
+        4.0,
+        "prompts that may be asked for one step, as a multiple of those in its batch, to replace "
+        "groups whose rewards are all the same",
+        minimum=1.0,
+    )
+    solve_rate: tuple[float, float] = option(
+        (0.0, 1.0),
+        "prompts whose mean reward was out of these bounds are not asked again",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    eval_interval: int = option(0, "steps between evaluations; 0: none", minimum=0)
+    eval_samples: int = option(64, "tasks of each environment in an evaluation", minimum=1)
+    weights: str = option(
+        "directory",
+        "how engines get new weights: by files in the run directory, or straight from the ranks "
+        "of the trainer",
+        choices=("directory", "group"),
+    )
+    seed: int = option(0, "seed of tasks and samples", minimum=0)
+
+    @property
+    def on(self) -> bool:
+        return bool(self.env)
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    num_train_nodes: int = option(1, "nodes that train", minimum=1)
+    num_infer_nodes: int = option(0, "nodes with engines; 0: one node has both", minimum=0)
+    gpus_per_node: int | None = option(
+        None, "tasks of a node, one for each GPU; unset: as Slurm gives them", minimum=1
+    )
+    num_train_gpus: int = option(1, "on one node: its tasks that train", minimum=1)
+    num_infer_gpus: int = option(
+        1, "on one node: its tasks with engines, the first ones", minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    temperature: float = option(1.0, "of the samples; the trainer's, too", minimum=0.01)
+    top_p: float = option(1.0, "the most likely tokens that have this probability", maximum=1.0)
+    top_k: int | None = option(None, "the k most likely tokens", minimum=1)
+    min_p: float = option(0.0, "as a fraction of the largest probability", maximum=1.0)
+    max_tokens: int = option(256, "of a completion, or of each turn", minimum=1)
+    stop: tuple[str, ...] = option((), "a completion ends before the first of these strings")
+
+    def sampling(self, seed: int) -> Sampling:
+        return Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, seed, self.max_tokens, self.stop
+        )
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    name: str = option(
+        "grpo",
+        "grpo, dapo: the clipped ratio, normalised by each group's deviation or not; masked: "
+        "tokens whose probability has moved by more than `mask` do not count",
+        choices=("grpo", "dapo", "masked"),
+    )
+    clip_low: float = option(0.2, "lower clip bound: 1 - this", minimum=0.0, maximum=1.0)
+    clip_high: float = option(0.28, "upper clip bound: 1 + this", minimum=0.0)
+    mask: float = option(0.2, "name = masked: the most that a probability may move", minimum=0.0)
+    kl: float = option(0.0, "weight of the squared log ratio to the sampler", minimum=0.0)
+    length_penalty: float = option(
+        0.0, "taken from the reward for a completion of max_tokens, in proportion", minimum=0.0
+    )
+
+
+@dataclass(frozen=True)
+class InferenceConfig:
+    engine: str = option("kit", "scripts/serve.py, or vLLM", choices=("kit", "vllm"))
+    tp: int = option(1, "GPUs of an engine", minimum=1)
+    slots: int = option(16, "samples that an engine generates at a time", minimum=1)
+    urls: tuple[str, ...] = option(
+        (), "engines that run already, in place of any of this job; KEMPNER_SERVE_TOKEN is theirs"
+    )
+    restarts: int = option(3, "starts of an engine after it was lost, in a row", minimum=0)
+    timeout: float = option(600.0, "seconds that a request may take", minimum=1.0)
+    args: tuple[str, ...] = option((), "more words for the engine's command line")
+
+
+def problems(cfg: RunConfig) -> list[str]:
+    """What cannot be combined with RL."""
+    return []
