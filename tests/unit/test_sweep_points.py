@@ -281,6 +281,9 @@ def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
         ("base = 3", "Cannot overwrite a value"),
         ("[resources]\nnode = 2", "resources.node: unknown option; did you mean resources.nodes?"),
         ("[resources]\nshare = true", "give resources.cpus_per_task and resources.mem"),
+        ("[resources]\npack = 2\nnodes = 2", "on 2 nodes does not fit on a part of one"),
+        ("[resources]\npack = 2\nshare = true\nmem = '1G'\ncpus_per_task = 1", "leave one of them"),
+        (f"{PROPOSE}[resources]\npack = 2", "pack: cannot be combined with [propose]"),
         ("[set]\nmodel.dim = 130", "model.dim = 130: must be a multiple of n_heads = 4"),
         ("[axes]\na = [1, 2]\n[rules]\ntrain.seed = '0 * a'", "have the same configuration: a=1"),
     ],
@@ -311,7 +314,7 @@ def test_arrays(tmp_path: Path) -> None:
     sweep = read_sweep(tmp_path / "s.toml")
     whole = arrays_of(sweep, points, None)
     assert [(a.indices, a.script.name) for a in whole] == [
-        ("0-7%4", "singlenode.sh"), ("0-1%1", "multinode.sh"),
+        ("0-7%5", "singlenode.sh"), ("0-1%1", "multinode.sh"),
     ]  # fmt: skip
     cut = arrays_of(sweep, points, 3)
     assert [len(a.points) for a in cut] == [3, 3, 2, 2]
@@ -321,6 +324,55 @@ def test_arrays(tmp_path: Path) -> None:
         arrays_of(sweep, points, 1)
     with pytest.raises(ConfigError, match="takes no job arrays"):
         arrays_of(sweep, points, 0)
+
+
+def test_packed_arrays(tmp_path: Path) -> None:
+    """A task runs `pack` points, and counts so often for max_running."""
+    text = """
+        max_running = 7
+        [axes]
+        train.seed = { linear = [0, 10], count = 11 }
+        [resources]
+        gpus_per_node = 2
+        pack = 3
+        """
+    points = points_of(tmp_path, text)
+    sweep = read_sweep(tmp_path / "s.toml")
+    (array,) = arrays_of(sweep, points, None)
+    assert (array.indices, array.program[1:]) == ("0-3%2", ["3"])
+    assert "--gpus-per-node=6" in array.words and points[0].resources.world_size == 2
+    assert [len(a.points) for a in arrays_of(sweep, points, 2)] == [6, 5]
+    with pytest.raises(ConfigError, match="give at least 12"):
+        arrays_of(sweep, points, 1)
+
+
+def test_max_running_over_all_arrays(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:  # fmt: skip
+    """A later submit divides it among its own array and the one that Slurm still has."""
+    told: list[list[str]] = []
+
+    def run(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        told.append(command)
+        return subprocess.CompletedProcess(command, 0, f"{len(told)}\n", "")
+
+    monkeypatch.setattr(submitting.subprocess, "run", run)
+    monkeypatch.setattr(submitting.slurm, "max_array_size", lambda: None)
+    monkeypatch.setattr(submitting, "check_points", lambda points: None)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    file = Path("s.toml")
+    file.write_text(f"max_running = 4\n{BASE}[axes]\ntrain.seed = [1, 2, 3, 4, 5, 6]\n")
+    assert SWEEP.main(["s.toml", "submit"]) == 0
+    assert "--array=0-5%4" in told[0]
+    jobs = {f"1_{i}": slurm.Job(f"1_{i}", "PENDING") for i in range(2, 6)}
+    monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
+    file.write_text(file.read_text().replace("5, 6", "5, 6, 7, 8"))
+    assert SWEEP.main(["s.toml", "submit"]) == 0
+    assert told[1] == ["scontrol", "update", "JobId=1", "ArrayTaskThrottle=3"]
+    assert "--array=0-1%1" in told[2] and len(told) == 3
+    file.write_text(file.read_text().replace("max_running = 4", "max_running = 1"))
+    assert SWEEP.main(["s.toml", "resubmit"]) == 2  # those that job 1 no longer holds
+    assert "beside 1 that Slurm has already" in capsys.readouterr().err
 
 
 # --- the journal, and what follows from it ----------------------------------------------------
@@ -362,6 +414,25 @@ def test_states(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
     assert words(swept, journal) == ["cancelled", "killed", "planned"]
     journal.append(event="cancelled", points=[swept[1].name])
     assert words(swept, journal) == ["cancelled", "cancelled", "planned"]
+
+
+def test_states_of_packed_points(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one job: it waits to start again for one of them alone."""
+    with locked(Path("runs/s/sweep")) as journal:
+        submission = journal.intend("s", [p.name for p in swept], 2)
+        journal.append(event="submitted", name=submission.name, job="7")
+    assert [journal.task(p.name) for p in swept] == ["7_0", "7_0", "7_1"]
+    jobs = {"7_0": slurm.Job("7_0", "PENDING", "", "BeginTime"), "7_1": slurm.Job("7_1", "PENDING")}
+    monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
+    for point, decision in zip(swept, ("requeue", "end"), strict=False):
+        point.run_dir.mkdir(parents=True)
+        start = {"event": "start", "time": 1.0, "job": "7_0", "attempt_id": "7.0.1", "attempt": 0}
+        made = {**start, "event": "decision", "time": 2.0, "decision": decision}
+        lines = f"{json.dumps(start)}\n{json.dumps(made)}\n"
+        (point.run_dir / "attempts.jsonl").write_text(lines)
+    looks = look(swept, journal)
+    assert [each.state.word for each in looks] == ["waiting", "killed", "waiting"]
+    assert [each.failed for each in looks] == [False, True, False]
 
 
 def test_an_intent_is_settled(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:

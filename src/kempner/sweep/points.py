@@ -140,6 +140,11 @@ def make_point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | No
             problems.append(
                 f"{sweep.file}: {key}: judges validations; set eval.interval, or leave it out"
             )
+    if sweep.propose and resources.pack > 1:
+        problems.append(
+            f"{sweep.file}: resources.pack: cannot be combined with [propose], which submits one "
+            "point whenever another has ended; leave it out"
+        )
     try:
         cfg = load_config(sweep.bases[combination["base"]], words)
     except ConfigError as error:
