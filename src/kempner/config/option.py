@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 import types
@@ -224,6 +225,7 @@ def sections_of(root: type) -> dict[str, tuple[str, type]]:
     return {f.metadata.get("section", f.name): (f.name, hints[f.name]) for f in fields}
 
 
+@functools.cache  # a sweep asks for each of its points
 def schema(root: type) -> Schema:
     """What the dataclasses under `root` declare; a mistake there is an AssertionError."""
     sections: Schema = {}

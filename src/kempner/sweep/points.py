@@ -3,6 +3,7 @@ what it is. No torch."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -182,7 +183,7 @@ def _parameters(known: Mapping[str, Any]) -> int | None:
 def identity(cfg: RunConfig) -> str:
     """The hash of what the run does: its configuration without its directory. Options at their
     default are left out, so that a new option of a later version renames no run."""
-    plain, defaults = as_dict(cfg), as_dict(RunConfig())
+    plain, defaults = as_dict(cfg), _defaults()
     del plain["run"]["dir"]
     told = {
         f"{section}.{key}": value
@@ -191,6 +192,11 @@ def identity(cfg: RunConfig) -> str:
         if value != defaults[section][key]
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:HASH]
+
+
+@functools.cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    return as_dict(RunConfig())
 
 
 def _slug(values: Values) -> str:
