@@ -85,6 +85,7 @@ def shipped(file: Path) -> list[Point]:
         ("1 < x <= 3 and not x == 2 or unset > 1", True),
         ("name == 'ddp' and train.max_steps >= 10", True),
         ("2 + 2 * (x <= 3)", 4),
+        ("x if name == 'ddp' else 'none'", 3),
     ],
 )
 def test_expressions(text: str, value: object) -> None:
@@ -104,7 +105,6 @@ def test_expressions(text: str, value: object) -> None:
         "x[0]",
         "f'{x}'",
         "{1: 2}",
-        "x if x else 1",
         "~x",
         "x << 9",
         "x is 1",
@@ -194,6 +194,9 @@ def test_the_nine_sizes() -> None:
     """Parameters and steps by formula, nothing from a table. Reference: the formulas in ten plain
     lines."""
     points = [p for p in shipped(SWEEPS / "sizes.toml") if p.values["lr_step"] == 0]
+    points, diloco = points[:9], points[9:]
+    assert [p.cfg.lowcomm.replicas for p in (*points, *diloco)] == [None] * 9 + [8] * 9
+    assert [p.cfg.optimizer.weight_decay for p in diloco] == pytest.approx([0.1 / 8] * 9)
     for point, width in zip(points, range(512, 4609, 512), strict=True):
         depth, vocab = 6 * width // 512, 128256
         matrices = 2 * vocab * width + depth * (4 * width**2 + 3 * width * (11 * width // 4))
@@ -214,7 +217,7 @@ def test_rules_at_another_batch(tmp_path: Path) -> None:
     """Half the sequences and two replicas: twice the steps, a quarter of the weight decay."""
     text = (SWEEPS / "sizes.toml").read_text()
     text = text.replace("../train", f"{ROOT}/configs/train")
-    changed = text.replace("batch = 512 ", "batch = 256 ").replace("replicas = 1", "replicas = 2")
+    changed = text.replace("batch = 512 ", "batch = 256 ").replace("else 1", "else 2")
     found = []
     for each in (text, changed):
         each = each.replace("[-2, -1, 0, 1, 2]", "[0]")
@@ -222,6 +225,17 @@ def test_rules_at_another_batch(tmp_path: Path) -> None:
         found.append(expand(read_sweep(tmp_path / "s.toml"))[2].cfg)
     assert found[1].train.max_steps == 2 * found[0].train.max_steps
     assert found[1].optimizer.weight_decay == pytest.approx(found[0].optimizer.weight_decay / 4)
+
+
+def test_the_nine_sizes_fit_their_nodes(tmp_path: Path, data_dir: Path) -> None:
+    """As `plan` checks them: data parallel, and replicas of one GPU and of four."""
+    text = (SWEEPS / "sizes.toml").read_text().replace("../train", f"{ROOT}/configs/train")
+    text = text.replace("[set]", f"[set]\ndata.dataset_path = '{data_dir}'")
+    (tmp_path / "s.toml").write_text(text.replace("[-2, -1, 0, 1, 2]", "[0]"))
+    sweep = read_sweep(tmp_path / "s.toml")
+    arrays = submitting.check(sweep, expand(sweep))
+    assert [array.words[0] for array in arrays] == ["--nodes=1", "--nodes=4"]
+    assert [len(array.points) for array in arrays] == [8, 10]
 
 
 @pytest.mark.parametrize("file", sorted(SWEEPS.glob("*.toml")), ids=lambda f: f.stem)
