@@ -15,14 +15,12 @@ every problem on a line of its own, and nothing is submitted.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from kempner.config.option import ConfigError
@@ -32,13 +30,14 @@ from kempner.planner.cost import GPUS
 from kempner.sweep import results
 from kempner.sweep.cost import gpu_hours
 from kempner.sweep.file import Sweep, read_sweep
+from kempner.sweep.here import run_here
 from kempner.sweep.journal import Journal, locked
 from kempner.sweep.keys import Values
 from kempner.sweep.look import Look, look
 from kempner.sweep.points import Point, expand
 from kempner.sweep.propose import propose, proposed, room
 from kempner.sweep.resources import profile_environment
-from kempner.sweep.submit import check, held_arrays, settle, submit, throttle, write_points
+from kempner.sweep.submit import check, held_arrays, settle, submit, throttle
 
 PATIENCE_S = 120  # with [propose]: jobs that end at the same time submit, too
 COMMANDS = ("plan", "submit", "status", "resubmit", "cancel", "table")
@@ -72,6 +71,13 @@ def main(argv: list[str]) -> int:
         print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)
     except BlockingIOError:
         fail(f"another sweep.py works in {folder(sweep)}: wait until it has ended")
+    except OSError as error:  # a full disk: an array that was not recorded is asked for by its name
+        why = f"{error.filename or folder(sweep)}: {error.strerror or error}"
+        fail(f"{why}; mend that, and call it again: nothing is submitted twice")
+        return 1
+    except KeyboardInterrupt:
+        fail("interrupted; what Slurm has taken by then is found by the next command")
+        return 130
     return 2
 
 
@@ -239,24 +245,6 @@ def send(
     if missing:
         fail(f"{missing} point(s) were not submitted; '{options.command}' again submits them alone")
     return 1 if missing else 0
-
-
-def run_here(own: Path, points: Sequence[Point], more: dict[str, str]) -> int:
-    """One after another, with the same script, outside Slurm."""
-    configs = write_points(own, points)
-    failed = []
-    for number, point in enumerate(points, 1):
-        print(f"{number} of {len(points)}: {point.name}", flush=True)
-        script = replace(point.resources, pack=1).script
-        command = ["bash", str(script), str(configs[point.name])]
-        env = {**os.environ, **more, "KEMPNER_NPROC": str(point.resources.world_size)}
-        code = subprocess.run(command, env=env).returncode
-        if code == 130 or code < 0:
-            return 130
-        failed += [point.name] if code else []
-    for name in failed:
-        fail(f"{name} has failed")
-    return 1 if failed else 0
 
 
 def counts(looks: Sequence[Look]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from kempner.sweep import submit as submitting
 from kempner.sweep.early_stop import worse
 from kempner.sweep.expression import Expression, ExpressionError
 from kempner.sweep.file import read_sweep
+from kempner.sweep.here import run_here
 from kempner.sweep.journal import Journal, locked
 from kempner.sweep.keys import KEYS
 from kempner.sweep.look import look
@@ -499,6 +501,36 @@ def test_sbatch_fails_for_a_while(
     assert journal.task(swept[0].name) == ("5_0" if answers == ["5"] else "8_0")
 
 
+@pytest.mark.parametrize("full", [1, 2])
+def test_a_full_disk(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch, capsys: Capture, full: int
+) -> None:  # fmt: skip
+    """While the line before sbatch is written: nothing is submitted. While the line after it is:
+    the next command finds the array by its name."""
+    calls: list[str] = []
+
+    def run(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command[0])
+        return subprocess.CompletedProcess(command, 0, "7\n", "")
+
+    def sync(number: int) -> None:
+        calls.append("line")
+        if calls.count("line") == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(submitting.subprocess, "run", run)
+    monkeypatch.setattr(submitting.slurm, "max_array_size", lambda: None)
+    monkeypatch.setattr(submitting, "check_points", lambda points: None)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("kempner.sweep.journal.os.fsync", sync)
+    assert SWEEP.main(["s.toml", "submit"]) == 1
+    error = capsys.readouterr().err
+    assert "runs/s/sweep: No space left on device; mend that" in error
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: ["7"] if full == 2 else [])
+    assert SWEEP.main(["s.toml", "submit"]) == 0
+    assert calls.count("sbatch") == 1
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(BlockingIOError), locked(tmp_path):
         pass
@@ -617,6 +649,14 @@ def test_here(tmp_path: Path, data_dir: Path) -> None:
     (tmp_path / "mended").touch()
     assert "1 of 1: seed2-" in said(0, "resubmit", "--here")
     assert "3 points: 3 done" in said(0, "status")
+
+
+def test_ctrl_c_here(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run saves and stops by itself; no other point starts."""
+    Path("script").write_text("echo $1 >>ran; kill -INT $PPID; sleep 0.5; echo saved >>ran")
+    monkeypatch.setattr("kempner.sweep.resources.Resources.script", Path("script"))
+    assert run_here(Path("runs/s/sweep"), swept, {}) == 130
+    assert Path("ran").read_text().count("\n") == 2 and Path("ran").read_text().endswith("saved\n")
 
 
 def test_the_commands_of_the_page() -> None:

@@ -225,9 +225,13 @@ def sections_of(root: type) -> dict[str, tuple[str, type]]:
     return {f.metadata.get("section", f.name): (f.name, hints[f.name]) for f in fields}
 
 
-@functools.cache  # a sweep asks for each of its points
 def schema(root: type) -> Schema:
     """What the dataclasses under `root` declare; a mistake there is an AssertionError."""
+    return _schema(root)
+
+
+@functools.cache  # a sweep asks for each of its points
+def _schema(root: type) -> Schema:
     sections: Schema = {}
     for section, (_, cls) in sections_of(root).items():
         assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"
