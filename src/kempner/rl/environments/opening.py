@@ -30,6 +30,7 @@ BUILT_IN = {
     "guess": "dialogues:Guess",
     "calculator": "dialogues:Calculator",
     "reasoning_gym": "reasoning_gym:ReasoningGym",
+    "verifiers": "verifiers:Verifiers",
 }
 DRAWS = 1000  # of which one must be a new prompt, of the part that is asked for
 MISSES = 100  # draws in a row of prompts that were drawn before: there are no more

@@ -9,7 +9,6 @@ from typing import Any
 from kempner.config.option import ConfigError
 from kempner.rl.environments.protocol import Environment, Task
 
-
 DEFAULTS = {"seed": 0, "size": 10_000}
 
 
