@@ -54,7 +54,12 @@ def open_parts(cfg: RunConfig) -> tuple[dict[str, Tasks], Words]:
 
 
 def check_words(cfg: RunConfig, words: Words) -> list[str]:
-    size = words.tokenizer.vocab_size
+    size, own = words.tokenizer.vocab_size, cfg.model.init_from is None
+    if own and size < cfg.model.vocab_size:  # weights that were trained never say the others
+        return [
+            f"model.vocab_size = {cfg.model.vocab_size}: the engines sample the {size} tokens of "
+            f"rl.tokenizer alone, and the trainer sees all; give --model.vocab_size={size}"
+        ]
     if size <= cfg.model.vocab_size:
         return []
     return [
