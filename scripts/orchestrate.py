@@ -59,10 +59,19 @@ def main(argv: list[str]) -> int:
     if command.flags["check"]:
         print(to_toml(cfg), end="")
         return 0
-    exchange, scorer = Exchange(cfg.run.dir), Scorer(workers(), say)
+    judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
+    exchange, scorer = Exchange(cfg.run.dir), Scorer(judges, say)
     router = open_router(cfg, exchange, say)
     sampler = Sampler(
-        envs, Writer(words), router, scorer, cfg.rl_sampling, cfg.train.seq_len, cfg.rl.seed, say
+        envs,
+        Writer(words),
+        router,
+        scorer,
+        cfg.rl_sampling,
+        cfg.train.seq_len,
+        cfg.rl.seed,
+        judges,
+        say,
     )
     router.start()
     try:
@@ -79,11 +88,6 @@ def main(argv: list[str]) -> int:
         router.close()
         sampler.close()
         scorer.close()
-
-
-def workers() -> int:
-    """Processes for rewards: one for each core of this task."""
-    return max(2, len(os.sched_getaffinity(0)))
 
 
 def say(text: str) -> None:

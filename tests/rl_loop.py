@@ -71,8 +71,6 @@ class Talk(Digits):
 class InThisProcess:
     """A scorer without processes."""
 
-    workers = 4
-
     def score(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Score:
         try:
             return Score(env.environment.judge(task, list(messages)))
@@ -113,7 +111,7 @@ def config(folder: Path, env: str = "Digits", steps: int = 3, **rl: Any) -> RunC
     words += ["--model.vocab_size=260", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
     file = folder / "rl.toml"
     file.write_text(f'[[rl.env]]\nid = "{__file__}:{env}"\nname = "{env}"\nuse = "both"\n')
-    return load(RunConfig, [file], [*words, "--data.dataset_path=none"])
+    return load(RunConfig, [file], words)
 
 
 class Loop:
@@ -172,7 +170,7 @@ class Loop:
         scorer: Any = InThisProcess()
         sampler = Sampler(
             envs, Writer(words), router, scorer, self.cfg.rl_sampling, self.cfg.train.seq_len,
-            self.cfg.rl.seed, self.lines.append,
+            self.cfg.rl.seed, 4, self.lines.append,
         )  # fmt: skip
         router.start()
         try:

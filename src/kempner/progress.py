@@ -91,12 +91,17 @@ def resume(
         from kempner.hf.load import start_from
 
         run.announce(start_from(model, cfg.model, run.dir))
-    progress = begin_fork(cfg, run, checkpointer) if forks else Progress.of(manifest).plan(cfg)
+    progress = (
+        begin_fork(cfg, run, checkpointer, replicas) if forks else Progress.of(manifest).plan(cfg)
+    )
     return replicas.begin(progress)
 
 
-def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress:
-    """Load the checkpoint that run.fork names, and save it as the first one of this run."""
+def begin_fork(
+    cfg: RunConfig, run: Run, checkpointer: Checkpointer, replicas: Replicas
+) -> Progress:
+    """Load the checkpoint that run.fork names, and save it as the first one of this run. All
+    replicas begin with it."""
     from kempner.checkpoint.choose import differences
     from kempner.hf.source import FOLDER, carry, run_of
 
@@ -119,6 +124,8 @@ def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress
         + (f"{', '.join(changed)} of its own: " if changed else "the same data: ")
         + f"from sample {progress.samples} on"
     )
+    if run.world.replica:
+        replicas.forget_errors()  # the first one sends them
     checkpointer.save(0, progress.record())  # from then on the fork does not need the other run
     return progress
 

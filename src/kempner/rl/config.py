@@ -19,7 +19,7 @@ class EnvConfig:
 
     id: str = option(REQUIRED, "a built-in environment, or FILE.py:CLASS; see docs/rl.md")
     name: str = option("", "its name in metrics; unset: id")
-    args: str = option("", 'its arguments as a JSON object, such as {"digits": 2}')
+    args: str = option("", 'its arguments as a JSON object, such as {"below": 100}')
     weight: float = option(1.0, "its share of the prompts, of the sum of weights", minimum=0.0)
     use: str = option(
         "train", "train on its tasks, or only evaluate", choices=("train", "eval", "both")

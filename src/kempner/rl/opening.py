@@ -37,8 +37,6 @@ def open_parts(cfg: RunConfig) -> tuple[dict[str, Tasks], Words]:
         words = open_words(cfg.rl.tokenizer, cfg.model.init_from)
     except ConfigError as error:
         problems += error.problems
-    if not any(env.use != "eval" and env.weight for env in cfg.rl.env):
-        problems.append("rl.env: none is to train on; give one use = train and a weight over 0")
     if cfg.rl.eval_interval and all(env.use == "train" for env in cfg.rl.env):
         problems.append(
             f"rl.eval_interval = {cfg.rl.eval_interval}: no rl.env is for evaluation; give one "

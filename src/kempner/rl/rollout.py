@@ -31,12 +31,13 @@ class Sampler:
         sampling: SamplingConfig,
         seq_len: int,
         seed: int,
+        judges: int,
         say: Callable[[str], None],
     ) -> None:
-        """`seq_len`: tokens that a conversation may have."""
+        """`seq_len`: tokens that a conversation may have; `judges`: that the scorer has."""
         self._envs, self._writer, self._router, self._scorer = envs, writer, router, scorer
         self._sampling, self._seq_len, self._seed, self._say = sampling, seq_len, seed, say
-        self._judges = ThreadPoolExecutor(scorer.workers, "judge")
+        self._judges = ThreadPoolExecutor(judges, "judge")
         self._said: set[str] = set()  # environments whose failures were reported
 
     def close(self) -> None:

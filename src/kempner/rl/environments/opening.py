@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import json
 import random
 import sys
@@ -22,8 +21,17 @@ from kempner.rl.environments.protocol import Environment, Task
 HERE = "kempner.rl.environments"
 BUILT_IN = {
     "arithmetic": "puzzles:Arithmetic",
+    "reverse": "puzzles:Reverse",
+    "sort": "puzzles:Sort",
+    "copy": "puzzles:Copy",
+    "format": "puzzles:Format",
+    "qa": "qa:Qa",
+    "code": "programs:Code",
+    "guess": "dialogues:Guess",
+    "calculator": "dialogues:Calculator",
 }
 DRAWS = 1000  # of which one must be a new prompt, of the part that is asked for
+MISSES = 100  # draws in a row of prompts that were drawn before: there are no more
 
 
 class Tasks:
@@ -57,11 +65,17 @@ class Tasks:
 
     def evaluation(self, count: int) -> list[Task]:
         """`count` tasks that training never sees, each with a prompt of its own; fewer where there
-        are no more."""
+        are no more, or they are too hard to find."""
         if self.environment.size is not None:
             return [self.task(number, True) for number in range(min(count, len(self._parts[1])))]
-        tasks = (self.task(number, True) for number in range(2 * count + DRAWS))
-        return list(itertools.islice({task.key: task for task in tasks}.values(), count))
+        tasks: dict[str, Task] = {}
+        misses = number = 0
+        while len(tasks) < count and misses < MISSES:
+            task = self.task(number, True)
+            misses = misses + 1 if task.key in tasks else 0
+            tasks.setdefault(task.key, task)
+            number += 1
+        return list(tasks.values())
 
     def check(self) -> None:
         """Raises ConfigError when it has no task to train on, or none to evaluate, as asked."""
@@ -174,7 +188,7 @@ def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any
     except ValueError as error:
         raise ConfigError(f"{where}: args is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ConfigError(f'{where}: args must be a JSON object, such as {{"digits": 2}}')
+        raise ConfigError(f'{where}: args must be a JSON object, such as {{"below": 100}}')
     parameters = inspect.signature(maker).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return given
