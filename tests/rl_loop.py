@@ -15,57 +15,16 @@ from safetensors.numpy import load_file
 from kempner.config.loading import load
 from kempner.rl.conversation import Writer
 from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Environment, Message, Reply, Score, Task
+from kempner.rl.environments.protocol import Message, Reply, Score, Task
 from kempner.rl.exchange import Batch, Exchange, Start, State
-from kempner.rl.opening import open_parts, open_router
+from kempner.rl.opening import open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
 from kempner.rl.rollout import Sampler
 from kempner.run import RunConfig
 from tests.fake_engine import TOKEN, FakeEngine
 
 RANKS = 2
-
-
-class Digits(Environment):
-    """The reward is the parity of what was said; that of every third prompt is always 0."""
-
-    held_out = 0.25
-
-    def task(self, number: int, rng: Any) -> Task:
-        return Task(f"{number} {rng.randrange(1000)}:", number)
-
-    def score(self, task: Task, completion: str) -> float:
-        return 0.0 if task.answer % 3 == 0 else float(sum(completion.encode()) % 2)
-
-
-class Flat(Digits):
-    def score(self, task: Task, completion: str) -> float:
-        return 0.5
-
-
-class Broken(Digits):
-    """Every fourth task has no reward."""
-
-    def score(self, task: Task, completion: str) -> float:
-        if task.answer % 4 == 0:
-            raise RuntimeError("no reward here")
-        return super().score(task, completion)
-
-
-class Dead(Digits):
-    def score(self, task: Task, completion: str) -> float:
-        raise RuntimeError("no reward at all")
-
-
-class Few(Digits):
-    size, held_out = 24, 0.5
-
-
-class Talk(Digits):
-    turns = 3
-
-    def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
-        return Reply(" more? ")
+ENVIRONMENTS = Path(__file__).with_name("rl_envs.py")
 
 
 class InThisProcess:
@@ -110,7 +69,7 @@ def config(folder: Path, env: str = "Digits", steps: int = 3, **rl: Any) -> RunC
     words += [f"--run.dir={folder / 'run'}", f"--train.max_steps={steps}", "--train.seq_len=96"]
     words += ["--model.vocab_size=260", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
     file = folder / "rl.toml"
-    file.write_text(f'[[rl.env]]\nid = "{__file__}:{env}"\nname = "{env}"\nuse = "both"\n')
+    file.write_text(f'[[rl.env]]\nid = "{ENVIRONMENTS}:{env}"\nname = "{env}"\nuse = "both"\n')
     return load(RunConfig, [file], words)
 
 
@@ -168,15 +127,12 @@ class Loop:
         envs, words = open_parts(self.cfg)
         router = open_router(self.cfg, self.exchange, self.lines.append)
         scorer: Any = InThisProcess()
-        sampler = Sampler(
-            envs, Writer(words), router, scorer, self.cfg.rl_sampling, self.cfg.train.seq_len,
-            self.cfg.rl.seed, 4, self.lines.append,
-        )  # fmt: skip
+        sampler = Sampler(self.cfg, envs, Writer(words), router, scorer, 4, self.lines.append)
+        curriculum = open_curriculum(self.cfg, envs, self.lines.append)
         router.start()
         try:
-            Orchestrator(
-                self.cfg, self.exchange, envs, sampler, router, self.lines.append, self.stop
-            ).run()
+            parts = self.exchange, envs, curriculum, sampler, router
+            Orchestrator(self.cfg, *parts, self.lines.append, self.stop).run()
         except Exception as error:
             self.error = error
         finally:

@@ -31,6 +31,7 @@ from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
+from kempner.rl.opening import open_parts
 from kempner.run import RunConfig, check_batch, check_pipeline
 
 USAGE = """\
@@ -286,7 +287,9 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
             found += [f"model.init_from: {problem}" for problem in error.problems]
     try:
         sources, held_out = open_data(cfg, rank == 0)
-        if not cfg.rl.on:
+        if cfg.rl.on:
+            open_parts(cfg)
+        else:
             open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":
             found += [

@@ -1,5 +1,5 @@
-"""scripts/rl.py with an orchestrator whose batches follow from the step: losses, weights and state on
-several meshes, across a stop, and what it publishes."""
+"""scripts/rl.py with an orchestrator whose batches follow from the step: losses, weights and state
+on several meshes, across a stop, and what it publishes."""
 
 from __future__ import annotations
 

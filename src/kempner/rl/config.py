@@ -197,6 +197,4 @@ def _sizes(cfg: RunConfig) -> list[str]:
     if (problem := sampling.sampling(0).problem()) is not None:
         name, allowed = problem
         found.append(f"rl.sampling.{name} = {getattr(sampling, name)}: {allowed}")
-    if not any(env.weight > 0 and env.use != "eval" for env in rl.env):
-        found.append('rl.env: none has a weight and is for training; give one use = "train"')
     return found

@@ -44,6 +44,7 @@ class Orchestrator:
         cfg: RunConfig,
         exchange: Exchange,
         envs: Mapping[str, Tasks],
+        curriculum: Curriculum,
         sampler: Sampler,
         router: Router,
         say: Callable[[str], None],
@@ -51,12 +52,7 @@ class Orchestrator:
     ) -> None:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
-        self._curriculum = Curriculum(
-            {label: env.cfg.weight for label, env in envs.items() if env.cfg.use != "eval"},
-            cfg.rl.solve_rate,
-            lambda label, number: envs[label].task(number).key,
-            say,
-        )
+        self._curriculum = curriculum
         self._come: SimpleQueue[Group | Exception] = SimpleQueue()
         self._again: deque[Place] = deque()  # asked before the last stop, and not trained
         self._flying: dict[int, Place] = {}  # asked, by place
