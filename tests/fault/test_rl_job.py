@@ -144,7 +144,9 @@ def test_a_request_to_leave(run: RlRun) -> None:
     assert "engine 0 (kit, 1 GPU(s) each): on node1" in run.log
 
 
-@pytest.mark.parametrize("name", ["FAKE_ENGINE", "FAKE_ORCHESTRATOR"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("FAKE_ENGINE", marks=pytest.mark.soak), "FAKE_ORCHESTRATOR"]
+)
 def test_bad_input_of_a_part(run: RlRun, name: str) -> None:
     """Ends the job, which is not started again."""
     run.start(options=("--nodes=1",), **{name: "2"})
