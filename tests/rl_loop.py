@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from kempner.config.loading import load
+from kempner.load import Words
 from kempner.rl.conversation import Writer
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Message, Reply, Score, Task
@@ -67,7 +68,7 @@ def config(folder: Path, env: str = "Digits", steps: int = 3, **rl: Any) -> RunC
     values |= {"max_async": 0} | rl
     words = [f"--rl.{key}={value}" for key, value in values.items()]
     words += [f"--run.dir={folder / 'run'}", f"--train.max_steps={steps}", "--train.seq_len=96"]
-    words += ["--model.vocab_size=260", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
+    words += ["--model.vocab_size=257", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
     file = folder / "rl.toml"
     file.write_text(f'[[rl.env]]\nid = "{ENVIRONMENTS}:{env}"\nname = "{env}"\nuse = "both"\n')
     return load(RunConfig, [file], words)
@@ -87,6 +88,8 @@ class Loop:
         self.exchange.token.write_text(TOKEN)
         self.lines: list[str] = []
         self.handed: list[Handed] = []
+        self.straight: set[int] = set()  # versions that are no directories
+        self.seen: list[set[int]] = []  # versions that are there after each step
         self.error: Exception | None = None
         self.stop = threading.Event()
         for number, engine in enumerate(engines):
@@ -96,14 +99,16 @@ class Loop:
         (self.exchange.engines / f"engine-{number}").write_text(f"{engine.url}\n")
 
     def publish(self, version: int) -> None:
+        transport = "group" if version in self.straight else "directory"
         self.exchange.version(version).mkdir(exist_ok=True)
-        self.exchange.publish(version, {"version": version, "transport": "directory"})
+        self.exchange.publish(version, {"version": version, "transport": transport})
 
     def run(self, limit: float = 60.0) -> list[Handed]:
         """All batches; raises what has ended the orchestrator."""
         self.publish(self.start)
         self.exchange.begin(Start(self.start, RANKS, self.state))
-        thread = threading.Thread(target=self._orchestrate, daemon=True)
+        parts = open_parts(self.cfg)
+        thread = threading.Thread(target=self._orchestrate, args=parts, daemon=True)
         thread.start()
         until = time.monotonic() + limit
         for step in range(self.start + 1, self.cfg.train.max_steps + 1):
@@ -116,6 +121,8 @@ class Loop:
             files = [load_file(self.exchange.rollouts(step) / name) for name in names]
             self.handed.append(Handed(batch, files))
             time.sleep(self.trains)
+            manifests = self.exchange.weights.glob("v*/manifest.json")
+            self.seen.append({int(path.parent.name[1:]) for path in manifests})
             self.publish(step)
         thread.join(max(0.0, until - time.monotonic()))
         assert not thread.is_alive(), self.lines
@@ -123,8 +130,7 @@ class Loop:
             raise self.error
         return self.handed
 
-    def _orchestrate(self) -> None:
-        envs, words = open_parts(self.cfg)
+    def _orchestrate(self, envs: dict[str, Tasks], words: Words) -> None:
         router = open_router(self.cfg, self.exchange, self.lines.append)
         scorer: Any = InThisProcess()
         sampler = Sampler(self.cfg, envs, Writer(words), router, scorer, 4, self.lines.append)
