@@ -156,7 +156,7 @@ def problems(cfg: RunConfig) -> list[str]:
     batch = "the batch follows from rl.batch_samples or rl.batch_tokens"
     useless = {
         f"train.global_batch = {cfg.train.global_batch}: {batch}": (
-            cfg.train.global_batch != default.global_batch
+            cfg.train.global_batch not in (default.global_batch, cfg.rl.batch_samples)
         ),
         f"train.global_batch_tokens: {batch}": cfg.train.global_batch_tokens is not None,
         f"train.batch_ramp: {batch}": cfg.train.batch_ramp is not None,
@@ -167,6 +167,7 @@ def problems(cfg: RunConfig) -> list[str]:
         "eval.interval: validates on data; rl.eval_interval evaluates on tasks": (
             cfg.eval.interval > 0
         ),
+        "bench.data = real: rollouts are made by a whole run": cfg.bench.data == "real",
         f"rl.loss.mask = {loss.mask}: is for rl.loss.name = masked": (
             loss.name != "masked" and loss.mask != LossConfig().mask
         ),
