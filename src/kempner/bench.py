@@ -52,11 +52,15 @@ class Variant:
 
 
 def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
-    """What makes a run of `cfg` a measurement: as many steps, and nothing beside them."""
-    bench = cfg.bench
+    """What makes a run of `cfg` a measurement: as many steps, and nothing beside them; of replicas
+    whole rounds, with their outer steps."""
+    bench, rounds = cfg.bench, cfg.lowcomm.interval if cfg.lowcomm.on else 1
+    warmup, steps = (-(-number // rounds) * rounds for number in (bench.warmup, bench.steps))
     words = [
         f"--run.dir={run_dir}",
-        f"--train.max_steps={bench.warmup + bench.steps}",
+        f"--bench.warmup={warmup}",
+        f"--bench.steps={steps}",
+        f"--train.max_steps={warmup + steps}",
         "--train.batch_ramp=none",
         "--train.seq_len_ramp=none",
         "--checkpoint.save=false",
@@ -198,14 +202,14 @@ def _why(run_dir: Path, code: int) -> str:
 def _report(
     run_dir: Path, cfg: RunConfig, results: Sequence[Result], machine: dict[str, Any]
 ) -> None:
-    bench = cfg.bench
     text = [f"\n{machine['device']}, world size {results[0]['ranks']}, torch {machine['torch']}"]
     for result in results:
+        bench = result["config"]["bench"]
         text += [
             "",
             f"{result['variant'] or 'as configured'}: {result['tokens_per_step']:,} tokens",
         ]
-        text[-1] += f" a step, {bench.steps} steps after {bench.warmup} of warm-up"
+        text[-1] += f" a step, {bench['steps']} steps after {bench['warmup']} of warm-up"
         text.append(_table(result))
     if len(results) > 1:
         text += ["", _comparison(results)]
@@ -218,7 +222,7 @@ def _report(
         "(full attention)."
     )
     print("\n".join(text), flush=True)
-    path = Path(bench.output_json or run_dir / "bench.json")
+    path = Path(cfg.bench.output_json or run_dir / "bench.json")
     record = {"time": time.time(), "command": shlex.join(sys.argv), **machine, "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -76,8 +76,7 @@ class LowcommReplicas(Replicas):
         self._sent = 0
         self._loss: Tensor
         ring = 2 * (world.replicas - 1) / world.replicas * 4  # bytes for each number, fp32
-        numbers = sum(a.numel() for f in self.outer.fragments for a in f.anchors)
-        self._data_parallel = ring * numbers * world.size  # bytes a step
+        self._data_parallel = ring * sum(p.numel() for p in named.values())  # bytes a step
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
         """Between the model, which has the anchors, and the optimizer, which may have other

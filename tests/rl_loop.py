@@ -1,0 +1,184 @@
+"""The orchestrator in this process, between fake engines and a trainer that only publishes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from kempner.config.loading import load
+from kempner.rl.conversation import Writer
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.protocol import Environment, Message, Reply, Score, Task
+from kempner.rl.exchange import Batch, Exchange, Start, State
+from kempner.rl.opening import open_parts, open_router
+from kempner.rl.orchestrator import Orchestrator
+from kempner.rl.rollout import Sampler
+from kempner.run import RunConfig
+from tests.fake_engine import TOKEN, FakeEngine
+
+RANKS = 2
+
+
+class Digits(Environment):
+    """The reward is the parity of what was said; that of every third prompt is always 0."""
+
+    held_out = 0.25
+
+    def task(self, number: int, rng: Any) -> Task:
+        return Task(f"{number} {rng.randrange(1000)}:", number)
+
+    def score(self, task: Task, completion: str) -> float:
+        return 0.0 if task.answer % 3 == 0 else float(sum(completion.encode()) % 2)
+
+
+class Flat(Digits):
+    def score(self, task: Task, completion: str) -> float:
+        return 0.5
+
+
+class Broken(Digits):
+    """Every fourth task has no reward."""
+
+    def score(self, task: Task, completion: str) -> float:
+        if task.answer % 4 == 0:
+            raise RuntimeError("no reward here")
+        return super().score(task, completion)
+
+
+class Dead(Digits):
+    def score(self, task: Task, completion: str) -> float:
+        raise RuntimeError("no reward at all")
+
+
+class Few(Digits):
+    size, held_out = 24, 0.5
+
+
+class Talk(Digits):
+    turns = 3
+
+    def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
+        return Reply(" more? ")
+
+
+class InThisProcess:
+    """A scorer without processes."""
+
+    def score(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Score:
+        try:
+            return Score(env.environment.judge(task, list(messages)))
+        except RuntimeError as error:
+            return Score(None, str(error))
+
+    def reply(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Reply | None:
+        said = sum(m["role"] == "assistant" for m in messages)
+        return None if said >= env.environment.turns else env.environment.reply(task, messages)
+
+
+class Handed(NamedTuple):
+    """A batch as the trainer gets it."""
+
+    batch: Batch
+    ranks: list[dict[str, NDArray[Any]]]
+
+    def same(self, other: Handed) -> bool:
+        """In all that a training depends on."""
+        plain = [replace_figures(each.batch) for each in (self, other)]
+        pairs = zip(self.ranks, other.ranks, strict=True)
+        return plain[0] == plain[1] and all(
+            np.array_equal(mine[name], theirs[name]) for mine, theirs in pairs for name in mine
+        )
+
+
+def replace_figures(batch: Batch) -> Batch:
+    timed = ("engine", "update_seconds")
+    kept = {name: v for name, v in batch.metrics.items() if not name.startswith(timed)}
+    return batch._replace(metrics=kept)
+
+
+def config(folder: Path, env: str = "Digits", steps: int = 3, **rl: Any) -> RunConfig:
+    values: dict[str, Any] = {"tokenizer": "bytes", "group_size": 4, "batch_samples": 12}
+    values |= {"max_async": 0} | rl
+    words = [f"--rl.{key}={value}" for key, value in values.items()]
+    words += [f"--run.dir={folder / 'run'}", f"--train.max_steps={steps}", "--train.seq_len=96"]
+    words += ["--model.vocab_size=260", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
+    file = folder / "rl.toml"
+    file.write_text(f'[[rl.env]]\nid = "{__file__}:{env}"\nname = "{env}"\nuse = "both"\n')
+    return load(RunConfig, [file], words)
+
+
+class Loop:
+    """One attempt. Its trainer publishes a version for each batch, after `trains` seconds."""
+
+    def __init__(
+        self, cfg: RunConfig, engines: Sequence[FakeEngine], start: int = 0,
+        state: State | None = None, trains: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.cfg, self.start, self.state, self.trains = cfg, start, state, trains
+        self.exchange = Exchange(cfg.run.dir)
+        for folder in (self.exchange.weights, self.exchange.engines):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.exchange.token.write_text(TOKEN)
+        self.lines: list[str] = []
+        self.handed: list[Handed] = []
+        self.error: Exception | None = None
+        self.stop = threading.Event()
+        for number, engine in enumerate(engines):
+            self.place(number, engine)
+
+    def place(self, number: int, engine: FakeEngine) -> None:
+        (self.exchange.engines / f"engine-{number}").write_text(f"{engine.url}\n")
+
+    def publish(self, version: int) -> None:
+        self.exchange.version(version).mkdir(exist_ok=True)
+        self.exchange.publish(version, {"version": version, "transport": "directory"})
+
+    def run(self, limit: float = 60.0) -> list[Handed]:
+        """All batches; raises what has ended the orchestrator."""
+        self.publish(self.start)
+        self.exchange.begin(Start(self.start, RANKS, self.state))
+        thread = threading.Thread(target=self._orchestrate, daemon=True)
+        thread.start()
+        until = time.monotonic() + limit
+        for step in range(self.start + 1, self.cfg.train.max_steps + 1):
+            while (batch := self.exchange.batch(step)) is None and thread.is_alive():
+                assert time.monotonic() < until, self.lines
+                time.sleep(0.01)
+            if batch is None:
+                break
+            names = [f"rank_{rank}.safetensors" for rank in range(RANKS)]
+            files = [load_file(self.exchange.rollouts(step) / name) for name in names]
+            self.handed.append(Handed(batch, files))
+            time.sleep(self.trains)
+            self.publish(step)
+        thread.join(max(0.0, until - time.monotonic()))
+        assert not thread.is_alive(), self.lines
+        if self.error:
+            raise self.error
+        return self.handed
+
+    def _orchestrate(self) -> None:
+        envs, words = open_parts(self.cfg)
+        router = open_router(self.cfg, self.exchange, self.lines.append)
+        scorer: Any = InThisProcess()
+        sampler = Sampler(
+            envs, Writer(words), router, scorer, self.cfg.rl_sampling, self.cfg.train.seq_len,
+            self.cfg.rl.seed, 4, self.lines.append,
+        )  # fmt: skip
+        router.start()
+        try:
+            Orchestrator(
+                self.cfg, self.exchange, envs, sampler, router, self.lines.append, self.stop
+            ).run()
+        except Exception as error:
+            self.error = error
+        finally:
+            router.close()
+            sampler.close()
