@@ -149,7 +149,12 @@ def problems(cfg: RunConfig) -> list[str]:
         "optimizer.name = schedule_free": cfg.optimizer.name == "schedule_free",
         "lowcomm": cfg.lowcomm.on,
         f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
-        "rl.weights = group: engines take files alone": cfg.rl.weights == "group",
+        f"lora.rank = {cfg.lora.rank} with rl.weights = group": (
+            cfg.lora.rank > 0 and cfg.rl.weights == "group"
+        ),
+        "rl.weights = group with rl.inference.engine = vllm": (
+            cfg.rl.weights == "group" and cfg.rl_inference.engine == "vllm"
+        ),
     }
     refused = [what for what, is_on in others.items() if is_on]
     found += [f"{what}: is not built for [rl]; leave it out" for what in refused]
