@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError
 from kempner.rl.conversation import Writer, open_words
+from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Engine, KitEngine
 from kempner.rl.environments.opening import Tasks, open_environments
 from kempner.rl.exchange import Exchange
@@ -83,6 +84,15 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
         f'rl.env "{env.label}": a prompt of {longest} tokens and rl.sampling.max_tokens = {most} '
         f"are over train.seq_len = {room}; shorten one of them, or raise train.seq_len"
     ]
+
+
+def open_curriculum(
+    cfg: RunConfig, envs: Mapping[str, Tasks], say: Callable[[str], None]
+) -> Curriculum:
+    weights = {label: env.cfg.weight for label, env in envs.items() if env.cfg.use != "eval"}
+    return Curriculum(
+        weights, cfg.rl.solve_rate, lambda label, number: envs[label].task(number).key, say
+    )
 
 
 def open_router(cfg: RunConfig, exchange: Exchange, say: Callable[[str], None]) -> Router:
