@@ -1,4 +1,4 @@
-"""What `rl.sh --bench` prints of a run that it has made: where the time of both sides went. No torch.
+"""What `rl.sh --bench` prints of its run: where the time of both sides went. No torch.
 
     python -m kempner.history.loop_bench RUN
 
@@ -27,7 +27,7 @@ def main(run: Path) -> int:
     seconds = sum(line["step_time"] for line in lines)
 
     def mean(name: str) -> float:
-        return statistics.mean(line.get(name, 0.0) for line in lines)
+        return float(statistics.mean(line.get(name, 0.0) for line in lines))
 
     figures = {
         "steps": len(lines),
