@@ -108,7 +108,9 @@ def test_no_engine_is_left(run: RlRun) -> None:
     ("at", "options"),
     [
         ("scancel", THREE),
-        pytest.param("time limit", (*THREE, "--time=1"), marks=pytest.mark.soak),
+        pytest.param(
+            "time limit", (*THREE, "--time=1", "--signal=B:SIGTERM@20"), marks=pytest.mark.soak
+        ),
         pytest.param("preemption", THREE, marks=pytest.mark.soak),
     ],
 )

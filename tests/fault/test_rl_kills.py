@@ -140,8 +140,10 @@ def test_kill(run: RlRun, unbroken: dict[int, tuple[float, float, float]], who: 
 def test_a_run_that_is_stopped_equals_the_unbroken_one(
     run: RlRun, unbroken: dict[int, tuple[float, float, float]], what: str
 ) -> None:
-    more = ("--nodes=1",) if what == "warning" else ("--nodes=1", "--time=1")
-    start(run, options=more, FAULTS="hold program=rl at=kempner.rl.feed:Feed.next:before nth=0 s=4")
+    more = (
+        ("--nodes=1",) if what == "warning" else ("--nodes=1", "--time=1", "--signal=B:SIGTERM@20")
+    )
+    start(run, options=more, FAULTS="hold program=rl at=kempner.rl.feed:Feed.next:before nth=0 s=8")
     if what == "warning":
         run.wait_for_step(4)
         run.cluster.ask("scancel", "--batch", "--signal=TERM", run.job)
