@@ -157,11 +157,13 @@ def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
 def load_config(
     files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
 ) -> RunConfig:
-    """load(), with what depends on other files: a run without run.dir is named after its first
-    configuration file, after `prefix`, and one with model.init_from has the shape of those
-    weights."""
+    """load(), with what follows from other values: a run without run.dir is named after its first
+    configuration file, after `prefix`, one with model.init_from has the shape of those weights, and
+    the batch of one with [[rl.env]] is that of [rl]."""
     run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
     cfg = load(RunConfig, files, overrides, problems, partial(complete_model, run_dir=run_dir))
+    if cfg.rl.on and cfg.rl.batch_samples is not None:
+        cfg = replace(cfg, train=replace(cfg.train, global_batch=cfg.rl.batch_samples))
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
 
 

@@ -18,9 +18,12 @@ from kempner.generate.engine import Engine, Request
 from kempner.loss import VocabularyPart
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
+from kempner.parallel.config import LoraConfig
+from kempner.parallel.lora import add_adapters
 from kempner.rl.batch import micro_batches
 from kempner.rl.config import LossConfig, RlConfig, SamplingConfig
 from kempner.rl.loss import Policy, policy_losses
+from kempner.rl.publish import whole_tensors
 from kempner.run import RunConfig, TrainConfig
 from tests.scripted import Sample, arrays, samples
 
@@ -187,3 +190,16 @@ def test_the_engine_and_the_trainer_agree(model: Decoder, temperature: float) ->
     numbers = objective.numbers()
     assert numbers["mismatch_sum"] / (6 * 12) < 1e-4
     assert not numbers["held_back"]
+
+
+def test_adapters_are_published_within_their_matrices() -> None:
+    torch.manual_seed(0)
+    model, merged = Decoder(SHAPE), Decoder(SHAPE)
+    add_adapters(model, LoraConfig(rank=3, alpha=12.0))
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, mean=float("norm" in name), std=0.1)
+    tensors = dict(whole_tensors(model, 12.0 / 3))
+    merged.load_state_dict(tensors)
+    tokens = torch.randint(257, (2, 9))
+    plain = model.cast(torch.float32)
+    torch.testing.assert_close(merged(tokens), plain(tokens), rtol=1e-4, atol=1e-5)
