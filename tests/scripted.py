@@ -72,7 +72,7 @@ def hand_over(exchange: Exchange, step: int, ranks: int, seq_len: int, count: in
 
 @contextmanager
 def orchestrator(run: Path, steps: int, seq_len: int = 32, last: int = 0) -> Iterator[list[object]]:
-    """Beside a trainer, until `last` batches (0: all steps) are handed over; yields what the trainer
+    """Beside a trainer, until `last` batches (0: all) are handed over; yields what the trainer
     has said at its start."""
     exchange, end, heard = Exchange(run), threading.Event(), list[object]()
 
