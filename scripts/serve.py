@@ -137,7 +137,7 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     if options.source:
         loaded, version = load(options.source, options.device), 0
     else:
-        found = first_version(options.weights, partial(load, device=options.device), end)
+        found = first_version(options.weights, partial(load, device=options.device), token, end)
         if found is None:  # told to end
             return 0
         loaded, version = found

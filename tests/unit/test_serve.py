@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,9 @@ from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import load
+from kempner.rl.transfer import Gone
 from kempner.serve.http import Server
+from kempner.serve.weights import first_version
 from kempner.serve.worker import Worker
 from tests.conftest import ROOT
 from tests.served import Client, make_model
@@ -319,6 +322,36 @@ def test_half_of_the_weights_serve_nobody(
     assert engine.complete(PROMPT)[0]["weight_versions"] == [3]
 
 
+def test_weights_from_the_ranks_of_a_trainer(
+    engine: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that nobody offers changes nothing; after half of one it serves nobody."""
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"version": 4, "transport": "group"}))
+    before, told = engine.complete(PROMPT, temperature=0), []
+
+    def receive(problem: Exception | None, model: Any, facts: Any, token: str) -> None:
+        told.append((facts["version"], token))
+        if problem:
+            raise problem
+        model.embed.weight.data.neg_()
+
+    def update(problem: Exception | None, code: int) -> Any:
+        monkeypatch.setattr("kempner.rl.transfer.receive", partial(receive, problem))
+        return engine.ask("/update_weights", {"manifest": str(manifest)}, code=code)
+
+    assert "nobody" in update(Gone("nobody offers it"), 400)["error"]["message"]
+    assert engine.complete(PROMPT, temperature=0) == before
+    assert "broken off" in update(OSError("broken off"), 503)["error"]["message"]
+    engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)
+    engine.ask("/health", code=503)
+    assert update(None, 200) == {"weight_version": 4} and set(told) == {(4, "secret")}
+    (after,) = engine.complete(PROMPT, temperature=0)
+    assert after["weight_versions"] == [4] and after["token_ids"] != before[0]["token_ids"]
+    refused = engine.ask("/update_weights", {"manifest": "/gone"}, code=400)
+    assert "/gone" in refused["error"]["message"]
+
+
 def test_an_engine_that_fails_says_so_to_all(
     engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -392,8 +425,8 @@ def test_a_bad_command_line(
 def test_the_versions_of_a_trainer(
     serve: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for one, takes the newest that is files, and loads the next when one was removed
-    meanwhile; its file has the number of the engine."""
+    """It waits for one, takes the newest, and loads the next when one was removed meanwhile; its
+    file has the number of the engine."""
     weights, engines, found = tmp_path / "weights", tmp_path / "engines", {}
 
     def publish(number: int, transport: str) -> Path:
@@ -406,17 +439,16 @@ def test_the_versions_of_a_trainer(
     (weights / "v00000009").mkdir(parents=True)  # not whole yet
     removed = []
 
-    def load_later(name: str, device: str) -> Any:
+    def load_later(name: str, **how: Any) -> Any:
         if not removed:  # by the trainer, while it is read
             removed.append(name)
             publish(4, "directory")
             shutil.rmtree(name)
-        return load(name, device)
+        return load(name, **how)
 
     def drive() -> None:
         time.sleep(0.3)  # it waits
         publish(3, "directory")
-        publish(5, "group")
         until(lambda: (engines / "engine-7").exists())
         port = int((engines / "engine-7").read_text().rpartition(":")[2])
         engine = Client(port)
@@ -431,6 +463,18 @@ def test_the_versions_of_a_trainer(
     words = ["--weights", str(weights), "--publish", str(engines), "--port=0", "--device=cpu"]
     assert serve.main(words) == 0
     driver.join()
+    # The newest one is in the ranks of the trainer; they are about to offer another one.
+    publish(6, "group")
+    offers = iter([Gone("not any more"), None])
+
+    def fill(model: Any, *_: Any) -> None:
+        if problem := next(offers):
+            raise problem
+        model.load_state_dict(load(str(folder), "cpu").model.state_dict())
+
+    monkeypatch.setattr("kempner.rl.transfer.receive", fill)
+    loaded = first_version(weights, partial(load, device="cpu"), "", threading.Event())
+    assert loaded is not None and loaded[1] == 6 and next(offers, "all") == "all"
     assert removed == [str(weights / "v00000003")] and not list(engines.iterdir())
     assert found["health"] == {"status": "ok", "weight_version": 4}
     assert found["models"]["weight_version"] == 4

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,20 @@ def replace(model: Decoder, name: str) -> None:
         load_weights(model, model.cfg, source)
 
 
+def receive(model: Decoder, manifest: str, token: str) -> int:
+    """The same straight from the ranks of a trainer, by the manifest of the version, whose number
+    is returned."""
+    from kempner.rl.transfer import Gone
+    from kempner.rl.transfer import receive as read
+
+    try:
+        facts = json.loads(Path(manifest).read_text())
+        read(model, facts, token)
+        return int(facts["version"])
+    except (Gone, FileNotFoundError, KeyError, ValueError) as error:
+        raise Refused(f"{manifest}: {error}") from None
+
+
 def check(model: Decoder, source: Source) -> None:
     """Raises ConfigError or Damaged when these are not weights of this model."""
     if any(is_adapter(name) for name, _ in model.named_parameters()):
@@ -64,26 +79,31 @@ def shape(cfg: ModelConfig) -> dict[str, Any]:
 # --- The versions of a trainer: see rl/exchange.py ---
 
 
-def newest(weights: Path) -> tuple[int, Path] | None:
-    """Of the versions in a directory that are files: the number of the newest, and its place."""
-    for manifest in sorted(weights.glob("v*/manifest.json"), reverse=True):
-        with contextlib.suppress(FileNotFoundError):  # removed since
-            if json.loads(manifest.read_text()).get("transport") == "directory":
-                return int(manifest.parent.name[1:]), manifest.parent
-    return None
+def newest(weights: Path) -> Path | None:
+    """The manifest of the newest version in a directory."""
+    return max(weights.glob("v*/manifest.json"), default=None)
 
 
 def first_version(
-    weights: Path, load: Callable[[str], T], end: threading.Event
+    weights: Path,
+    load: Callable[..., T],
+    token: str,
+    end: threading.Event,
 ) -> tuple[T, int] | None:
     """What `load` makes of the newest version, once there is one, and its number; None when `end`
-    came before that. Raises what `load` raises."""
+    came before that. `load` is kempner.load's, and this raises what it raises."""
     while not end.is_set():
         if (found := newest(weights)) is None:
             end.wait(LOOK_S)
             continue
         try:
-            return load(str(found[1])), found[0]
+            facts = json.loads(found.read_text())
+            fill = partial(receive, manifest=str(found), token=token)
+            by_files = facts["transport"] == "directory"
+            loaded = load(str(found.parent), fill=None if by_files else fill)
+            return loaded, int(facts["version"])
+        except Refused:  # the trainer is about to offer another one
+            end.wait(LOOK_S)
         except (ConfigError, OSError):
             # A version is removed when a newer one is in use everywhere: while we read this one.
             if newest(weights) in (found, None):
