@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from kempner.rl import engines, orchestrator, router
 from kempner.rl.batches import Failed
 from kempner.rl.engines import Rejected
+from kempner.rl.orchestrator import Orchestrator
 from tests.fake_engine import END, LOST, FakeEngine, Fault
 from tests.rl_loop import Handed, Loop, config
 
@@ -247,10 +249,17 @@ def test_solve_rates_are_resumed(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.2])
 def test_asynchronous_nothing_is_trained_twice_or_lost(
-    delay: float, make: Make, tmp_path: Path
+    delay: float, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after each step: every task before the newest one was trained, or is known to have
     come to nothing."""
+    look = Orchestrator._look
+
+    def slow(self: Orchestrator) -> None:  # without a delay, groups of two batches come at once
+        time.sleep(0.0 if delay else 0.1)
+        look(self)
+
+    monkeypatch.setattr(Orchestrator, "_look", slow)
     (tmp_path / "a").mkdir()
     cfg = config(tmp_path / "a", steps=6, max_async=1)
     whole = Loop(cfg, [make(delay=delay / 4), make(delay=delay)], trains=0.05).run()
