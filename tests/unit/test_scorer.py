@@ -146,9 +146,12 @@ def test_network_files_and_other_processes_are_out_of_reach(
     assert run("import tempfile; tempfile.mkdtemp()") == Score(1.0)
     assert run("import os, tempfile; result = len(os.listdir(tempfile.gettempdir()))") == Score(0.0)
     assert "Permission" in run(f"open('/proc/{os.getpid()}/environ').read()").why
-    inner = "open('/proc/' + str(__import__('os').getppid()) + '/fd/3', 'w')"
-    code = f"import subprocess, sys; result = subprocess.call([sys.executable, '-c', \"{inner}\"])"
-    assert run(code) == Score(1.0)  # its own program cannot write into its pipes
+    # A program that it runs cannot write a reward into its pipes.
+    code = (
+        "import os, subprocess\npipes = f'/proc/{os.readlink(\"/proc/self\")}/fd'\n"
+        "result = sum(subprocess.call(['sh', '-c', f': > {pipes}/{n}']) == 0 for n in range(9))"
+    )
+    assert run(code) == Score(0.0)
 
 
 @pytest.mark.parametrize("scorer", [False], indirect=True, ids=["none"])
