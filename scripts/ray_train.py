@@ -28,7 +28,7 @@ def main() -> int:
     gpus = int(ray.cluster_resources().get("GPU", 0))
     actors = programs(given.workers or gpus or len(ray.nodes()), gpus=min(gpus, 1))
     running = [
-        actor.run.remote(str(TRAIN), arguments, variables)
+        actor.run.remote([str(TRAIN), *arguments], variables)
         for actor, variables in zip(actors, ranks(actors), strict=True)
     ]
     code = 0

@@ -3,6 +3,7 @@ exit code and without a trace."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -10,13 +11,15 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import ROOT, Cluster, apptainer, program, pyxis
 from tests.conftest import losses, status
-from tests.ray.ray_job import DRIVER, SECRET, RayJob, Submit, report
+from tests.fault.broken_run import until
+from tests.ray.ray_job import DRIVER, SECRET, RayJob, Submit, processes, report
 
 
 def driver(base: Path, *words: str) -> str:
@@ -63,6 +66,27 @@ def test_the_trainer_from_a_ray_program(job: RayJob) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert status(run)["state"] == "done" and "world size 2" in done.stdout + done.stderr
     assert losses(run) == pytest.approx(losses(one), 1e-5)
+
+
+@pytest.mark.job(make=a_dedicated_head)
+def test_reinforcement_learning_from_a_ray_program(job: RayJob) -> None:
+    """An engine, a trainer and the orchestrator as actors; the engine is killed in between."""
+    run = job.folder.parent / "rl"
+    job.until("interactive: ")
+    config = ROOT / "configs/rl/arithmetic.toml"
+    words = [f"--run.dir={run}", "--train.max_steps=4", "--rl.batch_samples=64"]
+    words += ["--rl.eval_interval=0", "--distributed.device=cpu"]
+    program = ["python", ROOT / "scripts/ray_rl.py", config, *words]
+    with ThreadPoolExecutor() as pool:
+        driver = pool.submit(job.run, "--", *program)
+        until(lambda: [*run.glob("rl/*/engines/engine-0")] or driver.done(), 100)
+        assert not driver.done(), driver.result()
+        [engine] = [p for p in processes(job.cluster, job.job) if "scripts/serve.py" in p]
+        os.kill(int(engine.split()[0]), signal.SIGKILL)
+    said = driver.result().stdout + driver.result().stderr
+    assert driver.result().returncode == 0 and "starting it again" in said, said
+    assert status(run)["state"] == "done" and len(losses(run)) == 4
+    assert not (run / "rl").exists()
 
 
 @pytest.mark.job(make=a_dedicated_head)

@@ -29,10 +29,9 @@ class Program:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def run(self, script: str, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Its exit code."""
-        command = [sys.executable, script, *arguments]
-        self._process = subprocess.Popen(command, env={**os.environ, **variables})
+    def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Of Python's command line; returns its exit code."""
+        self._process = subprocess.Popen([sys.executable, *words], env={**os.environ, **variables})
         return self._process.wait()
 
     def end(self) -> None:

@@ -1,0 +1,131 @@
+"""Reinforcement learning from a Ray program: engines, ranks of the trainer and the orchestrator are
+actors, each running its script in a process of its own.
+
+    COMMAND="python scripts/ray_rl.py configs/rl/arithmetic.toml" \\
+        sbatch --nodes=2 scripts/slurm/ray.sh
+
+Takes what scripts/rl.py takes. An engine that is lost is started again; when another program fails,
+the run ends, and the same command resumes it. scripts/slurm/rl.sh needs no Ray: docs/rl.md.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from kempner.config.command_line import parse_command
+from kempner.config.option import ConfigError
+from kempner.configure import load_config
+from kempner.ray.programs import programs, ranks
+from kempner.rl.exchange import Exchange
+from kempner.rl.placement import Placement, place
+from kempner.run import RunConfig
+
+SCRIPTS = Path(__file__).resolve().parent
+LAST_EVALUATION_S = 120.0
+ENGINE = ["-m", "kempner.rl.vllm_engine"]
+
+
+def main(argv: list[str]) -> int:
+    command = parse_command(argv, {})
+    try:
+        cfg = load_config(command.files, command.overrides, command.problems)
+        if not cfg.rl.on:
+            raise ConfigError("rl.env: there is none; ray_train.py trains without")
+        ray.init()
+        gpus = max(int(node["Resources"].get("GPU", 0)) for node in ray.nodes())
+        deployment = cfg.rl_deployment
+        nodes = deployment.num_train_nodes + deployment.num_infer_nodes
+        parts = place(deployment, cfg.rl_inference, nodes, max(gpus, 1), 0)  # Ray chooses the GPUs
+    except ConfigError as error:
+        print("\n".join(f"ray_rl: error: {text}" for text in error.problems), file=sys.stderr)
+        return 2
+    attempt = f"ray-{os.environ.get('SLURM_JOB_ID', '0')}-{os.getpid()}-{int(time.time())}"
+    os.environ["KEMPNER_ATTEMPT_ID"] = attempt
+    exchange = Exchange(cfg.run.dir)
+    exchange.engines.mkdir(parents=True)
+    exchange.token.touch(0o600)
+    exchange.token.write_text(secrets.token_hex(24))
+    code = Run(cfg, exchange, parts, argv, gpus > 0).follow()
+    shutil.rmtree(exchange.root if code else exchange.root.parent, ignore_errors=True)
+    return code
+
+
+class Run:
+    """All programs of one attempt. Each is a future of its exit code in `running`."""
+
+    def __init__(
+        self, cfg: RunConfig, exchange: Exchange, parts: Placement, argv: list[str], gpu: bool
+    ) -> None:
+        self.cfg, self.exchange = cfg, exchange
+        self.variables = {"KEMPNER_ATTEMPT_ID": os.environ["KEMPNER_ATTEMPT_ID"]}
+        self.tries = [0] * parts.engines
+        # Engines first: with one node of GPUs they are then the first ones, as under rl.sh.
+        self.engines = programs(parts.engines, cfg.rl_inference.tp * gpu) if parts.engines else []
+        trainers = programs(parts.train_nodes * parts.train_tasks, int(gpu))
+        self.running: dict[Any, str] = {}
+        for engine in range(parts.engines):
+            self.start_engine(engine)
+        for actor, variables in zip(trainers, ranks(trainers), strict=True):
+            told = self.variables | variables
+            self.running[actor.run.remote([str(SCRIPTS / "rl.py"), *argv], told)] = "trainer"
+        [self.orchestrator] = programs(1, 0)
+        words = [str(SCRIPTS / "orchestrate.py"), *argv]
+        self.running[self.orchestrator.run.remote(words, self.variables)] = "orchestrator"
+
+    def start_engine(self, engine: int) -> None:
+        place, inference = self.exchange, self.cfg.rl_inference
+        words = [str(SCRIPTS / "serve.py")] if inference.engine == "kit" else ENGINE
+        words = [*words, f"--weights={place.weights.resolve()}", "--host=0.0.0.0", "--port=0"]
+        words += [f"--token-file={place.token.resolve()}", f"--publish={place.engines.resolve()}"]
+        words += [f"--slots={inference.slots}", *inference.args]
+        if inference.engine == "kit":
+            words.append(f"--device={self.cfg.distributed.device}")
+        told = self.variables | {"KEMPNER_ENGINE": str(engine)}
+        self.running[self.engines[engine].run.remote(words, told)] = f"engine {engine}"
+
+    def follow(self) -> int:
+        """Until trainer and orchestrator have ended; their exit code."""
+        limit: float | None = None
+        while self.left("trainer") or self.left("orchestrator"):
+            ended, _ = ray.wait(list(self.running), timeout=limit)
+            if not ended:
+                print("ray_rl: the orchestrator does not end", file=sys.stderr)
+                break
+            name, code = self.running.pop(ended[0]), self.code(ended[0])
+            if name.startswith("engine"):
+                self.engine_ended(int(name.split()[1]), code)
+            elif code:
+                print(f"ray_rl: the {name} has ended with exit code {code}", file=sys.stderr)
+                return code
+            limit = None if self.left("trainer") else LAST_EVALUATION_S
+        ray.get([engine.end.remote() for engine in self.engines])
+        return 0
+
+    def left(self, name: str) -> bool:
+        return name in self.running.values()
+
+    def code(self, future: Any) -> int:
+        try:
+            return int(ray.get(future))
+        except ray.exceptions.RayActorError:  # its node, or the actor itself
+            return 1
+
+    def engine_ended(self, engine: int, code: int) -> None:
+        self.tries[engine] += 1
+        if self.tries[engine] > self.cfg.rl_inference.restarts:
+            print(f"ray_rl: engine {engine} is not started again", file=sys.stderr)
+            return
+        print(f"ray_rl: engine {engine} has ended with {code}; starting it again", file=sys.stderr)
+        self.start_engine(engine)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
