@@ -1,15 +1,19 @@
 """What replicas over a slow link cost: DiLoCo, streaming DiLoCo and data parallelism, beside the
 same replicas without any communication.
 
-    sudo python -m benchmarks.lowcomm --turns 5 --out docs/lowcomm.png        about 15 minutes
+    sudo python -m benchmarks.lowcomm --turns 3 --out docs/lowcomm.png        about 12 minutes
 
 Two network namespaces stand for two islands with a GPU each. Between them is a link of 100 Mbit/s
 whose packets arrive 20 ms later: a TUN device in each, and a process that carries packets from one
 to the other and counts their bytes. A step of a real model takes a GPU longer than a CPU takes for
-this small one, so each step waits for --step-ms. The ways take turns; each tokens/s is divided by
-that of the replicas without communication in the same turn, and the table has the median of the
-turns, the lowest and the highest. Other work on the machine shows in that spread. Blocked: the
-share of its time that a replica has waited for outer steps, by its own metrics.
+this small one, so each step waits for --step-ms. What decides is how long a round is, in times of
+what its fp32 numbers take on the link; that is printed, and docs/lowcomm.md says what it means.
+
+The ways take turns; each tokens/s is divided by that of the replicas without communication in the
+same turn, and the table has the median of the turns, the lowest and the highest. Other work on the
+machine shows in that spread. Blocked: the share of its time that a replica has waited for outer
+steps, by its own metrics. Bytes: what the link has carried, with all headers, and beside it what
+the replicas say that they have sent.
 """
 
 from __future__ import annotations
@@ -70,6 +74,8 @@ class Found(NamedTuple):
     rate: float  # tokens/s of both islands
     sent: float  # bytes over the link in a step, both ways, with all headers
     blocked: float  # share of the time
+    computed: float  # bytes that the replicas have counted, in the same unit as sent
+    parallel: float  # and what data parallelism would have sent
 
 
 def steps_of(way: str) -> tuple[int, int]:
@@ -182,19 +188,27 @@ def run(way: str, work: Path, step_ms: int, link: Link) -> Found:
             process.kill()
     found = [rate(each, way) for each in sorted(work.rglob("metrics.jsonl"))]
     # A run counts the tokens of all its replicas.
-    tokens = sum(r for r, _ in found) if apart else found[0][0]
-    return Found(tokens, (link.bytes.value - before) / steps, max(x for _, x in found))
+    tokens = sum(each.rate for each in found) if apart else found[0].rate
+    blocked = max(each.blocked for each in found)
+    computed, parallel = (sum(column) for column in list(zip(*found, strict=True))[3:])
+    sent = (link.bytes.value - before) / steps
+    return Found(tokens, sent, blocked, computed, parallel)
 
 
-def rate(metrics: Path, way: str) -> tuple[float, float]:
-    """tokens/s after the warm-up, and the share of that time in outer steps."""
+def rate(metrics: Path, way: str) -> Found:
+    """Of one replica: after the warm-up, but the bytes of all rounds."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     at = {line["step"]: line for line in lines if "loss" in line}
     measured, warm_up = steps_of(way)
     last = warm_up + measured
     spent = sum(at[step]["step_time"] for step in range(warm_up + 1, last + 1))
-    outer = sum(line["outer_time"] for line in lines if line.get("round", 0) > 1)
-    return (at[last]["tokens"] - at[warm_up]["tokens"]) / spent, outer / spent
+    rounds = [line for line in lines if "round" in line]
+    outer = sum(line["outer_time"] for line in rounds if line["round"] > 1)
+    sent, parallel = (
+        sum(line[f"bytes_{name}"] for line in rounds) / last for name in ("sent", "data_parallel")
+    )
+    tokens = at[last]["tokens"] - at[warm_up]["tokens"]
+    return Found(tokens / spent, 0.0, outer / spent, sent, parallel)
 
 
 def draw(ratios: dict[str, list[float]], out: Path) -> None:
@@ -221,8 +235,8 @@ def spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--step-ms", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--step-ms", type=int, default=250)
     parser.add_argument("--out", type=Path, help="picture")
     options = parser.parse_args()
     found: dict[str, list[Found]] = {name: [] for name in WAYS}
@@ -235,11 +249,19 @@ def main() -> None:
         name: [ours.rate / alone.rate for ours, alone in zip(turns, found[APART], strict=True)]
         for name, turns in found.items()
     }
-    print("\n| | tokens/s | blocked | MB over the link in a step |\n|---|---|---|---|")
+    parallel = found["DiLoCo"][0].parallel
+    tokens = 2 * 2 * 32  # of both replicas in a step
+    round_s = ROUND * statistics.median(tokens / x.rate for x in found[APART])
+    print(
+        f"\na round: {round_s:.1f} s, {round_s / (parallel / 2 / RATE):.1f} times its fp32 numbers"
+    )
+    print("\n| | tokens/s | blocked | MB over the link in a step | as counted by replicas |")
+    print("|---|---|---|---|---|")
     for name, turns in found.items():
         blocked = spread([x.blocked for x in turns]) if WAYS[name] else "-"
         sent = statistics.median(x.sent for x in turns) / 1e6
-        print(f"| {name} | {spread(ratios[name])} | {blocked} | {sent:.3f} |")
+        computed = (parallel if name == DATA_PARALLEL else turns[0].computed) / 1e6
+        print(f"| {name} | {spread(ratios[name])} | {blocked} | {sent:.3f} | {computed:.3f} |")
     if options.out:
         draw(ratios, options.out)
 

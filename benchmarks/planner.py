@@ -61,8 +61,7 @@ def measured(cfg: RunConfig) -> float:
     from kempner.parallel.layout import build_layout
     from kempner.parts import open_loaders
     from kempner.progress import Progress
-    from kempner.step import StepSums, reduce_step
-    from scripts.train import forward_backward, update
+    from kempner.step import StepSums, forward_backward, reduce_step, update
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

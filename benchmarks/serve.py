@@ -10,8 +10,9 @@ hardly changes it. The requests go over HTTP: the client's and the server's own 
 
 Stragglers: 16 times as many texts as there are slots, once all of equal length, once of lengths
 that vary by 8 with the same sum, in a random order. What is lost is 1 - (tokens/s varied) /
-(tokens/s equal). In waves is the same without continuous batching: each batch waits for its longest
-text.
+(tokens/s equal): of all texts; and until the last text has joined, which leaves out the end, when
+fewer texts than slots are left. In waves is the same without continuous batching: each batch waits
+for its longest text.
 """
 
 from __future__ import annotations
@@ -53,16 +54,30 @@ class Numbers(ByteTokenizer):
     vocab_size = VOCAB
 
 
+class Watched(Worker):
+    """CPU seconds per token until no text waited any more."""
+
+    def start(self) -> None:
+        self.steady, self._began, self._before = 0.0, time.process_time(), self.generated
+
+    def _tell(self, *news: Any) -> None:
+        if self.texts.waiting:
+            seconds = time.process_time() - self._began
+            self.steady = seconds / (self.generated + 1 - self._before)
+        super()._tell(*news)
+
+
 @contextmanager
-def serving(model: Decoder, slots: int) -> Iterator[int]:
+def serving(model: Decoder, slots: int) -> Iterator[tuple[int, Watched]]:
     """A server in this process; its port."""
     words = Words(Numbers(), [], set(), Path())
-    worker = Worker(Loaded(model, words, LENGTH, ""), slots, LENGTH, 4096)
+    worker = Watched(Loaded(model, words, LENGTH, ""), slots, LENGTH, 4096)
+    worker.start()
     server = Server("127.0.0.1", 0, "model", "")
     server.worker = worker
     for run in (worker.run, server.serve_forever):
         threading.Thread(target=run, daemon=True).start()
-    yield server.server_address[1]
+    yield server.port, worker
     worker.end("done")
     server.shutdown()
     server.server_close()
@@ -110,7 +125,7 @@ def beside_transformers(
         )
         found["transformers"] = tokens[:, longest:].tolist()
 
-    with serving(ours, batch) as port:
+    with serving(ours, batch) as (port, _):
 
         def run_ours() -> None:
             found["kempner"] = complete(port, prompt=prompts, max_tokens=new)
@@ -131,7 +146,8 @@ def stragglers(model: Decoder, slots: int, mean: int, rounds: int) -> str:
     varied[0] += mean * count - sum(varied)
     random.Random(0).shuffle(varied)
 
-    with serving(model, slots) as port:
+    steady: list[float] = []
+    with serving(model, slots) as (port, worker):
 
         def run(lengths: Lengths) -> None:
             with ThreadPoolExecutor(len(lengths)) as pool:
@@ -142,11 +158,17 @@ def stragglers(model: Decoder, slots: int, mean: int, rounds: int) -> str:
             for start in range(0, count, slots):
                 run(varied[start : start + slots])
 
-        sides = {"equal": lambda: run([mean] * count), "varied": lambda: run(varied), "wave": waves}
+        def fed() -> None:
+            worker.start()
+            run(varied)
+            steady.append(worker.steady * sum(varied))
+
+        sides = {"equal": lambda: run([mean] * count), "varied": fed, "wave": waves}
         seconds = by_turns(sides, rounds)
+    seconds["steady"] = steady[1:]
     lost = (
         100 * (1 - statistics.median(map(operator.truediv, seconds["equal"], seconds[name])))
-        for name in ("varied", "wave")
+        for name in ("varied", "steady", "wave")
     )
     return "    ".join(f"{percent:7.1f} %" for percent in lost)
 
@@ -169,7 +191,9 @@ def main() -> None:
         f"{transformers.__version__}; {options.batch} texts, prompts of 32 to 63 tokens, "
         f"{options.new} new ones each; tokens per CPU second"
     )
-    print("model   kempner  transformers   ratio (spread)         lost: varied     in waves")
+    print(
+        "model   kempner  transformers   ratio (spread)         lost: varied   texts wait     in waves"
+    )
     for size in options.size.split(","):
         ours, theirs = models(size)
         beside = beside_transformers(ours, theirs, options.batch, options.new, options.rounds)

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
         problems.append(f"--gpu={name}: is not known; give one of {', '.join(GPUS)}")
     try:
         cfg = load_config(command.files, command.overrides, problems)
+        cfg.lowcomm.count(nodes * per_node, per_node)
     except ConfigError as error:
         print(f"plan: error: {len(error.problems)} problem(s) with the input", file=sys.stderr)
         print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)

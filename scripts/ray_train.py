@@ -10,35 +10,14 @@ the cluster, or one for each node if there are no GPUs.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import ray
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kempner.ray.programs import programs, ranks
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
-
-
-@ray.remote
-class Rank:
-    """One rank, on a node and a GPU that Ray has assigned."""
-
-    def where(self) -> tuple[str, int]:
-        """Its node's address, and a port that is free there: the rendezvous, if it is rank 0."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-    def train(self, variables: dict[str, str], arguments: list[str]) -> int:
-        """Run train.py, which takes its rank from these variables, as from torchrun's; returns
-        its exit code."""
-        command = [sys.executable, str(TRAIN), *arguments]
-        return subprocess.run(command, env={**os.environ, **variables}).returncode
 
 
 def main() -> int:
@@ -47,27 +26,11 @@ def main() -> int:
     given, arguments = parser.parse_known_args()
     ray.init()
     gpus = int(ray.cluster_resources().get("GPU", 0))
-    workers = given.workers or gpus or len(ray.nodes())
-    bundle = {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
-    group = placement_group([bundle] * workers, strategy="PACK" if gpus else "SPREAD")
-    ray.get(group.ready(), timeout=60)
-    ranks = [
-        Rank.options(
-            num_cpus=1,
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, k),
-        ).remote()
-        for k in range(workers)
+    actors = programs(given.workers or gpus or len(ray.nodes()), gpus=min(gpus, 1))
+    running = [
+        actor.run.remote(str(TRAIN), arguments, variables)
+        for actor, variables in zip(actors, ranks(actors), strict=True)
     ]
-    places = ray.get([rank.where.remote() for rank in ranks])
-    master, port = places[0]
-    on_node: Counter[str] = Counter()
-    running = []
-    for k, (rank, (node, _)) in enumerate(zip(ranks, places, strict=True)):
-        variables = {"RANK": k, "LOCAL_RANK": on_node[node], "WORLD_SIZE": workers}
-        variables |= {"MASTER_ADDR": master, "MASTER_PORT": port}
-        on_node[node] += 1
-        running.append(rank.train.remote({n: str(v) for n, v in variables.items()}, arguments))
     code = 0
     while running and not code:  # the first failure ends the run: the other ranks would wait for it
         done, running = ray.wait(running)

@@ -27,6 +27,7 @@ from kempner.history.run_history import History, is_run, load_history
 from kempner.history.tables import aligned
 
 STEP_PARTS = ("data", "compute", "checkpoint", "eval")
+IDLE = ("wait", "engine_idle")  # of reinforcement learning: both sides
 FORMATS = (".png", ".pdf", ".svg")
 
 
@@ -153,6 +154,7 @@ def facts(run: History) -> dict[str, str]:
         **shares(run.losses),
         "MFU, median": mfu(run.losses),
         **replicas(run),
+        **rewards(run),
         "memory, most": f"{max(line.get('memory_gib', 0.0) for line in run.losses):.2f} GiB",
     }
 
@@ -185,6 +187,31 @@ def replicas(run: History) -> dict[str, str]:
         + (f", {sent / others:.2%} of data parallel's {size(others)}" if others else ""),
         "  outer steps": f"{sum(r['outer_time'] for r in run.rounds):.1f} s",
     }
+
+
+def rewards(run: History) -> dict[str, str]:
+    """Of reinforcement learning. Shares of time are those of the wall time of the steps."""
+    lines = [line for line in run.losses if "reward" in line]
+    if not lines:
+        return {}
+    idle = [sum(line.get(name, 0.0) for line in lines) / len(lines) for name in IDLE]
+    dropped = sum(line.get("dropped_stale", 0) for line in lines)
+    failed = sum(line.get("failed_rewards", 0) for line in lines)
+    return {
+        "reward, first": at_step(lines[:1], "reward"),
+        "reward, last": at_step(lines[-1:], "reward"),
+        "reward, best": at_step([max(lines, key=lambda line: line["reward"])], "reward"),
+        "sampled tokens, mean": f"{mean(lines, 'length'):.1f}; {mean(lines, 'truncated'):.1%} cut",
+        "versions behind, mean": f"{mean(lines, 'staleness'):.2f}; {dropped:,.0f} groups dropped",
+        "rewards that failed": f"{failed:,.0f}",
+        "trainer - sampler": f"{mean(lines, 'mismatch'):.2g} (mean |log ratio|)",
+        "the trainer waits": f"{idle[0]:.1%}",
+        "the engines are idle": f"{idle[1]:.1%}",
+    }
+
+
+def mean(lines: list[Record], key: str) -> float:
+    return statistics.mean(line.get(key, 0.0) for line in lines)
 
 
 def size(count: float) -> str:

@@ -3,6 +3,7 @@
     python scripts/serve.py runs/quickstart
     python scripts/serve.py models/llama --slots 32 --port 8001
     KEMPNER_SERVE_TOKEN=... python scripts/serve.py runs/7b@1000 --host 0.0.0.0
+    python scripts/serve.py --weights runs/rl/rl/0/weights    the newest version of a trainer
 
 Completions and chat completions as OpenAI has them, with the log-probabilities and ids of tokens;
 weights change without a restart: docs/serve.md. SIGTERM or Ctrl-C ends it: requests in work are
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 from kempner import slurm
@@ -37,8 +39,9 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     try:
         token = read_token(options)
-        with held(options.source):
-            pass
+        if options.source:
+            with held(options.source):
+                pass
         return 0 if options.check else serve(options, token, end)
     except (ConfigError, ValueError, OSError) as error:
         return fail(str(error).replace("\n", "; "))
@@ -56,7 +59,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "source",
         metavar="MODEL",
+        nargs="?",
         help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
+    )
+    add(
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="in place of MODEL: where a trainer publishes versions; waits for the first",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     add("--port", type=int, default=8000, help="0: one that is free (default: 8000)")
@@ -79,10 +89,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--publish",
         type=Path,
         metavar="DIR",
-        help="write the URL to engine-K here once requests are taken; K: this task of a job, or 0",
+        help="write the URL to engine-K here once requests are taken; K: KEMPNER_ENGINE, else the "
+        "number of this task, or 0",
     )
     add("--check", action="store_true", help="check the command line, and end")
     options = parser.parse_args(argv)
+    if bool(options.source) == bool(options.weights):
+        parser.error("give either MODEL or --weights DIR")
     for name in ("slots", "queue", "window"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name} {value}: must be at least 1")
@@ -113,17 +126,25 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     own_gpu()
     from kempner.load import load
     from kempner.serve.http import Server
+    from kempner.serve.weights import first_version
     from kempner.serve.worker import Worker
 
     try:
-        server = Server(options.host, options.port, options.source, token)
+        name = options.source or str(options.weights)
+        server = Server(options.host, options.port, name, token)
     except OSError as error:
         raise ConfigError(f"--port {options.port}: {error.strerror}; 0 takes a free one") from None
-    loaded = load(options.source, options.device)
+    if options.source:
+        loaded, version = load(options.source, options.device), 0
+    else:
+        found = first_version(options.weights, partial(load, device=options.device), token, end)
+        if found is None:  # told to end
+            return 0
+        loaded, version = found
     window = options.window or loaded.window
     if window > loaded.window:
         raise ConfigError(f"--window {window}: the model sees {loaded.window} tokens at most")
-    worker = server.worker = Worker(loaded, options.slots, window, options.queue)
+    worker = server.worker = Worker(loaded, options.slots, window, options.queue, version)
 
     def work() -> None:
         worker.run()
@@ -136,8 +157,10 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     host = slurm.own_address() if options.host in OPEN_TO_ALL else options.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     print(f"serve: {loaded.about} at {url}", flush=True)
-    place = options.publish and options.publish / f"engine-{os.environ.get('SLURM_PROCID', '0')}"
+    task = os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
+    place = options.publish and options.publish / f"engine-{task}"
     if place:
+        place.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(place, f"{url}\n")
     end.wait()
     if place:

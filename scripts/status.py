@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from kempner import slurm
+from kempner.history.attempts import Record
 from kempner.history.replicas import replicas_of
 from kempner.history.run_history import is_run, load_history
 from kempner.history.tables import aligned
@@ -53,6 +54,7 @@ def row(path: Path, jobs: dict[str, slurm.Job] | None) -> tuple[str, ...]:
     left = run.job.left if run.job and run.job.state == "RUNNING" else "-"
     replicas = replicas_of(path) if run.state.word == "running" else None
     alive = f", {replicas.here} of {len(replicas.by_number)} replicas" if replicas else ""
+    alive += rewarded(last) if run.state.word == "running" else ""
     reason = run.state.reason if run.state.attention or run.state.word == "waiting" else ""
     return (
         str(path),
@@ -64,6 +66,13 @@ def row(path: Path, jobs: dict[str, slurm.Job] | None) -> tuple[str, ...]:
         left,
         f"! {reason}" if run.state.attention else reason,
     )
+
+
+def rewarded(last: Record) -> str:
+    """Of reinforcement learning."""
+    if "reward" not in last:
+        return ""
+    return f", reward {last['reward']:.2f}, {last.get('engines', 0):.0f} engines"
 
 
 if __name__ == "__main__":

@@ -29,30 +29,25 @@ if __name__ == "__main__":
     CFG = configure(sys.argv[1:], STOP)  # --help, --check and bad input end here
 
 import torch
-from torch import Tensor, nn
 
 from kempner.config.option import ConfigError
-from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
 from kempner.lowcomm.opening import open_replicas
-from kempner.model.decoder import Decoder
-from kempner.objective import Objective
-from kempner.optim.build import published_weights, set_learning_rate
+from kempner.optim.build import published_weights
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
-from kempner.parallel.passes import backward_passes
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
 from kempner.resilience.watchdog import start_watchdog
 from kempner.run_directory import Run
 from kempner.step import (
-    Numbers,
     PendingStep,
     StepSums,
     collect_garbage,
-    guard_update,
+    forward_backward,
     reduce_step,
+    update,
 )
 
 
@@ -164,42 +159,6 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         )
     watchdog.stop()
     return verdict
-
-
-def forward_backward(
-    model: Decoder,
-    objective: Objective,
-    micro_batches: list[MicroBatch],
-    sums: StepSums,
-    step_tokens: int,
-    leave: StopRequests | None,
-) -> dict[str, Tensor | float] | Verdict:
-    """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sums by name,
-    fp32 [] each. With `leave`, the requests of this rank, all ranks may give up the step instead:
-    then it returns their verdict."""
-
-    def micro_batch_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
-        loss, terms, batch = objective(model, batch)
-        sums.add(batch, loss, terms)
-        return loss / step_tokens
-
-    def asked() -> Verdict | None:
-        return None if leave is None else requests.asked_meanwhile(leave, sums.device)
-
-    verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
-    return verdict or {**sums.numbers(), **objective.numbers()}
-
-
-def update(
-    optimizer: torch.optim.Optimizer, sums: Numbers, step_tokens: int, lr: float, grad_clip: float
-) -> Numbers:
-    """Change the weights, unless this step was not finite on some rank; returns what the host is
-    told of the step."""
-    numbers = guard_update(optimizer, sums, step_tokens, grad_clip)
-    set_learning_rate(optimizer, lr)
-    optimizer.step()
-    optimizer.zero_grad()
-    return numbers
 
 
 def main(cfg: RunConfig, stop: StopRequests) -> int:

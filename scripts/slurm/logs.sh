@@ -4,6 +4,7 @@
 #   bash scripts/slurm/logs.sh RUN                the last 20 lines of each, and what comes; Ctrl-C ends it
 #   bash scripts/slurm/logs.sh JOBID              the same, of the run of this job
 #   bash scripts/slurm/logs.sh RUN --rank 3       this rank alone
+#   bash scripts/slurm/logs.sh RUN --part engine-1    of rl.sh: this part alone; engine-K, orchestrator, or trainer-0
 #   bash scripts/slurm/logs.sh RUN --warnings     only lines about errors, stragglers, faults, requeues and the like
 #   bash scripts/slurm/logs.sh RUN --no-follow    what is there, and no more
 #
@@ -15,22 +16,24 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/find_run.sh"
 
-readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R] [--warnings] [--no-follow]"
+readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R | --part NAME] [--warnings] [--no-follow]"
 WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|killed|cancelled|failed|timed out'
 WARNINGS+='|out of memory|corrupt|no step for|kempner: (requeue|end|leave):'
 WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
 readonly WARNINGS
-KP_RANK='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
+KP_RANK='' KP_PART='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
 KP_FRESH=() KP_ATTEMPT=''
 # Files that are followed; pid -> its attempt, or "keep"; pid -> rounds that are left.
 declare -A KP_SEEN=() KP_TAILS=() KP_GRACE=()
 
-kp_options() { # <arguments>...: sets KP_RANK, KP_WARN, KP_FOLLOW, KP_LINES, and by the one that is left the run
+kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by the one that is left the run
     local run=''
     while (($# > 0)); do
         case $1 in
             --rank=*) KP_RANK=${1#*=} KP_RANK=${KP_RANK:-none} ;;
             --rank) KP_RANK=${2:-none} && shift $(($# > 1)) ;;
+            --part=*) KP_PART=${1#*=} KP_PART=${KP_PART:-none} ;;
+            --part) KP_PART=${2:-none} && shift $(($# > 1)) ;;
             --warnings) KP_WARN=1 KP_LINES=1000 ;; # lines that are looked at
             --no-follow) KP_FOLLOW='' ;;
             -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "${BASH_SOURCE[0]}" && exit ;;
@@ -43,6 +46,9 @@ kp_options() { # <arguments>...: sets KP_RANK, KP_WARN, KP_FOLLOW, KP_LINES, and
         shift
     done
     [[ -z $KP_RANK || $KP_RANK =~ ^[0-9]+$ ]] || kp_die "--rank $KP_RANK: must be an integer >= 0"
+    [[ -z $KP_PART || $KP_PART =~ ^(orchestrator|(engine|trainer)-[0-9]+)$ ]] ||
+        kp_die "--part $KP_PART: must be trainer-0, orchestrator or engine-K"
+    [[ -z $KP_PART || -z $KP_RANK ]] || kp_die "give --rank or --part, not both; $USAGE"
     [[ -n $run ]] || kp_die "$USAGE"
     kp_find_run "$run"
     kp_check_rank
@@ -71,14 +77,17 @@ kp_look() { # sets KP_FRESH, the files that are there and not followed yet, and 
     local file files=()
     KP_FRESH=()
     [[ -n $KP_RUN_DIR ]] || KP_RUN_DIR=$(kp_named_run)
-    [[ -n $KP_RANK ]] || files+=("$(kp_batch_log)")
+    [[ -n $KP_RANK$KP_PART ]] || files+=("$(kp_batch_log)")
     if [[ -n $KP_RUN_DIR && -e $KP_RUN_DIR/logs/latest ]]; then
         KP_ATTEMPT=$KP_RUN_DIR/logs/$(readlink -- "$KP_RUN_DIR/logs/latest")
-        if [[ -n $KP_RANK ]]; then
+        if [[ -n $KP_PART ]]; then
+            files+=("$KP_ATTEMPT/$KP_PART.log")
+        elif [[ -n $KP_RANK ]]; then
             files+=("$KP_ATTEMPT/rank-$KP_RANK.log" "$KP_ATTEMPT"/*/"rank-$KP_RANK.log")
         else
             files+=("$KP_ATTEMPT"/rank-?.log "$KP_ATTEMPT"/rank-??.log "$KP_ATTEMPT"/rank-???*.log)
             files+=("$KP_ATTEMPT"/*/rank-*.log) # a large world: in a directory for each host
+            files+=("$KP_ATTEMPT"/orchestrator.log "$KP_ATTEMPT"/engine-*.log)
         fi
     fi
     for file in "${files[@]}"; do
@@ -105,7 +114,7 @@ kp_name_lines() { # stdin: what tail says of several files; puts the name of the
     local only=${KP_WARN:+"/$WARNINGS/I!d"}
     LC_ALL=C sed -uE '/^$/d
         /^==> .* <==$/{
-            s#^==> .*/(rank-[0-9]+)\.log <==$#\1#; t name
+            s#^==> .*/((rank|trainer|engine)-[0-9]+|orchestrator)\.log <==$#\1#; t name
             s#^==> .*/srun-[^/]* <==$#srun#; t name
             s/.*/batch/
             :name

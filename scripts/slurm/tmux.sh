@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A tmux session for a run: live figures, rank 0's log, the warnings of all ranks, and a shell.
 #
-#   bash scripts/slurm/tmux.sh RUN                opens it, or goes back to it
+#   bash scripts/slurm/tmux.sh RUN                opens it, or goes back to it; of rl.sh also orchestrator and engine 0
 #   bash scripts/slurm/tmux.sh JOBID              the same, of the run of this job
 #   bash scripts/slurm/tmux.sh RUN --detached     only makes it (also without a terminal), and says how to attach
 #   bash scripts/slurm/tmux.sh RUN --figures      the live figures alone, in this terminal, without tmux
@@ -91,8 +91,9 @@ kp_add() { # <title> <lines> <pane> <command>...: a pane above that one
     tmux select-pane -t "$pane" -T "$1"
 }
 
-kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, warnings, shell
-    local rows columns shell
+kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, warnings, shell; of rl.sh also
+    # its orchestrator and its first engine
+    local rows columns shell parts='' part
     read -r rows columns < <(stty size 2>/dev/null || echo 45 160)
     # less tmux's own line
     rows=$((rows < 24 ? 23 : rows - 1)) columns=$((columns < 80 ? 80 : columns))
@@ -104,8 +105,12 @@ kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, war
     tmux set-option -q -w -t "$shell" pane-border-format ' #{pane_title} '
     tmux select-pane -t "$shell" -T shell
     kp_add figures 4 "$shell" bash "$HERE/tmux.sh" --figures "$KP_ASKED_RUN"
-    kp_add "rank 0" $((rows * 2 / 5)) "$shell" bash "$HERE/logs.sh" --rank 0 "$KP_ASKED_RUN"
-    kp_add "warnings of all ranks" $((rows / 4)) "$shell" bash "$HERE/logs.sh" --warnings "$KP_ASKED_RUN"
+    [[ ! -L $1/logs/latest/orchestrator.log ]] || parts="orchestrator engine-0"
+    kp_add "rank 0" $((rows * 2 / (${#parts} > 0 ? 9 : 5))) "$shell" bash "$HERE/logs.sh" --rank 0 "$KP_ASKED_RUN"
+    for part in $parts; do
+        kp_add "$part" $((rows / 6)) "$shell" bash "$HERE/logs.sh" --part "$part" "$KP_ASKED_RUN"
+    done
+    kp_add "warnings of all ranks" $((rows / (${#parts} > 0 ? 6 : 4))) "$shell" bash "$HERE/logs.sh" --warnings "$KP_ASKED_RUN"
 }
 
 kp_options "$@"

@@ -1,6 +1,7 @@
-"""`train.py CONFIG --bench`: the trainer itself, timed. No torch, until the table is printed.
+"""`train.py CONFIG --bench`: the trainer itself, timed; rl.py's, too, without engines. No torch,
+until the table is printed.
 
-Each variant is a run of scripts/train.py in a process of its own, beside every rank of this one: it
+Each variant is a run of the same program in a process of its own, beside every rank of this one: it
 has the launcher's environment, reads fake data and leaves no checkpoint. Its figures are the lines
 of its metrics.jsonl. A variant that runs out of memory, or crashes, ends alone.
 """
@@ -39,6 +40,7 @@ FIGURES = {
     "MFU": ".1%",
     "MFU, full attention": ".1%",
     "peak memory, GiB": ".2f",
+    "publish, s": ".3f",  # of rl.py
 }
 FREED = re.compile(r"Tried to allocate ([\d.]+) (\w+).*? of which ([\d.]+) (\w+) is free", re.S)
 UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -52,11 +54,15 @@ class Variant:
 
 
 def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
-    """What makes a run of `cfg` a measurement: as many steps, and nothing beside them."""
-    bench = cfg.bench
+    """What makes a run of `cfg` a measurement: as many steps, and nothing beside them; of replicas
+    whole rounds, with their outer steps."""
+    bench, rounds = cfg.bench, cfg.lowcomm.interval if cfg.lowcomm.on else 1
+    warmup, steps = (-(-number // rounds) * rounds for number in (bench.warmup, bench.steps))
     words = [
         f"--run.dir={run_dir}",
-        f"--train.max_steps={bench.warmup + bench.steps}",
+        f"--bench.warmup={warmup}",
+        f"--bench.steps={steps}",
+        f"--train.max_steps={warmup + steps}",
         "--train.batch_ramp=none",
         "--train.seq_len_ramp=none",
         "--checkpoint.save=false",
@@ -145,7 +151,8 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
     length = cfg.train.seq_len
     full = cfg.model.flops_per_token(length, cfg.lora.rank > 0, length)
     steps = [_figures(line, tokens, ranks, peak and full / peak) for line in counted]
-    summary = {name: _summary([step[name] for step in steps]) for name in FIGURES if steps}
+    names = steps[0] if steps else {}
+    summary = {name: _summary([step[name] for step in steps]) for name in names}
     found = {
         "variant": variant.name,
         "ranks": ranks,
@@ -179,7 +186,8 @@ def _figures(
     speed = tokens / line["step_time"]
     each = speed / ranks
     values = (line["step_time"], speed, each, line["mfu"], full and each * full, line["memory_gib"])
-    return dict(zip(FIGURES, values, strict=True))
+    published = [line["publish_seconds"]] if "publish_seconds" in line else []
+    return dict(zip(FIGURES, (*values, *published), strict=False))
 
 
 def _why(run_dir: Path, code: int) -> str:
@@ -198,14 +206,14 @@ def _why(run_dir: Path, code: int) -> str:
 def _report(
     run_dir: Path, cfg: RunConfig, results: Sequence[Result], machine: dict[str, Any]
 ) -> None:
-    bench = cfg.bench
     text = [f"\n{machine['device']}, world size {results[0]['ranks']}, torch {machine['torch']}"]
     for result in results:
+        bench = result["config"]["bench"]
         text += [
             "",
             f"{result['variant'] or 'as configured'}: {result['tokens_per_step']:,} tokens",
         ]
-        text[-1] += f" a step, {bench.steps} steps after {bench.warmup} of warm-up"
+        text[-1] += f" a step, {bench['steps']} steps after {bench['warmup']} of warm-up"
         text.append(_table(result))
     if len(results) > 1:
         text += ["", _comparison(results)]
@@ -218,7 +226,7 @@ def _report(
         "(full attention)."
     )
     print("\n".join(text), flush=True)
-    path = Path(bench.output_json or run_dir / "bench.json")
+    path = Path(cfg.bench.output_json or run_dir / "bench.json")
     record = {"time": time.time(), "command": shlex.join(sys.argv), **machine, "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

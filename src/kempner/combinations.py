@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kempner.lowcomm import config as lowcomm
 from kempner.optim.config import CONSTANT
+from kempner.rl import config as rl
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def problems(cfg: RunConfig) -> list[str]:
     """One message each, with the way out."""
-    found = []
+    found = _data_problems(cfg)
     if cfg.train.seq_len > cfg.model.max_seq_len:
         found.append(
             f"train.seq_len = {cfg.train.seq_len}: at most model.max_seq_len = "
@@ -69,7 +70,17 @@ def problems(cfg: RunConfig) -> list[str]:
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
     found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
-    return found + lowcomm.problems(cfg)
+    return found + lowcomm.problems(cfg) + rl.problems(cfg)
+
+
+def _data_problems(cfg: RunConfig) -> list[str]:
+    if cfg.rl.on or cfg.data.mixed:
+        return []
+    return [
+        'data.dataset_path = "": must name a directory of token shards; make one with '
+        "`python scripts/prepare_data.py TEXT... --out data/NAME` and give "
+        "--data.dataset_path=data/NAME"
+    ]
 
 
 def _block_problems(cfg: RunConfig) -> list[str]:

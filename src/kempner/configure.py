@@ -31,10 +31,11 @@ from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
+from kempner.rl.opening import open_parts
 from kempner.run import RunConfig, check_batch, check_pipeline
 
 USAGE = """\
-python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
+python scripts/{name} CONFIG.toml [MORE.toml ...] [--section.key=value ...]
 
   --help                          this list
   --check                         print the resolved configuration as TOML and exit
@@ -42,6 +43,11 @@ python scripts/train.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
   --build                         with these: build the model as one of their ranks, without memory
   --bench                         measure the configuration, with fake data: [bench]
 """
+OTHER_PROGRAM = {
+    False: "rl.env: this configuration learns from rewards; submit scripts/slurm/rl.sh with it",
+    True: "rl.env = []: no environment to learn from; give [[rl.env]], or train on data, by "
+    "scripts/train.py",
+}
 RANK_0_SPEAKS_S = 5.0
 FLAGS = {
     "help": bool,
@@ -53,26 +59,28 @@ FLAGS = {
 }
 
 
-def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
-    """The configuration of a command line, checked against the files that it names.
+def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) -> RunConfig:
+    """The configuration of a command line, checked against the files that it names. `rewards`: what
+    the program learns from.
 
     Exits here for --help and --check (0), and for bad input (2, every problem on a line of its
     own).
     """
     command = parse_command(argv, FLAGS)
+    usage = USAGE.format(name="rl.py" if rewards else "train.py")
     if command.flags["help"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`
-        print(help_text(RunConfig, USAGE))
+        print(help_text(RunConfig, usage))
         sys.exit(0)
     if not argv:
-        print(f"usage: {USAGE}", file=sys.stderr)
+        print(f"usage: {usage}", file=sys.stderr)
         sys.exit(2)
     flags = command.flags
     try:
         prefix = "bench-" if flags["bench"] else ""
         cfg = load_config(command.files, command.overrides, command.problems, prefix)
         variants = bench_variants(command, cfg) if flags["bench"] else [Variant("", [], cfg)]
-        problems = [text for each in variants for text in check(each.cfg, flags)]
+        problems = [text for each in variants for text in check(each.cfg, flags, rewards)]
         if problems:
             raise ConfigError(dict.fromkeys(problems))
         if flags["build"]:
@@ -88,9 +96,12 @@ def configure(argv: Sequence[str], stop: StopRequests) -> RunConfig:
     return cfg
 
 
-def check(cfg: RunConfig, flags: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a configuration: with its files, and in the world that it is meant for."""
+def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> list[str]:
+    """What is wrong with a configuration: with its program, with its files, and in the world that
+    it is meant for."""
     only = flags["check"] or flags["build"]
+    if cfg.rl.on != rewards:
+        return [OTHER_PROGRAM[rewards]]
     problems = check_inputs(cfg, 0 if only else discover().rank)
     if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
         problems += check_world(cfg, *size_of(flags))
@@ -146,11 +157,13 @@ def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
 def load_config(
     files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
 ) -> RunConfig:
-    """load(), with what depends on other files: a run without run.dir is named after its first
-    configuration file, after `prefix`, and one with model.init_from has the shape of those
-    weights."""
+    """load(), with what follows from other values: a run without run.dir is named after its first
+    configuration file, after `prefix`, one with model.init_from has the shape of those weights, and
+    the batch of one with [[rl.env]] is that of [rl]."""
     run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
     cfg = load(RunConfig, files, overrides, problems, partial(complete_model, run_dir=run_dir))
+    if cfg.rl.on and cfg.rl.batch_samples is not None:
+        cfg = replace(cfg, train=replace(cfg.train, global_batch=cfg.rl.batch_samples))
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
 
 
@@ -229,8 +242,9 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     except ConfigError as error:
         found += error.problems
     try:
-        check_batch(cfg.train, data_ranks)
-        check_pipeline(cfg.train, cfg.distributed, data_ranks)
+        if not cfg.rl.on:
+            check_batch(cfg.train, data_ranks)
+            check_pipeline(cfg.train, cfg.distributed, data_ranks)
     except ConfigError as error:
         found += error.problems
     return found
@@ -275,7 +289,10 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
             found += [f"model.init_from: {problem}" for problem in error.problems]
     try:
         sources, held_out = open_data(cfg, rank == 0)
-        open_mixture(cfg, sources, Progress().plan(cfg))
+        if cfg.rl.on:
+            open_parts(cfg)
+        else:
+            open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":
             found += [
                 f"{source.name}: several conversations share a row, and the ring has no mask of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +16,7 @@ from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.data.chat_template import ChatTemplate, Message, read_config
 from kempner.data.sidecar import SIDECAR
-from kempner.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, need
+from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, need
 from kempner.hf.source import FOLDER, GENERATION, TOKENIZER, Source, held, run_of
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import LoraConfig
@@ -56,9 +56,9 @@ class Loaded(NamedTuple):
     about: str  # for messages
 
 
-def load(name: str, device: str) -> Loaded:
+def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None) -> Loaded:
     """`name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id of the hub.
-    `device`: auto, cpu or cuda.
+    `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
 
     The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is
     read. Raises ConfigError, Damaged or OSError; each says what to do.
@@ -68,7 +68,8 @@ def load(name: str, device: str) -> Loaded:
         if not source.is_checkpoint:
             cfg = ModelConfig(**source.model())
             words = words_of_directory(source.path)
-            return Loaded(read_base(source, cfg, place), words, cfg.max_seq_len, str(source.path))
+            model = read_base(source, cfg, place, fill=fill)
+            return Loaded(model, words, cfg.max_seq_len, str(source.path))
         manifest = commit.read_manifest(source.path)
         words = words_of_run(Path(name), source.path)
         model = read_checkpoint(source, manifest, place)
@@ -101,8 +102,11 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
 
 
 def words_of_directory(directory: Path) -> Words:
-    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it."""
+    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it. One without a
+    tokenizer whose texts end with token 256 is that of a model of bytes, as export() writes it."""
     ends = end_tokens(directory)
+    if ends == [ByteTokenizer.eod] and not (directory / TOKENIZER).is_file():
+        return Words(ByteTokenizer(), [ByteTokenizer.eod], set(ends), directory)
     tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0] if ends else None)
     begin = need("tokenizers").Tokenizer.from_file(str(directory / TOKENIZER)).encode("").ids
     return Words(tokenizer, begin, {tokenizer.eod, *ends}, directory)
@@ -148,10 +152,14 @@ def read_checkpoint(source: Source, manifest: dict[str, Any], device: torch.devi
 
 
 def read_base(
-    source: Source, cfg: ModelConfig, device: torch.device, lora: LoraConfig | None = None
+    source: Source,
+    cfg: ModelConfig,
+    device: torch.device,
+    lora: LoraConfig | None = None,
+    fill: Callable[[Decoder], object] | None = None,
 ) -> Decoder:
-    """The model of a source, for inference; with `lora` its adapters have no values yet. Raises
-    ConfigError."""
+    """The model of a source, for inference; with `lora` its adapters have no values yet. `fill`:
+    see load(). Raises ConfigError."""
     import torch
 
     from kempner.hf.load import load_weights
@@ -166,7 +174,7 @@ def read_base(
         add_adapters(model, lora)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     try:
-        load_weights(model, cfg, source)
+        fill(model) if fill else load_weights(model, cfg, source)
     except Damaged as error:
         raise ConfigError(f"{error}; name an older checkpoint") from None
     model.rope = rope_table(cfg).to(device)

@@ -16,6 +16,11 @@ CHUNK_LOGITS = 1 << 27  # logits in one chunk: 0.5 GiB in fp32
 TILE = 256  # rows of a chunk are a multiple of this: matrix kernels are slow on ragged edges
 
 
+Judge = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+"""From -log p(target) [n, 1] of these targets, 0 where one does not count, to their losses and the
+derivatives of these by it, [n, 1] each."""
+
+
 class VocabularyPart(NamedTuple):
     """Some rows of a vocabulary whose others are on other ranks."""
 
@@ -30,6 +35,8 @@ def cross_entropy(
     targets: Tensor,
     chunk: int | None = None,
     part: VocabularyPart | None = None,
+    temperature: float = 1.0,
+    judge: Judge | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of -log p(target) over the targets that are not -100, fp32 []; and its terms, fp32 [N],
     0 where the target is -100: these have no gradient.
@@ -38,11 +45,12 @@ def cross_entropy(
     many as make CHUNK_LOGITS. A sum and a count travel better than a mean: ranks
     and micro-batches with different numbers of real tokens add up to the exact mean, and one
     without any adds 0, not NaN. `part`: which rows of the vocabulary weight has; the gradient of x
-    is then the part of it that comes from these.
+    is then the part of it that comes from these. `temperature`: that logits are divided by.
+    `judge`: what is summed up in place of -log p.
     """
     learns = torch.is_grad_enabled()  # within a Function's forward it never is
     result: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets, chunk, learns, part
+        x, weight, targets, chunk, learns, part, temperature, judge
     )
     return result
 
@@ -64,6 +72,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int | None,
         learns: bool,
         vocabulary: VocabularyPart | None,
+        temperature: float,
+        judge: Judge | None,
     ) -> tuple[Tensor, Tensor]:
         rows = chunk or max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
         loss = x.new_zeros((), dtype=torch.float32)
@@ -74,6 +84,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, x.shape[0], rows):
             part, labels = x[start : start + rows], targets[start : start + rows]
             logits = F.linear(part, weight).float()  # [rows, V]
+            if temperature != 1.0:
+                logits.div_(temperature)
             counts = (labels != IGNORE).unsqueeze(1)
             rows_of = labels.unsqueeze(1) - (vocabulary.first if vocabulary else 0)
             here = counts & (rows_of >= 0) & (rows_of < len(weight)) if vocabulary else counts
@@ -86,12 +98,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if vocabulary is not None:
                 total, known = vocabulary.over_all(total, known)
                 over = (total - top).exp()
-            losses = torch.where(counts, total - known, 0.0)
+            losses, slopes = torch.where(counts, total - known, 0.0), None
+            if judge is not None:
+                losses, slopes = judge(losses, slice(start, start + len(labels)))
+                losses = torch.where(counts, losses, 0.0)
             loss += losses.sum()
             terms[start : start + rows] = losses.squeeze(1)
             if dx is None:
                 continue
             d.div_(over).scatter_add_(1, rows_of, -here.float())
+            if slopes is not None:
+                d.mul_(slopes / temperature)
             d = d.masked_fill_(~counts, 0.0).to(x.dtype)  # no product: 0 times infinity is NaN
             dx[start : start + rows] = d @ weight
             if changes:
@@ -107,4 +124,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         # In fp32: a scale that is rounded to bf16 makes every gradient wrong by the same 0.4 %.
         dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
-        return (dx.float() * scale).to(dx.dtype), dw, None, None, None, None
+        return (dx.float() * scale).to(dx.dtype), dw, *[None] * 6

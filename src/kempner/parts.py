@@ -51,6 +51,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
             torch.set_deterministic_debug_mode("error")
     sources, _ = open_data(cfg, run.world.rank == 0)
     packed = cfg.data.document_mask or any(source.packing is not None for source in sources)
+    packed = packed or cfg.rl.on
     tokens = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64, device=device)
     dtype = compute_dtype(cfg.train.dtype, device.type)
     ring = cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring"
@@ -108,6 +109,10 @@ def _objective(
 ) -> Objective:
     """The reference of DPO is sharded as the model is, and has the weights
     of model.init_from after every restart, too."""
+    if cfg.rl.on:
+        from kempner.rl.loss import open_policy
+
+        return open_policy(cfg, layout, model, device)
     if cfg.preference.loss == "none":
         from kempner.objective import NextToken
 
@@ -131,8 +136,11 @@ def _objective(
 
 @functools.cache  # for the check of the input, the manifest, and the loaders
 def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
-    """The sources of the training and, when the run validates, the held-out data. `check` all
-    shards, which rank 0 does; otherwise none is opened before it is read. Raises ConfigError."""
+    """The sources of the training and, when the run validates, the held-out data; none of a run
+    that learns from rewards. `check` all shards, which rank 0 does; otherwise none is opened before
+    it is read. Raises ConfigError."""
+    if cfg.rl.on:
+        return [], []
     from kempner.data.opening import Opening, open_held_out, open_sources
     from kempner.data.stream import Shape
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Progress:
     """Where a run is: totals so far, the ranges of sample numbers that it leaves out, because their
-    steps were not finite, the sample numbers at which the data's phases begin, and the checkpoints
-    of other runs that it comes from, nearest first (see fork.generation)."""
+    steps were not finite, the sample numbers at which the data's phases begin, the checkpoints of
+    other runs that it comes from, nearest first (see fork.generation), and, on rank 0 of a run that
+    learns from rewards, the state of its orchestrator (see rl/exchange.py)."""
 
     step: int = 0
     samples: int = 0
@@ -33,13 +34,19 @@ class Progress:
     skip: list[list[int]] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)
     lineage: list[dict[str, Any]] = field(default_factory=list)
+    orchestrator: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, manifest: dict[str, Any] | None) -> Progress:
         """As the manifest of a checkpoint has it; None: at the start."""
         if manifest is None:
             return cls()
-        known = {"phases": [], "lineage": [], **manifest}  # older checkpoints have none
+        none: dict[str, Any] = {
+            "phases": [],
+            "lineage": [],
+            "orchestrator": None,
+        }  # in older checkpoints
+        known = none | manifest
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
     def plan(self, cfg: RunConfig) -> Progress:
@@ -84,12 +91,17 @@ def resume(
         from kempner.hf.load import start_from
 
         run.announce(start_from(model, cfg.model, run.dir))
-    progress = begin_fork(cfg, run, checkpointer) if forks else Progress.of(manifest).plan(cfg)
+    progress = (
+        begin_fork(cfg, run, checkpointer, replicas) if forks else Progress.of(manifest).plan(cfg)
+    )
     return replicas.begin(progress)
 
 
-def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress:
-    """Load the checkpoint that run.fork names, and save it as the first one of this run."""
+def begin_fork(
+    cfg: RunConfig, run: Run, checkpointer: Checkpointer, replicas: Replicas
+) -> Progress:
+    """Load the checkpoint that run.fork names, and save it as the first one of this run. All
+    replicas begin with it."""
     from kempner.checkpoint.choose import differences
     from kempner.hf.source import FOLDER, carry, run_of
 
@@ -112,6 +124,8 @@ def begin_fork(cfg: RunConfig, run: Run, checkpointer: Checkpointer) -> Progress
         + (f"{', '.join(changed)} of its own: " if changed else "the same data: ")
         + f"from sample {progress.samples} on"
     )
+    if run.world.replica:
+        replicas.forget_errors()  # the first one sends them
     checkpointer.save(0, progress.record())  # from then on the fork does not need the other run
     return progress
 

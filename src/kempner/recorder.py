@@ -17,6 +17,7 @@ from kempner.metrics import Clock, line, peak_flops
 from kempner.profiling import Profiler
 from kempner.progress import Progress
 from kempner.resilience.requests import ASKS_PROFILE
+from kempner.rl.feed import Feed
 from kempner.run_directory import Run
 from kempner.step import StepResult
 
@@ -29,7 +30,7 @@ class Recorder:
     """
 
     def __init__(
-        self, run: Run, device: torch.device, progress: Progress, loader: TrainLoader
+        self, run: Run, device: torch.device, progress: Progress, loader: TrainLoader | Feed
     ) -> None:
         cfg, world_size = run.cfg.metrics, run.world.size * run.world.replicas
         self.run, self.device, self.clock = run, device, Clock()
@@ -64,7 +65,7 @@ class Recorder:
         """The rates start here: at a start, and when the run has gone back."""
         self._last = (progress.step, progress.tokens, self.clock.spent())
 
-    def step(self, result: StepResult, loader: TrainLoader) -> None:
+    def step(self, result: StepResult, loader: TrainLoader | Feed) -> None:
         """Record a step, if its line is due; one that was not finite always, with its samples."""
         self._profiler.step(result.step, result.values[ASKS_PROFILE] > 0)
         self.run.progress(result.step)
@@ -77,14 +78,16 @@ class Recorder:
         if "round_loss" in result.values:
             self.write(_of_round(result))
         last = result.step == self.run.cfg.train.max_steps
-        if result.step % self.run.cfg.metrics.log_interval == 0 or last:
+        due = result.step % self.run.cfg.metrics.log_interval == 0 or last
+        if due or isinstance(loader, Feed):  # which has more to say of each step
             self._line(result, loader)
 
-    def _line(self, result: StepResult, loader: TrainLoader) -> None:
+    def _line(self, result: StepResult, loader: TrainLoader | Feed) -> None:
         step, tokens, before = self._last
         lap = {key: value - before.get(key, 0.0) for key, value in result.spent.items()}
         count = max(1, result.step - step)
         rate = (result.after.tokens - tokens) / lap["total"]
+        done = loader.places / lap["total"] if isinstance(loader, Feed) else rate
         self._last = (result.step, result.after.tokens, result.spent)
         parts = {f"{k}_time": lap.get(k, 0.0) / count for k in ("data", "checkpoint", "eval")}
         record: dict[str, Any] = {
@@ -98,11 +101,14 @@ class Recorder:
             "step_time": lap["total"] / count,
             **parts,
             "compute_time": lap["total"] / count - sum(parts.values()),
-            "mfu": self._peak and rate * self._flops_per_token(result.step - 1) / self._peak,
+            "mfu": self._peak and done * self._flops_per_token(result.step - 1) / self._peak,
             "memory_gib": memory_gib(self.device),
             "skipped": self.skipped,
         }
-        if len(loader.names) > 1:
+        if isinstance(loader, Feed):
+            record |= loader.record(result.values, lap)
+            record["compute_time"] -= record["publish_seconds"]
+        elif len(loader.names) > 1:
             record["sources"] = _by_source(result, loader)
         if packing := {each.name: each.packing for each in loader.sources if each.packing}:
             record |= {"loss_tokens": result.values["tokens"], "packing": packing}

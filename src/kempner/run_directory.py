@@ -192,6 +192,10 @@ class Run:
         under "fixed" define the meaning of its weights and its position: a checkpoint with others
         is refused."""
         sources, _ = open_data(self.cfg, self.world.rank == 0)
+        data: dict[str, Any] = {}  # none where it learns from rewards
+        if sources:  # of a mixture its past: see choose.check
+            facts = facts_of(self.cfg.data, sources)
+            data = {"seed": self.cfg.data.seed, "mixture": facts}
         lora = {}  # the weights that adapters belong to must stay the same, too
         if self.cfg.lora.rank and self.world.rank == 0:
             base = identity(self.cfg.model.init_from or "")
@@ -205,10 +209,7 @@ class Run:
                 "fixed": {
                     "model": asdict(self.cfg.model),
                     "train": {"seq_len": self.cfg.train.seq_len},
-                    "data": {
-                        "seed": self.cfg.data.seed,
-                        "mixture": facts_of(self.cfg.data, sources),  # its past: see choose.check
-                    },
+                    "data": data,
                     **lora,
                 },
             },

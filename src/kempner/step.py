@@ -1,5 +1,5 @@
-"""The numbers of a step: one small all-reduce, judged on the device, read by the host one step
-later."""
+"""The parts of a step: gradients; one small all-reduce, which is judged on the device and read by
+the host one step later; and the update."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kempner.data.batch import MicroBatch
 from kempner.data.source import IGNORE
 from kempner.metrics import Clock
+from kempner.model.decoder import Decoder
+from kempner.objective import Objective
+from kempner.optim.build import set_learning_rate
 from kempner.parallel.layout import Layout
+from kempner.parallel.passes import backward_passes
 from kempner.progress import Progress
+from kempner.resilience import requests
+from kempner.resilience.requests import StopRequests, Verdict
 
 GC_STEPS = 100
 
@@ -74,6 +80,30 @@ class StepSums:
         }
 
 
+def forward_backward(
+    model: Decoder,
+    objective: Objective,
+    micro_batches: list[MicroBatch],
+    sums: StepSums,
+    step_tokens: int,
+    leave: StopRequests | None,
+) -> dict[str, Tensor | float] | Verdict:
+    """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sums by name,
+    fp32 [] each. With `leave`, the requests of this rank, all ranks may give up the step instead:
+    then it returns their verdict."""
+
+    def micro_batch_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+        loss, terms, batch = objective(model, batch)
+        sums.add(batch, loss, terms)
+        return loss / step_tokens
+
+    def asked() -> Verdict | None:
+        return None if leave is None else requests.asked_meanwhile(leave, sums.device)
+
+    verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
+    return verdict or {**sums.numbers(), **objective.numbers()}
+
+
 def guard_update(
     optimizer: torch.optim.Optimizer, sums: Numbers, step_tokens: int, clip: float
 ) -> Numbers:
@@ -93,6 +123,18 @@ def guard_update(
     optimizer.grad_scale = (shrink * tokens / step_tokens).float()  # type: ignore[attr-defined]
     optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
     return {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm, "bad": bad.double()}
+
+
+def update(
+    optimizer: torch.optim.Optimizer, sums: Numbers, step_tokens: int, lr: float, grad_clip: float
+) -> Numbers:
+    """Change the weights, unless this step was not finite on some rank; returns what the host is
+    told of the step."""
+    numbers = guard_update(optimizer, sums, step_tokens, grad_clip)
+    set_learning_rate(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad()
+    return numbers
 
 
 @dataclass(frozen=True)

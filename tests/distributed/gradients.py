@@ -33,8 +33,7 @@ from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
 from kempner.parts import open_objective
 from kempner.run import RunConfig
-from kempner.step import StepSums, reduce_step
-from scripts.train import forward_backward, update
+from kempner.step import StepSums, forward_backward, reduce_step, update
 
 ROWS, LENGTH, CPU = 16, 24, torch.device("cpu")
 SHAPE = [

@@ -4,10 +4,11 @@
 
 A scenario says who suffers what: {"faults": {"1": "kill in 2"}, "rounds": 6, "replicas": 3,
 "least": 2}: replica 1 is killed in the collective of its round 2. Points: before, in, after (the
-collective), voted. `stop` stops the process and wakes it once it has been declared gone. The driver
-starts again whoever was lost, once. With "ranks": 2 a replica is so many processes, of which the
-fault strikes the last. "other": 2 begins with other weights than the rest. All processes are forks
-of this one, which has imported torch.
+collective), voted, shared (the state, with one that joins). `stop` stops the process and wakes it
+once it has been declared gone; `busy` holds the interpreter for longer. The driver starts again
+whoever was lost, once. With "ranks": 2 a replica is so many processes, of which the fault strikes
+the last. "other": 2 begins with other weights than the rest. All processes are forks of this one,
+which has imported torch.
 
 FOLDER/NAME/SLOT.START-RANK.jsonl holds a line for each round of a replica: rounds done, the hash of
 its weights, members, joiners; FOLDER/NAME/struck the time of a fault; exits.json how each replica
@@ -16,12 +17,14 @@ ended.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,11 @@ import torch
 import torch.distributed as dist
 
 from kempner.files import write_atomic
-from kempner.lowcomm.door import HERE, Door, Judge
-from kempner.lowcomm.membership import Group, Membership, TooFew
+from kempner.lowcomm.door import HERE, Door
+from kempner.lowcomm.judge import SILENCE_S, Judge
+from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
 
-SILENCE_S, ROUNDS = 3.0, 6
+ROUNDS = 6
 TOO_FEW, DONE = 75, 0
 LR, MU = 0.7, 0.9
 
@@ -56,10 +60,9 @@ class Replica:
         self.anchor, self.momentum = torch.zeros(2, self.size), torch.zeros(2, self.size)
         if slot == scenario.get("other"):
             self.anchor += 1.0
-        door = Door(folder / "door", None if rank else slot, 20.0)
-        self.membership = Membership(
-            door, scenario.get("replicas", 3), scenario.get("least", 2), start_timeout=20.0
-        )
+        replicas, least = scenario.get("replicas", 3), scenario.get("least", 2)
+        door = Door(folder / "door", 20.0)
+        self.membership = Membership(door, slot, replicas, least, start_timeout=20.0)
         self.log = open(folder / f"{self.membership.me}-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
         self._settle = self.membership._settle
         self.membership._settle = self.settle  # type: ignore[method-assign]
@@ -68,7 +71,10 @@ class Replica:
         if self.point == point and self.rounds + 1 == int(self.at):
             self.point = ""
             (self.folder / "struck").write_text(f"{time.time()} {time.monotonic()}")
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fault])
+            if self.fault == "busy":
+                ctypes.PyDLL(None).sleep(round(SILENCE_S) + 2)  # a PyDLL keeps the lock
+            else:
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fault])
 
     def settle(self, epoch: Any, problem: str) -> bool:
         if self.point == "voted" and self.rounds + 1 == int(self.at):
@@ -78,53 +84,64 @@ class Replica:
         return self._settle(epoch, problem)
 
     def exchange(self, group: Group) -> list[torch.Tensor]:
-        received = [self.anchor.clone(), self.momentum.clone()]
-        if group.epoch.joiners:
-            group.share(received)
-        if group.epoch.entry:
-            return received
         first, second = delta(self.slot, self.rank, group.epoch.round, self.size).unbind()
         mean = [group.mean(first)]
         self.strike("in")
         mean.append(sum(group.gather(second)) / len(group.epoch.members))
         self.strike("after")
-        return [*received, torch.stack(mean)]
+        return mean
 
-    def take(self, epoch: Any, result: list[torch.Tensor]) -> None:
-        """The outer step, as a joiner takes it, too."""
-        self.anchor, self.momentum, *change = result
-        if change:
-            self.momentum = MU * self.momentum + change[0]
-            self.anchor = self.anchor - LR * (change[0] + MU * self.momentum)
+    def step(self, mean: list[torch.Tensor]) -> None:
+        change = torch.stack(mean)
+        self.momentum = MU * self.momentum + change
+        self.anchor = self.anchor - LR * (change + MU * self.momentum)
+
+    def share(self, group: Group) -> list[torch.Tensor]:
+        state = [self.anchor.clone(), self.momentum.clone()]
+        group.share(state)
+        self.strike("shared")
+        return state
+
+    def record(self, epoch: Epoch, members: Sequence[str]) -> None:
         self.rounds = epoch.round
         line = {
             "round": epoch.round,
             "hash": hashlib.sha256(self.anchor.numpy().tobytes()).hexdigest(),
-            "members": epoch.members,
+            "members": members,
             "joiners": epoch.joiners,
             "time": time.monotonic(),
             "first": self.anchor[:, :2].flatten().tolist(),
         }
         self.log.write(json.dumps(line) + "\n")
 
+    def round(self) -> None:
+        epoch, mean = self.membership.round(self.rounds + 1, self.exchange)
+        self.step(mean)
+        members = epoch.members
+        if epoch.waiting:
+            about = {"members": members}
+            epoch, _ = self.membership.admit(self.rounds + 1, about, self.share)
+        self.record(epoch, members)
+
     def await_lost(self) -> None:
         """Those that have been lost come back while there are rounds to do."""
         for slot, fault in self.faults.items():
-            if self.rounds >= int(fault.split()[2]):
+            if self.rounds >= int(fault.split()[2]) and "busy" not in fault:
                 while f'"{slot}.2"' not in self.membership.store.get(HERE).decode():
                     time.sleep(0.02)
 
     def run(self, rounds: int) -> int:
         try:
             about = {"weights": self.anchor.sum().item()}
-            entered = self.membership.enter(self.rounds, about, self.exchange)
+            entered = self.membership.enter(self.rounds, about, self.share)
             if entered is None:
                 return DONE
-            self.take(*entered)
+            epoch, (self.anchor, self.momentum) = entered
+            self.record(epoch, epoch.about.get("members", epoch.members))
             while self.rounds < rounds:
                 self.await_lost()
                 self.strike("before")
-                self.take(*self.membership.round(self.rounds + 1, {}, self.exchange))
+                self.round()
         except TooFew:
             self.membership.close()
             return TOO_FEW

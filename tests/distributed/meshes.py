@@ -1,5 +1,5 @@
 """A program for torchrun: saves weights and optimizer on each of several meshes, and loads each
-save on each of them.
+save on each of them; and what engines get from each.
 
     torchrun ... tests/distributed/meshes.py DIR
 
@@ -28,8 +28,10 @@ from kempner.checkpoint.state import collect, run_state
 from kempner.checkpoint.writer import local
 from kempner.config.loading import load
 from kempner.optim.build import build_optimizer, set_learning_rate
-from kempner.parallel.build import build_model
+from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
+from kempner.rl import transfer
+from kempner.rl.transfer import buckets_of, pack, parts_of, unpack
 from kempner.run import RunConfig
 
 SHAPE = [
@@ -113,6 +115,26 @@ def mine(of: Mapping[str, Tensor], wholes: dict[str, Tensor]) -> dict[str, Tenso
     return parts
 
 
+def sent(job: Job) -> dict[str, Tensor]:
+    """All tensors of the model, as an engine has them from what each rank sends; the others are
+    not sent."""
+    named = parameter_names(job.model)
+    table = make_table(named, {}, dist.get_world_size())
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, pack(named, table, dist.get_rank(), torch.float32))
+    found = {f"model.{name}": torch.full(p.shape, torch.nan) for name, p in named.items()}
+    targets = {name: found[f"model.{name}"] for name in named}
+    for rank, flats in enumerate(parts):
+        buckets = buckets_of(parts_of(table, rank), 4)
+        for flat, bucket in zip(flats, buckets, strict=True):
+            assert len(flat) == sum(piece.elements for piece in bucket)
+            unpack(flat, bucket, targets)
+    assert sum(len(flat) for flats in parts for flat in flats) == sum(
+        p.numel() for p in named.values()
+    )
+    return {**job.whole(), **found}
+
+
 def check(root: Path, more: list[str], meshes: dict[str, list[str]]) -> dict[str, Any]:
     """Of this rank."""
     saved, jobs = {}, {}
@@ -128,6 +150,7 @@ def check(root: Path, more: list[str], meshes: dict[str, list[str]]) -> dict[str
             for name, whole in saved.items()
         }
     }
+    results["engines"] = {name: differ(sent(job), saved[name]) for name, job in jobs.items()}
     for target, job in jobs.items():
         results[target] = {}
         for source in reversed(meshes):  # its own is not the first: it is there already
@@ -142,6 +165,7 @@ def check(root: Path, more: list[str], meshes: dict[str, list[str]]) -> dict[str
 def main() -> None:
     dist.init_process_group("gloo")
     root = Path(sys.argv[1])
+    transfer.BUCKET = 1 << 12  # several for each rank, and matrices that are cut
     results = {name: check(root / name, *how) for name, how in MODELS.items()}
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, results)

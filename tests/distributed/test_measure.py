@@ -98,3 +98,13 @@ def test_a_profile_file_gives_a_trace_of_the_next_steps(tmp_path: Path) -> None:
     names = [event.get("name") for event in json.loads(content)["traceEvents"]]
     assert names.count("Optimizer.step#Optimizer.step") == 2
     assert not (run_dir / "PROFILE").exists()
+
+
+def test_replicas_are_measured_in_whole_rounds(train: Train, tmp_path: Path) -> None:
+    rounds = ("--lowcomm.replicas=2", "--lowcomm.interval=4", "--train.max_steps=4")
+    train(tmp_path / "run", *BENCH, *rounds, nproc=2)
+    (result,) = json.loads((tmp_path / "run/bench.json").read_text())["results"]
+    assert len(result["steps"]) == 4 and result["tokens_per_step"] == 8 * 32
+    lines = map(json.loads, (tmp_path / "run/1/metrics.jsonl").read_text().splitlines())
+    rounds_of = [line["step"] for line in lines if "outer_time" in line]
+    assert rounds_of == [4, 8]  # of the warm-up, and what counts

@@ -25,10 +25,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "stop-before": {"faults": {"2": "stop before 3"}},
     "stop-in": {"faults": {"1": "stop in 3"}},
     "two": {"faults": {"1": "kill in 2", "2": "kill in 3"}, "least": 1},
+    "kill-shared": {"faults": {"1": "kill in 2", "0": "kill shared 3"}, "least": 1},
+    "busy": {"faults": {"1": "busy before 3"}},
     "too-few": {"faults": {"1": "kill in 3"}, "least": 3},
     "ranks": {"faults": {"1": "kill in 3"}, "replicas": 2, "least": 1, "ranks": 2},
+    "ranks-stop": {"faults": {"1": "stop in 3"}, "replicas": 2, "least": 1, "ranks": 2},
 }
-LOST = [name for name, scenario in SCENARIOS.items() if "faults" in scenario and name != "too-few"]
+LOST = [name for name, s in SCENARIOS.items() if "faults" in s and name not in ("too-few", "busy")]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,13 @@ def test_when_the_last_round_of_a_killed_replica_counts(
     assert (f"{slot}.1" in line["members"]) == counts
 
 
-@pytest.mark.parametrize("name", ["stop-before", "stop-in"])
+def test_a_replica_that_is_busy_is_not_gone(played: Path) -> None:
+    """Not even when no other thread of it can run."""
+    log = [json.loads(line) for line in (played / "busy/replicas.jsonl").read_text().splitlines()]
+    assert {line["reason"] for line in log if line["event"] == "gone"} == {"left"}
+
+
+@pytest.mark.parametrize("name", ["stop-before", "stop-in", "ranks-stop"])
 def test_a_replica_that_wakes_up_late_leaves(played: Path, name: str) -> None:
     slot = int(next(iter(SCENARIOS[name]["faults"])))
     exits = json.loads((played / name / "exits.json").read_text())

@@ -33,6 +33,6 @@ def test_every_mesh_loads_what_every_other_has_saved(
     meshes = set(MODELS[model][1])
     assert len(results) == 4
     for found in (of_rank[model] for of_rank in results):
-        assert set(found) == {"one process", *meshes}
+        assert set(found) == {"one process", "engines", *meshes}
         for target, sources in found.items():
             assert sources == {source: [] for source in meshes}, target

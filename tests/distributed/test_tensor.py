@@ -18,8 +18,8 @@ from kempner.run import RunConfig, TrainConfig
 from tests.conftest import TINY, losses, start_train
 from tests.distributed.runs import begun, numbers, state
 
-SHAPE = ["--model.qk_norm", "--model.qkv_bias", "--train.max_steps=20", "--eval.interval=20",
-         "--schedule.name=constant", "--optimizer.name=muon"]  # fmt: skip
+SHAPE = ["--model.qk_norm", "--model.qkv_bias", "--model.post_norms", "--train.max_steps=20",
+         "--eval.interval=20", "--schedule.name=constant", "--optimizer.name=muon"]  # fmt: skip
 STATE = ["--checkpoint.interval=1", "--checkpoint.keep_last_n=99"]
 # 257 rows of the vocabulary: two ranks have 129 and 128 of them.
 TP = "--distributed.tp=2"
@@ -53,7 +53,7 @@ def test_every_gradient_is_that_of_one_process(place: Path) -> None:
     """After one step Muon's momentum, and AdamW's first moment, are a fraction of the gradient."""
     one, four = state(place / "one", 1), state(place / "four", 1)
     gradients = [name for name in one if name.endswith(("momentum", "exp_avg"))]
-    assert len(gradients) == 2 * 14 + 3 and one.keys() == four.keys()
+    assert len(gradients) == 2 * 16 + 3 and one.keys() == four.keys()
     for name in gradients:
         error = (one[name] - four[name]).norm() / one[name].norm()
         assert error < 1e-5, (name, error)

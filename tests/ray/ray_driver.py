@@ -1,6 +1,6 @@
 """A Ray program for the tests: writes what it finds on each node to a JSON file.
 
-python ray_driver.py REPORT [--exit CODE] [--stay]
+python ray_driver.py REPORT [--exit CODE] [--stay] [--hand-on]
 """
 
 from __future__ import annotations
@@ -73,13 +73,25 @@ def is_open(address: str, port: int) -> bool:
     return False
 
 
+def connect_as_nemo_rl() -> None:
+    """Its drivers want a cluster that exists, and hand their whole environment on to each actor."""
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "PMI", "MPI_", "OMPI_"))]:
+        del os.environ[name]
+    environment = {"env_vars": dict(os.environ)}
+    ray.init("auto", log_to_driver=True, include_dashboard=False, runtime_env=environment)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("report", type=Path)
     parser.add_argument("--exit", type=int, default=0)
     parser.add_argument("--stay", action="store_true")
+    parser.add_argument("--hand-on", action="store_true")
     given = parser.parse_args()
-    ray.init()
+    if given.hand_on:
+        connect_as_nemo_rl()
+    else:
+        ray.init()
     nodes = [node for node in ray.nodes() if node["Resources"].get("CPU")]
     ids = [node["NodeID"] for node in nodes]
     seen = ray.get([look.options(scheduling_strategy=On(k, soft=False)).remote() for k in ids])

@@ -221,12 +221,13 @@ def test_a_warning_ends_it_with_128_and_the_signal(job: RayJob) -> None:
 def uv_cache(submit: Submit) -> RayJob:
     base = submit.base
     uv = str(base / "cache/uv")
-    return submit(4, driver(base), PORT_STRIDE="20", UV_CACHE_DIR_OVERRIDE=uv)
+    return submit(4, driver(base, "--hand-on"), PORT_STRIDE="20", UV_CACHE_DIR_OVERRIDE=uv)
 
 
 @pytest.mark.job(make=uv_cache)
 def test_a_batch_job_on_four_hosts(job: RayJob) -> None:
-    """Each node may have ports of its own; uv's cache is where the user wants it."""
+    """Each node may have ports of its own; uv's cache is where the user wants it. The driver
+    connects as those of NeMo RL do."""
     assert job.end() == 0, job.all()
     uv, found = job.folder.parent / "cache/uv", report(job.folder.parent / "report.json")
     check_everywhere(found, ["node1", "node2", "node3", "node4"])

@@ -110,8 +110,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sums(model: Decoder, batches: list[MicroBatch]) -> tuple[float, float, list[torch.Tensor]]:
     """The trainer's: loss, tokens that count, gradients."""
     from kempner.objective import NextToken
-    from kempner.step import StepSums
-    from scripts.train import forward_backward
+    from kempner.step import StepSums, forward_backward
 
     model.zero_grad()
     start = StepSums([], torch.device("cpu"))

@@ -200,6 +200,6 @@ def test_more_shards_than_the_limit_of_open_files(tmp_path: Path) -> None:
 
 
 def test_the_section_says_how_to_make_data() -> None:
-    (problem,) = DataConfig().problems()
+    (problem,) = RunConfig().problems()
     assert "scripts/prepare_data.py" in problem and problem.startswith("data.dataset_path")
-    assert DataConfig(dataset_path="data/x").problems() == []
+    assert RunConfig(data=DataConfig(dataset_path="data/x")).problems() == []

@@ -315,7 +315,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device", "x.safetensors")
 
-    monkeypatch.setattr(exporting, "_write_all", full)
+    monkeypatch.setattr(exporting, "write_all", full)
     convert("export", run, tmp_path / "out", code=2)
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -212,5 +212,7 @@ def test_a_model_that_transformers_does_not_have_is_refused() -> None:
     shared, router = error.value.problems
     assert shared.startswith("model.shared_experts = 1: no model of transformers with experts")
     assert 'model.router = "sigmoid"' in router and 'must be "softmax"' in router
+    with pytest.raises(ConfigError, match="post_norms: no model of transformers"):
+        family_of(ModelConfig(post_norms=True))
     with pytest.raises(ConfigError, match="caps its attention scores"):
         family_of(ModelConfig(attention_softcap=50.0))

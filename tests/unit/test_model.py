@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from kempner.config.loading import load
 from kempner.data.source import IGNORE
+from kempner.hf.tensors import tensor_shapes
 from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.config import ModelConfig
@@ -193,13 +194,34 @@ def test_the_flash_kernel_gets_documents_and_windows(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(attend(q, k, v, flash), attend(q, k, v, dense))
 
 
+def test_post_norms_are_on_what_the_layers_return() -> None:
+    """Their weights at 0 leave the residual stream as it is; the names are those of tensor_shapes.
+    Without experts, and with."""
+    plain = replace(SHAPE, post_norms=True, norm_eps=0.0)
+    for cfg in (plain, replace(plain, n_experts=2)):
+        model = Decoder(cfg)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        assert list(shapes.items()) == list(tensor_shapes(cfg).items())
+        tokens = torch.arange(12).view(2, 6)
+        normal = model(tokens)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.mul_(100.0 if name.endswith(("wo.weight", "w2.weight", "experts.w2")) else 1.0)
+        torch.testing.assert_close(model(tokens), normal, rtol=1e-3, atol=1e-3)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.mul_(0.0 if "post_norm" in name else 1.0)
+        alone = model.predict(model.embed(tokens), None)
+        torch.testing.assert_close(model(tokens), alone)
+
+
 def test_flops_follow_from_the_shapes() -> None:
     """Six per multiplied weight, and causal attention: count the matrices of the built model."""
     model = Decoder(SHAPE)
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     attention = 6 * SHAPE.n_layers * SHAPE.dim * 32
     assert SHAPE.flops_per_token(32) == 6 * weights + attention
-    biased = replace(SHAPE, qkv_bias=True, qk_norm=True)
+    biased = replace(SHAPE, qkv_bias=True, qk_norm=True, post_norms=True)
     assert sum(p.numel() for p in Decoder(biased).parameters()) == biased.count_parameters()
     assert biased.flops_per_token(32) == SHAPE.flops_per_token(32)
     # A window of 8: 1 + 2 + ... + 8 keys, then 8 each; in half of the units of a whole sequence.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,8 @@ from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
 from kempner.lowcomm.compress import Raw, codec_of, is_raw, pack, unpack
 from kempner.lowcomm.config import LowcommConfig
-from kempner.lowcomm.outer import Alone, Arrived, Decode, Handle, Outer, OuterState
+from kempner.lowcomm.copies import Copies
+from kempner.lowcomm.outer import Alone, Arrived, Decode, Fragment, Handle, Outer, OuterState
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("configs/train/lowcomm/*.toml"))
@@ -139,6 +140,53 @@ def test_a_number_that_is_not_finite_counts_as_unchanged() -> None:
         return x.tolist()
 
     assert room.run(replica) == [[0.5, 0.75]] * 2
+
+
+class OneOfTwo(Copies):
+    """Beside another one in this process, which has sent before."""
+
+    count = 2
+
+    def __init__(self, index: int, sent: list[torch.Tensor]) -> None:
+        self.index, self.sent = index, sent
+
+    def gather(self, ours: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        self.sent.append(ours)
+        assert [len(x) for x in self.sent[:2]] == list(sizes)[: len(self.sent)]
+        return self.sent[:2] if len(self.sent) > 1 else [ours, torch.zeros(sizes[1])]
+
+
+@pytest.mark.parametrize("kind", ["none", "linear", "statistical"])
+def test_copies_send_what_one_would(kind: str) -> None:
+    """Two copies, each of some rows: the weights and errors of a replica without copies, and the
+    bytes in two parts."""
+    cfg = LowcommConfig(
+        replicas=1, interval=1, compress=kind, feedback=0.0 if kind == "none" else 0.9
+    )
+    sent: list[torch.Tensor] = []
+    found = []
+    # The first one takes its turn again, when the second has sent.
+    for copies in (Copies(), OneOfTwo(0, sent), OneOfTwo(1, sent), OneOfTwo(0, sent)):
+        torch.manual_seed(0)
+        named = {"blocks.0.w": torch.randn(5, 8), "norm": torch.randn(8), "b": torch.randn(3)}
+        fragment = Fragment(named, cfg, copies)
+        for p in named.values():
+            p += torch.randn(p.shape)
+        counted = Counted()
+        fragment.send(counted, "")
+        fragment.receive()
+        found.append((named, fragment.errors, counted.bytes))
+    (alone, errors, whole), (_, _, first), *both = found
+    for named, own_errors, _ in both:
+        assert all(torch.equal(named[name], alone[name]) for name in alone)
+        assert all(torch.equal(own_errors[i], errors[i]) for i in errors)
+    assert first + both[0][2] == whole and 0 < both[0][2] < whole
+
+
+class Counted(Alone):
+    def start(self, ours: torch.Tensor, name: str, decode: Decode | None = None) -> Handle:
+        self.bytes = ours.nbytes
+        return super().start(ours, name, decode)
 
 
 # --- Compression: relative error and cosine for normal numbers of 256 x 512 ---

@@ -87,6 +87,31 @@ def test_what_a_lever_sends(lever: str) -> None:
         assert sum(each.size for each in sent) == pytest.approx(often * one * share), what
 
 
+ROUNDS = ("--lowcomm.replicas=2", "--lowcomm.interval=50", "--train.max_steps=500",
+          "--checkpoint.interval=500", "--eval.interval=0")  # fmt: skip
+
+
+def test_a_replica_has_its_share_and_copies_for_the_outer_step() -> None:
+    """Of 7 B in two replicas of a node each: what one of them needs alone, and what it sends to the
+    other once in 50 steps."""
+    one = load_config([SEVEN], ["--train.global_batch=512", "--train.global_batch_tokens=none"])
+    two = load_config([SEVEN], [*ROUNDS])
+    count = two.model.count_parameters()
+    parts, alone = memory(two, 16, 8).parts, memory(one, 8, 8).parts
+    assert parts.pop("anchors, outer momentum") == 8 * count / 8 and parts == alone
+    *within, between = traffic(two, 16, 8)
+    assert within == traffic(one, 8, 8)
+    assert between.size == pytest.approx(4 * count / 8 / 50)
+    assert not between.within and not between.hidden
+    codes = ["--lowcomm.compress=linear", "--lowcomm.raw=[]", "--lowcomm.feedback=0.9"]
+    coded = load_config([SEVEN], [*ROUNDS, *codes, "--lowcomm.fragments=2", "--lowcomm.tau=5"])
+    assert memory(coded, 16, 8).parts["anchors, outer momentum"] == 12 * count / 8
+    sent = traffic(coded, 16, 8)[-1]
+    assert sent.size == pytest.approx(between.size / 8) and sent.hidden
+    found = best(two, 16, 8, GPUS["H100"], check_world, 1)[0]
+    assert not check_world(load_config([SEVEN], [*ROUNDS, *found.words.split()]), 16, 8)
+
+
 def test_islands_gather_among_themselves() -> None:
     cfg = load_config([SEVEN], ["--distributed.reshard_island=8"])
     first, again = (each for each in traffic(cfg, 16, 8) if "gathered" in each.what)
@@ -202,6 +227,7 @@ MEASURED = [
     (),
     ("--train.recompute=full", "--train.micro_batch=2"),
     ("--distributed.sync_once", "--train.micro_batch=2"),
+    ("--model.post_norms",),
 ]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +20,14 @@ from typing import Any
 import pytest
 import torch
 
+from kempner.config.option import ConfigError
+from kempner.generate.config import Sampling
+from kempner.generate.engine import Engine
+from kempner.generate.texts import Text, Texts
 from kempner.load import load
+from kempner.rl.transfer import Gone
 from kempner.serve.http import Server
+from kempner.serve.weights import first_version
 from kempner.serve.worker import Worker
 from tests.conftest import ROOT
 from tests.served import Client, make_model
@@ -313,6 +322,36 @@ def test_half_of_the_weights_serve_nobody(
     assert engine.complete(PROMPT)[0]["weight_versions"] == [3]
 
 
+def test_weights_from_the_ranks_of_a_trainer(
+    engine: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that nobody offers changes nothing; after half of one it serves nobody."""
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"version": 4, "transport": "group"}))
+    before, told = engine.complete(PROMPT, temperature=0), []
+
+    def receive(problem: Exception | None, model: Any, facts: Any, token: str) -> None:
+        told.append((facts["version"], token))
+        if problem:
+            raise problem
+        model.embed.weight.data.neg_()
+
+    def update(problem: Exception | None, code: int) -> Any:
+        monkeypatch.setattr("kempner.rl.transfer.receive", partial(receive, problem))
+        return engine.ask("/update_weights", {"manifest": str(manifest)}, code=code)
+
+    assert "nobody" in update(Gone("nobody offers it"), 400)["error"]["message"]
+    assert engine.complete(PROMPT, temperature=0) == before
+    assert "broken off" in update(OSError("broken off"), 503)["error"]["message"]
+    engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)
+    engine.ask("/health", code=503)
+    assert update(None, 200) == {"weight_version": 4} and set(told) == {(4, "secret")}
+    (after,) = engine.complete(PROMPT, temperature=0)
+    assert after["weight_versions"] == [4] and after["token_ids"] != before[0]["token_ids"]
+    refused = engine.ask("/update_weights", {"manifest": "/gone"}, code=400)
+    assert "/gone" in refused["error"]["message"]
+
+
 def test_an_engine_that_fails_says_so_to_all(
     engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -357,7 +396,8 @@ def serve() -> Iterator[ModuleType]:
         (["MODEL", "--slots=0"], "--slots 0: must be at least 1"),
         (["MODEL", "--port=70000"], "--port 70000: must be from 0 to 65535"),
         (["MODEL", "--slot"], "--slot"),
-        ([], "MODEL"),
+        ([], "give either MODEL or --weights DIR"),
+        (["MODEL", "--weights=/gone"], "give either MODEL or --weights DIR"),
         (["MODEL", "--host=0.0.0.0"], "give a token by KEMPNER_SERVE_TOKEN or --token-file"),
         (["MODEL", "--token-file=OPEN"], "may be read by others; chmod 600 it"),
         (["MODEL", "--token-file=/gone"], "/gone"),
@@ -380,3 +420,107 @@ def test_a_bad_command_line(
             code = end.code
     err = capsys.readouterr().err
     assert code == 2 and err.count("\n") == 1 and problem in err and "secret" not in err, err
+
+
+def test_the_versions_of_a_trainer(
+    serve: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for one, takes the newest, and loads the next when one was removed meanwhile; its
+    file has the number of the engine."""
+    weights, engines, found = tmp_path / "weights", tmp_path / "engines", {}
+
+    def publish(number: int, transport: str) -> Path:
+        place = weights / f"v{number:08d}"
+        shutil.copytree(folder, place)
+        facts = {"version": number, "transport": transport}
+        (place / "manifest.json").write_text(json.dumps(facts))
+        return place
+
+    (weights / "v00000009").mkdir(parents=True)  # not whole yet
+    removed = []
+
+    def load_later(name: str, **how: Any) -> Any:
+        if not removed:  # by the trainer, while it is read
+            removed.append(name)
+            publish(4, "directory")
+            shutil.rmtree(name)
+        return load(name, **how)
+
+    def drive() -> None:
+        time.sleep(0.3)  # it waits
+        publish(3, "directory")
+        until(lambda: (engines / "engine-7").exists())
+        port = int((engines / "engine-7").read_text().rpartition(":")[2])
+        engine = Client(port)
+        found.update(health=engine.ask("/health"), models=engine.ask("/v1/models")["data"][0])
+        found["choice"] = engine.complete(PROMPT)[0]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setenv("KEMPNER_ENGINE", "7")
+    monkeypatch.setattr("kempner.load.load", load_later)
+    driver = threading.Thread(target=drive)
+    driver.start()
+    words = ["--weights", str(weights), "--publish", str(engines), "--port=0", "--device=cpu"]
+    assert serve.main(words) == 0
+    driver.join()
+    # The newest one is in the ranks of the trainer; they are about to offer another one.
+    publish(6, "group")
+    offers = iter([Gone("not any more"), None])
+
+    def fill(model: Any, *_: Any) -> None:
+        if problem := next(offers):
+            raise problem
+        model.load_state_dict(load(str(folder), "cpu").model.state_dict())
+
+    monkeypatch.setattr("kempner.rl.transfer.receive", fill)
+    loaded = first_version(weights, partial(load, device="cpu"), "", threading.Event())
+    assert loaded is not None and loaded[1] == 6 and next(offers, "all") == "all"
+    assert removed == [str(weights / "v00000003")] and not list(engines.iterdir())
+    assert found["health"] == {"status": "ok", "weight_version": 4}
+    assert found["models"]["weight_version"] == 4
+    assert found["choice"]["weight_versions"] == [4]
+
+
+def test_a_model_of_bytes(tmp_path: Path) -> None:
+    """A directory without a tokenizer whose texts end with token 256."""
+    folder = make_model(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    words = load(str(folder), "cpu").words
+    assert words.prompt("ab") == [256, 97, 98] and words.ends == {256}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load(str(folder), "cpu")
+
+
+def test_prompts_are_read_by_twos(folder: Path) -> None:
+    """The last free slot waits a little for a second one, unless nobody else waits, or another row
+    holds the prompt."""
+    loaded = load(str(folder), "cpu")
+    engine: Engine[Text] = Engine(loaded.model, 259, WINDOW, 8)
+    texts, joined, clock = Texts(engine), [], 0
+    join = engine.join
+
+    def watch(requests: list[Text]) -> list[Text]:
+        if requests:
+            joined.append((clock, [text.number for text in requests]))
+        return join(requests)
+
+    engine.join = watch  # type: ignore[method-assign]
+
+    def text(number: int, prompt: list[int], tokens: int) -> Text:
+        sampling = Sampling(seed=1, max_tokens=tokens)
+        return Text(number, prompt, sampling, loaded.words.tokenizer, set())
+
+    lengths = [3, 4, 8, 12, 16, 30, 30, 30]
+    texts.waiting.extend(text(n, [n, n], length) for n, length in enumerate(lengths))
+    texts.waiting.extend(text(n, [n], 30) for n in (8, 9, 10))
+    texts.waiting.extend(text(n, [7, 7], 30) for n in (11, 12))
+    while texts.busy:
+        list(texts.turn())
+        clock += 1
+    assert joined[0] == (0, [*range(8)])
+    # Text 0 ends with turn 2 and text 1 with turn 3; text 2 ends alone, and its slot waits two
+    # steps; what text 7 reads is there already.
+    assert joined[1][1] == [8, 9] and joined[1][0] == 4
+    assert joined[2][1] == [10] and joined[2][0] > joined[1][0] + 3
+    assert joined[3][1] == [11]

@@ -78,7 +78,7 @@ def test_a_round_that_was_not_saved_is_done_again_and_counts_once() -> None:
         ([*start(*ALL), told(0, *ALL, entry=True), told(2, *ALL)], "round 2 comes after round 0"),
         ([*start(*ALL), told(1, *ALL, entry=True, weights="x")], "with other weights"),
         ([told(3, "0.1", "2.1", left_out=[])], "of [] left out"),
-        ([told(3, *ALL, samples=[0, BATCH * H])], "samples [0, 60]"),
+        ([told(3, *ALL, samples=[0, BATCH * H])], f"samples [0, {BATCH * H}]"),
     ],
 )
 def test_what_is_wrong_with_the_rounds_of_replicas(more: list[Line], problem: str) -> None:

@@ -204,7 +204,7 @@ def test_the_nine_sizes() -> None:
         depth, vocab = 6 * width // 512, 128256
         matrices = 2 * vocab * width + depth * (4 * width**2 + 3 * width * (11 * width // 4))
         model, train = point.cfg.model, point.cfg.train
-        vectors = depth * (2 * width + 2 * 128) + width  # the norms
+        vectors = depth * (4 * width + 2 * 128) + width  # the norms
         assert model.count_parameters() == matrices + vectors
         assert train.max_steps == math.ceil(20 * matrices / (512 * 2048) / 240) * 240
         assert (model.resolved_head_dim, train.global_batch, train.seq_len) == (128, 512, 2048)

@@ -143,6 +143,13 @@ kp_dry_variables() { # the variables that differ from those before the script
     done < <(env -0 | sort -z)
 }
 
+[[ $(type -t kp_dry_commands) == function ]] || kp_dry_commands() { # what would be started
+    echo "the command:"
+    printf ' '
+    printf ' %q' "${KP_SRUN[@]}"
+    echo
+}
+
 kp_dry_tell() { # says it all, and ends the script
     local name line code=0
     [[ -n $KP_DRY_AWAY ]] || KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ') || true
@@ -179,10 +186,7 @@ kp_dry_tell() { # says it all, and ends the script
     fi
 
     echo
-    echo "the command:"
-    printf ' '
-    printf ' %q' "${KP_SRUN[@]}"
-    echo
+    kp_dry_commands
     ((${#KP_ASKED[@]} > 0)) || exit 0
     echo
     if [[ -z $KP_DRY_AWAY ]]; then

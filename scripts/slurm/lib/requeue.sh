@@ -160,7 +160,7 @@ kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (inte
     fi
     case $KP_DECIDED,$KP_STATE in
         requeue,* | *,done | *,stopped) exit 0 ;;
-        *,interrupted) exit 75 ;;
+        *,interrupted) exit $((KP_CODE == 2 ? 2 : 75)) ;; # 2: of another part of the job
         *,failed | *,running) exit $((KP_CODE ? KP_CODE : 1)) ;;
     esac
     exit "$KP_CODE"

@@ -92,16 +92,11 @@ class DataConfig:
 
     @property
     def mixed(self) -> tuple[SourceConfig, ...]:
-        """The sources; dataset_path alone is one."""
-        return self.sources or (SourceConfig(self.dataset_path),)
+        """The sources; dataset_path alone is one. None where a run learns from rewards."""
+        one = (SourceConfig(self.dataset_path),) if self.dataset_path else ()
+        return self.sources or one
 
     def problems(self) -> list[str]:
-        if not self.dataset_path and not self.sources:
-            return [
-                'data.dataset_path = "": must name a directory of token shards; make one with '
-                "`python scripts/prepare_data.py TEXT... --out data/NAME` and give "
-                "--data.dataset_path=data/NAME"
-            ]
         found = []
         if self.dataset_path and self.sources:
             found.append(

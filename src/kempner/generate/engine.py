@@ -64,6 +64,10 @@ class Engine(Generic[R]):
     def free(self) -> int:
         return self.cache.slots - len(self.requests)
 
+    def holds(self, request: R) -> bool:
+        """Has a row what this request begins with? Then it joins for nothing."""
+        return request.context(self.cache.length) in self._held
+
     def join(self, requests: Sequence[R]) -> list[R]:
         """Read the prompts, and draw the first token of each; returns these requests.
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from io import RawIOBase
@@ -61,7 +61,7 @@ def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        kind = _write_beside(
+        kind = write_beside(
             unfinished, beside, cfg, carried, str(torch_dtype).removeprefix("torch.")
         )
         names = tensor_names(cfg, kind)
@@ -80,9 +80,7 @@ def _dtype(carried: Config | None) -> str:
     return {"bfloat16": "bf16", "float16": "fp16"}.get(str(named), "fp32")
 
 
-def _write_beside(
-    out: Path, run: Path, cfg: ModelConfig, carried: Config | None, dtype: str
-) -> str:
+def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None, dtype: str) -> str:
     """config.json, and the tokenizer: of the model from which the run started, else of its data.
     Returns the model_type."""
     eos = None
@@ -94,9 +92,9 @@ def _write_beside(
         eos = sidecar.eod
         if sidecar.tokenizer["kind"] != "bytes":
             shutil.copyfile(run / TOKENIZER, out / TOKENIZER)
-            _write_json(out / TOKENIZER_CONFIG, _tokenizer_config(out / TOKENIZER, eos))
+            write_json(out / TOKENIZER_CONFIG, _tokenizer_config(out / TOKENIZER, eos))
     config = config_json(cfg, carried, dtype, eos)
-    _write_json(out / CONFIG, config)
+    write_json(out / CONFIG, config)
     return str(config["model_type"])
 
 
@@ -113,7 +111,7 @@ def _write_chat(out: Path, run: Path, carried: Config) -> None:
     ends = config.get("eos_token_id", carried.get("eos_token_id"))
     ends = [ends] if isinstance(ends, int) else ends or []
     if sidecar.eod not in ends:
-        _write_json(file, {**config, "eos_token_id": [*ends, sidecar.eod]})
+        write_json(file, {**config, "eos_token_id": [*ends, sidecar.eod]})
 
 
 def _tokenizer_config(tokenizer: Path, eos: int) -> Config:
@@ -123,7 +121,7 @@ def _tokenizer_config(tokenizer: Path, eos: int) -> Config:
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names.get(eos)}
 
 
-def _write_json(path: Path, content: Config) -> None:
+def write_json(path: Path, content: Config) -> None:
     write_atomic(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -145,34 +143,43 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
         written.result()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(reader.sizes.values())}, "weight_map": files}
-        _write_json(out / INDEX, index)
+        write_json(out / INDEX, index)
 
 
 def _acts(
     path: Path, reader: _Reader, names: dict[str, str], shard: list[str]
 ) -> Iterator[Callable[[], object]]:
-    """What writes a safetensors file: the length of the header, the header, the tensors (the
-    format's README). The library writes a file only from tensors that are all in memory."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for ours in shard:
-        for name, shape in parts(names[ours], reader.shapes[ours]).items():
-            header[name] = {
-                "dtype": HEADER_DTYPES[reader.dtype],
-                "shape": shape,
-                "data_offsets": [at, at := at + math.prod(shape) * reader.dtype.itemsize],
-            }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data are aligned
+    """What writes a safetensors file: the header, the tensors. The library writes a file only from
+    tensors that are all in memory."""
+    shapes = {name: reader.shapes[name] for name in shard}
     with open(path, "wb", buffering=0) as file:
-        yield partial(_write_all, file, len(text).to_bytes(8, "little") + text)
+        yield partial(write_all, file, header_of(shapes, names, reader.dtype))
         for part in reader.parts(shard):
-            yield partial(_write_all, file, part.numpy().data)
+            yield partial(write_all, file, part.numpy().data)
         yield partial(os.fsync, file.fileno())
         yield bool  # the file is closed when its fsync is done
 
 
-def _write_all(file: RawIOBase, data: bytes | memoryview) -> None:
+def header_of(
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], dtype: torch.dtype
+) -> bytes:
+    """What a safetensors file begins with: the length of the header, and the header (the format's
+    README). `shapes`: of the tensors in it, in order; `names`: ours -> theirs."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for ours, whole in shapes.items():
+        for name, shape in parts(names[ours], whole).items():
+            header[name] = {
+                "dtype": HEADER_DTYPES[dtype],
+                "shape": shape,
+                "data_offsets": [at, at := at + math.prod(shape) * dtype.itemsize],
+            }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) or 0 :]

@@ -200,6 +200,11 @@ def family_of(cfg: ModelConfig) -> str:
             f"model.attention_softcap = {cfg.attention_softcap}: no model of transformers that is "
             "supported here caps its attention scores; export a model without it"
         )
+    if cfg.post_norms:
+        raise ConfigError(
+            "model.post_norms: no model of transformers that is supported here normalises what "
+            "its layers return; export a model without it"
+        )
     if cfg.qkv_bias and cfg.qk_norm:
         raise ConfigError(
             "model.qkv_bias and model.qk_norm: no model of transformers has both; export a model "

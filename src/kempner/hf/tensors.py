@@ -88,8 +88,12 @@ def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     block["attention.wo.weight"] = (dim, q)
     if cfg.qk_norm:
         block |= {"attention.q_norm.weight": (head,), "attention.k_norm.weight": (head,)}
+    if cfg.post_norms:
+        block["attention_post_norm.weight"] = (dim,)
     block["ffn_norm.weight"] = (dim,)
     block |= _experts_shapes(cfg) if cfg.n_experts else _swiglu("ffn", dim, cfg.ffn_dim)
+    if cfg.post_norms:
+        block["ffn_post_norm.weight"] = (dim,)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (cfg.vocab_size, dim)}
     for layer in range(cfg.n_layers):
         shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}

@@ -54,8 +54,10 @@ def draw(runs: list[History], out: Path) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     tasks = sorted({name for run in runs for line in run.results for name in main_figures(line)})
-    figure = Figure(figsize=(9, 11 if tasks else 8.5), dpi=130, layout="constrained")
-    heights = (3, 1.4, 1.1, *((2,) if tasks else ()))
+    rewarded = any("reward" in line for run in runs for line in run.losses)
+    more_rows = (2,) * (bool(tasks) + rewarded)
+    figure = Figure(figsize=(9, 8.5 + 2.5 * len(more_rows)), dpi=130, layout="constrained")
+    heights = (3, 1.4, 1.1, *more_rows)
     loss, rate, lr, *more = panels = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights
     )
@@ -81,6 +83,8 @@ def draw(runs: list[History], out: Path) -> None:
         )
         mark_starts(panels, run, "0.45" if alone else color)
     scale_loss(loss, runs)
+    if rewarded:
+        draw_rewards(more.pop(0), runs)
     for panel in more:
         draw_results(panel, runs, tasks)
     rate.set(ylim=(0, None), ylabel="throughput (tokens/s)")
@@ -109,6 +113,17 @@ def main_figures(line: Record) -> dict[str, float]:
         for name, value in line.items()
         if name.startswith(PREFIX) and "stderr" not in name and 0 <= value <= 1
     }
+
+
+def draw_rewards(axes: Axes, runs: list[History]) -> None:
+    """The mean reward of each step's samples (reinforcement learning)."""
+    for run, name in zip(runs, short_names(runs), strict=True):
+        lines = [line for line in run.losses if "reward" in line]
+        steps = [line["step"] for line in lines]
+        axes.plot(steps, [line["reward"] for line in lines], linewidth=1.2, label=name)
+    axes.set(ylabel="mean reward")
+    if len(runs) > 1:
+        axes.legend(fontsize=8, frameon=False)
 
 
 def draw_results(axes: Axes, runs: list[History], tasks: list[str]) -> None:

@@ -1,5 +1,5 @@
 """What became of the replicas of a run with lowcomm.mode = steps: replicas.jsonl, which their judge
-writes (lowcomm/door.py). No torch."""
+writes (lowcomm/judge.py). No torch."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ the round stands. So no round counts for some and not for others, and none count
     votes/E       yes or no, of each member
     outcome/E     commit or abort, fixed by the first to write it
 
-An epoch is one attempt at a round. A replica that comes later joins in the collective of a round:
-it sends nothing, and receives the state that the members have before the round's outer step, which
-it then takes as they do.
+An epoch is one attempt at an exchange, and says who waits to join. At the end of a round, after its
+outer step, members hold one more epoch with these, in which they receive the state.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ POLL_S = 0.02
 WATCH_S = 0.1  # in the collective, where an error of our own says it first
 ATTEMPTS = 4  # at one round with nobody lost
 COLLECTIVE_S = 600.0
+WITHIN_S = 3600.0  # the watchdog decides what hangs
 
 T = TypeVar("T")
 
@@ -46,15 +46,16 @@ class TooFew(PeerFailed):
 
 
 class Epoch(NamedTuple):
-    """One attempt at a round, as all members see it. `round`: how many rounds are done after it;
-    `entry`: it only brings replicas together that start at different rounds."""
+    """One attempt at an exchange, as all members see it. `round`: how many rounds are done when it
+    counts. `entry`: it only brings replicas together, and `joiners` receive the state."""
 
     number: int
     round: int
-    members: tuple[str, ...]  # those that contribute
+    members: tuple[str, ...]
     joiners: tuple[str, ...]
     entry: bool
     about: dict[str, Any]  # what the first member says of the run, for the joiners
+    waiting: tuple[str, ...]  # to join
 
     @property
     def everyone(self) -> tuple[str, ...]:
@@ -62,8 +63,8 @@ class Epoch(NamedTuple):
 
     @classmethod
     def of(cls, number: int, text: bytes) -> Epoch:
-        rounds, members, joiners, *rest = json.loads(text)
-        return cls(number, rounds, tuple(members), tuple(joiners), *rest)
+        rounds, members, joiners, entry, about, waiting = json.loads(text)
+        return cls(number, rounds, tuple(members), tuple(joiners), entry, about, tuple(waiting))
 
 
 class Group(NamedTuple):
@@ -81,59 +82,56 @@ class Group(NamedTuple):
     def size(self) -> int:
         return len(self.epoch.everyone)
 
-    def share(self, tensors: list[Tensor]) -> None:
-        """Fill the joiners' tensors with those of the first member."""
+    def share(self, tensors: list[Tensor]) -> int:
+        """Fill the joiners' tensors with those of the first member; returns the bytes sent."""
+        joiners = range(len(self.epoch.members), self.size)
         for tensor in tensors:
             if self.joins:
                 self.gloo.recv([tensor], 0, 0).wait()
             elif self.place == 0:
-                others = range(len(self.epoch.members), self.size)
-                for sent in [self.gloo.send([tensor], to, 0) for to in others]:
+                for sent in [self.gloo.send([tensor], to, 0) for to in joiners]:
                     sent.wait()
+        return 0 if self.place else len(joiners) * sum(tensor.nbytes for tensor in tensors)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Over the members, in place; a joiner's counts nothing."""
-        if self.joins:
-            tensor.zero_()
+        """Over the members, in place."""
         self.gloo.allreduce([tensor]).wait()
-        tensor /= len(self.epoch.members)
+        tensor /= self.size
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Those of the members, in their order."""
         parts = [tensor.new_empty(tensor.shape) for _ in self.epoch.everyone]
         self.gloo.allgather([parts], [tensor]).wait()
-        return parts[: len(self.epoch.members)]
+        return parts
 
 
 Exchange = Callable[[Group], T]  # on copies: it may be left in its middle, and repeated
 
 
 class Membership:
-    """This replica among the others. Each rank of a replica makes one, and calls its methods when
-    the others of the replica do."""
+    """This replica among the others. Each rank of a replica makes one, and calls its methods in the
+    same order as the others of the replica, one at a time, on any thread."""
 
     def __init__(
-        self,
-        door: Door,
-        replicas: int,
-        least: int,
-        start_timeout: float,
-        collective_s: float = COLLECTIVE_S,
+        self, door: Door, slot: int, replicas: int, least: int, start_timeout: float
     ) -> None:
-        """`replicas` start; the run goes on with `least` of them."""
+        """`slot`: of this replica among the `replicas` that start; the run goes on with `least`."""
         import torch.distributed as dist
 
         self.door, self.replicas, self.least = door, replicas, least
-        self._start_timeout, self._collective_s = start_timeout, collective_s
+        self._start_timeout = start_timeout
         alone = not dist.is_initialized()
         self.rank, self._ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        # The ranks of this replica. Not the default group: the steps use that meanwhile.
+        limit = timedelta(seconds=WITHIN_S)
+        self._within = dist.new_group(timeout=limit, backend="gloo") if self._ranks > 1 else None
         self.store = door.store
-        self.me = self._tell(door.name)
+        self.me = self._from_first(lambda: door.new_name(slot))
+        door.greet(self.me)
         self.roster: tuple[str, ...] = ()  # everyone of the last epoch that was committed
         self._next = 0  # the epoch to be fixed next
         self._joining: tuple[str, ...] = ()  # of the last epoch of others
-        self._entry = True
         # For the groups: a connection looks names up, and a slow name server takes 5 s. One of them
         # is left behind with each exchange that is.
         self._connections = [self.store.clone(), self.store.clone()]
@@ -143,8 +141,8 @@ class Membership:
     def enter(
         self, rounds: int, about: dict[str, Any], exchange: Exchange[T]
     ) -> tuple[Epoch, T] | None:
-        """Come in, with `rounds` rounds done. `about`: for replicas that join; its "weights" tell
-        those of this replica from others.
+        """Come in, with `rounds` rounds done, in an epoch that is an entry. `about`: for replicas
+        that join; its "weights" tell those of this replica from others.
 
         Replicas that start together wait for each other; those with the most rounds, and the same
         weights, are members, and the others receive their state; a replica that comes later waits
@@ -152,15 +150,18 @@ class Membership:
         None: the run ended before. Raises TooFew when not enough come."""
         if self.rank == 0:
             self.store.append(HERE, json.dumps([self.me, rounds]) + "\n")
-        return self._commit(rounds, about, exchange, False)
+        return self._commit(rounds, about, exchange, entry=True)
 
-    def round(
-        self, rounds: int, about: dict[str, Any], exchange: Exchange[T], joinable: bool = True
-    ) -> tuple[Epoch, T]:
-        """End a round, after which `rounds` are done: `exchange(group)` runs with those who are
-        left, until all of them have its result. Not `joinable`: it is for them alone. Raises
-        TooFew."""
-        done = self._commit(rounds, about, exchange, joinable)
+    def round(self, rounds: int, exchange: Exchange[T]) -> tuple[Epoch, T]:
+        """An exchange of the round after which `rounds` are done: `exchange(group)` runs with those
+        who are left, until all of them have its result. Raises TooFew."""
+        done = self._commit(rounds, {}, exchange, entry=False)
+        assert done is not None
+        return done
+
+    def admit(self, rounds: int, about: dict[str, Any], exchange: Exchange[T]) -> tuple[Epoch, T]:
+        """Let those in that wait, at the end of a round. Raises TooFew."""
+        done = self._commit(rounds, about, exchange, entry=True)
         assert done is not None
         return done
 
@@ -175,11 +176,11 @@ class Membership:
     # --- one round, until it counts ---
 
     def _commit(
-        self, rounds: int, about: dict[str, Any], exchange: Exchange[T], joinable: bool
+        self, rounds: int, about: dict[str, Any], exchange: Exchange[T], entry: bool
     ) -> tuple[Epoch, T] | None:
         same, before = 0, None
         while True:
-            found = self._from_first(lambda: self._fixed(rounds, about, joinable))
+            found = self._from_first(lambda: self._fixed(rounds, about, entry))
             if isinstance(found, str):
                 if found:
                     raise TooFew(found)
@@ -190,7 +191,7 @@ class Membership:
             self._next = epoch.number + 1
             committed = self._from_first(lambda: self._settle(epoch, problem))  # noqa: B023
             if committed:
-                self.roster, self._entry = epoch.everyone, False
+                self.roster = epoch.everyone
                 assert result is not None
                 return epoch, result[0]
             if not self.roster and self.me in epoch.members:
@@ -203,7 +204,7 @@ class Membership:
                     f"{', '.join(epoch.everyone)} live: {problem}"
                 )
 
-    def _fixed(self, rounds: int, about: dict[str, Any], joinable: bool) -> Epoch | str:
+    def _fixed(self, rounds: int, about: dict[str, Any], entry: bool) -> Epoch | str:
         """Rank 0: the epoch that is next for this replica, as soon as it is fixed; or why there is
         none, which is nothing when the run is over."""
         if self.roster or self._next == 0:
@@ -223,7 +224,7 @@ class Membership:
             if self.me in gone:
                 self.door.fence(gone[self.me])
             late = time.monotonic() - began > self._start_timeout
-            proposed = self._propose(rounds, gone, joinable, late)
+            proposed = self._propose(rounds, gone, entry, late)
             if isinstance(proposed, str):
                 return proposed
             if proposed is not None:
@@ -232,11 +233,11 @@ class Membership:
             time.sleep(POLL_S)
 
     def _propose(
-        self, rounds: int, gone: dict[str, str], joinable: bool, late: bool
+        self, rounds: int, gone: dict[str, str], entry: bool, late: bool
     ) -> list[Any] | str | None:
         """The next epoch, or why there will be none; None: not yet."""
         if self.roster:
-            return self._next_round(rounds, gone, joinable)
+            return self._next_round(rounds, gone, entry)
         if self._next == 0:
             return self._first(gone, late)
         if self.store.check(["over"]):
@@ -261,12 +262,10 @@ class Membership:
         first = arrived[members[0]]
         members = [m for m in members if arrived[m].get("weights") == first.get("weights")]
         joiners = sorted(here.keys() - set(members))
-        return [most, members, joiners, True, first]
+        return [most, members, joiners, True, first, []]
 
-    def _next_round(
-        self, rounds: int, gone: dict[str, str], joinable: bool
-    ) -> list[Any] | str | None:
-        """The members that are left, once all of them have arrived; and who joins them."""
+    def _next_round(self, rounds: int, gone: dict[str, str], entry: bool) -> list[Any] | str | None:
+        """The members that are left, once all of them have arrived; and who joins or waits."""
         left = [name for name in self.roster if name not in gone]
         if len(left) < self.least:
             lost = ", ".join(f"{name} ({gone[name]})" for name in self.roster if name in gone)
@@ -274,9 +273,9 @@ class Membership:
         arrived = self._arrived()
         if not set(left) <= arrived.keys():
             return None
-        wanted = joinable or self._entry
-        joiners = sorted(self._here(gone).keys() - set(left)) if wanted else []
-        return [rounds, left, joiners, self._entry, arrived[left[0]]]
+        others = sorted(self._here(gone).keys() - set(left))
+        joiners, waiting = (others, []) if entry else ([], others)
+        return [rounds, left, joiners, entry, arrived[left[0]], waiting]
 
     def _attempt(self, epoch: Epoch, exchange: Exchange[T]) -> tuple[tuple[T] | None, str]:
         """What the exchange returns, or why it has failed. It runs in a thread that is left behind
@@ -306,7 +305,7 @@ class Membership:
         import torch.distributed as dist
 
         store = dist.PrefixStore(f"group/{epoch.number}/{self.rank}", connection)
-        place, limit = epoch.everyone.index(self.me), timedelta(seconds=self._collective_s)
+        place, limit = epoch.everyone.index(self.me), timedelta(seconds=COLLECTIVE_S)
         gloo = dist.ProcessGroupGloo(store, place, len(epoch.everyone), limit)
         return Group(gloo, place, epoch)
 
@@ -358,7 +357,7 @@ class Membership:
         if self._ranks == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self._within)
         return box[0]
 
     def _from_first(self, ask: Callable[[], T]) -> T:
@@ -371,5 +370,5 @@ class Membership:
         if self._ranks == 1:
             return problem
         found: list[str] = [""] * self._ranks
-        dist.all_gather_object(found, problem)
+        dist.all_gather_object(found, problem, group=self._within)
         return next(filter(None, found), "")

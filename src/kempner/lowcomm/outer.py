@@ -7,8 +7,9 @@ same for one fragment of the layers after another, each once in H steps; what is
 steps later, while the replicas train on, and a replica keeps alpha of its own weights.
 
 Everything here works on the part of each parameter that this rank has, so anchors and momentum are
-cut as FSDP cuts the parameters, and rank i of a replica talks to rank i of the others alone. How
-they talk is not known here: see Exchange.
+cut as FSDP cuts the parameters, and rank i of a replica talks to rank i of the others alone. Where
+a replica has copies of the weights (HSDP), each sends some rows, and gets the others from its like,
+over the fast network. How replicas talk is not known here: see Exchange.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from kempner.checkpoint.layout import StoredTensor
 from kempner.lowcomm.compress import Raw, codec_of, is_raw
 from kempner.lowcomm.config import LowcommConfig
+from kempner.lowcomm.copies import Copies, copies_of, pieces_of, rows_of
 from kempner.optim.optimizer import as_part_of, local
 
 Decode = Callable[[Tensor], Tensor]
@@ -77,20 +79,24 @@ class Fragment:
     """Parameters that are averaged at once, with their anchors and momenta. Lists are parallel;
     all tensors are this rank's part, fp32."""
 
-    def __init__(self, named: Mapping[str, Tensor], cfg: LowcommConfig) -> None:
+    def __init__(
+        self, named: Mapping[str, Tensor], cfg: LowcommConfig, copies: Copies | None = None
+    ) -> None:
         self.cfg, self.names, self.parameters = cfg, list(named), list(named.values())
         self.anchors = [self._copy(p) for p in self.parameters]
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if cfg.momentum else []
         codec, raw = codec_of(cfg), Raw()
         self._codecs = [raw if is_raw(n, p.ndim, cfg) else codec for n, p in named.items()]
         self.errors = {  # of the compression, by the parameter's place in the lists
-            i: torch.zeros_like(anchor)
+            i: torch.zeros(anchor.shape, device=anchor.device)
             for i, anchor in enumerate(self.anchors)
             if cfg.feedback and self._codecs[i] is not raw
         }
-        self._shapes = [matrix(anchor.shape) for anchor in self.anchors]
-        self._sizes = [c.size(*s) for c, s in zip(self._codecs, self._shapes, strict=True)]
-        self._counts = [anchor.numel() for anchor in self.anchors]
+        self._copies = copies or copies_of(self.parameters[0])
+        count = self._copies.count
+        self._pieces = [pieces_of(self.anchors, copy, count) for copy in range(count)]
+        self._own = self._pieces[self._copies.index]
+        self._sizes = [self._codecs[piece.i].size(*piece.shape) for piece in self._own]
         self._handle: Handle | None = None
 
     @staticmethod
@@ -111,21 +117,44 @@ class Fragment:
             d = torch.where(torch.isfinite(d), d, 0.0)
             if i in self.errors:
                 d = self.errors[i].mul_(self.cfg.feedback).add_(d)
-            changes.append(d)
+            changes.append(d.contiguous())
         if self.cfg.compress == "none":
-            ours = torch.cat([d.flatten() for d in changes])
+            ours = torch.cat([rows_of(changes, piece).flatten() for piece in self._own])
             self._handle = exchange.start(ours, name)
             return
-        parts = zip(self._codecs, self._shapes, changes, strict=True)
-        codes = [codec.encode(d.reshape(shape)) for codec, shape, d in parts]
-        for i, error in self.errors.items():  # `changes` holds these very tensors
-            sent = self._codecs[i].decode(codes[i], *self._shapes[i])
-            error.sub_(sent.view_as(error))
+        codes = []
+        for pieces in self._pieces:
+            own = pieces is self._own
+            for piece in pieces:
+                feedback = piece.i in self.errors
+                if not own and not feedback:
+                    continue
+                codec, d = self._codecs[piece.i], rows_of(changes, piece)
+                code = codec.encode(d)
+                if own:
+                    codes.append(code)
+                if feedback:  # all copies have the same errors; `changes` holds these very tensors
+                    d.sub_(codec.decode(code, *piece.shape))
         self._handle = exchange.start(torch.cat(codes), name, self._decode)
 
     def _decode(self, data: Tensor) -> Tensor:
-        parts = zip(self._codecs, torch.split(data, self._sizes), self._shapes, strict=True)
-        return torch.cat([codec.decode(codes, *s).flatten() for codec, codes, s in parts])
+        parts = zip(self._own, torch.split(data, self._sizes), strict=True)
+        return torch.cat(
+            [self._codecs[piece.i].decode(code, *piece.shape).flatten() for piece, code in parts]
+        )
+
+    def _whole(self, mean: Tensor) -> list[Tensor]:
+        """By parameter, from the means of the pieces that this copy has sent."""
+        counts = [[math.prod(piece.shape) for piece in pieces] for pieces in self._pieces]
+        parts = self._copies.gather(mean, [sum(each) for each in counts])
+        if len(parts) == 1:
+            split = zip(self.anchors, torch.split(mean, counts[0]), strict=True)
+            return [part.view_as(anchor) for anchor, part in split]
+        found = [mean.new_empty(anchor.shape) for anchor in self.anchors]
+        for pieces, part, each in zip(self._pieces, parts, counts, strict=True):
+            for piece, numbers in zip(pieces, torch.split(part, each), strict=True):
+                rows_of(found, piece).copy_(numbers.view(piece.shape))
+        return found
 
     def receive(self) -> None:
         """Wait for the mean, move the anchors, and let the weights follow.
@@ -136,9 +165,8 @@ class Fragment:
         assert self._handle is not None, "nothing was sent"
         mean, self._handle = self._handle.wait(), None
         lr, mu, alpha = self.cfg.lr, self.cfg.momentum, self.cfg.alpha
-        for i, part in enumerate(torch.split(mean, self._counts)):
+        for i, d in enumerate(self._whole(mean)):
             anchor, weights = self.anchors[i], local(self.parameters[i].detach())
-            d = part.view_as(anchor)
             if mu:
                 u = self.momenta[i].mul_(mu).add_(d)
                 d = d + mu * u
@@ -199,11 +227,6 @@ def fragment_of(name: str, fragments: int) -> int:
     if found := re.match(r"blocks\.(\d+)\.", name):
         return int(found[1]) % fragments
     return 0 if "embed" in name else fragments - 1
-
-
-def matrix(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a parameter, or of a part of it: a vector is one row."""
-    return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
 class OuterState:

@@ -1,27 +1,28 @@
 """Mode steps: a srun step for each replica. One may be lost, and comes back at the end of a round.
 
 Who takes part in an exchange is decided in membership.py; here is what they exchange, and what a
-replica that joins makes of it. It runs when its result is needed: an exchange that has to be
-repeated without somebody cannot be on its way behind the steps.
+replica that joins makes of it.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kempner.lowcomm.door import Door
+from kempner.lowcomm.door import Door, slot_of
 from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
-from kempner.lowcomm.outer import Decode, Fragment, Handle
+from kempner.lowcomm.outer import Decode, Handle
 from kempner.lowcomm.replicas import LowcommReplicas, Numbers
 from kempner.optim.optimizer import local
 from kempner.resilience.requests import FLAGS, INTERRUPT
@@ -36,85 +37,89 @@ DOOR = "KEMPNER_DOOR"  # the file with the address of the judge
 T = TypeVar("T")
 
 
-class Ending(NamedTuple):
-    """Of a round: replicas may join then, and are sent `state`."""
-
-    number: int
-    about: dict[str, Any]
-    state: list[Tensor]
-    joinable: bool
-
-
 class StepsExchange:
-    """Each exchange is one epoch, or several when replicas are lost in it."""
+    """Exchanges run on a thread of their own while the replicas train on, one after another in the
+    order of their start, which is that of all replicas. Each is one epoch, or several when replicas
+    are lost in it: it counts for all members or for none before anybody takes its result."""
 
     def __init__(
         self, membership: Membership, waiting: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """`waiting()`: the watchdog's patient()."""
         self.membership, self.waiting, self.sent = membership, waiting, 0
-        self.ending: Ending | None = None  # of a round, by the next exchange
-        self.last: Epoch | None = None  # that was committed
-        self.seconds = 0.0  # of it
+        self.round = 0  # that is under way
+        self.last: Epoch | None = None  # of the last result that was taken
+        self.seconds = 0.0  # that it took
+        self._started: SimpleQueue[_Started] = SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="exchange").start()
 
     def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
-        return _Later(self, ours, decode)
+        started = _Started(self, ours, decode)
+        self._started.put(started)
+        return started
+
+    def _work(self) -> None:
+        problem: Exception | None = None
+        while True:
+            started = self._started.get()
+            try:
+                if problem:  # too few are left
+                    raise problem
+                started.run()
+            except Exception as error:
+                problem = error
+                started.done.set_exception(error)
 
 
-class _Later:
+class _Started:
+    """`done`: the epoch, the mean, the bytes that this rank sent, and the seconds it took."""
+
     def __init__(self, exchange: StepsExchange, ours: Tensor, decode: Decode | None) -> None:
         self._exchange, self._ours, self._decode = exchange, ours, decode
+        self._round = exchange.round
+        self._ready = torch.cuda.Event() if ours.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._ready is not None:
+            self._ready.record()
+        self.done: Future[tuple[Epoch, Tensor, int, float]] = Future()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        epoch, (mean, sent) = self._exchange.membership.round(self._round, self._with_others)
+        self.done.set_result((epoch, mean, sent, time.monotonic() - began))
 
     def wait(self) -> Tensor:
-        exchange, began = self._exchange, time.monotonic()
-        ending = exchange.ending
-        state = ending.state if ending else []
-        run = partial(_exchange, self._ours, self._decode, state)
-        number, about = (ending.number, ending.about) if ending else (0, {})
-        joinable = ending is not None and ending.joinable
+        exchange = self._exchange
         with exchange.waiting():  # a slow replica is no hang: the judge knows who is lost
-            exchange.last, (mean, sent) = exchange.membership.round(number, about, run, joinable)
-        exchange.seconds = time.monotonic() - began
+            exchange.last, mean, sent, exchange.seconds = self.done.result()
         exchange.sent += sent
+        if mean.is_cuda:
+            mean.record_stream(torch.cuda.current_stream())
         return mean
 
+    def _with_others(self, group: Group) -> tuple[Tensor, int]:
+        """The mean of all members, and the bytes that this rank sent."""
+        with self._beside_the_steps():
+            ours = self._ours
+            if self._decode is None:
+                mean = group.mean(_on_host(ours)).to(ours.device)
+                return mean, 2 * (group.size - 1) * ours.nbytes // group.size
+            parts = group.gather(_on_host(ours))
+            total = self._decode(parts[0].to(ours.device))
+            for part in parts[1:]:
+                total += self._decode(part.to(ours.device))
+            return total / len(parts), (group.size - 1) * ours.nbytes
 
-class _Nothing:
-    """What a replica that joins sends: it has changed nothing. It is told the mean later."""
-
-    def __init__(self, fragment: Fragment) -> None:
-        self.sent, self.mean = 0, torch.empty(0)
-        fragment.send(self, "")
-
-    def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
-        self.ours, self.decode = ours, decode
-        return self
-
-    def wait(self) -> Tensor:
-        return self.mean
-
-
-def _exchange(
-    ours: Tensor, decode: Decode | None, state: list[Tensor], group: Group
-) -> tuple[Tensor, int]:
-    """What a member does; returns the mean of all members, and the bytes that this rank sent."""
-    shared = 0
-    if (joiners := len(group.epoch.joiners)) and group.place == 0:
-        group.share([_on_host(tensor) for tensor in state])
-        shared = joiners * sum(tensor.nbytes for tensor in state)
-    mean, sent = _mean(ours, decode, group)
-    return mean, sent + shared
-
-
-def _mean(ours: Tensor, decode: Decode | None, group: Group) -> tuple[Tensor, int]:
-    if decode is None:
-        mean = group.mean(_on_host(ours)).to(ours.device)
-        return mean, 2 * (group.size - 1) * ours.nbytes // group.size
-    parts = [decode(part.to(ours.device)) for part in group.gather(_on_host(ours))]
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total / len(parts), (group.size - 1) * ours.nbytes
+    @contextmanager
+    def _beside_the_steps(self) -> Iterator[None]:
+        """On a GPU: a copy on their own stream would wait for them."""
+        if self._ready is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self._ours.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self._ready.wait(stream)
+            yield
+            stream.synchronize()
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -142,55 +147,52 @@ class StepsReplicas(LowcommReplicas):
         with their state."""
         progress = super().begin(progress)
         number, self._samples = self._round_of(progress), progress.samples
-        received = [_on_host(tensor) for tensor in self._state_tensors()]
-        enter = partial(self._enter, received)
         about = {**self._about(progress), "weights": self._checksum()}
-        done = self._or_too_few(lambda: self.membership.enter(number, about, enter))
+        done = self._or_too_few(lambda: self.membership.enter(number, about, self._share))
         if done is None:  # the run ended while this replica waited to join it
             self.membership.close()
             self._start_nobody()
             os._exit(0)
-        epoch, joined = done
+        epoch, received = done
         if self.membership.me in epoch.joiners:
             for tensor, value in zip(self._state_tensors(), received, strict=True):
                 tensor.copy_(value)
             self._to_anchors()
-            if joined is not None:
-                self._last_fragment.receive()
             self.forget_errors()
             progress = type(progress).of(epoch.about["progress"])
             self._samples = epoch.about["began"]
-        self._tell(epoch, progress)
+        self._tell(epoch, epoch.about["members"], progress)
         self._samples = progress.samples
         return progress
 
-    def _enter(self, received: list[Tensor], group: Group) -> _Nothing | None:
-        """Fills `received`. In the end of a round the mean of the others, too."""
-        if group.epoch.joiners:
-            group.share(received)
-        if group.epoch.entry:
-            return None
-        self._to_anchors()
-        nothing = _Nothing(self._last_fragment)
-        nothing.mean, _ = _mean(nothing.ours, nothing.decode, group)
-        return nothing
+    def _share(self, group: Group) -> list[Tensor]:
+        """Members send anchors and momenta to the joiners; on these, returns them."""
+        if not group.epoch.joiners or not (group.joins or group.place == 0):
+            return []
+        state = [_on_host(tensor) for tensor in self._state_tensors()]
+        self._exchange.sent += group.share(state)
+        return state
 
     def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
-        ends = progress.step % self.cfg.interval == 0
-        if ends:
-            state = self._state_tensors()
-            done, stay = self._round_of(progress), not self._leaving
-            self._exchange.ending = Ending(done, self._about(progress), state, stay)
+        number = self._exchange.round = -(-progress.step // self.cfg.interval)
         found = self._or_too_few(lambda: super(StepsReplicas, self).after_step(progress, numbers))
-        self._exchange.ending = None
         self._leaving = self._leaving or any(found[flag] > 0 for flag in FLAGS[INTERRUPT:])
-        if ends:
-            assert self._exchange.last is not None
-            self._tell(self._exchange.last, progress)
-            self._samples = progress.samples
-            if self._leaving or progress.step == self._last_step:
-                self.membership.over()
-                self.membership.close()
+        if progress.step % self.cfg.interval:
+            return found
+        epoch = self._exchange.last  # the last fragment's, and all members know the same of it
+        assert epoch is not None
+        members, over = epoch.members, self._leaving or progress.step == self._last_step
+        if epoch.waiting and not over:
+            about = self._about(progress, members)
+            with self.waiting():
+                epoch, _ = self._or_too_few(
+                    lambda: self.membership.admit(number, about, self._share)
+                )
+        self._tell(epoch, members, progress)
+        self._samples = progress.samples
+        if over:
+            self.membership.over()
+            self.membership.close()
         return found
 
     def _or_too_few(self, act: Callable[[], T]) -> T:
@@ -205,18 +207,14 @@ class StepsReplicas(LowcommReplicas):
         if self.world.rank == 0:
             Path(f"{os.environ[DOOR]}.over").touch()
 
-    def _about(self, progress: Progress) -> dict[str, Any]:
-        """For replicas that join: where the run is, and the sample that the round began with."""
-        return {"progress": progress.record(), "began": self._samples}
+    def _about(self, progress: Progress, members: tuple[str, ...] = ()) -> dict[str, Any]:
+        """For replicas that join: where the run is, the sample that the round began with, and who
+        contributed to it; nobody, when it was done before this start of the job."""
+        return {"progress": progress.record(), "began": self._samples, "members": members}
 
     def _round_of(self, progress: Progress) -> int:
         """How many are done."""
         return progress.step // self.cfg.interval
-
-    @property
-    def _last_fragment(self) -> Fragment:
-        """That arrives at the end of a round."""
-        return self.outer.fragments[-1]
 
     def _state_tensors(self) -> list[Tensor]:
         return [x for part in self.outer.fragments for x in (*part.anchors, *part.momenta)]
@@ -226,28 +224,29 @@ class StepsReplicas(LowcommReplicas):
             for parameter, anchor in zip(part.parameters, part.anchors, strict=True):
                 local(parameter.detach()).copy_(anchor)
 
-    def _tell(self, epoch: Epoch, progress: Progress) -> None:
-        """For the log of the replicas: who took part, and with which weights all go on."""
+    def _tell(self, epoch: Epoch, members: Sequence[str], progress: Progress) -> None:
+        """For the log of the replicas: who contributed to the round, if it was one, who joined in
+        the `epoch` after it, and with which weights all go on."""
         weights = self._checksum()
         if self.world.rank:
             return
-        here = {_slot(name) for name in epoch.members}
-        away = sorted(set(range(self.world.replicas)) - here)
-        text = f"replicas {_list(here)}"
+        entry, members = not members, members or epoch.members
+        away = sorted(set(range(self.world.replicas)) - {slot_of(name) for name in members})
+        text = f"replicas {_list(members)}"
         if epoch.joiners:
-            text += f", joined by {_list(map(_slot, epoch.joiners))}"
-        if away and not epoch.entry:
-            text += f"; left out are the samples of {_list(away)} among {self._samples} to "
-            text += f"{progress.samples - 1}"
+            text += f", joined by {_list(epoch.joiners)}"
+        if away and not entry:
+            text += f"; left out are the samples of {', '.join(map(str, away))} among "
+            text += f"{self._samples} to {progress.samples - 1}"
         self.membership.door.tell(
             {
                 "round": epoch.round,
-                "entry": epoch.entry,
+                "entry": entry,
                 "step": progress.step,
-                "members": epoch.members,
+                "members": members,
                 "joiners": epoch.joiners,
                 "samples": [self._samples, progress.samples],
-                "left_out": [] if epoch.entry else away,
+                "left_out": [] if entry else away,
                 "weights": weights,
                 "seconds": round(self._exchange.seconds, 3),
                 "bytes": self._exchange.sent * self.world.size,
@@ -269,16 +268,12 @@ class StepsReplicas(LowcommReplicas):
         return f"{total:016x}"
 
 
-def _slot(name: str) -> int:
-    return int(name.partition(".")[0])
-
-
-def _list(numbers: Any) -> str:
-    return ", ".join(map(str, sorted(numbers)))
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(map(str, sorted(map(slot_of, names))))
 
 
 def open_steps(cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter]) -> StepsReplicas:
     limit = cfg.distributed.start_timeout
-    door = Door(Path(os.environ[DOOR]), None if world.rank else world.replica, limit)
-    membership = Membership(door, world.replicas, cfg.lowcomm.min_replicas, limit)
+    door, least = Door(Path(os.environ[DOOR]), limit), cfg.lowcomm.min_replicas
+    membership = Membership(door, world.replica, world.replicas, least, limit)
     return StepsReplicas(cfg, world, named, membership)

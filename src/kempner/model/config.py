@@ -67,6 +67,9 @@ class ModelConfig:
     )
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", minimum=0.0)
     qk_norm: bool = option(False, "apply RMSNorm to queries and keys, per head (Qwen3)")
+    post_norms: bool = option(
+        False, "apply RMSNorm also to what attention and feed-forward layer return (Gemma 2)"
+    )
     qkv_bias: bool = option(False, "biases of the query, key and value projections (Qwen2)")
     sliding_window: int | None = option(
         None,
@@ -162,7 +165,9 @@ class ModelConfig:
 
     def _count_vectors(self) -> int:
         """Norms and biases of one block."""
-        norms = 2 * self.dim + (2 * self.resolved_head_dim if self.qk_norm else 0)
+        norms = (4 if self.post_norms else 2) * self.dim + (
+            2 * self.resolved_head_dim if self.qk_norm else 0
+        )
         biases = (self.n_heads + 2 * self.kv_heads) * self.resolved_head_dim
         return norms + (biases if self.qkv_bias else 0)
 

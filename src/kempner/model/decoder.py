@@ -1,6 +1,6 @@
 """A Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; QK-norm,
-biases of q, k and v, a sliding window, capped attention scores, tied weights, and experts (moe.py)
-optional.
+norms of what the layers return, biases of q, k and v, a sliding window, capped attention scores,
+tied weights, and experts (moe.py) optional.
 
 Shapes: B batch, T tokens, D width, H query heads, K key-value heads, E head width, F SwiGLU width,
 V vocabulary. Parameter names and the order of rotary pairs are those of the Hugging Face Llama and
@@ -91,17 +91,26 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention = Attention(cfg)
+        self.attention_post_norm = self._post_norm(cfg)
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.ffn = MixtureOfExperts(cfg) if cfg.n_experts else FeedForward(cfg.dim, cfg.ffn_dim)
+        self.ffn_post_norm = self._post_norm(cfg)
+
+    @staticmethod
+    def _post_norm(cfg: ModelConfig) -> nn.Module:
+        return nn.RMSNorm(cfg.dim, cfg.norm_eps) if cfg.post_norms else nn.Identity()
 
     def forward(
         self, x: Tensor, rope: Tensor, seen: Visible, cache: LayerCache | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
         """x [B, T, D] of the next block; with experts also how they were used. That is returned,
         not kept: when the block is recomputed in the backward pass, nothing counts twice."""
-        x = x + self.attention(self.attention_norm(x), rope, seen, cache)
+        y = self.attention(self.attention_norm(x), rope, seen, cache)
+        x = x + self.attention_post_norm(y)
         y = self.ffn(self.ffn_norm(x))
-        return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
+        if isinstance(y, tuple):
+            return x + self.ffn_post_norm(y[0]), y[1]
+        return x + self.ffn_post_norm(y)  # type: ignore[no-any-return]
 
 
 class Output(nn.Linear):

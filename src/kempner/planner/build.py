@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from kempner.config.option import ConfigError
 from kempner.parallel.layout import build_layout
-from kempner.planner.memory import GIB, memory
+from kempner.planner.memory import GIB, memory, one_replica
 from kempner.run import RunConfig
 
 
@@ -24,9 +24,10 @@ def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
     from kempner.optim.build import build_optimizer
     from kempner.parallel.build import plan_model
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    _, ranks, near = one_replica(cfg, world_size, per_node)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        layout = build_layout(cfg.distributed, world_size, per_node, "cpu")
+        layout = build_layout(cfg.distributed, ranks, near, "cpu")
         # Neither changes what is cut; 8-bit products need the GPU, and the compiler some seconds.
         train = replace(cfg.train, fp8="none", compile=False)
         model = plan_model(cfg.model, layout, train, cfg.distributed, cfg.lora)

@@ -6,13 +6,23 @@ the rate of the link that their ranks share: NVLink inside a node, the network b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kempner.metrics import PEAK_BF16
 from kempner.parallel.layout import Axes, sizes
-from kempner.planner.memory import FP32, GIB, activations, compute_bytes, weights
-from kempner.run import RunConfig, micro_batch
+from kempner.planner.memory import (
+    FP32,
+    GIB,
+    activations,
+    compute_bytes,
+    one_replica,
+    raw_numbers,
+    trained,
+    weights,
+)
+from kempner.run import RunConfig
 
 ACHIEVED = 0.6  # of the peak, by the model's products and attention
 RESERVE_GIB = 4.0  # the CUDA context, NCCL's buffers, and what the allocator cannot use
@@ -61,9 +71,22 @@ class Traffic:
 
 
 def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
+    """Within a replica, and between replicas where there are several (lowcomm/)."""
+    own, ranks, near = one_replica(cfg, world_size, per_node)
+    found = of_one_replica(own, ranks, near)
+    if (replicas := world_size // ranks) > 1:
+        axes = sizes(cfg.distributed, ranks, near)
+        numbers = trained(cfg) / math.prod(axes)  # copies share what they send
+        size = of_a_round(cfg, replicas, numbers) / cfg.lowcomm.interval
+        within, hidden = world_size <= per_node, cfg.lowcomm.tau > 0
+        found.append(Traffic("lowcomm: changes of the weights", size, within, hidden))
+    return found
+
+
+def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     """A ring sends (n - 1) / n of what it gathers or scatters, and twice that to reduce it."""
     axes = sizes(cfg.distributed, world_size, per_node)
-    micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
+    micro = cfg.forward_rows(axes.data_ranks)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
     model, ep, cuts = cfg.model, cfg.distributed.ep, axes.pp * axes.tp
@@ -95,6 +118,16 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
         found.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
     found += offloading(cfg, axes, passes, compute)
     return found + passing(cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node)
+
+
+def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
+    """Bytes that a rank with so many numbers sends to other replicas; without the ranges of the
+    codes. Codes are gathered; fp32 is summed."""
+    how, raw = cfg.lowcomm, raw_numbers(cfg) / trained(cfg)
+    if how.compress == "none":
+        return 2 * FP32 * numbers * (replicas - 1) / replicas
+    code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8
+    return (replicas - 1) * numbers * (FP32 * raw + code * (1 - raw))
 
 
 def offloading(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> list[Traffic]:
@@ -161,14 +194,14 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
         flops *= 1 + 1 / (3 * cfg.train.recompute_every)  # the forward pass once more
     tokens = cfg.train.sequences * cfg.train.seq_len
     spent = {True: 0.0, False: 0.0}
-    for each in traffic(cfg, world_size, per_node):
+    sent = traffic(cfg, world_size, per_node)
+    cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
+    for each in sent:
         near = gpu.bus if each.bus else gpu.link
         spent[each.hidden] += each.size / (near if each.within else gpu.network)
     compute = tokens * flops / (world_size * gpu.flops * ACHIEVED)
     axes = sizes(cfg.distributed, world_size, per_node)
-    passes = cfg.train.sequences / (
-        micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences) * axes.data_ranks
-    )
+    passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
     # Ranks that wait for the first activations, and the last gradients.
     compute *= 1 + (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
     return Time(compute, spent[True], spent[False])

@@ -7,10 +7,10 @@ rank. Axes are in bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kempner.parallel.layout import Axes, sizes
-from kempner.run import RunConfig, micro_batch
+from kempner.run import RunConfig
 
 GIB = 2.0**30
 FP32 = 4
@@ -31,14 +31,26 @@ class Memory:
 def memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True) -> Memory:
     """Of the rank that needs most. `gpu`: on a GPU, where auto means bf16. Raises ConfigError where
     axes or batch do not fit the world."""
+    cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
     return max(moments(cfg, world_size, per_node, gpu), key=lambda each: each.peak)
+
+
+def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConfig, int, int]:
+    """What a replica (lowcomm/) has for itself: its share of the batch, and its ranks. Raises
+    ConfigError when they cannot be shared equally."""
+    replicas = cfg.lowcomm.count(world_size, per_node)
+    if replicas == 1:
+        return cfg, world_size, per_node
+    share, ranks = cfg.train.sequences // replicas, world_size // replicas
+    train = replace(cfg.train, global_batch=share, global_batch_tokens=None)
+    return replace(cfg, train=train), ranks, min(per_node, ranks)
 
 
 def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[Memory]:
     """The loss (all activations are there, no gradient of this forward pass yet), the backward pass
-    of the last block, that of the first parameters, and the update."""
+    of the last block, that of the first parameters, the update, and the outer step of replicas."""
     axes = sizes(cfg.distributed, world_size, per_node)
-    micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
+    micro = cfg.forward_rows(axes.data_ranks)
     tokens = micro * cfg.train.seq_len // axes.cp
     often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
     held = weights(cfg, axes, gpu)
@@ -67,6 +79,7 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
             "gathered weights": gathered.tied, "backward pass": stream,
         }),
         Memory("update", {**held, "gradients": gradients}),
+        Memory("outer step", {**held, "changes on their way": changes_on_their_way(cfg, axes)}),
     ]  # fmt: skip
 
 
@@ -77,15 +90,16 @@ def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
 def weights(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     """What a rank keeps of the model between steps. What is offloaded from a GPU is not there; on a
     CPU it is where it was."""
-    count = cfg.model.count_parameters()
+    count = float(cfg.model.count_parameters())
     size = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
-        trained = lora_parameters(cfg)
-        state = {"weights": 2 * count + FP32 * trained, "gradients": FP32 * trained}
+        adapters = FP32 * trained(cfg)
+        state = {"weights": 2 * count + adapters, "gradients": adapters}
     else:
-        trained = float(count)
-        state = {"weights": size * trained, "gradients": size * trained}
-    state["optimizer"] = optimizer_state(cfg, trained)
+        state = {"weights": size * count, "gradients": size * count}
+    state["optimizer"] = optimizer_state(cfg)
+    if cfg.lowcomm.on:
+        state["anchors, outer momentum"] = outer_state(cfg)
     if gpu and cfg.distributed.fsdp_cpu_offload:
         return dict.fromkeys(state, 0.0)
     if gpu and cfg.optimizer.cpu_offload:
@@ -94,15 +108,41 @@ def weights(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     return {name: size / cuts for name, size in state.items()}
 
 
-def optimizer_state(cfg: RunConfig, trained: float) -> float:
+def trained(cfg: RunConfig) -> float:
+    """Numbers of the whole model that are trained."""
+    return lora_parameters(cfg) if cfg.lora.rank else float(cfg.model.count_parameters())
+
+
+def optimizer_state(cfg: RunConfig) -> float:
     """Of each number that is trained AdamW has two averages, Lion one, schedule-free one and
     weights in fp32, and Muon one, but AdamW's for embedding and output."""
     average = 2 if cfg.optimizer.moments == "bf16" else FP32
     each = {"adamw": 2 * average, "lion": average, "schedule_free": average + FP32, "muon": average}
-    size = each[cfg.optimizer.name] * trained
+    size = each[cfg.optimizer.name] * trained(cfg)
     if cfg.optimizer.name == "muon" and not cfg.lora.rank:
         size += average * cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
     return float(size)
+
+
+def outer_state(cfg: RunConfig) -> float:
+    """fp32 copies of what is trained: the anchors, the momentum, the errors of what is in codes."""
+    how = cfg.lowcomm
+    coded = trained(cfg) - raw_numbers(cfg) if how.feedback else 0.0
+    return FP32 * ((2 if how.momentum else 1) * trained(cfg) + coded)
+
+
+def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
+    """Of a fragment: what is sent, and what it is made from or becomes."""
+    if not cfg.lowcomm.on:
+        return 0.0
+    return 2 * FP32 * trained(cfg) / (axes.shard * axes.cp * axes.tp) / cfg.lowcomm.fragments
+
+
+def raw_numbers(cfg: RunConfig) -> float:
+    """Numbers that go between replicas in fp32, whatever the codes of the others; norms are few."""
+    table, raw = cfg.model.vocab_size * cfg.model.dim, cfg.lowcomm.raw
+    output = "output" in raw and not cfg.model.tie_embeddings
+    return 0.0 if cfg.lora.rank else float(table * (("embeddings" in raw) + output))
 
 
 def lora_parameters(cfg: RunConfig) -> float:
@@ -176,18 +216,20 @@ def activations(
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
     v and what attention returns, and four of SwiGLU's inner width (both products, the gate, and
     their product); compiled, what is a pointwise function of the others is computed again. A CPU
-    has no fused RMSNorm, and keeps what it normalised. Tensor parallelism divides all of it, but
-    for the whole inputs of attention, SwiGLU and experts. A stage of a pipeline has its layers
-    alone, for as many passes as there are stages. A token's experts have what SwiGLU has, each, and
-    its input and output once more, in their order.
+    has no fused RMSNorm, and keeps what it normalised. With post_norms what attention and SwiGLU
+    return is kept, too. Tensor parallelism divides all of it, but for the whole inputs of
+    attention, SwiGLU and experts. A stage of a pipeline has its layers alone, for as many passes as
+    there are stages. A token's experts have what SwiGLU has, each, and its input and output once
+    more, in their order.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
     chosen = model.experts_per_token if model.n_experts else 0
     inner = model.ffn_dim * (chosen + model.shared_experts if chosen else 1)
     moved = 2 * chosen * model.dim
-    eager = (4 if gpu else 6) * model.dim + heads + 4 * inner + moved
-    block = 2 * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
+    norms = 4 if model.post_norms else 2
+    eager = (2 + norms * (1 if gpu else 2)) * model.dim + heads + 4 * inner + moved
+    block = norms * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
     working = tokens * compute * (2 * inner + 2 * model.dim + moved) / axes.tp

@@ -19,7 +19,7 @@ def explain(cfg: RunConfig, world: World, check: Check) -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = Path(cfg.run.dir, "profile", f"out-of-memory-rank-{world.rank}.pickle")
     written = f"{path} has what filled it; " if snapshot(device, path) else ""
-    return written + advice(cfg, world.size, world.per_node, check)
+    return written + advice(cfg, world.size * world.replicas, world.per_node, check)
 
 
 def advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:

@@ -16,7 +16,7 @@ from kempner.config.option import ConfigError
 from kempner.config.values import to_text
 from kempner.parallel.layout import sizes
 from kempner.planner.cost import Gpu, Time, time
-from kempner.planner.memory import Memory, memory
+from kempner.planner.memory import Memory, memory, one_replica
 from kempner.run import RunConfig
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -51,8 +51,9 @@ def best(
 ) -> list[Candidate]:
     """The fastest by the estimate that fit; of equals the one that changes less."""
     found, known = [], problems_of(cfg)
-    for levers in candidates(cfg, world_size):
-        changed = changes(cfg, levers, world_size, per_node)
+    _, ranks, near = one_replica(cfg, world_size, per_node)
+    for levers in candidates(cfg, ranks):
+        changed = changes(cfg, levers, ranks, near)
         other = changed_by(cfg, changed)
         if problems_of(other) - known or check(other, world_size, per_node):
             continue
@@ -80,7 +81,7 @@ def changes(
 
 def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
     """Values for every lever that costs or saves memory, by section.key. What the axes leave of the
-    ranks is replicas."""
+    ranks, those of one replica, is copies."""
     shards = [n for n in range(1, world_size + 1) if world_size % n == 0]
     meshes = [
         {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,

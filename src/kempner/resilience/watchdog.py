@@ -102,11 +102,12 @@ class Watchdog:
             self._on_limit(self._longest)
 
     @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
+    def patient(self, seconds: float = PATIENCE_S) -> Iterator[None]:
         """For sections that may outlast a step without a beat: a save, a validation, a load, the
-        wait for another replica. They are no part of the time of their step."""
+        wait for another replica. They are no part of the time of their step, and may take so many
+        seconds, where that is longer than a step may."""
         began, limit = time.monotonic(), self._limit
-        self._limit = max(limit, PATIENCE_S)
+        self._limit = max(limit, seconds)
         try:
             yield
         finally:

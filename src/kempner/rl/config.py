@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kempner.config.option import REQUIRED, option
+from kempner.data.config import FAKE
 from kempner.generate.config import Sampling
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ class EnvConfig:
 
     id: str = option(REQUIRED, "a built-in environment, or FILE.py:CLASS; see docs/rl.md")
     name: str = option("", "its name in metrics; unset: id")
-    args: str = option("", 'its arguments as a JSON object, such as {"digits": 2}')
+    args: str = option("", 'its arguments as a JSON object, such as {"below": 100}')
     weight: float = option(1.0, "its share of the prompts, of the sum of weights", minimum=0.0)
     use: str = option(
         "train", "train on its tasks, or only evaluate", choices=("train", "eval", "both")
@@ -133,5 +134,73 @@ class InferenceConfig:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """What cannot be combined with RL."""
-    return []
+    """What cannot be combined with RL, one message each, with the way out."""
+    if not cfg.rl.on:
+        return []
+    found = _sizes(cfg)
+    default = type(cfg.train)()
+    axes, loss = cfg.distributed, cfg.rl_loss
+    others = {
+        f"distributed.pp = {axes.pp}": axes.pp > 1,
+        f"distributed.cp = {axes.cp}": axes.cp > 1,
+        "distributed.fsdp_cpu_offload": axes.fsdp_cpu_offload,
+        "train.compile_scope = model": cfg.train.compile_scope == "model",
+        f"preference.loss = {cfg.preference.loss}": cfg.preference.loss != "none",
+        "optimizer.name = schedule_free": cfg.optimizer.name == "schedule_free",
+        "lowcomm": cfg.lowcomm.on,
+        f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
+        f"lora.rank = {cfg.lora.rank} with rl.weights = group": (
+            cfg.lora.rank > 0 and cfg.rl.weights == "group"
+        ),
+        "rl.weights = group with rl.inference.engine = vllm": (
+            cfg.rl.weights == "group" and cfg.rl_inference.engine == "vllm"
+        ),
+    }
+    refused = [what for what, is_on in others.items() if is_on]
+    found += [f"{what}: is not built for [rl]; leave it out" for what in refused]
+    batch = "the batch follows from rl.batch_samples or rl.batch_tokens"
+    useless = {
+        f"train.global_batch = {cfg.train.global_batch}: {batch}": (
+            cfg.train.global_batch not in (default.global_batch, cfg.rl.batch_samples)
+        ),
+        f"train.global_batch_tokens: {batch}": cfg.train.global_batch_tokens is not None,
+        f"train.batch_ramp: {batch}": cfg.train.batch_ramp is not None,
+        "train.seq_len_ramp: samples are never cut": cfg.train.seq_len_ramp is not None,
+        "data: a run with [[rl.env]] learns from rewards, not from data": (
+            bool(cfg.data.sources or cfg.data.phases) or cfg.data.dataset_path not in ("", FAKE)
+        ),
+        "eval.interval: validates on data; rl.eval_interval evaluates on tasks": (
+            cfg.eval.interval > 0
+        ),
+        "bench.data = real: rollouts are made by a whole run": cfg.bench.data == "real",
+        f"rl.loss.mask = {loss.mask}: is for rl.loss.name = masked": (
+            loss.name != "masked" and loss.mask != LossConfig().mask
+        ),
+    }
+    return found + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]
+
+
+def _sizes(cfg: RunConfig) -> list[str]:
+    found, rl, sampling = [], cfg.rl, cfg.rl_sampling
+    if rl.batch_tokens is None and rl.batch_samples is None:
+        found.append("rl.batch_samples = none: give it, or rl.batch_tokens")
+    if rl.batch_tokens is None and (rl.batch_samples or 0) % rl.group_size:
+        near = max(rl.group_size, (rl.batch_samples or 0) // rl.group_size * rl.group_size)
+        found.append(
+            f"rl.batch_samples = {rl.batch_samples}: is not made of groups of rl.group_size = "
+            f"{rl.group_size}; give a multiple, such as --rl.batch_samples={near}"
+        )
+    if sampling.max_tokens >= cfg.train.seq_len:
+        found.append(
+            f"rl.sampling.max_tokens = {sampling.max_tokens}: with one token of a prompt this is "
+            f"over train.seq_len = {cfg.train.seq_len}, a row of the trainer; give less, or longer "
+            "rows"
+        )
+    if rl.solve_rate[0] > rl.solve_rate[1]:
+        found.append(
+            f"rl.solve_rate = {list(rl.solve_rate)}: the lower bound comes first; exchange them"
+        )
+    if (problem := sampling.sampling(0).problem()) is not None:
+        name, allowed = problem
+        found.append(f"rl.sampling.{name} = {getattr(sampling, name)}: {allowed}")
+    return found

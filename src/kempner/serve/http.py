@@ -187,11 +187,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def update_weights(self, body: bytes) -> None:
         fields = Fields(body)
-        path = fields.text("path")
+        manifest = fields.take("manifest")
+        path = fields.text("path") if manifest is None else ""
         version = fields.number("version", None, 0, 2**53)
         fields.end()
+        worker = self.server.worker
         try:
-            self.server.worker.update(path, version)
+            if isinstance(manifest, str):
+                worker.receive(manifest, self.server.token)
+            else:
+                worker.update(path, version)
         except Refused as problem:
             raise BadRequest(str(problem)) from None
         self._say(200, self._version())

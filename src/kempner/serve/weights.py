@@ -1,10 +1,15 @@
-"""Other weights for a model that is in use."""
+"""The weights of an engine: the first ones, and others while the model is in use."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 from kempner.checkpoint.commit import Damaged
 from kempner.config.option import ConfigError
@@ -15,6 +20,9 @@ from kempner.hf.stored import check_source
 from kempner.model.config import OF_TRAINING, ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.lora import is_adapter
+
+LOOK_S = 0.2  # between two looks whether a version is there
+T = TypeVar("T")
 
 
 class Refused(ValueError):
@@ -31,6 +39,20 @@ def replace(model: Decoder, name: str) -> None:
         except (ConfigError, Damaged, OSError) as error:
             raise Refused(str(error)) from None
         load_weights(model, model.cfg, source)
+
+
+def receive(model: Decoder, manifest: str, token: str) -> int:
+    """The same straight from the ranks of a trainer, by the manifest of the version, whose number
+    is returned."""
+    from kempner.rl.transfer import Gone
+    from kempner.rl.transfer import receive as read
+
+    try:
+        facts = json.loads(Path(manifest).read_text())
+        read(model, facts, token)
+        return int(facts["version"])
+    except (Gone, FileNotFoundError, KeyError, ValueError) as error:
+        raise Refused(f"{manifest}: {error}") from None
 
 
 def check(model: Decoder, source: Source) -> None:
@@ -52,3 +74,38 @@ def shape(cfg: ModelConfig) -> dict[str, Any]:
     for key in ("init_from", "max_seq_len", *OF_TRAINING):
         del values[key]
     return values
+
+
+# --- The versions of a trainer: see rl/exchange.py ---
+
+
+def newest(weights: Path) -> Path | None:
+    """The manifest of the newest version in a directory."""
+    return max(weights.glob("v*/manifest.json"), default=None)
+
+
+def first_version(
+    weights: Path,
+    load: Callable[..., T],
+    token: str,
+    end: threading.Event,
+) -> tuple[T, int] | None:
+    """What `load` makes of the newest version, once there is one, and its number; None when `end`
+    came before that. `load` is kempner.load's, and this raises what it raises."""
+    while not end.is_set():
+        if (found := newest(weights)) is None:
+            end.wait(LOOK_S)
+            continue
+        try:
+            facts = json.loads(found.read_text())
+            fill = partial(receive, manifest=str(found), token=token)
+            by_files = facts["transport"] == "directory"
+            loaded = load(str(found.parent), fill=None if by_files else fill)
+            return loaded, int(facts["version"])
+        except Refused:  # the trainer is about to offer another one
+            end.wait(LOOK_S)
+        except (ConfigError, OSError):
+            # A version is removed when a newer one is in use everywhere: while we read this one.
+            if newest(weights) in (found, None):
+                raise
+    return None

@@ -7,12 +7,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import Loaded
+from kempner.model.decoder import Decoder
 from kempner.serve import weights
 from kempner.serve.protocol import Asked
 from kempner.serve.weights import Refused
@@ -45,12 +47,15 @@ class Job:
 class Worker:
     """Other threads use call(), take() and drop(); a job's news arrive in its queue."""
 
-    def __init__(self, loaded: Loaded, slots: int, window: int, queue: int) -> None:
+    def __init__(
+        self, loaded: Loaded, slots: int, window: int, queue: int, version: int = 0
+    ) -> None:
         """`slots`: texts at a time; `window`: the most tokens of one; `queue`: texts that wait at
-        most."""
+        most; `version`: of the weights."""
         self.words, self.window, self.queue = loaded.words, window, queue
         vocab_size = loaded.words.tokenizer.vocab_size
         self.texts = Texts(Engine(loaded.model, vocab_size, window, slots))
+        self.texts.engine.version = version
         self.paused = False
         self.broken = ""  # why there are no weights
         self.exit_code = 0  # of the program
@@ -93,7 +98,18 @@ class Worker:
     def update(self, source: str, version: int | None) -> int:
         """New weights; texts in work go on with them. Returns their version. Raises Refused: the
         old ones stay; Unavailable: there are none now."""
-        return self.call(lambda: self._update(source, version))
+
+        def read(model: Decoder) -> int:
+            weights.replace(model, source)
+            return self.version + 1 if version is None else version
+
+        return self.call(lambda: self._update(read, source))
+
+    def receive(self, manifest: str, token: str) -> int:
+        """The same straight from the ranks of a trainer."""
+        return self.call(
+            lambda: self._update(partial(weights.receive, manifest=manifest, token=token), manifest)
+        )
 
     def end(self, why: str) -> None:
         """Refuse what is in work and what comes."""
@@ -165,10 +181,10 @@ class Worker:
             told = grown if job.stream else "".join(parts)
             job.news.put(News(text, told, len(text.new), text.finish))
 
-    def _update(self, source: str, version: int | None) -> int:
+    def _update(self, read: Callable[[Decoder], int], source: str) -> int:
         engine = self.texts.engine
         try:
-            weights.replace(engine.model, source)
+            version = read(engine.model)
         except Refused:
             raise
         except Exception as error:
@@ -177,8 +193,8 @@ class Worker:
             raise Unavailable(self.broken) from None
         self.broken = ""
         self.texts.read_again()
-        engine.version = engine.version + 1 if version is None else version
-        return engine.version
+        engine.version = version
+        return version
 
     def _refuse_all(self, why: str) -> None:
         for job in set(self._jobs.values()):

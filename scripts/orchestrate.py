@@ -1,0 +1,103 @@
+"""Turn tasks into batches for scripts/rl.py: prompts to the engines, rewards, groups, packing.
+
+    python scripts/orchestrate.py CONFIG.toml [MORE.toml ...] [--section.key=value ...]
+
+  --help       this list
+  --check      print the resolved configuration as TOML and exit
+  --bench      measure the engines alone, with the tasks of the configuration
+
+scripts/slurm/rl.sh starts it beside the trainer and the engines; all three take the same words.
+SIGTERM ends it: what it was working on is asked again by the next one. Exit code 0 after any
+orderly end, 1 when it cannot go on, 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from kempner.config.command_line import help_text, parse_command
+from kempner.config.loading import to_toml
+from kempner.config.option import ConfigError
+from kempner.configure import load_config
+from kempner.load import Words
+from kempner.rl.batches import Failed
+from kempner.rl.conversation import Writer
+from kempner.rl.engines import Closed, Lost, NoEngines, Rejected
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.scorer import Scorer
+from kempner.rl.exchange import Exchange
+from kempner.rl.measure import Bench, NoRewards
+from kempner.rl.opening import open_curriculum, open_parts, open_router
+from kempner.rl.orchestrator import Orchestrator
+from kempner.rl.rollout import Sampler
+from kempner.run import RunConfig
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+FLAGS = {"help": bool, "check": bool, "bench": bool}
+
+
+def main(argv: list[str]) -> int:
+    stop = threading.Event()
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: stop.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # task.sh lets them wait until here
+    command = parse_command(argv, FLAGS)
+    if command.flags["help"]:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`
+        print(help_text(RunConfig, __doc__ or ""))
+        return 0
+    try:
+        cfg = load_config(command.files, command.overrides, command.problems)
+        if not cfg.rl.on:
+            raise ConfigError("rl.env: there is none; scripts/train.py trains without")
+        envs, words = open_parts(cfg)
+    except ConfigError as error:
+        print(f"orchestrate: error: {len(error.problems)} problem(s)", file=sys.stderr)
+        print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)
+        return 2
+    if command.flags["check"]:
+        print(to_toml(cfg), end="")
+        return 0
+    return work(cfg, envs, words, stop, command.flags["bench"])
+
+
+def work(
+    cfg: RunConfig, envs: dict[str, Tasks], words: Words, stop: threading.Event, bench: bool
+) -> int:
+    judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
+    exchange, scorer = Exchange(cfg.run.dir), NoRewards() if bench else Scorer(judges, say)
+    router = open_router(cfg, exchange, say)
+    sampler = Sampler(cfg, envs, Writer(words), router, scorer, judges, say)
+    curriculum = open_curriculum(cfg, envs, say)
+    router.start()
+    try:
+        if bench:
+            Bench(cfg, sampler, router, curriculum, stop).run()
+        else:
+            Orchestrator(cfg, exchange, envs, curriculum, sampler, router, say, stop).run()
+            say("done")
+        return 0
+    except Closed:
+        say("ends as it was told to")
+        return 0
+    except (Failed, NoEngines, Rejected, Lost, ValueError, OSError) as error:
+        print(f"orchestrate: error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        router.close()
+        sampler.close()
+        scorer.close()
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} orchestrate: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # threads that wait for an engine or a reward have nothing to finish

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Reinforcement learning: a trainer, engines that sample, and an orchestrator between them, in one job: docs/rl.md.
+#
+#   sbatch --nodes=3 scripts/slurm/rl.sh configs/rl/arithmetic.toml --rl.deployment.num_infer_nodes=2
+#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
+#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --check    the configuration, and what would run where
+#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --bench    the same for 20 steps, and where the time of each part went
+#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
+#
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+#SBATCH --job-name=kempner
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:SIGTERM@120
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: rl.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/rl.sh itself, or from the root of the repository" >&2 && exit 2; }
+fi
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$lib"
+# shellcheck source-path=SCRIPTDIR source=lib/rl.sh
+source "$KP_LIB/rl.sh"
+
+kp_take "$@"                     # rl.py's arguments; --dry-run
+kp_rl_bench                      # with --bench: a run of its own
+kp_setup                         # the repository, its Python, site.env
+kp_tasks                         # nodes, GPUs, one task per GPU
+kp_rl_place "${KP_ARGUMENTS[@]}" # who trains and who samples; from here on nodes and tasks are the trainer's
+kp_check "${KP_ARGUMENTS[@]}"    # the configuration, once, before any GPU works
+kp_rl_tell "${KP_ARGUMENTS[@]}"  # with --check: what would run where, and no more
+kp_banner                        # what runs where
+kp_rl_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
+kp_run_rl "${KP_ARGUMENTS[@]}"   # srun for each part; starts lost engines again; passes signals on
+kp_rl_bench_tell                 # with --bench: a table
+kp_finish                        # requeue or not; the exit code

@@ -1,0 +1,54 @@
+"""The heartbeat of a rank: a small process beside it, so that one whose interpreter, disk or
+compiler is busy is not taken for one that is gone. No torch, nothing of kempner: it starts at once.
+
+    python beat.py SOCKET PARENT        the number of an open connection to the judge; whose it is
+
+It passes on what the rank writes to its standard input. It beats for as long as the rank is not
+stopped (SIGSTOP), and the kernel ends it with the rank, which closes the connection. It ends by
+itself when the judge closes that: the rank then knows that it was declared gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+BEAT_S = 0.5
+PR_SET_PDEATHSIG = 1
+
+
+def is_stopped(status: int) -> bool:
+    """`status`: the open /proc/PID/stat. The state follows the name, which may hold anything."""
+    return os.pread(status, 4096, 0).rpartition(b")")[2].split()[0] == b"T"
+
+
+def main() -> None:
+    judge, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    status = os.open(f"/proc/{parent}/stat", os.O_RDONLY)
+    due = 0.0
+    while True:
+        now = time.monotonic()
+        if now >= due:
+            due = now + BEAT_S
+            if not is_stopped(status):
+                judge.sendall(b".\n")
+        ready, _, _ = select.select([0, judge.fileno()], [], [], due - now)
+        if judge.fileno() in ready:  # it never says anything: this is the end
+            return
+        if ready:
+            said = os.read(0, 65536)
+            if not said:
+                return
+            judge.sendall(said)
+
+
+if __name__ == "__main__":
+    main()

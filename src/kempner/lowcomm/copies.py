@@ -1,0 +1,76 @@
+"""Copies of the weights within a replica (HSDP): each sends some rows to the other replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kempner.parallel.layout import REPLICATE
+
+
+class Copies:
+    """The ranks of a replica that have the same part of each parameter; here this one alone."""
+
+    index, count = 0, 1
+
+    def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """What each has, of so many numbers, on all of them."""
+        return [ours]
+
+
+class SeveralCopies(Copies):
+    def __init__(self, parameter: DTensor) -> None:
+        mesh = parameter.device_mesh
+        self._group, self.index = mesh.get_group(REPLICATE), mesh.get_local_rank(REPLICATE)
+        self.count = self._group.size()
+
+    def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        most = max(sizes)
+        found = ours.new_empty(self.count * most)
+        padded = torch.nn.functional.pad(ours, (0, most - len(ours)))
+        dist.all_gather_into_tensor(found, padded, self._group)
+        parts = torch.split(found, most) if most else [ours] * self.count
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def copies_of(parameter: Tensor) -> Copies:
+    if isinstance(parameter, DTensor) and REPLICATE in (parameter.device_mesh.mesh_dim_names or ()):
+        return SeveralCopies(parameter)
+    return Copies()
+
+
+class Piece(NamedTuple):
+    """Rows of a parameter, which is `matrix()` of its part here."""
+
+    i: int  # place in the lists
+    rows: slice
+    shape: tuple[int, int]
+
+
+def pieces_of(tensors: Sequence[Tensor], copy: int, count: int) -> list[Piece]:
+    """What a copy sends: as many rows of each parameter as the others; vectors in turns."""
+    found = []
+    for i, tensor in enumerate(tensors):
+        rows, columns = matrix(tensor.shape)
+        first, end = (rows * number // count for number in (copy, copy + 1))
+        if rows == 1:
+            first, end = 0, int(i % count == copy)
+        found.append(Piece(i, slice(first, end), (end - first, columns)))
+    return found
+
+
+def rows_of(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+    """A view, [R, C]."""
+    tensor = tensors[piece.i]
+    return tensor.view(matrix(tensor.shape))[piece.rows]
+
+
+def matrix(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of a parameter, or of a part of it: a vector is one row."""
+    return math.prod(shape[:-1]), shape[-1] if shape else 1

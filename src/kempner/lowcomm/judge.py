@@ -1,0 +1,204 @@
+"""Who of the replicas lives: one process on the batch host keeps the store and judges, and each
+rank of a replica has a connection to it.
+
+    python -m kempner.lowcomm.judge runs/x/.door 10.0.0.1 --log runs/x/replicas.jsonl
+
+A small process beside each rank holds the connection (beat.py). One that closes is a replica that
+is gone, at once: the kernel closes it when the rank was killed. One on which nothing comes is a
+replica that was stopped, or whose host or cable is gone: after `--silence` seconds. A rank that is
+merely busy is neither. One judge, because replicas that judge each other can disagree; and where it
+runs is where the job's script runs, whose end is the job's end in any case.
+
+The judge never takes its word back. A replica that wakes up finds its connection closed, and
+leaves: it is to be started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from kempner import process_group
+from kempner.files import LineFile, write_atomic
+from kempner.lowcomm.beat import BEAT_S
+from kempner.lowcomm.door import GONE, HERE, slot_of
+
+SILENCE_S = 3.0
+SIOCGIFADDR = 0x8915
+
+
+class Judge:
+    """The server: the store, and the connections of the replicas."""
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        silence: float,
+        log: Path | None,
+        on: Callable[[str], object] = lambda event: None,
+    ) -> None:
+        """`addresses`: of this host, the one to try first in front. `on`: hears "here.I", replica I
+        has come; "silent.I", it was declared gone, but its processes may still be there; "over",
+        all replicas are gone after a round: whoever comes now finds nobody to join."""
+        import torch.distributed as dist
+
+        # Any: append() and clone() are not in torch's stubs.
+        self.store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._silence, self._on = silence, on
+        self._log = LineFile(log) if log is not None else None
+        self._names: dict[socket.socket, str] = {}
+        self._heard: dict[socket.socket, float] = {}
+        self._begun: dict[socket.socket, bytes] = {}  # a line that has not come whole
+        self._gone: set[str] = set()
+        self._weights: dict[int, str] = {}  # after each round, as the first replica has told them
+        self._entrance = socket.create_server(("", 0), backlog=1024)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._entrance, selectors.EVENT_READ)
+        ports = {"store": self.store.port, "beats": self._entrance.getsockname()[1]}
+        self.note = json.dumps({"addresses": list(addresses), **ports})
+        self.store.set(GONE, "")
+        self.store.set(HERE, "")
+
+    def serve(self, while_true: Callable[[], bool]) -> None:
+        awake = time.monotonic()
+        while while_true():
+            for key, _ in self._selector.select(BEAT_S / 2):
+                if key.fileobj is self._entrance:
+                    self._admit()
+                else:
+                    self._hear(key.fileobj)  # type: ignore[arg-type]
+            before, awake = awake, time.monotonic()
+            if awake - before > self._silence / 2:  # it was this process that was stopped
+                self._heard = dict.fromkeys(self._heard, awake)
+            for peer, last in list(self._heard.items()):
+                if peer in self._heard and awake - last > self._silence:
+                    if name := self._names.get(peer):
+                        self._on(f"silent.{slot_of(name)}")
+                    self._lose(peer, f"silent for {awake - last:.1f} s")
+
+    def _admit(self) -> None:
+        peer, _ = self._entrance.accept()
+        peer.setblocking(False)
+        self._selector.register(peer, selectors.EVENT_READ)
+        self._heard[peer], self._begun[peer] = time.monotonic(), b""
+
+    def _hear(self, peer: socket.socket) -> None:
+        try:
+            said = peer.recv(4096)
+        except OSError as error:
+            return self._lose(peer, f"its process ended ({error.strerror})")
+        if not said:
+            return self._lose(peer, "its process ended")
+        self._heard[peer] = time.monotonic()
+        *lines, self._begun[peer] = (self._begun[peer] + said).split(b"\n")
+        for word in map(bytes.decode, lines):
+            if word == "bye":
+                return self._lose(peer, "left")
+            if word.startswith("{"):
+                self._note_round(json.loads(word))
+            elif word != "." and peer not in self._names:
+                self._greet(peer, word)
+        return None
+
+    def _greet(self, peer: socket.socket, name: str) -> None:
+        """A replica's name is SLOT.START. Its earlier starts are gone, whatever they think."""
+        if name in self._gone:  # another rank of it
+            return self._lose(peer, "")
+        for other, known in list(self._names.items()):
+            if known != name and slot_of(known) == slot_of(name):
+                self._lose(other, f"started again as {name}")
+        if name not in self._names.values():
+            self._record("here", name, "")
+            self._on(f"here.{slot_of(name)}")
+        self._names[peer] = name
+        return None
+
+    def _note_round(self, event: dict[str, Any]) -> None:
+        """What a replica says after a round. All of them must have the same weights then."""
+        self._append({"event": "round", "time": round(time.time(), 3), **event})
+        number, weights = event["round"], event["weights"]
+        known = self._weights.setdefault(number, weights)
+        if known is weights:
+            print(f"round {number}: {event['text']}; weights {weights}", flush=True)
+        elif known != weights:
+            print(f"error: round {number}: {event['name']} has weights {weights}", flush=True)
+
+    def _lose(self, peer: socket.socket, reason: str) -> None:
+        if self._heard.pop(peer, None) is None:  # with another rank of its replica
+            return
+        name = self._names.pop(peer, None)
+        del self._begun[peer]
+        self._selector.unregister(peer)
+        peer.close()
+        if name is None or name in self._gone:
+            return
+        self._gone.add(name)
+        self.store.append(GONE, f"{name} {reason}\n")
+        self._record("gone", name, reason)
+        if reason != "left":
+            for other in [x for x, known in self._names.items() if known == name]:
+                self._lose(other, reason)
+        if self._weights and not self._names:
+            self._on("over")
+
+    def _record(self, event: str, name: str, reason: str) -> None:
+        print(f"replica {name}: {event}{f': {reason}' if reason else ''}", flush=True)
+        self._append(
+            {"event": event, "time": round(time.time(), 3), "name": name, "reason": reason}
+        )
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the replicas
+                self._log.write(json.dumps(line))
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface of this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("note", type=Path, help="where to publish the address")
+    parser.add_argument("address", nargs="*", help="of this host, beside that of its fast network")
+    parser.add_argument("--silence", type=float, default=SILENCE_S)
+    parser.add_argument("--log", type=Path)
+    given = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # the replicas need it until they have saved
+    process_group.allow_open_files()  # each rank holds two
+    # The network that the replicas use first: a replica whose cable there is cut falls silent.
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    fast = address_of(interface) if interface else None
+    addresses = dict.fromkeys([*([fast] if fast else []), *(given.address or ["localhost"])])
+    note, parent = given.note, os.getppid()
+    # The script that started us ends the step then.
+    judge = Judge(
+        addresses,
+        given.silence,
+        given.log,
+        on=lambda event: note.with_name(f"{note.name}.{event}").touch(),
+    )
+    write_atomic(note, judge.note)
+    judge.serve(lambda: os.getppid() == parent)  # nothing is left on the node when the script ends
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Programs of this kit as Ray actors: each runs in a process of its own, on the node and the GPUs
+that Ray has assigned."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+START_S = 60.0  # until Ray has room for all of them
+END_S = 130.0  # for a program to save and leave after SIGTERM
+
+
+class Program:
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def where(self) -> tuple[str, int]:
+        """Its node's address, and a port that is free there: the rendezvous, if it is rank 0."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def run(self, script: str, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Its exit code."""
+        command = [sys.executable, script, *arguments]
+        self._process = subprocess.Popen(command, env={**os.environ, **variables})
+        return self._process.wait()
+
+    def end(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+_Actor: Any = ray.remote(max_concurrency=2)(Program)  # so that end() is heard while run() waits
+
+
+def programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
+    """`count` of them with so many GPUs each: nodes are filled one after another, or without GPUs
+    evenly."""
+    bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
+    group = placement_group([bundle] * count, strategy="PACK" if gpus else "SPREAD")
+    ray.get(group.ready(), timeout=START_S)
+    return [
+        _Actor.options(
+            num_cpus=1,
+            num_gpus=gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, k),
+        ).remote()
+        for k in range(count)
+    ]
+
+
+def ranks(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str, str]]:
+    """What each is told, as by torchrun: who it is, and where to meet."""
+    places = ray.get([actor.where.remote() for actor in actors])
+    master, port = places[0]
+    on_node: Counter[str] = Counter()
+    found = []
+    for rank, (node, _) in enumerate(places):
+        variables = {"RANK": rank, "LOCAL_RANK": on_node[node], "WORLD_SIZE": len(actors)}
+        variables |= {"MASTER_ADDR": master, "MASTER_PORT": port}
+        on_node[node] += 1
+        found.append({name: str(value) for name, value in variables.items()})
+    return found

@@ -1,0 +1,137 @@
+"""What the model reads, as tokens. What it has said stays as it was sampled: to write it as text
+and to read that again may give other tokens, which it never sampled. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from kempner.config.option import ConfigError
+from kempner.data.chat_template import ChatTemplate, read_config
+from kempner.data.sidecar import SIDECAR, DataError
+from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from kempner.hf.source import TOKENIZER, find
+from kempner.load import Words, words_of_directory
+from kempner.rl.engines import Completion
+from kempner.rl.environments.protocol import Message, Reply, Task
+from kempner.rl.packing import Sample
+
+BYTES = "bytes"
+MARK = "\ufdd2"  # stands for what the model has said; Unicode keeps it out of text
+
+
+def open_words(tokenizer: str, init_from: str | None) -> Words:
+    """The tokenizer of the run: rl.tokenizer, or that of the weights. Raises ConfigError."""
+    if tokenizer == BYTES:
+        own = ByteTokenizer()
+        return Words(own, [own.eod], {own.eod}, Path())
+    if not tokenizer and init_from is None:
+        raise ConfigError(
+            'rl.tokenizer: must be given, a directory or "bytes", as there is no model.init_from '
+            "to take it from"
+        )
+    folder = Path(tokenizer).expanduser() if tokenizer else find(init_from or "").carried
+    if (folder / TOKENIZER).is_file():
+        return words_of_directory(folder)
+    if (folder / SIDECAR).is_file():
+        found = load_tokenizer(folder)
+        return Words(found, [found.eod], {found.eod}, folder)
+    raise ConfigError(f"rl.tokenizer = {folder}: has neither {TOKENIZER} nor {SIDECAR}")
+
+
+class Writer:
+    """Prompts and the turns of environments as tokens: plain text, or by a chat template."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._template: ChatTemplate | None = None
+        if isinstance(words.tokenizer, FileTokenizer):
+            try:
+                self._template = ChatTemplate(read_config(words.folder), date.today())
+            except DataError:  # a tokenizer without one is for plain text
+                self._template = None
+
+    def prompt(self, task: Task) -> list[int]:
+        """Raises ValueError when the template refuses it."""
+        if isinstance(task.prompt, str):
+            return self._words.prompt(task.prompt)
+        if self._template is None:
+            raise ValueError(
+                "its prompts are conversations, and the tokenizer has no chat template; give "
+                "rl.tokenizer one that has"
+            )
+        return self._encode(self._template.render(task.prompt, None, True))
+
+    def reply(self, task: Task, reply: Reply, last: int) -> list[int]:
+        """What follows the model's turn, up to where its next one begins. `last`: the token that
+        the turn has ended with.
+
+        The template writes the turn with a mark in its place, and what follows the mark is the
+        rest of that turn and the reply. The token that ends a turn is there already when the model
+        has sampled it.
+        """
+        if isinstance(task.prompt, str) or self._template is None:
+            return self._words.tokenizer.encode(reply.content)
+        messages: list[Message] = [*task.prompt, {"role": "assistant", "content": MARK}]
+        messages.append({"role": reply.role, "content": reply.content})
+        text = self._template.render(messages, None, True)
+        _, mark, after = text.partition(MARK)
+        if not mark:
+            raise ValueError("the chat template does not write what the assistant has said")
+        ids = self._encode(after)
+        return ids[1:] if ids[:1] == [last] and last in self._words.ends else ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Of a turn, without the token that ends it."""
+        kept = ids[:-1] if ids and ids[-1] in self._words.ends else ids
+        return self._words.tokenizer.decode(kept)
+
+    def _encode(self, text: str) -> list[int]:
+        assert isinstance(self._words.tokenizer, FileTokenizer)
+        ((ids, _),) = self._words.tokenizer.encode_rendered([text])
+        return ids
+
+
+class Conversation:
+    """One sample as it grows."""
+
+    def __init__(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
+        self.messages = list(messages)
+        self.tokens = list(prompt)
+        self._sampled = [False] * len(prompt)
+        self._logprobs = [0.0] * len(prompt)
+        self.oldest = -1  # version; -1: nothing was sampled yet
+        self.truncated = False
+        self.text = ""  # the model's last turn
+        self.open = True  # the model may have another turn
+
+    def say(self, completion: Completion, text: str) -> None:
+        """The model's turn. One that has no room to end is the last."""
+        self.tokens += completion.token_ids
+        self._sampled += [True] * len(completion.token_ids)
+        self._logprobs += completion.logprobs
+        if completion.versions:
+            oldest = min(completion.versions)
+            self.oldest = oldest if self.oldest < 0 else min(self.oldest, oldest)
+        self.text = text
+        self.messages.append({"role": "assistant", "content": text})
+        self.truncated = completion.finish == "length"
+        self.open = not self.truncated
+
+    def hear(self, reply: Reply, tokens: Sequence[int]) -> None:
+        """The environment's turn, which does not count in the loss."""
+        self.tokens += tokens
+        self._sampled += [False] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+        self.messages.append({"role": reply.role, "content": reply.content})
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(
+            np.array(self.tokens, np.int32),
+            np.array(self._sampled),
+            np.array(self._logprobs, np.float32),
+        )

@@ -1,0 +1,187 @@
+"""The client of one engine. No torch.
+
+All methods may be called from any thread; abort() ends those that wait for an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from kempner.generate.config import Sampling
+
+BEAT_S = 3.0  # the longest that an engine may take to say how it is
+
+
+class Completion(NamedTuple):
+    token_ids: list[int]  # all that were sampled, also the one that has ended it
+    logprobs: list[float]  # of each, of the distribution that it was drawn from
+    versions: list[int]  # of the weights that have drawn them, each once
+    finish: str  # stop or length
+
+
+class Lost(Exception):
+    """The engine does not answer, or not as an engine of this job; says why."""
+
+
+class Busy(Exception):
+    """The engine takes no request now."""
+
+
+class Rejected(Exception):
+    """The engine has understood the request, and refuses it: so would all others."""
+
+
+class Closed(Exception):
+    """The run ends."""
+
+
+class NoEngines(Exception):
+    """None can take work, and none will come."""
+
+
+class Engine(Protocol):
+    """What the router needs of an engine."""
+
+    url: str
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+    ) -> list[list[Completion]]:
+        """`n` samples of each prompt; they follow from sampling.seed, their numbers and the
+        weights."""
+        ...
+
+    def version(self) -> int:
+        """Of its weights; it is alive and can take requests."""
+        ...
+
+    def update(self, body: dict[str, Any]) -> int:
+        """New weights; returns their version when they are in use."""
+        ...
+
+    def tokens_read(self) -> int | None:
+        """Of prompts, since it began; None: it does not count them."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class KitEngine:
+    """scripts/serve.py."""
+
+    def __init__(self, url: str, token: str, timeout: float) -> None:
+        """`timeout`: seconds that a request may take."""
+        self.url, self._token, self._timeout = url, token, timeout
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+    ) -> list[list[Completion]]:
+        body = {
+            "prompt": [list(prompt) for prompt in prompts],
+            "n": n,
+            "logprobs": 0,
+            "seed": sampling.seed,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+        }
+        answer = self._ask("/v1/completions", body, self._timeout)
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            found = [
+                Completion(
+                    choice["token_ids"],
+                    choice["logprobs"]["token_logprobs"],
+                    choice["weight_versions"],
+                    choice["finish_reason"],
+                )
+                for choice in choices
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise Lost(f"its answer is not an engine's: {error!r}") from None
+        if len(found) != len(prompts) * n:
+            raise Lost(f"it was asked for {len(prompts) * n} texts, and has given {len(found)}")
+        return [found[i : i + n] for i in range(0, len(found), n)]
+
+    def version(self) -> int:
+        return self._version_in(self._ask("/health", None, BEAT_S))
+
+    def update(self, body: dict[str, Any]) -> int:
+        return self._version_in(self._ask("/update_weights", body, self._timeout))
+
+    def tokens_read(self) -> int | None:
+        _, text = self._exchange("/metrics", None, BEAT_S)
+        found = re.search(rb"^kempner_prefill_tokens_total ([0-9.e+]+)$", text, re.MULTILINE)
+        return None if found is None else int(float(found[1]))
+
+    def _version_in(self, answer: dict[str, Any]) -> int:
+        version = answer.get("weight_version")
+        if not isinstance(version, int):
+            raise Lost("its answer is not an engine's: it names no weight_version")
+        return version
+
+    def abort(self) -> None:
+        with self._lock:
+            for each in self._open:
+                with contextlib.suppress(OSError):  # a thread that waits for it wakes up
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
+        """The answer's JSON. Raises Lost, Busy, Rejected."""
+        return _read(path, *self._exchange(path, body, timeout))
+
+    def _exchange(
+        self, path: str, body: dict[str, Any] | None, timeout: float
+    ) -> tuple[int, bytes]:
+        """Code and text of the answer. Raises Lost."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        opened: socket.socket | None = None
+        try:
+            connection.connect()
+            opened = connection.sock
+            with self._lock:
+                self._open.add(opened)
+            headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            data = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, data, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Lost(f"{path}: {str(error) or type(error).__name__}") from None
+        finally:
+            with self._lock:
+                self._open.discard(opened) if opened else None
+            connection.close()
+
+
+def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if code == 200 and isinstance(content, dict):
+        return content
+    try:
+        why = str(content["error"]["message"])
+    except (KeyError, TypeError):
+        why = text[:200].decode(errors="replace")
+    if code == 503:
+        raise Busy(why)
+    if code in (400, 422):
+        raise Rejected(f"{path}: {why}")
+    raise Lost(f"{path}: {code} {why}")

@@ -1,0 +1,180 @@
+"""What a reward may not do: the kernel's namespaces and limits for its process, and the end of all
+processes that it has started. Linux; no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PROCESSES = 64  # that a reward may have at a time
+FILE_BYTES = 64 << 20  # of each file that it writes
+SCRATCH = "/dev/shm"  # exists everywhere; ours lies over it
+SCRATCH_OPTIONS = b"size=256m,mode=1777"
+
+NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
+MS_REC, MS_PRIVATE, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 0x4000, 0x40000, -100, 0x8000, 1
+SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
+# RLIMIT_NPROC does not hold for root; since Linux 6.14 a process namespace has a limit of its own,
+# and before it root would set that of the whole node. No smaller one is taken.
+PID_MAX, PID_MAX_OF_NAMESPACE = 301, (6, 14)
+# Below it RLIMIT_NPROC counts all of the user's processes on the node, not those of a namespace.
+NPROC_OF_NAMESPACE = (5, 14)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def isolate() -> list[str]:
+    """Children of this process from now on: they have no network, and are in a process namespace of
+    their own, of which the first is the init. Returns what the kernel does not allow. The process
+    must have one thread."""
+    user, group = os.getuid(), os.getgid()
+    parts = NEWPID | NEWNET | NEWIPC
+    try:
+        # Also as root: processes outside, their memory and environment among them, are out of reach
+        # of what has its capabilities in a user namespace of its own.
+        _check(_libc.unshare(NEWUSER | parts))
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
+            Path(f"/proc/self/{file}").write_text(text)
+    except OSError as error:
+        return [f"no namespaces ({error.strerror}): it has network, and may write files"]
+    return []
+
+
+def confine(isolated: bool) -> list[str]:
+    """What the process that asks the environments gives up, for itself and its children. Returns
+    what the kernel does not allow."""
+    lacks = _seal() if isolated else []
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    subreaper()  # where it is not the init of a namespace
+    # A program that it runs could else open its pipes in /proc, and write a reward there.
+    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    for capability in range(64):  # of a program that root runs: it cannot mount anything again
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: FILE_BYTES}
+    if isolated and _kernel() >= NPROC_OF_NAMESPACE:
+        wanted[resource.RLIMIT_NPROC] = 2 * PROCESSES
+    for name, limit in wanted.items():
+        most = resource.getrlimit(name)[1]
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(name, (limit, limit))
+    os.nice(5)  # the ranks of the trainer come first
+    return lacks
+
+
+def _seal() -> list[str]:
+    """All files read-only but for an empty SCRATCH."""
+    if _kernel() >= PID_MAX_OF_NAMESPACE:
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/kernel/pid_max").write_text(str(PID_MAX))
+    try:
+        _check(_libc.unshare(NEWNS))
+        _check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+        read_only = struct.pack("4Q", ATTR_RDONLY, 0, 0, 0)
+        where = (SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE)
+        _check(_libc.syscall(*where, read_only, len(read_only)))
+        _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", 0, SCRATCH_OPTIONS))
+    except OSError as error:
+        return [f"no read-only files ({error.strerror}): it may write files"]
+    return []
+
+
+@contextlib.contextmanager
+def address_space(mib: int) -> Iterator[None]:
+    """At most `mib` MiB more than the process has now: past it allocations raise MemoryError."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = pages * resource.getpagesize() + (mib << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def descendants(pid: int, most: int | None = None) -> list[int]:
+    """Of a process, without those that have ended; no more than `most`."""
+    found: list[int] = []
+    left = [pid]
+    while left and (most is None or len(found) < most):
+        parent = left.pop()
+        for task in _listing(f"/proc/{parent}/task"):
+            left += map(int, _text(f"/proc/{parent}/task/{task}/children").split())
+        if parent != pid and _text(f"/proc/{parent}/stat").rpartition(")")[2].split()[:1] != ["Z"]:
+            found.append(parent)
+    return found
+
+
+def memory(pids: Iterable[int]) -> int:
+    """MiB that these processes have and no file has."""
+    pages = 0
+    for pid in pids:
+        statm = _text(f"/proc/{pid}/statm").split()
+        pages += int(statm[1]) - int(statm[2]) if statm else 0
+    return pages * resource.getpagesize() >> 20
+
+
+def end_descendants(pid: int, seconds: float) -> bool:
+    """Kill all of them; False when some are still there after `seconds`."""
+    limit = time.monotonic() + seconds
+    while left := descendants(pid):
+        if time.monotonic() > limit:
+            return False
+        for signal_number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts no others
+            for member in left:
+                _kill(member, signal_number)
+        reap()
+        time.sleep(0.002)
+    return True
+
+
+def subreaper() -> None:
+    """Orphans among the descendants of this process become its children: none can get away."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap() -> None:
+    """Take the exit codes of all children that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+
+
+def _check(result: int) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _listing(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

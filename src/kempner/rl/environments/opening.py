@@ -1,0 +1,224 @@
+"""Environments from the configuration: by name or FILE.py:CLASS, and which tasks they hand out."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import random
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.config.values import NOUN, did_you_mean
+from kempner.rl.config import EnvConfig, RlConfig
+from kempner.rl.environments.protocol import Environment, Task
+
+HERE = "kempner.rl.environments"
+BUILT_IN = {
+    "arithmetic": "puzzles:Arithmetic",
+    "reverse": "puzzles:Reverse",
+    "sort": "puzzles:Sort",
+    "copy": "puzzles:Copy",
+    "format": "puzzles:Format",
+    "qa": "qa:Qa",
+    "code": "programs:Code",
+    "guess": "dialogues:Guess",
+    "calculator": "dialogues:Calculator",
+    "reasoning_gym": "reasoning_gym:ReasoningGym",
+    "verifiers": "verifiers:Verifiers",
+}
+DRAWS = 1000  # of which one must be a new prompt, of the part that is asked for
+MISSES = 100  # draws in a row of prompts that were drawn before: there are no more
+
+
+class Tasks:
+    """An environment of the configuration, and its tasks by number.
+
+    A prompt is for training or held out for evaluation by its hash, which no seed changes: neither
+    another run nor another entry of [[rl.env]] with the same prompts trains on what is held out.
+    """
+
+    def __init__(self, cfg: EnvConfig, seed: int) -> None:
+        """Raises ConfigError."""
+        self.cfg, self.seed = cfg, seed
+        self.environment = make(cfg.id, cfg.args)
+
+    @property
+    def label(self) -> str:
+        return self.cfg.label
+
+    def task(self, number: int, held_out: bool = False) -> Task:
+        """The same for the same rl.seed and number, wherever it is asked for."""
+        if self.environment.size is None:
+            task = self._draw(number, held_out)
+        else:
+            part = self._parts[held_out]
+            if not part:
+                raise self._none_left(held_out)
+            epoch, index = divmod(number, len(part))
+            order = random.Random(f"{self.seed} {epoch}").sample(part, len(part))
+            task = self._raw(order[index])
+        return task._replace(number=number, held_out=held_out)
+
+    def evaluation(self, count: int) -> list[Task]:
+        """`count` tasks that training never sees, each with a prompt of its own; fewer where there
+        are no more, or they are too hard to find."""
+        if self.environment.size is not None:
+            return [self.task(number, True) for number in range(min(count, len(self._parts[1])))]
+        tasks: dict[str, Task] = {}
+        misses = number = 0
+        while len(tasks) < count and misses < MISSES:
+            task = self.task(number, True)
+            misses = misses + 1 if task.key in tasks else 0
+            tasks.setdefault(task.key, task)
+            number += 1
+        return list(tasks.values())
+
+    def check(self) -> None:
+        """Raises ConfigError when it has no task to train on, or none to evaluate, as asked."""
+        for held_out, use in ((False, "train"), (True, "eval")):
+            if self.cfg.use in (use, "both"):
+                self.task(0, held_out)
+
+    def _draw(self, number: int, held_out: bool) -> Task:
+        for attempt in range(DRAWS):
+            seed = f"{self.seed} {self.cfg.label} {held_out} {number} {attempt}"
+            task = self.environment.task(number, random.Random(seed))
+            if self._is_held_out(task) == held_out:
+                return task
+        raise self._none_left(held_out)
+
+    @functools.cached_property
+    def _parts(self) -> tuple[list[int], list[int]]:
+        """The numbers of the tasks to train on, and of those that are held out."""
+        parts: tuple[list[int], list[int]] = [], []
+        for number in range(self.environment.size or 0):
+            parts[self._is_held_out(self._raw(number))].append(number)
+        return parts
+
+    def _raw(self, number: int) -> Task:
+        return self.environment.task(number, random.Random(f"{self.seed} {number}"))
+
+    def _is_held_out(self, task: Task) -> bool:
+        return int(task.key, 16) < self.environment.held_out * 2**64
+
+    def _none_left(self, held_out: bool) -> ConfigError:
+        kind = "held out for evaluation" if held_out else "to train on"
+        return ConfigError(
+            f'rl.env "{self.label}": no task is {kind}; give it more tasks, or another `use`'
+        )
+
+
+def open_environments(rl: RlConfig) -> list[Tasks]:
+    """Those of [[rl.env]], in order. Raises ConfigError with all that is wrong with them."""
+    opened, problems = [], []
+    for cfg in rl.env:
+        try:
+            opened.append(Tasks(cfg, rl.seed))
+            opened[-1].check()
+        except ConfigError as error:
+            problems += error.problems
+    labels = [cfg.label for cfg in rl.env]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        problems.append(f'rl.env: two are called "{label}"; give each a `name` of its own')
+    if problems:
+        raise ConfigError(problems)
+    return opened
+
+
+def make(identifier: str, args: str) -> Environment:
+    """The environment of an `id` and `args` of [[rl.env]]; raises ConfigError."""
+    where = f'rl.env "{identifier}"'
+    maker = _find(identifier, where)
+    arguments = _arguments(maker, args, where)
+    try:
+        return maker(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {line}" for line in error.problems) from None
+
+
+def _find(identifier: str, where: str) -> type[Environment]:
+    file, colon, name = identifier.rpartition(":")
+    if colon:
+        path = Path(file).expanduser()
+        found = getattr(_module(path, where), name, None)
+        where = f"{where}: {path}"
+    else:
+        if identifier not in BUILT_IN:
+            raise ConfigError(
+                f"{where}: no environment of this name{did_you_mean(identifier, BUILT_IN)}; there "
+                f"are {', '.join(BUILT_IN)}, and your own as FILE.py:CLASS"
+            )
+        module, _, name = BUILT_IN[identifier].partition(":")
+        found = getattr(importlib.import_module(f"{HERE}.{module}"), name)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise ConfigError(f"{where} has no class {name} that derives from Environment")
+    return found
+
+
+@functools.lru_cache
+def _module(path: Path, where: str) -> Any:
+    """The module in a file of somebody's own, which may import its neighbours."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{where}: {path} is not a .py file")
+    module = importlib.util.module_from_spec(spec)
+    # pickle looks there for the classes of what a task holds.
+    sys.modules[path.stem], before = module, sys.modules.get(path.stem)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's code: anything
+        sys.modules.pop(path.stem)
+        if before is not None:
+            sys.modules[path.stem] = before
+        raise ConfigError(f"{where}: {path}: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any]:
+    """`args` as what the class's __init__ takes."""
+    try:
+        given = json.loads(args or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{where}: args is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f'{where}: args must be a JSON object, such as {{"below": 100}}')
+    parameters = dict(inspect.signature(maker).parameters)
+    rest = [name for name in parameters if parameters[name].kind is inspect.Parameter.VAR_KEYWORD]
+    for name in rest:
+        del parameters[name]
+    problems = [
+        f"{where}: unknown argument {name}{did_you_mean(name, parameters)}; "
+        f"it takes {', '.join(parameters) or 'none'}"
+        for name in given
+        if name not in parameters and not rest
+    ]
+    problems += [
+        f"{where}: the argument {name} is required"
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in given
+    ]
+    types = typing.get_type_hints(maker.__init__)
+    problems += [
+        f"{where}: the argument {name} must be {NOUN[types[name]]}, not {json.dumps(value)}"
+        for name, value in given.items()
+        if types.get(name) in NOUN and not _fits(value, types[name])
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return given
+
+
+def _fits(value: object, wanted: type) -> bool:
+    """Of what NOUN has; an int is a float, but true is no number."""
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, (int, float) if wanted is float else wanted)

@@ -1,0 +1,82 @@
+"""What an environment is: tasks, and rewards for what a model makes of them. No torch.
+
+class Vowels(Environment):
+    def task(self, number, rng):
+        word = "".join(rng.choices("abcdefgh", k=5))
+        return Task(f"Vowels in {word}: ", answer=sum(letter in "ae" for letter in word))
+
+    def score(self, task, completion):
+        return float(completion.strip() == str(task.answer))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+"""role (system, user, assistant or tool) and content, as chat templates take them."""
+
+
+class Task(NamedTuple):
+    prompt: str | list[Message]  # text that the model continues, or a conversation
+    answer: Any = None  # what score() needs; anything that can be pickled
+    number: int = 0  # with `held_out`, what makes the task again; set when it is handed out
+    held_out: bool = False
+
+    @property
+    def key(self) -> str:
+        """The same for the same prompt, whichever number it has."""
+        return hashlib.sha256(json.dumps(self.prompt).encode()).hexdigest()[:16]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as the start of a conversation: a text is what the user says."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return list(self.prompt)
+
+
+class Reply(NamedTuple):
+    """What the environment says to a turn of the model. To a prompt that is a text it is a text,
+    too, and follows the model's own as it is."""
+
+    content: str
+    role: str = "user"  # or tool
+
+
+class Score(NamedTuple):
+    reward: float | None  # None: there is none, the sample is left out
+    why: str = ""  # there is no reward
+
+
+class Environment:
+    """An environment derives from this class. What its __init__ takes are `args` in [[rl.env]]."""
+
+    size: int | None = None
+    """How many tasks there are: each is seen once before any is seen again. None: no end."""
+    held_out: float = 0.125
+    """Share of the prompts, chosen by their hash, that only evaluation sees."""
+    turns: int = 1
+    """Turns that the model has at most."""
+
+    def task(self, number: int, rng: random.Random) -> Task:
+        """With `size`, task `number` < size; without, any task, drawn from `rng` alone: it is the
+        same in every run with the same rl.seed."""
+        raise NotImplementedError
+
+    def score(self, task: Task, completion: str) -> float:
+        """The reward of the model's last turn."""
+        raise NotImplementedError
+
+    def judge(self, task: Task, messages: Sequence[Message]) -> float:
+        """The reward of a whole conversation, which begins with the task's own messages."""
+        return self.score(task, messages[-1]["content"])
+
+    def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
+        """What follows the model's turn that `messages` end with; None: the conversation is over.
+        Not asked after the last of `turns`."""
+        return None

@@ -1,0 +1,135 @@
+"""Rewards and replies of environments, in limited processes. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.pipes import Ended, Late, receive, send
+from kempner.rl.environments.protocol import Message, Reply, Score, Task
+from kempner.rl.environments.worker import OPEN_S, Request
+
+START_S = 60.0  # of a process, on a node that is busy
+# Whatever else is in our environment, tokens and Slurm's variables among it, stays with us.
+KEPT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+    *("PYTHONPATH", "PYTHONHOME", "HF_HOME", "XDG_CACHE_HOME"),
+)
+# One reward has one thread. The hash seed: the order of a set must not differ between processes.
+SET = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    **{"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"},
+}
+
+
+class Scorer:
+    """Processes that ask the environments. All of its methods may be called from any thread; one
+    call takes one process, and waits for one that is free."""
+
+    def __init__(
+        self, workers: int, tell: Callable[[str], object] = print, namespaces: bool = True
+    ) -> None:
+        """`workers`: processes, each started when it is first needed. `tell` takes a line for the
+        log: which limits this host does not allow."""
+        self._free: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._all = [_Process(self._tell_once, namespaces) for _ in range(workers)]
+        for process in self._all:
+            self._free.put(process)
+        self._tell, self._told, self._lock = tell, False, threading.Lock()
+
+    def score(self, env: Tasks, task: Task, completion: str | Sequence[Message]) -> Score:
+        """The reward of a text, or of a conversation that begins with the task's messages."""
+        if isinstance(completion, str):
+            completion = [*task.messages, {"role": "assistant", "content": completion}]
+        answer = self._ask("judge", env, task, completion)
+        return Score(answer.get("reward"), answer.get("why", ""))
+
+    def reply(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Reply | Score | None:
+        """What follows the model's last turn; None: the conversation is over, ask for its score.
+        A Score without a reward: the environment has failed, and the sample is left out."""
+        ours = messages[len(task.messages) :]
+        if sum(message["role"] == "assistant" for message in ours) >= env.environment.turns:
+            return None
+        answer = self._ask("reply", env, task, messages)
+        if "why" in answer:
+            return Score(None, answer["why"])
+        return Reply(*answer["reply"]) if answer["reply"] else None
+
+    def close(self) -> None:
+        """Ends all processes, also while they are at work."""
+        for process in self._all:
+            process.end()
+
+    def _ask(
+        self, call: str, env: Tasks, task: Task, messages: Sequence[Message]
+    ) -> dict[str, Any]:
+        request = Request(env.cfg, call, pickle.dumps((task, list(messages))))
+        process = self._free.get()
+        try:
+            return process.ask(request)
+        finally:
+            self._free.put(process)
+
+    def _tell_once(self, lacks: list[str]) -> None:
+        with self._lock:
+            if lacks and not self._told:
+                self._told = True
+                self._tell(f"what a reward runs is less limited here: {'; '.join(lacks)}")
+
+
+class _Process:
+    def __init__(self, tell: Callable[[list[str]], None], namespaces: bool) -> None:
+        self._tell, self._process = tell, None  # type: Any, subprocess.Popen[bytes] | None
+        self._words = [] if namespaces else ["--no-namespaces"]
+
+    def ask(self, request: Request) -> dict[str, Any]:
+        try:
+            process = self._process or self._start()
+            assert process.stdin and process.stdout
+            # It answers in time itself; this is for one that somebody has stopped.
+            end = time.monotonic() + OPEN_S + request.env.timeout + START_S
+            send(process.stdin.fileno(), pickle.dumps(request), end)
+            answer: dict[str, Any] = json.loads(receive(process.stdout.fileno(), end))
+        except (Late, Ended):
+            answer = {"why": "lost its process", "last": True}
+        if "last" in answer:
+            self.end()
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        # A session of its own: Ctrl-C is for us, and it ends when we do.
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-m", "kempner.rl.environments.worker", *self._words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**kept, **SET},
+            start_new_session=True,
+        )
+        assert process.stdout
+        self._tell(json.loads(receive(process.stdout.fileno(), time.monotonic() + START_S)))
+        return process
+
+    def end(self) -> None:
+        """Its pipe's end is its end; by SIGKILL where it does not answer."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin and process.stdout
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+        process.kill()
+        process.wait()
+        process.stdout.close()

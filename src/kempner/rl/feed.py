@@ -1,0 +1,185 @@
+"""The batches of a trainer, in the place of its data: all ranks wait for the orchestrator's."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kempner.checkpoint.ranks import Ranks
+from kempner.data.config import FAKE
+from kempner.data.fake import FakeDataset
+from kempner.data.stream import Shape
+from kempner.parallel.layout import Layout
+from kempner.resilience.requests import FLAGS, INTERRUPT, StopRequests, Verdict, asked
+from kempner.rl.batch import Rollouts, micro_batches, read
+from kempner.rl.exchange import Batch, Exchange
+from kempner.rl.publish import Publisher
+
+if TYPE_CHECKING:
+    from kempner.run import RunConfig
+
+LOOK_S = 0.1  # between two looks for a batch, and for requests to leave; the first ones come sooner
+
+
+class Feed:
+    """next() waits for the batch of a step. What a recorder asks of a loader of data is here,
+    too."""
+
+    names: tuple[str, ...] = ()  # of sources of data
+    sources: tuple[Any, ...] = ()
+    waiting: Callable[[float], AbstractContextManager[object]] = nullcontext
+    """The watchdog's patient(), for each look: the wait for the orchestrator has no end as long as
+    all ranks look."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        exchange: Exchange,
+        layout: Layout,
+        stop: StopRequests,
+        publisher: Publisher,
+        samples: int,
+    ) -> None:
+        """`samples`: trained on so far."""
+        self._exchange, self._layout = exchange, layout
+        self._stop, self._publisher = stop, publisher
+        self._seq_len, self._micro = cfg.train.seq_len, cfg.train.micro_batch
+        self._pin = layout.mesh.device_type == "cuda"
+        self._ranks = Ranks(dist.new_group(backend="gloo"))
+        self.position = samples
+        self.tokens = 0  # of the newest batch: targets that count, of all ranks
+        self.places = 0  # and all that are in its rows
+        self.state: dict[str, Any] | None = None  # of the orchestrator after it; on rank 0
+        self._metrics: dict[str, float] = {}
+
+    def next(self, step: int) -> list[Rollouts] | Verdict:
+        """This rank's micro-batches of a step; or, when any rank was asked to leave meanwhile, the
+        verdict of all."""
+        found: Batch | Verdict | None = None
+        pause = 0.0
+        while found is None:
+            with self.waiting(0.0):
+                found = self._look(step, pause)
+            pause = min(LOOK_S, 2 * pause + 0.005)
+        if isinstance(found, Verdict):
+            return found
+        self.tokens, self._metrics = found.tokens, found.metrics
+        self.position += int(found.metrics.get("samples", 0))
+        self.state = found.state
+        path = self._exchange.rollouts(step) / f"rank_{self._layout.data_rank}.safetensors"
+        arrays = self._ranks.on_all(lambda: read(path, self._seq_len, step - 1))
+        self.places = arrays["inputs"].numel() * self._layout.data_ranks
+        return list(micro_batches(arrays, self._micro, self._pin))
+
+    def _look(self, step: int, pause: float) -> Batch | Verdict | None:
+        """Once, on all ranks, after so many seconds. Rank 0 alone looks into the directory."""
+        batch, wanted = None, False
+        if self._ranks.rank == 0:
+            time.sleep(pause)
+            batch, wanted = self._exchange.batch(step), self._exchange.wanted.exists()
+        flags = torch.tensor([batch is not None, wanted, *self._stop.flags[INTERRUPT:]])
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
+        ready, wants, *leaving = flags.tolist()
+        verdict = asked(dict(zip(FLAGS, (0.0, *leaving), strict=True)))
+        if verdict.state:
+            return verdict
+        if wants:
+            if self._ranks.rank == 0:
+                with contextlib.suppress(FileNotFoundError):
+                    self._exchange.wanted.unlink()
+            self._publisher.publish(step - 1)
+        if not ready:
+            return None
+        told = [batch._replace(state={}) if batch else None]  # the state may be long
+        dist.broadcast_object_list(told, 0, self._ranks.group)
+        return batch or told[0]
+
+    # --- For the recorder ---
+
+    def keys_per_query(self, window: int | None) -> None:
+        """Nobody knows how long samples will be."""
+
+    def sample_numbers(self, position: int, count: int) -> list[int]:
+        return []
+
+    def record(self, values: Mapping[str, float], lap: Mapping[str, float]) -> dict[str, Any]:
+        """For the line of the newest batch's step: what the orchestrator has said of it, and what
+        the trainer has. `values`: the sums of the step; `lap`: its seconds."""
+        tokens = max(1.0, values["tokens"])
+        fresh = values["fresh_tokens"]
+        mismatch = values["fresh_sum"] / fresh if fresh else values["mismatch_sum"] / tokens
+        own = {
+            "mismatch": mismatch,
+            "ratio_clipped": values["held_back"] / tokens,
+            "kl": values["kl_sum"] / tokens,
+            "wait": lap.get("data", 0.0) / max(lap["total"], 1e-9),
+            "publish_seconds": lap.get("publish", 0.0),
+        }
+        said = {name: value for name, value in self._metrics.items() if name != "samples"}
+        return {**said, **own}
+
+    def close(self) -> None:
+        pass
+
+
+class FakeFeed(Feed):
+    """Random samples, for measurements: each of rl.batch_samples is as long as a row, or rows have
+    several of variable length (see [bench]). What engines would remove is removed."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        exchange: Exchange,
+        layout: Layout,
+        stop: StopRequests,
+        publisher: Publisher,
+    ) -> None:
+        super().__init__(cfg, exchange, layout, stop, publisher, 0)
+        separate = cfg.bench.length == "variable"
+        shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, separate, False, False)
+        self._source, self._guess = FakeDataset("fake", shape), -math.log(cfg.model.vocab_size)
+        self._rows = (cfg.rl.batch_samples or 64) // layout.data_ranks
+
+    def next(self, step: int) -> list[Rollouts] | Verdict:
+        if self._ranks.rank == 0 and step > 1:
+            shutil.rmtree(self._exchange.version(step - 2), ignore_errors=True)
+        first = self.position + self._layout.data_rank * self._rows
+        rows = self._source.read(np.arange(first, first + self._rows))
+        shape = rows.inputs.shape
+        documents = np.zeros(shape, np.int32) if rows.documents is None else rows.documents
+        sign = np.where(np.arange(len(rows.inputs)) % 2 == 0, 1.0, -1.0).astype(np.float32)
+        arrays = {
+            "inputs": rows.inputs,
+            "targets": rows.targets,
+            "documents": documents,
+            "logprobs": np.full(shape, self._guess, np.float32),
+            "advantages": np.broadcast_to(sign[:, None], shape).copy(),
+            "fresh": np.ones(shape, bool),
+        }
+        self.position += self._rows * self._layout.data_ranks
+        self.places = self._rows * self._layout.data_ranks * self._seq_len
+        self.tokens = self.places
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return list(micro_batches(tensors, self._micro, self._pin))
+
+
+def open_feed(
+    cfg: RunConfig,
+    exchange: Exchange,
+    layout: Layout,
+    stop: StopRequests,
+    publisher: Publisher,
+    samples: int,
+) -> Feed:
+    if cfg.data.dataset_path == FAKE:
+        return FakeFeed(cfg, exchange, layout, stop, publisher)
+    return Feed(cfg, exchange, layout, stop, publisher, samples)

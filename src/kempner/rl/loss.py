@@ -1,0 +1,115 @@
+"""The loss on tokens that were sampled: how much more likely each is made, by its advantage.
+
+The ratio r of a token is its probability under the model that is trained, at the temperature of the
+sampler, over the one that the sampler has handed over. That is the distribution it was drawn from:
+where top_p, top_k or min_p left tokens out, the others have their share there and not here, and r
+is as much below 1. It is the weight of importance sampling all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kempner.data.batch import MicroBatch
+from kempner.data.source import IGNORE
+from kempner.loss import VocabularyPart, cross_entropy
+from kempner.model.decoder import Decoder
+from kempner.parallel.layout import Layout
+from kempner.rl.batch import Rollouts
+from kempner.rl.config import LossConfig
+
+if TYPE_CHECKING:
+    from kempner.run import RunConfig
+
+BOUND = 20.0  # of log ratios: exp of it, times any advantage and squared, is finite in bf16, too
+LOWEST = -1e4  # log-probabilities: the difference of two infinite ones is not a number
+SUMS = ("mismatch_sum", "fresh_sum", "fresh_tokens", "held_back", "kl_sum")
+
+
+def policy_losses(
+    cfg: LossConfig, new: Tensor, old: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses of tokens with these log-probabilities, `new` of the model, `old` of the sampler;
+    the log ratios; and whether a bound holds the token back, so that it does not push the model.
+    All [...], fp32.
+
+    grpo (arXiv:2402.03300) and dapo (arXiv:2503.14476) clip the ratio, with two bounds, and differ
+    in their advantages alone. masked leaves out tokens whose probability has moved by more than
+    `mask`: of those alone the ratio is not bounded.
+    """
+    log_ratio = (new.clamp(min=LOWEST) - old.clamp(min=LOWEST)).clamp(-BOUND, BOUND)
+    gain = log_ratio.exp() * advantages
+    if cfg.name == "masked":
+        held = (new.exp() - old.exp()).abs() > cfg.mask
+        gain = torch.where(held, 0.0, gain)  # no product: 0 times infinity is NaN
+    else:
+        clipped = log_ratio.exp().clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages
+        held = clipped < gain
+        gain = torch.minimum(gain, clipped)
+    return cfg.kl * log_ratio.square() - gain, log_ratio, held
+
+
+class Policy:
+    """The objective (kempner.objective) of tokens with advantages."""
+
+    def __init__(self, cfg: RunConfig, device: torch.device) -> None:
+        self._cfg, self._temperature = cfg.rl_loss, cfg.rl_sampling.temperature
+        self._chunk = cfg.train.loss_chunk
+        self._batch: Rollouts | None = None
+        self._sums = torch.zeros(len(SUMS), device=device)
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
+        assert isinstance(batch, Rollouts)
+        self._batch = batch  # what the model does not hand on to its loss
+        loss, terms = model(batch.inputs, batch.targets, batch.documents, token_losses=True)
+        return loss, terms, batch
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Since the last call, over the tokens that count: sums of |log ratio|, and of those that
+        the newest weights have sampled, and their number; tokens that a bound has held back; and
+        the divergence of model and sampler."""
+        sums = self._sums.clone()
+        self._sums.zero_()
+        return dict(zip(SUMS, sums.unbind(), strict=True))
+
+    def loss(
+        self, x: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """In the place of loss.cross_entropy."""
+        judge = self._judge(targets)
+        return cross_entropy(x, weight, targets, self._chunk, part, self._temperature, judge)
+
+    def _judge(self, targets: Tensor) -> Callable[[Tensor, slice], tuple[Tensor, Tensor]]:
+        assert self._batch is not None
+        flat = (self._batch.logprobs, self._batch.advantages, self._batch.fresh, targets != IGNORE)
+        given = [tensor.flatten().unsqueeze(1) for tensor in flat]
+
+        def judge(losses: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            old, advantages, fresh, counts = (tensor[rows] for tensor in given)
+            with torch.enable_grad():
+                losses = losses.detach().requires_grad_()
+                ours, log_ratio, held = policy_losses(self._cfg, -losses, old, advantages)
+                (slopes,) = torch.autograd.grad(ours.sum(), losses)
+            distance = log_ratio.detach().abs()
+            # Of samples of the sampler this has the mean KL(sampler, model), and is never negative.
+            kl = log_ratio.detach().expm1() - log_ratio.detach()
+            mine = (distance, distance * fresh, fresh.float(), held.float(), kl)
+            for i, values in enumerate(mine):
+                self._sums[i] += torch.where(counts, values, 0.0).sum()
+            return ours.detach(), slopes
+
+        return judge
+
+
+def open_policy(cfg: RunConfig, layout: Layout, model: Decoder, device: torch.device) -> Policy:
+    policy = Policy(cfg, device)
+    model.loss = policy.loss
+    if layout.tp is not None:
+        from kempner.parallel.tensor import VocabularyLoss
+
+        model.loss = VocabularyLoss(policy.loss, layout.tp)
+    return policy

@@ -1,0 +1,127 @@
+"""The parts of the orchestrator from the configuration, and what is wrong with it. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kempner.config.option import ConfigError
+from kempner.rl.conversation import Writer, open_words
+from kempner.rl.curriculum import Curriculum
+from kempner.rl.engines import Engine, KitEngine
+from kempner.rl.environments.opening import Tasks, open_environments
+from kempner.rl.exchange import Exchange
+from kempner.rl.router import Router
+
+if TYPE_CHECKING:
+    from kempner.load import Words
+    from kempner.run import RunConfig
+
+LOOKED_AT = 32  # tasks of each environment, whether they fit
+TOKEN = "KEMPNER_SERVE_TOKEN"
+QUEUED = 2  # groups that wait in an engine, so that it never runs out of work
+
+
+def open_parts(cfg: RunConfig) -> tuple[dict[str, Tasks], Words]:
+    """The environments by label, and the tokenizer. Raises ConfigError with all that is wrong,
+    before any node is held."""
+    problems: list[str] = []
+    envs: list[Tasks] = []
+    words = None
+    try:
+        envs = open_environments(cfg.rl)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        words = open_words(cfg.rl.tokenizer, cfg.model.init_from)
+    except ConfigError as error:
+        problems += error.problems
+    if cfg.rl.eval_interval and all(env.use == "train" for env in cfg.rl.env):
+        problems.append(
+            f"rl.eval_interval = {cfg.rl.eval_interval}: no rl.env is for evaluation; give one "
+            'use = "eval" or "both", or leave it out'
+        )
+    if words is not None:
+        problems += check_words(cfg, words)
+        for env in envs:
+            problems += check_prompts(cfg, env, Writer(words))
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    assert words is not None
+    return {env.label: env for env in envs}, words
+
+
+def check_words(cfg: RunConfig, words: Words) -> list[str]:
+    size, own = words.tokenizer.vocab_size, cfg.model.init_from is None
+    if own and size < cfg.model.vocab_size:  # weights that were trained never say the others
+        return [
+            f"model.vocab_size = {cfg.model.vocab_size}: the engines sample the {size} tokens of "
+            f"rl.tokenizer alone, and the trainer sees all; give --model.vocab_size={size}"
+        ]
+    if size <= cfg.model.vocab_size:
+        return []
+    return [
+        f"rl.tokenizer: has {size} tokens, and model.vocab_size is {cfg.model.vocab_size}; give "
+        "the tokenizer of the weights"
+    ]
+
+
+def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
+    """Whether the first tasks can be written as tokens, and leave room for completions."""
+    held_out = env.cfg.use == "eval"
+    most, room = cfg.rl_sampling.max_tokens, cfg.train.seq_len
+    count = LOOKED_AT if env.environment.size is None else min(LOOKED_AT, env.environment.size)
+    try:
+        tasks = islice((env.task(number, held_out) for number in range(count)), count)
+        longest = max(len(writer.prompt(task)) for task in tasks)
+    except (ValueError, ConfigError) as error:
+        return [f'rl.env "{env.label}": {error}']
+    if longest + most <= room:
+        return []
+    return [
+        f'rl.env "{env.label}": a prompt of {longest} tokens and rl.sampling.max_tokens = {most} '
+        f"are over train.seq_len = {room}; shorten one of them, or raise train.seq_len"
+    ]
+
+
+def open_curriculum(
+    cfg: RunConfig, envs: Mapping[str, Tasks], say: Callable[[str], None]
+) -> Curriculum:
+    weights = {label: env.cfg.weight for label, env in envs.items() if env.cfg.use != "eval"}
+    return Curriculum(
+        weights, cfg.rl.solve_rate, lambda label, number: envs[label].task(number).key, say
+    )
+
+
+def open_router(cfg: RunConfig, exchange: Exchange, say: Callable[[str], None]) -> Router:
+    """Of the engines of this job, or of those that run already."""
+    inference, urls = cfg.rl_inference, cfg.rl_inference.urls
+    given = os.environ.pop(TOKEN, "").strip()
+
+    def token() -> str:
+        if urls:
+            return given
+        return exchange.token.read_text().strip() if exchange.token.exists() else ""
+
+    def find() -> Mapping[str, str]:
+        if urls:
+            return {f"engine-{number}": url.rstrip("/") for number, url in enumerate(urls)}
+        paths = sorted(exchange.engines.glob("engine-*"))
+        return {path.name: url for path in paths if (url := read(path))}
+
+    def make(url: str) -> Engine:
+        return KitEngine(url, token(), inference.timeout)
+
+    capacity = inference.slots + QUEUED * cfg.rl.group_size
+    return Router(find, make, capacity, say, inference.timeout if urls else None)
+
+
+def read(path: os.PathLike[str]) -> str:
+    """Of a file that may be gone."""
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,260 @@
+"""The loop of a run: versions of the weights out to the engines, groups in, batches over to the
+trainer. No torch.
+
+Synchronous (max_async = 0), a batch follows from the state and the weights alone: its tasks are a
+beginning of the order, which grows by one task for each group that comes to nothing, each request
+has its own seed, and nothing is counted in the order in which it arrives.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from kempner.history import results
+from kempner.rl import packing
+from kempner.rl.batches import Failed, Groups
+from kempner.rl.curriculum import Curriculum
+from kempner.rl.engines import Closed
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.exchange import Batch, Exchange, Start, State
+from kempner.rl.groups import Group, Place
+from kempner.rl.packing import Arrays
+from kempner.rl.rollout import Sampler
+from kempner.rl.router import Router
+from kempner.rl.samples import SampleLog, figures, mean
+
+if TYPE_CHECKING:
+    from kempner.run import RunConfig
+
+LOOK_S = 0.05  # between two looks for a new version
+DISK_S = 600.0  # that a full disk may stay full
+AGAIN_S = 5.0
+TIDY_S = 1.0
+
+
+class Orchestrator:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        exchange: Exchange,
+        envs: Mapping[str, Tasks],
+        curriculum: Curriculum,
+        sampler: Sampler,
+        router: Router,
+        say: Callable[[str], None],
+        stop: threading.Event,
+    ) -> None:
+        self._cfg, self._exchange, self._envs = cfg, exchange, envs
+        self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
+        self._curriculum = curriculum
+        self._come: SimpleQueue[Group | Exception] = SimpleQueue()
+        self._again: deque[Place] = deque()  # asked before the last stop, and not trained
+        self._flying: dict[int, Place] = {}  # asked, by place
+        self._groups = Groups(cfg.rl, cfg.rl_sampling.max_tokens, say)
+        self._step = 0  # whose batch was handed over last
+        self._newest = -1  # version
+        self._evaluated = -1  # version
+        self._tidied = 0.0
+
+    def run(self) -> None:
+        """Until the last version is evaluated, or told to stop. Raises Closed, Failed, NoEngines,
+        Rejected."""
+        while (start := self._exchange.started()) is None:
+            self._pause()
+        self._begin(start)
+        while self._step < self._cfg.train.max_steps:
+            self._look()
+            self._take()
+            chosen = self._groups.chosen(self._step + 1, self._ahead(), len(self._flying))
+            if chosen is not None:
+                self._hand_over(chosen)
+        while self._newest < self._cfg.train.max_steps:
+            self._look()
+            self._pause()
+
+    def _begin(self, start: Start) -> None:
+        self._data_ranks, self._step = start.data_ranks, start.step
+        self._log = SampleLog(Path(self._cfg.run.dir), start.step, self._say)
+        if self._cfg.rl.eval_interval:
+            done = results.evaluated(Path(self._cfg.run.dir))
+            self._evaluated = max((each for each in done if each <= start.step), default=-1)
+        if start.state is not None:
+            self._curriculum.load(start.state["curriculum"])
+            self._groups.tokens_of_group = start.state["tokens_of_group"]
+            pending = [Place(*each) for each in start.state["pending"]]
+            self._again.extend(each for each in pending if each.env in self._envs)
+        self._groups.new_target()
+        self._say(f"step {start.step} is loaded; {start.data_ranks} data rank(s)")
+
+    def _state(self) -> State:
+        """What comes after the batch. Groups that wait for a later one are asked again after a
+        resume, by newer weights, as those that are in flight: samples have no place in a
+        checkpoint."""
+        waiting = [*self._flying.values(), *self._groups.carried, *self._again]
+        return {
+            "curriculum": self._curriculum.state(),
+            "pending": sorted(list(each) for each in waiting),
+            "tokens_of_group": self._groups.tokens_of_group,
+        }
+
+    def _pause(self) -> None:
+        if self._stop.wait(LOOK_S):
+            raise Closed
+
+    # --- versions ---
+
+    def _look(self) -> None:
+        """For a new version, and what follows from it."""
+        if self._stop.is_set():
+            raise Closed
+        newest = self._exchange.newest()
+        if newest is None or newest <= self._newest:
+            self._tidy()
+            return
+        self._newest = newest
+        path = self._exchange.version(newest).absolute()
+        self._router.offer(newest, {"path": str(path), "version": newest})
+        for step in range(newest, 0, -1):
+            if not (folder := self._exchange.rollouts(step)).exists():
+                break
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._evaluation_due():
+            self._evaluate(newest)
+
+    def _evaluation_due(self) -> bool:
+        """Before the first step, when another interval has begun, and at the end."""
+        interval, newest = self._cfg.rl.eval_interval, self._newest
+        if not interval or newest == self._evaluated:
+            return False
+        last = newest == self._cfg.train.max_steps
+        return last or newest // interval > self._evaluated // interval
+
+    def _tidy(self) -> None:
+        """Versions that no engine uses, nor will one that starts: it reads the newest directory."""
+        oldest = self._router.oldest()
+        if oldest is None or time.monotonic() < self._tidied + TIDY_S:
+            return
+        self._tidied = time.monotonic()
+        there = {
+            int(manifest.parent.name[1:]): json.loads(manifest.read_text())
+            for manifest in self._exchange.weights.glob("v*/manifest.json")
+        }
+        directories = [n for n, facts in there.items() if facts["transport"] == "directory"]
+        for number in there:
+            if number < min(oldest, self._newest) and number != max(directories, default=-1):
+                folder = self._exchange.version(number)
+                (folder / "manifest.json").unlink()  # first, so that nobody begins to read it
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _evaluate(self, version: int) -> None:
+        """Greedy, on tasks that training never sees. Newer weights wait until it is done."""
+        answers: SimpleQueue[tuple[str, float | None] | Exception] = SimpleQueue()
+
+        def work(env: Tasks, number: int) -> None:
+            try:
+                reward = self._sampler.evaluate(env, tasks[env.label][number], version)
+                answers.put((env.label, reward))
+            except Exception as error:
+                answers.put(error)
+
+        envs = [env for env in self._envs.values() if env.cfg.use != "train"]
+        tasks = {env.label: env.evaluation(self._cfg.rl.eval_samples) for env in envs}
+        for env in envs:
+            for number in range(len(tasks[env.label])):
+                threading.Thread(target=work, args=(env, number), daemon=True).start()
+        rewards: dict[str, list[float]] = {}
+        for _ in range(sum(map(len, tasks.values()))):
+            label, reward = self._next_of(answers)
+            if reward is not None:
+                rewards.setdefault(label, []).append(reward)
+        found = {label: mean(each) for label, each in rewards.items()}
+        results.put(Path(self._cfg.run.dir), version, found)
+        text = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
+        self._say(f"step {version}: evaluation: {text or 'no rewards'}")
+        self._evaluated = version
+
+    def _next_of(self, queue: SimpleQueue[Any]) -> Any:
+        """Waits; raises what a thread has raised."""
+        while True:
+            if self._stop.is_set():
+                raise Closed
+            try:
+                found = queue.get(timeout=LOOK_S)
+            except Empty:
+                continue
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    # --- groups and batches ---
+
+    def _ahead(self) -> int:
+        """Batches that may be worked on: what is asked now can be trained in each of them."""
+        last = min(self._newest + 1 + self._cfg.rl.max_async, self._cfg.train.max_steps)
+        return max(0, last - self._step) if self._newest >= 0 else 0
+
+    def _take(self) -> None:
+        """Ask for what may be asked, and take what has come."""
+        # Asynchronous, an engine works on while another one takes new weights.
+        least = max(0, self._newest - (self._cfg.rl.max_async > 0))
+        for _ in range(self._groups.wanted(self._ahead(), len(self._flying))):
+            at = self._again.popleft() if self._again else self._curriculum.next()
+            self._flying[at.place] = at
+            threading.Thread(target=self._work, args=(at, least), daemon=True).start()
+        try:
+            found = self._come.get(timeout=LOOK_S)
+            while True:
+                if isinstance(found, Exception):
+                    raise found
+                del self._flying[found.at.place]
+                self._groups.add(found)
+                found = self._come.get_nowait()
+        except Empty:
+            pass
+
+    def _work(self, at: Place, least: int) -> None:
+        try:
+            self._come.put(self._sampler.group(at, self._cfg.rl.group_size, least))
+        except Exception as error:
+            self._come.put(error)
+
+    def _hand_over(self, chosen: list[Group]) -> None:
+        loss, most = self._cfg.rl_loss, self._cfg.rl_sampling.max_tokens
+        self._step += 1
+        come, stale = self._groups.next_batch(chosen)
+        self._curriculum.learn(come)
+        metrics = figures(come, chosen, self._step, stale) | self._router.figures()
+        arrays = packing.pack(
+            [each.sample for group in chosen for each in group.scored],
+            [each for group in chosen for each in group.advantages(loss, most)],
+            [each.oldest for group in chosen for each in group.scored],
+            self._cfg.train.seq_len,
+            self._data_ranks,
+            self._cfg.train.micro_batch or 1,
+        )
+        tokens = packing.tokens_that_count(arrays)
+        self._write(Batch(self._step, tokens, metrics, self._state()), arrays)
+        self._log.add(self._step, chosen)
+
+    def _write(self, batch: Batch, arrays: list[Arrays]) -> None:
+        """A full disk may be cleared: what was sampled is not thrown away at once."""
+        until = time.monotonic() + DISK_S
+        while True:
+            try:
+                packing.write(self._exchange.rollouts(batch.step), arrays)
+                self._exchange.hand_over(batch)
+                return
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise Failed(f"the batch of step {batch.step}: {error}") from None
+                self._say(f"the batch of step {batch.step} cannot be written: {error}; again soon")
+            if self._stop.wait(AGAIN_S):
+                raise Closed

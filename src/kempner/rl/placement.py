@@ -1,0 +1,144 @@
+"""Which nodes and GPUs of a job train, and which have engines. No torch.
+
+    python -m kempner.rl.placement --nodes N --tasks T --gpus G --names A,B < CONFIG.toml
+
+prints, for the batch script, the numbers of a Placement, other values that it needs, and a text for
+its log. Exit code 2 when the job does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kempner.config.option import ConfigError
+from kempner.config.toml import loads
+from kempner.rl.config import DeploymentConfig, InferenceConfig
+
+
+class Placement(NamedTuple):
+    """Nodes that train come first: the batch script and the orchestrator are on the first of them,
+    and the loss of any node with engines costs engines alone."""
+
+    train_nodes: int
+    train_tasks: int  # on each of them
+    engines: int
+    on_node: int  # engines on each node that has any
+    first_node: int  # that has any
+    tasks: int  # of a node, which share its CPUs
+
+
+def place(
+    deployment: DeploymentConfig, inference: InferenceConfig, nodes: int, tasks: int, gpus: int
+) -> Placement:
+    """Of a job with so many nodes, and tasks and GPUs on each (`gpus` 0: without). Raises
+    ConfigError."""
+    own, tp = not inference.urls, inference.tp
+    both = deployment.num_infer_nodes == 0
+    asked = deployment.num_train_nodes + deployment.num_infer_nodes
+    if not own and not both:
+        raise ConfigError([
+            f"rl.deployment.num_infer_nodes = {deployment.num_infer_nodes}: with "
+            "rl.inference.urls the job has no engines; set it to 0"
+        ])  # fmt: skip
+    if own and both and deployment.num_train_nodes > 1:
+        raise ConfigError([
+            f"rl.deployment.num_train_nodes = {deployment.num_train_nodes} with num_infer_nodes = "
+            "0: no node is left for engines; set num_infer_nodes"
+        ])  # fmt: skip
+    if nodes != asked:
+        raise ConfigError([
+            f"the job has {nodes} node(s), and [rl.deployment] asks for {asked} (num_train_nodes = "
+            f"{deployment.num_train_nodes}, num_infer_nodes = {deployment.num_infer_nodes}): "
+            f"submit with sbatch --nodes={asked}, or change [rl.deployment]"
+        ])  # fmt: skip
+    per_node = deployment.gpus_per_node or tasks
+    if gpus and per_node > gpus:
+        raise ConfigError([
+            f"rl.deployment.gpus_per_node = {per_node}: a node of the job has {gpus} GPU(s)"
+        ])  # fmt: skip
+    if asked > 1:
+        _check_tp(per_node if own else tp, tp, "tasks of a node")
+        on_node = per_node // tp if own else 0
+        return Placement(
+            deployment.num_train_nodes,
+            per_node,
+            on_node * deployment.num_infer_nodes,
+            on_node,
+            deployment.num_train_nodes,
+            per_node,
+        )
+    infer = deployment.num_infer_gpus if own else 0
+    _check_tp(infer if own else tp, tp, "rl.deployment.num_infer_gpus")
+    needed = deployment.num_train_gpus + infer
+    if gpus and needed > per_node:
+        raise ConfigError([
+            f"rl.deployment: num_infer_gpus = {infer} + num_train_gpus = "
+            f"{deployment.num_train_gpus} are more than the {per_node} GPU(s) of the node; use "
+            "fewer of each, or several nodes (num_infer_nodes)"
+        ])  # fmt: skip
+    return Placement(1, deployment.num_train_gpus, infer // tp, infer // tp, 0, needed)
+
+
+def _check_tp(count: int, tp: int, what: str) -> None:
+    if count == 0 or count % tp:
+        raise ConfigError([
+            f"{what}: {count} cannot be shared by engines of rl.inference.tp = {tp}: it must be a "
+            "multiple of it, and not 0"
+        ])  # fmt: skip
+
+
+def describe(
+    placement: Placement, inference: InferenceConfig, gpus: int, names: Sequence[str]
+) -> list[str]:
+    """A line for each kind of process; `names`: of all nodes."""
+    first, each = placement.first_node, placement.on_node
+    lines = [
+        f"trainer: {placement.train_tasks} task(s) on {', '.join(names[: placement.train_nodes])}"
+        + (" each" if placement.train_nodes > 1 else ""),
+        f"orchestrator: on {names[0]}",
+    ]
+    kind = f"{inference.engine}, {inference.tp} GPU(s) each" if gpus else inference.engine
+    for number in range(0, placement.engines, max(each, 1)):
+        node = names[first + number // each]
+        last = number + each - 1
+        which = f"engine {number}" if each == 1 else f"engines {number} to {last}"
+        lines.append(f"{which} ({kind}): on {node}")
+    if inference.urls:
+        lines.append(f"no engines of its own: {', '.join(inference.urls)}")
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m kempner.rl.placement")
+    for name in ("nodes", "tasks", "gpus"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--names", required=True, help="of the nodes, with commas")
+    options = parser.parse_args(argv)
+    values: Mapping[str, Any] = loads(sys.stdin.read())
+    deployment = DeploymentConfig(**_known(values["rl"]["deployment"]))
+    inference = InferenceConfig(**_known(values["rl"]["inference"]))
+    try:
+        placement = place(deployment, inference, options.nodes, options.tasks, options.gpus)
+    except ConfigError as error:
+        print("\n".join(f"kempner: error: {text}" for text in error.problems), file=sys.stderr)
+        return 2
+    print(*placement)
+    print(inference.tp, inference.slots, inference.restarts, values["train"]["max_steps"])
+    print(inference.engine)
+    for line in describe(placement, inference, options.gpus, options.names.split(",")):
+        print(line)
+    print("--")
+    print("\n".join(inference.args))
+    return 0
+
+
+def _known(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a resolved configuration, in which "none" stands for None."""
+    return {key: None if value == "none" else value for key, value in section.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""From a task to scored samples: ask an engine, let the environment answer, ask for rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from kempner.generate.config import Sampling
+from kempner.rl.conversation import Conversation, Writer
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.protocol import Score, Task
+from kempner.rl.environments.scorer import Scorer
+from kempner.rl.groups import Group, Place, Rollout, seed_of
+from kempner.rl.router import Router
+
+if TYPE_CHECKING:
+    from kempner.rl.measure import NoRewards
+    from kempner.run import RunConfig
+
+R = TypeVar("R")
+
+
+class Sampler:
+    """Its methods wait for engines and for rewards; each group has a thread of its own."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        envs: Mapping[str, Tasks],
+        writer: Writer,
+        router: Router,
+        scorer: Scorer | NoRewards,
+        judges: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """`judges`: that the scorer has."""
+        self._envs, self._writer, self._router, self._scorer = envs, writer, router, scorer
+        self._sampling, self._seq_len, self._seed = cfg.rl_sampling, cfg.train.seq_len, cfg.rl.seed
+        self._say = say
+        self._judges = ThreadPoolExecutor(judges, "judge")
+        self._said: set[str] = set()  # environments whose failures were reported
+
+    def close(self) -> None:
+        self._judges.shutdown(wait=False, cancel_futures=True)
+
+    def group(self, at: Place, size: int, least: int) -> Group:
+        """`size` samples of one task, by weights of version `least` or later."""
+        env = self._envs[at.env]
+        task = env.task(at.number)
+        rollouts = self._converse(env, task, size, self._sampling.sampling(0), at.place, least)
+        return Group(at, task.key, written(task), rollouts)
+
+    def evaluate(self, env: Tasks, task: Task, least: int) -> float | None:
+        """The reward of the most likely answer."""
+        greedy = Sampling(
+            temperature=0.0, max_tokens=self._sampling.max_tokens, stop=self._sampling.stop
+        )
+        rollouts = self._converse(env, task, 1, greedy, 0, least)
+        return rollouts[0].reward if rollouts else None
+
+    def _converse(
+        self, env: Tasks, task: Task, count: int, sampling: Sampling, place: int, least: int
+    ) -> list[Rollout]:
+        """Each turn is one request, of all conversations that go on. A turn begins where there is
+        room for all of it; none at all: no samples."""
+        prompt = self._writer.prompt(task)
+        if not self._room(prompt):
+            self._tell(env, f"task {task.number}: its prompt of {len(prompt)} tokens is too long")
+            return []
+        talks = [Conversation(task.messages, prompt) for _ in range(count)]
+        why: dict[int, str] = {}  # there is no reward
+        turn, going = 0, talks
+        while going:
+            asked = replace(sampling, seed=seed_of(self._seed, place, turn))
+            if turn == 0:
+                texts = self._router.ask([prompt], count, asked, least)[0]
+            else:
+                tokens = [talk.tokens for talk in going]
+                texts = [each[0] for each in self._router.ask(tokens, 1, asked, least)]
+            for talk, text in zip(going, texts, strict=True):
+                talk.say(text, self._writer.text(text.token_ids))
+            going = [talk for talk in going if talk.open]
+            going = self._replies(env, task, going, why)
+            turn += 1
+        kept = [talk for talk in talks if id(talk) not in why]
+        scores = self._side_by_side(lambda talk: self._scorer.score(env, task, talk.messages), kept)
+        rewards = {id(talk): score for talk, score in zip(kept, scores, strict=True)}
+        found = []
+        for talk in talks:
+            score = rewards.get(id(talk)) or Score(None, why.get(id(talk), ""))
+            if score.reward is None:
+                self._tell(env, score.why)
+            found.append(Rollout(talk.sample, talk.text, score.reward, talk.truncated, talk.oldest))
+        return found
+
+    def _replies(
+        self, env: Tasks, task: Task, talks: Sequence[Conversation], why: dict[int, str]
+    ) -> list[Conversation]:
+        """What the environment says; those conversations that go on."""
+        replies = self._side_by_side(
+            lambda talk: self._scorer.reply(env, task, talk.messages), talks
+        )
+        going = []
+        for talk, reply in zip(talks, replies, strict=True):
+            if isinstance(reply, Score):
+                why[id(talk)] = reply.why
+            elif reply is not None:
+                talk.hear(reply, self._writer.reply(task, reply, talk.tokens[-1]))
+                going.append(talk)
+                if not self._room(talk.tokens):
+                    talk.truncated = True
+                    going.pop()
+        return going
+
+    def _room(self, tokens: Sequence[int]) -> bool:
+        return len(tokens) + self._sampling.max_tokens <= self._seq_len
+
+    def _side_by_side(
+        self, action: Callable[[Conversation], R], talks: Iterable[Conversation]
+    ) -> list[R]:
+        return list(self._judges.map(action, talks))
+
+    def _tell(self, env: Tasks, why: str) -> None:
+        """Once for each environment: the metrics count them."""
+        if env.label not in self._said:
+            self._said.add(env.label)
+            self._say(f"{env.label}: a sample without a reward: {why or 'no reason given'}")
+
+
+def written(task: Task) -> str:
+    """The prompt as text, for people."""
+    if isinstance(task.prompt, str):
+        return task.prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in task.prompt)

@@ -1,0 +1,299 @@
+"""All engines of a run: who lives, which weights each has, and who gets the next request. No torch.
+
+An engine that is lost is left out: what it had is asked of another one, with the same seed, so that
+the samples are the same. It is taken back when it answers again and has the newest weights.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kempner.generate.config import Sampling
+from kempner.rl.engines import Busy, Closed, Completion, Engine, Lost, NoEngines, Rejected
+
+BEAT_EVERY_S = 2.0
+MISSES = 2  # beats in a row without an answer in time; a refused connection is enough by itself
+BUSY_S = 0.2  # before an engine that takes nothing now is asked again
+TRIES = 5  # of an update that an engine refuses
+SAY_EVERY_S = 60.0  # that there is no engine
+
+
+@dataclass
+class Member:
+    """One engine, as the router sees it. Changed under the router's lock."""
+
+    name: str
+    engine: Engine
+    version: int = -1  # -1: not known
+    alive: bool = False
+    trusted: bool = True  # that its version is one of this run
+    load: int = 0  # samples that it was asked for
+    life: int = 0  # times that it was lost
+    misses: int = 0
+    updating: bool = False
+    refused: int = 0  # updates in a row
+    why: str = ""  # it is not alive
+    seconds: dict[str, float] = field(default_factory=lambda: {"idle": 0.0, "busy": 0.0})
+    since: float = field(default_factory=time.monotonic)
+
+    def account(self) -> None:
+        """The time since the last call was spent as it is now."""
+        now = time.monotonic()
+        if self.alive:
+            self.seconds["busy" if self.load else "idle"] += now - self.since
+        self.since = now
+
+
+class Router:
+    def __init__(
+        self,
+        find: Callable[[], Mapping[str, str]],
+        make: Callable[[str], Engine],
+        capacity: int,
+        say: Callable[[str], None],
+        patience: float | None = None,
+    ) -> None:
+        """`find`: the URLs of the engines, by name; `capacity`: samples that an engine has at a
+        time; `patience`: seconds without any engine before the run gives up, None: others see to
+        it that one comes, and engines come with weights of this run."""
+        self._find, self._make, self._capacity = find, make, capacity
+        self._say, self._patience = say, patience
+        self._members: dict[str, Member] = {}
+        self._target: tuple[int, dict[str, Any]] = (-1, {})
+        self._change = threading.Condition()
+        self._wake: dict[str, threading.Event] = {}
+        self._closed = False
+        self._failure: Exception | None = None
+        self._last_alive = self._said = time.monotonic()
+        self._began = time.monotonic()
+        self._tokens = 0
+        self._updates: list[float] = []  # seconds of each
+
+    def start(self) -> None:
+        threading.Thread(target=self._scan, daemon=True).start()
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            members = list(self._members.values())
+            self._change.notify_all()
+        for member in members:
+            self._wake[member.name].set()
+            member.engine.abort()
+
+    # --- requests ---
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, least: int
+    ) -> list[list[Completion]]:
+        """`n` samples of each prompt, by weights of version `least` or later; waits for an engine
+        for as long as there may be one. Raises Closed, NoEngines, Rejected."""
+        size = len(prompts) * n
+        while True:
+            member, engine, life = self._take(size, least)
+            try:
+                found = engine.complete(prompts, n, sampling)
+            except Busy:
+                time.sleep(BUSY_S)
+                continue
+            except Lost as error:
+                self._lose(member, life, str(error))
+                continue
+            finally:
+                with self._change:
+                    member.account()
+                    member.load -= size
+                    self._change.notify_all()
+            texts = [text for each in found for text in each]
+            oldest = min(min(text.versions, default=-1) for text in texts)
+            with self._change:
+                if oldest >= least:
+                    self._tokens += sum(len(text.token_ids) for text in texts)
+                    return found
+                # It was started again with older weights, between a beat and this request.
+                if member.life == life:
+                    member.version, member.trusted = -1, False
+                    self._wake[member.name].set()
+
+    def _take(self, size: int, least: int) -> tuple[Member, Engine, int]:
+        with self._change:
+            while True:
+                if self._closed:
+                    raise Closed
+                if self._failure:
+                    raise self._failure
+                free = [
+                    each
+                    for each in self._members.values()
+                    if each.alive
+                    and each.version >= least
+                    and (each.load == 0 or each.load + size <= self._capacity)
+                ]
+                if free:
+                    member = min(free, key=lambda each: each.load)
+                    member.account()
+                    member.load += size
+                    return member, member.engine, member.life
+                self._change.wait(1.0)
+
+    # --- weights ---
+
+    def offer(self, version: int, body: dict[str, Any]) -> None:
+        """Bring all engines to this version; `body` is what they are sent."""
+        with self._change:
+            self._target = (version, body)
+            for wake in self._wake.values():
+                wake.set()
+
+    def oldest(self) -> int | None:
+        """The oldest version that an engine has which is alive; None: there is none."""
+        with self._change:
+            return min(
+                (each.version for each in self._members.values() if each.alive), default=None
+            )
+
+    def alive(self) -> list[Engine]:
+        with self._change:
+            return [each.engine for each in self._members.values() if each.alive]
+
+    def figures(self) -> dict[str, float]:
+        """Since the last call."""
+        with self._change:
+            members = list(self._members.values())
+            spent = {"idle": 0.0, "busy": 0.0}
+            for member in members:
+                member.account()
+                for kind, seconds in member.seconds.items():
+                    spent[kind] += seconds
+                member.seconds = {"idle": 0.0, "busy": 0.0}
+            now = time.monotonic()
+            updates = self._updates
+            found = {
+                "engines": float(sum(member.alive for member in members)),
+                "engine_tokens_per_s": self._tokens / max(1e-9, now - self._began),
+                "engine_idle": spent["idle"] / (sum(spent.values()) or 1.0),
+                "update_seconds": sum(updates) / len(updates) if updates else 0.0,
+            }
+            self._began, self._tokens, self._updates = now, 0, []
+            return found
+
+    # --- threads that look after the engines ---
+
+    def _scan(self) -> None:
+        """Engines that come, and that come back under another URL."""
+        while not self._closed:
+            for name, url in self._find().items():
+                member = self._members.get(name)
+                if member is None:
+                    self._wake[name] = threading.Event()
+                    member = Member(name, self._make(url), trusted=self._patience is None)
+                    with self._change:
+                        self._members[name] = member
+                    threading.Thread(target=self._keep, args=(member,), daemon=True).start()
+                elif member.engine.url != url:
+                    self._lose(member, member.life, f"it is at {url} now")
+                    with self._change:
+                        member.engine, member.misses = self._make(url), 0
+                    self._wake[name].set()
+            self._look_at_all()
+            time.sleep(BEAT_EVERY_S / 4)
+
+    def _look_at_all(self) -> None:
+        now = time.monotonic()
+        with self._change:
+            if any(each.alive for each in self._members.values()):
+                self._last_alive = now
+            silent = now - self._last_alive
+            reasons = [f"{each.name}: {each.why}" for each in self._members.values() if each.why]
+            why = "; ".join(reasons) or "none has published its address"
+            if self._patience is not None and silent > self._patience and not self._failure:
+                self._failure = NoEngines(f"no engine for {silent:.0f} s: {why}")
+                self._change.notify_all()
+        if silent > SAY_EVERY_S and now - self._said > SAY_EVERY_S:
+            self._said = now
+            self._say(f"no engine for {silent:.0f} s: {why}")
+
+    def _keep(self, member: Member) -> None:
+        wake = self._wake[member.name]
+        while not self._closed:
+            self._beat(member)
+            wake.wait(BEAT_EVERY_S)
+            wake.clear()
+
+    def _beat(self, member: Member) -> None:
+        with self._change:
+            engine, life = member.engine, member.life
+            before = member.version, member.updating
+        try:
+            version = engine.version()
+        except Busy:  # it has no weights: they could not be read
+            version = -1
+        except (Lost, Rejected) as error:
+            with self._change:
+                member.misses += 1
+                over = member.misses >= MISSES or "timed out" not in str(error)
+            if over:
+                self._lose(member, life, str(error))
+            return
+        with self._change:
+            if self._closed or member.engine is not engine:
+                return
+            if not member.alive:
+                self._say(f"{member.name} at {engine.url}: taken, with weights {version}")
+            member.account()
+            member.alive, member.misses, member.why = True, 0, ""
+            if (member.version, member.updating) == before:  # not if an update was done meanwhile
+                member.version = version if member.trusted else -1
+            target, body = self._target
+            begin = not member.updating and member.version < target
+            member.updating = member.updating or begin
+            self._change.notify_all()
+        if begin:
+            work = (member, engine, member.life, target, body)
+            threading.Thread(target=self._update, args=work, daemon=True).start()
+
+    def _update(
+        self, member: Member, engine: Engine, life: int, target: int, body: dict[str, Any]
+    ) -> None:
+        began = time.monotonic()
+        problem = ""
+        try:
+            version = engine.update(body)
+        except Lost as error:
+            self._lose(member, life, str(error))
+            version = -1
+        except (Busy, Rejected) as error:
+            version, problem = -1, str(error)
+        with self._change:
+            member.updating = False
+            if member.life != life or member.engine is not engine:
+                return
+            if version >= 0:
+                member.version, member.trusted, member.refused = version, True, 0
+                self._updates.append(time.monotonic() - began)
+                if target != self._target[0]:  # another one has come meanwhile
+                    self._wake[member.name].set()
+            elif problem and target == self._target[0]:
+                self._say(f"{member.name} at {engine.url} refuses weights {target}: {problem}")
+                member.refused += 1
+                if member.refused >= TRIES and self._failure is None:
+                    self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
+            self._change.notify_all()
+
+    def _lose(self, member: Member, life: int, why: str) -> None:
+        with self._change:
+            if member.life != life or self._closed:
+                return
+            if member.alive or member.why != why:
+                self._say(f"{member.name} at {member.engine.url} is lost: {why}")
+            member.account()
+            member.alive, member.version, member.why = False, -1, why
+            member.trusted = self._patience is None
+            member.life += 1
+            engine = member.engine
+            self._change.notify_all()
+        engine.abort()

@@ -1,0 +1,81 @@
+"""RUN/rl-samples.jsonl: a few samples of each step, and figures of all of them. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kempner.files import LineFile, read_jsonl, write_atomic
+from kempner.rl.groups import Group
+
+SAMPLES = "rl-samples.jsonl"
+GROUPS = 2  # of a step, of which the best and the worst sample are recorded
+LONGEST = 4000  # characters of each text
+
+
+class SampleLog:
+    def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
+        """Lines of steps after `step` are of training that is lost: they are removed."""
+        self._path, self._say, self._failed = run_dir / SAMPLES, say, False
+        lines = read_jsonl(self._path)
+        kept = [line for line in lines if line.get("step", 0) <= step]
+        if len(kept) < len(lines):
+            text = "".join(f"{json.dumps(line)}\n" for line in kept)
+            with contextlib.suppress(OSError):
+                write_atomic(self._path, text)
+
+    def add(self, step: int, groups: Sequence[Group]) -> None:
+        """Nobody's training depends on it: a full disk is reported once."""
+        try:
+            file = LineFile(self._path)
+            for group in groups[:GROUPS]:
+                scored = sorted(group.scored, key=lambda each: each.reward or 0.0)
+                for each in (scored[-1], scored[0]):
+                    line = {
+                        "step": step,
+                        "env": group.at.env,
+                        "task": group.at.number,
+                        "reward": each.reward,
+                        "prompt": group.prompt[:LONGEST],
+                        "completion": each.text[:LONGEST],
+                    }
+                    file.write(json.dumps(line))
+        except OSError as error:
+            if not self._failed:
+                self._say(f"{self._path}: {error.strerror}; samples are not recorded")
+            self._failed = True
+
+
+def figures(
+    groups: Sequence[Group], batch: Sequence[Group], step: int, stale: int
+) -> dict[str, float]:
+    """`groups`: all that have come since the last batch: rewards of the groups that are trained
+    alone would say nothing of prompts that are always solved, or never. `batch`: what step `step`
+    trains."""
+    scored = [each for group in groups for each in group.scored]
+    rewards = [reward for group in groups for reward in group.rewards]
+    trained = [each for group in batch for each in group.scored]
+    found = {
+        "reward": mean(rewards),
+        "reward_std": float(np.std(rewards)) if rewards else 0.0,
+        "length": mean([each.length for each in scored]),
+        "truncated": mean([each.truncated for each in scored]),
+        "zero_variance": float(sum(not group.failed and group.flat for group in groups)),
+        "dropped_stale": float(stale),
+        "failed_rewards": float(sum(len(group.rollouts) - len(group.rewards) for group in groups)),
+        "staleness": mean([step - 1 - each.oldest for each in trained]),
+        "samples": float(len(trained)),
+    }
+    for label in sorted({group.at.env for group in groups}):
+        of = [r for group in groups if group.at.env == label for r in group.rewards]
+        if of:
+            found[f"reward/{label}"] = mean(of)
+    return found
+
+
+def mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

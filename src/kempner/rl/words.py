@@ -1,0 +1,41 @@
+"""The tokenizer of a run that has no data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kempner.data.sidecar import SIDECAR, SPLITS, Sidecar, copy_tokenizer
+from kempner.data.tokenizer import ByteTokenizer, Tokenizer
+from kempner.hf.source import FOLDER, find, run_of
+from kempner.load import words_of_directory
+
+if TYPE_CHECKING:
+    from kempner.run import RunConfig
+
+BYTES = "bytes"  # rl.tokenizer
+
+
+def keep_words(cfg: RunConfig, run: Path) -> None:
+    """Put it into the run directory, where what reads a run or its checkpoints looks for it. Raises
+    ConfigError, OSError."""
+    if (run / SIDECAR).is_file() or (run / FOLDER).is_dir():
+        return
+    if cfg.rl.tokenizer == BYTES:
+        write_sidecar(run, ByteTokenizer())
+        return
+    folder = Path(cfg.rl.tokenizer).expanduser()
+    if not cfg.rl.tokenizer and cfg.model.init_from is not None:
+        folder = run_of(find(cfg.model.init_from).path)
+    copy_tokenizer(folder, run)
+    if not (run / SIDECAR).is_file():
+        write_sidecar(run, words_of_directory(folder).tokenizer)
+
+
+def write_sidecar(run: Path, tokenizer: Tokenizer) -> None:
+    """One without data."""
+    none: dict[str, list[object]] = {name: [] for name in SPLITS}
+    sidecar = Sidecar(
+        tokenizer.describe(), "uint32", tokenizer.vocab_size, tokenizer.eod, none, {}  # type: ignore[arg-type]
+    )  # fmt: skip
+    sidecar.save(run / SIDECAR)

@@ -1,0 +1,87 @@
+"""A program for torchrun: the ranks of a trainer that offer versions of a model to engines.
+
+    torchrun ... tests/distributed/sender.py RUN
+
+It publishes version n when RUN/n is there, with weights that differ from version to version, and
+writes what they are to RUN/expected-n.safetensors before. "dies" in RUN/n: rank 1 is lost while it
+sends that one. The first version and version 9 are files: here, a file of that name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from kempner.config.loading import load
+from kempner.parallel.build import build_model, parameter_names
+from kempner.parallel.layout import build_layout
+from kempner.rl import transfer
+from kempner.rl.exchange import Exchange
+from kempner.run import RunConfig
+
+SHAPE = [
+    "--model.vocab_size=61",
+    "--model.dim=32",
+    "--model.n_layers=2",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=48",
+    "--data.dataset_path=none",
+]
+BUCKET, TIMEOUT_S, LAST = 1 << 12, 4.0, 9
+
+
+def limit() -> None:
+    """Many buckets, and short waits."""
+    transfer.BUCKET, transfer.TIMEOUT_S = BUCKET, TIMEOUT_S
+
+
+class Dying:
+    """A group that takes its process with it."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._left = group, 2
+
+    def send(self, *words: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            os._exit(1)
+        return self._group.send(*words)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    limit()
+    run = Path(sys.argv[1])
+    cfg = load(RunConfig, [], SHAPE)
+    layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
+    model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
+    by_files = lambda number: (run / f"files-{number}").touch()  # noqa: E731
+    publisher = transfer.GroupPublisher(by_files, model, Exchange(run), torch.float32, LAST)
+    pair = transfer.pair
+    for number in range(LAST + 1):
+        while not (run / str(number)).exists():
+            time.sleep(0.02)
+        if (run / str(number)).read_text() == "dies" and dist.get_rank() == 1:
+            transfer.pair = lambda *words: Dying(pair(*words))  # type: ignore[assignment,return-value]
+        whole = {}
+        for name, p in parameter_names(model).items():
+            with torch.no_grad():
+                p.add_(0.1 * (number + 1))
+            whole[name] = (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        if dist.get_rank() == 0:
+            save_file(whole, run / f"expected-{number}.safetensors")
+        publisher.publish(number)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""scripts/rl.py with an orchestrator whose batches follow from the step: losses, weights and state
+on several meshes, across a stop, and what it publishes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kempner.rl.exchange import Exchange
+from tests.conftest import ROOT, clean_env, start_train, status
+from tests.distributed.runs import state
+from tests.scripted import lines, orchestrator, wait_for
+
+STEPS = 6
+WORDS = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2",
+         "--model.ffn_dim=48", "--model.max_seq_len=32", "--model.vocab_size=257",
+         "--train.seq_len=32", f"--train.max_steps={STEPS}", "--train.deterministic",
+         '--rl.env=[{id="arithmetic"}]', "--rl.tokenizer=bytes", "--rl.batch_samples=8",
+         "--rl.sampling.max_tokens=16", "--optimizer.lr=2e-3", "--rl.loss.kl=0.01",
+         "--train.micro_batch=1", "--checkpoint.interval=3"]  # fmt: skip
+MESHES = {"one": (1, ()), "fsdp": (2, ()), "tp": (2, ("--distributed.tp=2",))}
+
+
+def train(run: Path, *words: str, nproc: int = 1, last: int = 0) -> list[object]:
+    process = start_train(*WORDS, f"--run.dir={run}", *words, nproc=nproc, program="scripts/rl.py")
+    with orchestrator(run, STEPS, last=last) as heard:
+        if last:  # then it is told to leave, while it waits for a batch that does not come
+            wait_for(Exchange(run).version(last) / "manifest.json")
+            (run / "STOP").touch()
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    return heard
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rl")
+    for name, (nproc, words) in MESHES.items():
+        train(path / name, *words, nproc=nproc)
+    return path
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "tp"])
+def test_losses_and_weights_are_those_of_one_process(place: Path, mesh: str) -> None:
+    one, other = lines(place / "one"), lines(place / mesh)
+    for name in ("loss", "grad_norm", "mismatch", "ratio_clipped", "kl", "tokens"):
+        expected = [line[name] for line in one]
+        assert [line[name] for line in other] == pytest.approx(expected, rel=1e-5), name
+    assert len(one) == STEPS and one[-1]["samples"] == 8 * STEPS and one[2]["reward"] == 0.03
+    expected, found = state(place / "one", STEPS), state(place / mesh, STEPS)
+    for name in expected:
+        if name.startswith("model."):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
+def test_published_is_what_is_saved(place: Path, mesh: str) -> None:
+    """The last version in transformers' names, whoever wrote its files; an engine loads it."""
+    from kempner.load import load
+
+    version = Exchange(place / mesh).version(STEPS)
+    manifest = json.loads((version / "manifest.json").read_text())
+    assert manifest["version"] == STEPS and manifest["transport"] == "directory"
+    tensors = {k: v for file in version.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert sum(tensor.nbytes for tensor in tensors.values()) == manifest["bytes"]
+    saved = {k.removeprefix("model."): v for k, v in state(place / mesh, STEPS).items()}
+    loaded = load(str(version), "cpu")
+    found = dict(loaded.model.named_parameters())
+    assert len(found) == len(tensors)
+    assert all(torch.equal(found[name], saved[name]) for name in found)
+    assert loaded.words.tokenizer.vocab_size == 257
+
+
+def test_stopped_while_it_waits_and_resumed_equals_unbroken(place: Path, tmp_path: Path) -> None:
+    """Between two saves, on two ranks; the orchestrator's state is that of the same step."""
+    run = tmp_path / "run"
+    (first,) = train(run, nproc=2, last=4)
+    assert status(run)["state"] == "stopped" and status(run)["step"] == 4
+    shutil.rmtree(run / "rl")
+    (again,) = train(run, nproc=2)
+    assert first == (0, 2, None) and again == (4, 2, {"position": 4})
+    assert [x["loss"] for x in lines(run)] == [x["loss"] for x in lines(place / "fsdp")]
+    resumed, unbroken = state(run, STEPS), state(place / "fsdp", STEPS)
+    assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
+
+
+def test_a_full_disk_ends_the_attempt_with_nothing_published(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [*WORDS, f"--run.dir={run}", "--model.ffn_dim=480"]
+    limited = ["bash", "-c", 'ulimit -f 100 && exec "$@"', "", sys.executable, "scripts/rl.py"]
+    done = subprocess.run(
+        [*limited, *words], cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "version 0 of the weights was not published: File too large" in done.stderr
+    assert not list((run / "rl/0/weights").iterdir()) and Exchange(run).started() is None

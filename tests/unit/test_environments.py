@@ -1,0 +1,221 @@
+"""The environments: what they ask, what they pay, and how they are opened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kempner.config.option import ConfigError
+from kempner.rl.config import EnvConfig, RlConfig
+from kempner.rl.environments.opening import BUILT_IN, Tasks, make, open_environments
+from kempner.rl.environments.protocol import Environment, Message, Task
+from tests.conftest import ROOT
+
+OURS = [name for name in BUILT_IN if name not in ("reasoning_gym", "verifiers")]
+OWN = ROOT / "tests/own_environment.py"
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    rows = [{"question": f"{n} + 1 = ?", "answer": f"Add.\n#### {n + 1}"} for n in range(200)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def opened(identifier: str, seed: int = 0, **args: Any) -> Tasks:
+    return Tasks(EnvConfig(identifier, args=json.dumps(args)), seed)
+
+
+def args_of(identifier: str, questions: Path) -> dict[str, Any]:
+    return {"file": str(questions)} if identifier == "qa" else {}
+
+
+@pytest.mark.parametrize("identifier", [*OURS, f"{OWN}:Vowels"])
+def test_tasks_are_those_of_seed_and_number_and_held_out_ones_are_apart(
+    identifier: str, questions: Path
+) -> None:
+    args = args_of(identifier, questions)
+    first, again, other = (opened(identifier, seed, **args) for seed in (0, 0, 1))
+    tasks = [first.task(number) for number in range(60)]
+    assert tasks == [again.task(number) for number in reversed(range(60))][::-1]
+    assert tasks != [other.task(number) for number in range(60)]
+    assert [task.number for task in tasks] == list(range(60))
+    # Of another seed, too: what one run holds out no other trains on.
+    held_out = {task.key for env in (first, other) for task in env.evaluation(20)}
+    trained = {env.task(number).key for env in (first, other) for number in range(60)}
+    assert len(held_out) > 4 and len(trained) > 4 and not held_out & trained
+    assert len({task.key for task in first.evaluation(20)}) == len(first.evaluation(20))
+
+
+def test_each_line_of_a_file_is_asked_once_before_any_is_asked_again(questions: Path) -> None:
+    env = opened("qa", file=str(questions))
+    held_out = len(env.evaluation(1000))
+    assert 5 < held_out < 50
+    once = 200 - held_out
+    epochs = [
+        [env.task(epoch * once + number).prompt for number in range(once)] for epoch in (0, 1)
+    ]
+    assert len(set(epochs[0])) == once
+    assert set(epochs[0]) == set(epochs[1]) and epochs[0] != epochs[1]
+
+
+SUM = "```python\ndef f(x):\n    return sum(x)\n```"
+TEST = "assert f([1, 2]) == 3"
+RULES = [("words", "3"), ("ends", "lamp")]
+
+
+@pytest.mark.parametrize(
+    ("identifier", "answer", "completion", "reward"),
+    [
+        ("arithmetic", "7", "7", 1.0),
+        ("arithmetic", "7", " 7\n", 1.0),
+        ("arithmetic", "7", "", 0.0),
+        ("arithmetic", "7", "8", 0.0),
+        ("arithmetic", "7", "７", 0.0),
+        ("arithmetic", "7", "7" * 1_000_000, 0.0),
+        ("reverse", "cba", "cba", 1.0),
+        ("reverse", "cba", "abc", 0.0),
+        ("sort", "abc", "abc", 1.0),
+        ("copy", "abc", "abd", 0.0),
+        ("format", RULES, "Buy one lamp.", 1.0),
+        ("format", RULES, "lamp", 0.5),
+        ("format", RULES, "", 0.0),
+        ("format", RULES, "é " * 100_000, 0.0),
+        ("code", TEST, SUM, 1.0),
+        ("code", TEST, "f = sum", 1.0),
+        ("code", TEST, "Text.\n```\nf = max\n```", 0.0),
+        ("code", TEST, "", 0.0),
+        ("code", TEST, "f = sum; print('\\ud800é')", 0.0),
+        ("code", TEST, "import os; os._exit(0)", 0.0),
+        ("code", TEST, "while True: pass", 0.0),
+        ("code", TEST, "f = sum; print('x' * 10_000)", 1.0),
+        ("guess", 7, "I say 7", 1.0),
+        ("guess", 7, "7 or 8", 0.0),
+        ("guess", 7, "9" * 100_000, 0.0),
+        ("calculator", "56088", "56,088", 1.0),
+        ("calculator", "56088", "calc: 123*456", 0.0),
+        ("calculator", "56088", "", 0.0),
+    ],
+)
+def test_rewards(identifier: str, answer: Any, completion: str, reward: float) -> None:
+    env = make(identifier, '{"seconds": 1.0}' if identifier == "code" else "")
+    assert env.score(Task("", answer), completion) == reward
+
+
+def test_what_is_nearly_right_has_a_part_of_the_reward() -> None:
+    env = make("reverse", '{"partial": 0.5}')
+    rewards = [env.score(Task("", "cba"), text) for text in ("cba", "cbx", "cb", "xba", "cbaxyz")]
+    assert rewards == [1.0, pytest.approx(1 / 3), pytest.approx(1 / 3), 0.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("1000", "so it is #### $1,000.00", 1.0),
+        ("1000", "\\boxed{1000} of 7", 1.0),
+        ("1000", "first 7, then 1000.", 1.0),
+        ("1000", "1000 or 7", 0.0),
+        ("1000", "", 0.0),
+        ("0.5", "#### 1/2", 1.0),
+        ("0.5", "#### 1/0", 0.0),
+        ("-3", "it is -3", 1.0),
+        ("Zürich", "It is\nzürich.", 1.0),
+        ("Zürich", "#### Bern", 0.0),
+    ],
+)
+def test_answers_in_a_file(tmp_path: Path, answer: str, completion: str, reward: float) -> None:
+    path = tmp_path / "qa.jsonl"
+    path.write_text(json.dumps({"prompt": "?", "answer": f"Because.\n#### {answer}"}) + "\n\n")
+    env = make("qa", json.dumps({"file": str(path)}))
+    task = Tasks(EnvConfig("qa", args=json.dumps({"file": str(path), "held_out": 1})), 0).task(
+        0, held_out=True
+    )
+    assert env.score(task, completion) == reward
+
+
+def test_tests_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "programs.jsonl"
+    path.write_text(json.dumps({"prompt": "Write one().", "tests": "assert one() == 1"}))
+    env = make("code", json.dumps({"file": str(path)}))
+    assert env.score(Task("", "assert one() == 1"), "def one(): return 1") == 1.0
+
+
+def talk(env: Environment, task: Task, turns: Sequence[str]) -> list[Message]:
+    messages = task.messages
+    for number, text in enumerate(turns, 1):
+        messages.append({"role": "assistant", "content": text})
+        reply = env.reply(task, messages)
+        assert (reply is None) == (number == len(turns))
+        if reply:
+            messages.append({"role": reply.role, "content": reply.content})
+    return messages
+
+
+def test_turns() -> None:
+    guess, task = make("guess", ""), Task("Guess.", 5)
+    messages = talk(guess, task, ["hm", "2", "7", "5"])
+    assert [m["content"].strip() for m in messages[2::2]] == [
+        "A number, please.",
+        "Higher.",
+        "Lower.",
+    ]
+    assert guess.judge(task, messages) == 1.0
+    calculator, task = make("calculator", ""), Task("What?", "56088")
+    messages = talk(calculator, task, ["calc: 123*456", "calc: __import__('os')", "56088"])
+    assert messages[2]["content"] == "\n56088\n" and "only numbers" in messages[4]["content"]
+    assert calculator.judge(task, messages) == 1.0
+    assert "error" in calculator.reply(task, [*messages, {"content": "calc: 1/0"}]).content  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("identifier", "args", "said"),
+    [
+        ("arithmetik", "", "did you mean arithmetic?"),
+        ("arithmetic", '{"digts": 2}', "unknown argument digts"),
+        ("arithmetic", '{"below": "9"}', 'below must be an int, not "9"'),
+        ("arithmetic", '{"below": true}', "below must be an int, not true"),
+        ("arithmetic", '{"below": 1}', "below must be at least 2"),
+        ("arithmetic", '{"operations": "^"}', "operations must be some of +-*"),
+        ("arithmetic", "[1]", "args must be a JSON object"),
+        ("arithmetic", "{", "args is not JSON"),
+        ("format", '{"instructions": 9}', "instructions must be from 1 to 6"),
+        ("qa", "", "the argument file is required"),
+        ("qa", '{"file": "/no/such"}', "/no/such: No such file or directory"),
+        ("/no/such.py:Env", "", "No such file or directory"),
+        (f"{OWN}:Vowel", "", "has no class Vowel that derives from Environment"),
+        (f"{ROOT}/README.md:Env", "", "is not a .py file"),
+    ],
+)
+def test_what_is_wrong_is_one_error(identifier: str, args: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_environments(RlConfig(env=(EnvConfig(identifier, args=args),)))
+    assert len(error.value.problems) == 1
+    assert said in error.value.problems[0] and identifier in error.value.problems[0]
+
+
+def test_environments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    twice = EnvConfig("copy")
+    none = EnvConfig("copy", name="short", args='{"length": 1, "alphabet": 2}', use="both")
+    with pytest.raises(ConfigError) as error:
+        bad = EnvConfig("qa", args=json.dumps({"file": str(path)}))
+        open_environments(RlConfig(env=(twice, twice, bad, none)))
+    said = "\n".join(error.value.problems)
+    assert "one.jsonl, line 1: must be a JSON object with question or prompt, and answer" in said
+    assert 'two are called "copy"' in said
+    assert 'rl.env "short": no task is held out for evaluation' in said
+    assert len(error.value.problems) == 3
+
+
+def test_an_own_environment_and_the_page_that_shows_it() -> None:
+    env = make(f"{OWN}:Vowels", '{"length": 3}')
+    assert env.score(Task("Vowels in abe: ", 2), " 2 ") == 1.0
+    assert env.score(Task("Vowels in abe: ", 2), "3") == 0.0
+    code = OWN.read_text().split('"""\n\n', 1)[1].strip()
+    assert len(code.splitlines()) <= 15 and code in (ROOT / "docs/rl.md").read_text()

@@ -1,0 +1,58 @@
+"""Exchanges of lowcomm.mode = steps run behind the steps, without a membership of several
+processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from kempner.lowcomm.membership import Epoch, TooFew
+from kempner.lowcomm.steps import StepsExchange, _Started
+
+
+class Alone:
+    """Of the membership and of the group of an epoch: one replica, whose exchanges are counted."""
+
+    size = 1
+
+    def __init__(self, most: int) -> None:
+        self.epochs, self.most = 0, most
+
+    def round(self, rounds: int, exchange: Callable[[Any], Any]) -> tuple[Epoch, Any]:
+        self.epochs += 1
+        if self.epochs > self.most:
+            raise TooFew("0 replicas are left, of at least 1")
+        epoch = Epoch(self.epochs, rounds, ("0.1",), (), False, {}, ())
+        return epoch, exchange(self)
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def start(most: int, count: int) -> tuple[StepsExchange, list[_Started]]:
+    exchange: Any = StepsExchange(Alone(most), nullcontext)  # type: ignore[arg-type]
+    return exchange, [exchange.start(torch.full((3,), float(i)), "") for i in range(count)]
+
+
+def test_an_exchange_is_done_before_its_result_is_asked_for() -> None:
+    exchange, started = start(2, 2)
+    end = time.monotonic() + 20
+    while not all(each.done.done() for each in started):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    # In the order of their start, whatever is asked for first.
+    assert started[1].wait().tolist() == [1.0] * 3 and exchange.last.number == 2
+    assert started[0].wait().tolist() == [0.0] * 3 and exchange.last.number == 1
+
+
+def test_too_few_replicas_end_every_exchange_that_follows() -> None:
+    _, started = start(1, 3)
+    assert started[0].wait().tolist() == [0.0] * 3
+    for each in started[1:]:
+        with pytest.raises(TooFew):
+            each.wait()

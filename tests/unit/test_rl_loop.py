@@ -1,0 +1,328 @@
+"""The orchestrator between engines that are slow, die, hang and lie, and a trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kempner.rl import engines, orchestrator, router
+from kempner.rl.batches import Failed
+from kempner.rl.engines import Rejected
+from tests.fake_engine import END, LOST, FakeEngine, Fault
+from tests.rl_loop import Handed, Loop, config
+
+Make = Callable[..., FakeEngine]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "BEAT_EVERY_S", 0.1)
+    monkeypatch.setattr(engines, "BEAT_S", 0.5)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[FakeEngine] = []
+
+    def one(*args: object, **more: object) -> FakeEngine:
+        made.append(FakeEngine(*args, **more))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for engine in made:
+        engine.end()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Handed]:
+    """What one fast engine gives."""
+    engine = FakeEngine()
+    found = Loop(config(tmp_path_factory.mktemp("plain")), [engine]).run()
+    engine.end()
+    return found
+
+
+def samples(handed: list[Handed]) -> list[tuple[int, ...]]:
+    """Inputs of each document that counts, over all batches."""
+    found = []
+    for each in handed:
+        for rank in each.ranks:
+            for row in range(len(rank["inputs"])):
+                for number in np.unique(rank["documents"][row]):
+                    there = rank["documents"][row] == number
+                    if (rank["targets"][row][there] >= 0).any():
+                        found.append(tuple(rank["inputs"][row][there].tolist()))
+    return found
+
+
+def equal(one: list[Handed], other: list[Handed]) -> bool:
+    return len(one) == len(other) and all(a.same(b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_batch_is_what_the_exchange_says(plain: list[Handed]) -> None:
+    assert [each.batch.step for each in plain] == [1, 2, 3]
+    for each in plain:
+        rows = {rank["inputs"].shape for rank in each.ranks}
+        assert len(rows) == 1 and next(iter(rows))[0] % 2 == 0
+        counted = sum(int((rank["targets"] >= 0).sum()) for rank in each.ranks)
+        assert counted == each.batch.tokens
+        for rank in each.ranks:
+            counts = rank["targets"] >= 0
+            assert (rank["logprobs"][counts] < 0).all() and not rank["logprobs"][~counts].any()
+            assert not rank["advantages"][~counts].any()
+        assert each.batch.metrics["samples"] == 12
+        assert each.batch.metrics["staleness"] == 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_synchronous_batch_does_not_depend_on_timing_or_engines(
+    count: int, plain: list[Handed], make: Make, tmp_path: Path
+) -> None:
+    slow = [make(delay=0.1) for _ in range(count)]
+    assert equal(Loop(config(tmp_path), slow).run(), plain)
+    assert all(engine.requests for engine in slow)
+
+
+def lost(engine: FakeEngine, path: str) -> int | str | None:
+    """Breaks a connection now and then."""
+    return LOST if path == "/v1/completions" and engine.random.random() < 0.3 else None
+
+
+def code(number: int) -> Fault:
+    def fault(engine: FakeEngine, path: str) -> int | None:
+        return number if path == "/v1/completions" and engine.random.random() < 0.3 else None
+
+    return fault
+
+
+def dies(engine: FakeEngine, path: str) -> str | None:
+    if len(engine.requests) < 4:
+        return None
+    engine.ended.set()
+    engine.socket.close()
+    return LOST
+
+
+def hangs(engine: FakeEngine, path: str) -> str | None:
+    if len(engine.requests) < 4:
+        return None
+    engine.hang()
+    return LOST
+
+
+@pytest.mark.parametrize("fault", [lost, code(500), code(503), dies, hangs])
+def test_what_an_engine_has_lost_is_asked_again(
+    fault: Fault, plain: list[Handed], make: Make, tmp_path: Path
+) -> None:
+    assert equal(Loop(config(tmp_path), [make(fault), make()]).run(), plain)
+
+
+def test_a_stranger_gets_no_work(plain: list[Handed], make: Make, tmp_path: Path) -> None:
+    stranger = make(lambda engine, path: 401)
+    loop = Loop(config(tmp_path), [stranger, make()])
+    assert equal(loop.run(), plain)
+    assert not stranger.requests and sum("fault 401" in line for line in loop.lines) == 1
+
+
+def test_old_weights_are_found_out(plain: list[Handed], make: Make, tmp_path: Path) -> None:
+    """An engine whose texts are of an older version than it says is sent the weights again."""
+    liar = make()
+
+    def once(engine: FakeEngine, path: str) -> None:
+        if path == "/v1/completions" and engine.version == 2 and engine.updates.count(2) == 1:
+            engine.said = 0
+
+    liar.fault = once
+    assert equal(Loop(config(tmp_path), [liar]).run(), plain)
+    assert liar.updates.count(2) == 2
+
+
+def test_an_engine_that_comes_back_has_the_newest_weights(
+    plain: list[Handed], make: Make, tmp_path: Path
+) -> None:
+    second = make()
+
+    def dies_once(engine: FakeEngine, path: str) -> str | None:
+        if engine.version < 1 or not path.startswith("/v1"):
+            return None
+        loop.place(0, second)
+        engine.ended.set()
+        engine.socket.close()
+        return LOST
+
+    loop = Loop(config(tmp_path), [make(dies_once)])
+    assert equal(loop.run(), plain)
+    assert second.updates[0] == 1
+
+
+def test_weights_that_all_refuse_end_the_run(make: Make, tmp_path: Path) -> None:
+    engine = make(lambda engine, path: 400 if path == "/update_weights" else None)
+    with pytest.raises(Rejected, match="refuses weights 1"):
+        Loop(config(tmp_path), [engine]).run()
+
+
+def test_what_nobody_reads_any_more_is_removed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the newest directory, which an engine that starts reads, also when later versions
+    are sent straight to the engines."""
+    monkeypatch.setattr(orchestrator, "TIDY_S", 0.0)
+    loop = Loop(config(tmp_path, steps=4), [make()], trains=0.2)
+    loop.straight = {2, 3}
+    loop.run()
+    assert [sorted(seen) for seen in loop.seen] == [[0], [1], [1, 2], [1, 3]]
+    assert not loop.exchange.rollouts(3).exists()
+
+
+# --- what counts toward a batch ---
+
+
+def test_groups_without_variance_never_shrink_a_batch(plain: list[Handed]) -> None:
+    assert all(each.batch.metrics["samples"] == 12 for each in plain)
+    assert all(each.batch.metrics["zero_variance"] > 0 for each in plain)
+    for each in plain:  # all that counts has an advantage
+        for rank in each.ranks:
+            assert (rank["advantages"][rank["targets"] >= 0] != 0).all()
+
+
+def test_a_batch_is_filled_when_refills_are_used_up(make: Make, tmp_path: Path) -> None:
+    """No deadlock, and no smaller batch: the groups without variance have no advantage."""
+    loop = Loop(config(tmp_path, "Flat", refill=2), [make(delay=0.02)])
+    handed = loop.run()
+    assert [each.batch.metrics["samples"] for each in handed] == [12, 12, 12]
+    assert handed[0].batch.metrics["zero_variance"] == 6
+    assert not any(rank["advantages"].any() for each in handed for rank in each.ranks)
+    assert any("warning: step 1: 0 of 3 groups" in line for line in loop.lines)
+
+
+def test_samples_without_a_reward_are_left_out(make: Make, tmp_path: Path) -> None:
+    loop = Loop(config(tmp_path, "Broken"), [make()])
+    handed = loop.run()
+    assert all(each.batch.metrics["samples"] == 12 for each in handed)
+    assert sum(each.batch.metrics["failed_rewards"] for each in handed) >= 8
+    assert sum("no reward here" in line for line in loop.lines) == 1
+
+
+def test_without_any_reward_the_run_ends(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="none of 12 groups has two rewards"):
+        Loop(config(tmp_path, "Dead"), [make()]).run()
+
+
+def test_a_batch_in_tokens_does_not_depend_on_timing(make: Make, tmp_path: Path) -> None:
+    found = []
+    for name, delay in (("a", 0.0), ("b", 0.1)):
+        (tmp_path / name).mkdir()
+        cfg = config(tmp_path / name, batch_samples="none", batch_tokens=100)
+        found.append(Loop(cfg, [make(delay=delay), make(delay=delay)]).run())
+    assert equal(*found)
+    assert all(each.batch.tokens >= 100 for each in found[0])
+
+
+# --- resume ---
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_resumed_run_equals_the_unbroken_one(
+    step: int, plain: list[Handed], make: Make, tmp_path: Path
+) -> None:
+    state = json.loads(json.dumps(plain[step - 1].batch.state))
+    rest = Loop(config(tmp_path), [make(delay=0.05)], step, state).run()
+    assert equal(rest, plain[step:])
+
+
+def test_solve_rates_are_resumed(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    cfg = config(tmp_path / "a", "Few", steps=5, solve_rate="[0.1, 0.9]")
+    whole = Loop(cfg, [make()]).run()
+    assert whole[2].batch.state["curriculum"]["out"]["Few"]
+    cfg = config(tmp_path / "b", "Few", steps=5, solve_rate="[0.1, 0.9]")
+    assert equal(Loop(cfg, [make()], 3, whole[2].batch.state).run(), whole[3:])
+
+
+def test_asynchronous_nothing_is_trained_twice_or_lost(make: Make, tmp_path: Path) -> None:
+    """Stopped after each step: every task before the newest one was trained, or is known to have
+    come to nothing."""
+    (tmp_path / "a").mkdir()
+    cfg = config(tmp_path / "a", steps=6, max_async=1)
+    handed, state = [], None
+    whole = Loop(cfg, [make(delay=0.05), make(delay=0.2)], trains=0.05).run()
+    for step in (2, 4):
+        (tmp_path / str(step)).mkdir()
+        cfg = config(tmp_path / str(step), steps=6, max_async=1)
+        state = whole[step - 1].batch.state
+        handed = whole[:step] + Loop(cfg, [make(delay=0.05)], step, state).run()
+        found = samples(handed)
+        assert len(found) == len(set(found)) == 6 * 12
+    for number, each in enumerate(whole, 1):
+        assert each.batch.metrics["staleness"] <= 1
+        asked = each.batch.state["curriculum"]["place"]
+        pending = len(each.batch.state["pending"])
+        ended = sum(
+            e.batch.metrics["zero_variance"] + e.batch.metrics["dropped_stale"] + 3
+            for e in whole[:number]
+        )
+        assert asked == pending + ended
+
+
+def test_old_samples_are_dropped(make: Make, tmp_path: Path) -> None:
+    """An engine that never takes new weights in time works for nothing."""
+    lag = make()
+    lag.fault = lambda engine, path: 503 if path == "/update_weights" else None
+    loop = Loop(config(tmp_path, steps=4, max_async=1), [lag, make()], trains=0.05)
+    handed = loop.run()
+    assert all(each.batch.metrics["staleness"] <= 1 for each in handed)
+
+
+# --- conversations ---
+
+
+def test_tokens_of_the_environment_do_not_count(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    handed = Loop(config(tmp_path, "Talk", refill=8), [engine]).run()
+    reply = list(b" more? ")
+    later = [body for body in engine.requests if len(body["prompt"][0]) > 20]
+    assert later, "no conversation has had a second turn"
+    for body in later:  # tokens that were sampled stay as they are, the end of a turn too
+        assert all(prompt[-len(reply) - 1 :] == [END, *reply] for prompt in body["prompt"])
+    for each in handed:
+        for rank in each.ranks:
+            counted = rank["targets"][rank["targets"] >= 0]
+            assert not np.isin(counted, [ord("m"), ord("?"), ord(" ")]).any()
+            assert (rank["inputs"] == ord("?")).any()
+
+
+def test_evaluation(make: Make, tmp_path: Path) -> None:
+    """Greedy, before the first step, in its interval and at the end; nothing of it is trained."""
+    engine = make()
+    cfg = config(tmp_path, steps=3, eval_interval=2, eval_samples=5)
+    handed = Loop(cfg, [engine]).run()
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "run/metrics.jsonl").read_text().split("\n")
+        if line
+    ]
+    assert [line["step"] for line in lines] == [0, 2, 3] and "eval/Digits" in lines[0]
+    greedy = [body for body in engine.requests if body["temperature"] == 0]
+    held_out = {tuple(body["prompt"][0]) for body in greedy}
+    assert len(greedy) == 15 and len(held_out) == 5
+    for sample in samples(handed):
+        assert not any(sample[: len(prompt)] == prompt for prompt in held_out)
+
+
+def test_samples_are_recorded_and_those_of_lost_steps_removed(make: Make, tmp_path: Path) -> None:
+    cfg = config(tmp_path, steps=3)
+    whole = Loop(cfg, [make()]).run()
+    log = tmp_path / "run" / "rl-samples.jsonl"
+    before = log.read_text()
+    lines = [json.loads(line) for line in before.splitlines()]
+    assert [line["step"] for line in lines] == [1] * 4 + [2] * 4 + [3] * 4
+    assert lines[0]["reward"] > lines[1]["reward"]
+    for folder in ("rollouts", "weights"):
+        for path in sorted((tmp_path / "run/rl/0" / folder).rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    Loop(cfg, [make()], 1, whole[0].batch.state).run()
+    assert log.read_text() == before

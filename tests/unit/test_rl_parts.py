@@ -1,0 +1,213 @@
+"""Advantages, packing, the order of tasks, and conversations as tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kempner.load import words_of_directory
+from kempner.rl.config import LossConfig
+from kempner.rl.conversation import Conversation, Writer, open_words
+from kempner.rl.curriculum import Curriculum
+from kempner.rl.engines import Completion
+from kempner.rl.environments.protocol import Reply, Task
+from kempner.rl.groups import Group, Place, Rollout, seed_of
+from kempner.rl.packing import Sample, pack, tokens_that_count
+from tests.served import make_model
+
+KEY = "the same prompt"
+
+
+def sample(prompt: int, sampled: int, first: int = 0) -> Sample:
+    size = prompt + sampled
+    return Sample(
+        np.arange(first, first + size, dtype=np.int32),
+        np.arange(size) >= prompt,
+        np.where(np.arange(size) >= prompt, -0.5, 0).astype(np.float32),
+    )
+
+
+def group(rewards: list[float | None], lengths: list[int] | None = None) -> Group:
+    lengths = lengths or [3] * len(rewards)
+    rollouts = [
+        Rollout(sample(2, length), "", reward, False, 0)
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+    return Group(Place(0, "env", 0), KEY, "", rollouts)
+
+
+# --- advantages ---
+
+
+def test_advantages() -> None:
+    four = group([1.0, 0.0, None, 0.0, 1.0])
+    assert four.advantages(LossConfig(name="dapo"), 8) == [0.5, -0.5, -0.5, 0.5]
+    assert four.advantages(LossConfig(name="grpo"), 8) == [1.0, -1.0, -1.0, 1.0]
+    assert group([0.0, 3.0]).advantages(LossConfig(name="masked"), 8) == [-1.5, 1.5]
+
+
+def test_the_penalty_prefers_short_answers_of_the_same_reward() -> None:
+    loss = LossConfig(name="dapo", length_penalty=0.4)
+    found = group([1.0, 1.0, 0.0], [2, 8, 2]).advantages(loss, 8)
+    assert found[0] - found[1] == pytest.approx(0.4 * 6 / 8)
+    assert sum(found) == pytest.approx(0)
+
+
+def test_a_group_of_equal_rewards_has_no_advantage() -> None:
+    equal = group([0.0, 0.0, 1e-9], [2, 8, 4])
+    assert equal.flat and not equal.failed
+    assert equal.advantages(LossConfig(length_penalty=1.0), 8) == [0.0] * 3
+    assert group([1.0, None]).failed
+
+
+def test_seeds_differ_and_stay() -> None:
+    found = {
+        seed_of(seed, place, turn) for seed in range(9) for place in range(9) for turn in (0, 1)
+    }
+    assert len(found) == 162 and max(found) < 2**63
+
+
+# --- packing ---
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_packing_keeps_every_sample_and_balances(seed: int) -> None:
+    draw = random.Random(seed)
+    seq_len, ranks, micro = draw.choice([32, 64]), draw.choice([1, 2, 4]), draw.choice([1, 2])
+    samples = [
+        sample(draw.randrange(1, 9), draw.randrange(1, seq_len - 8), 100 * number)
+        for number in range(draw.randrange(1, 60))
+    ]
+    advantages = [draw.random() + 1 for _ in samples]
+    versions = [draw.randrange(5) for _ in samples]
+    found = pack(samples, advantages, versions, seq_len, ranks, micro)
+    shapes = {array.shape for arrays in found for array in arrays.values()}
+    ((rows, width),) = shapes
+    assert len(found) == ranks and width == seq_len and rows % micro == 0
+    assert tokens_that_count(found) == sum(int(each.sampled.sum()) for each in samples)
+    seen = {}
+    for arrays in found:
+        for row in range(rows):
+            for number in np.unique(arrays["documents"][row]):
+                there = arrays["documents"][row] == number
+                part = {name: array[row][there] for name, array in arrays.items()}
+                if (part["targets"] >= 0).any():
+                    seen[int(part["inputs"][0]) // 100] = part
+    assert sorted(seen) == list(range(len(samples)))
+    for number, part in seen.items():
+        each = samples[number]
+        assert part["inputs"].tolist() == each.tokens[:-1].tolist()
+        counts = each.sampled[1:]
+        assert part["targets"].tolist() == np.where(counts, each.tokens[1:], -100).tolist()
+        assert part["logprobs"].tolist() == each.logprobs[1:].tolist()
+        want = np.where(counts, np.float32(advantages[number]), np.float32(0))
+        assert part["advantages"].tolist() == want.tolist()
+        assert set(part["versions"].tolist()) == {versions[number]}
+
+
+def test_rows_that_there_must_be_take_their_part() -> None:
+    """Eight samples that fit one row are spread over the four that two ranks have anyway."""
+    found = pack([sample(1, 7) for _ in range(8)], [1.0] * 8, [0] * 8, 64, 2, 2)
+    assert all(arrays["documents"].max(1).tolist() == [2, 2] for arrays in found)
+
+
+def test_ranks_have_about_the_same_attention() -> None:
+    draw = random.Random(1)
+    samples = [sample(1, draw.choice([3, 5, 20, 60])) for _ in range(200)]
+    found = pack(samples, [1.0] * 200, [0] * 200, 64, 4, 1)
+    costs = []
+    for arrays in found:
+        sizes = [
+            int(((arrays["documents"][row] == number) & (arrays["inputs"][row] >= 0)).sum())
+            for row in range(len(arrays["inputs"]))
+            for number in range(arrays["documents"][row].max())
+        ]
+        costs.append(sum(size**2 for size in sizes))
+    assert max(costs) < 1.05 * min(costs)
+
+
+# --- the order of tasks ---
+
+
+def curriculum(weights: dict[str, float], bounds: tuple[float, float] = (0.0, 1.0)) -> Curriculum:
+    return Curriculum(weights, bounds, lambda label, number: f"{label} {number % 5}", said.append)
+
+
+said: list[str] = []
+
+
+def test_every_beginning_has_the_shares_of_the_environments() -> None:
+    order = curriculum({"a": 3.0, "b": 1.0, "never": 0.0})
+    places = [order.next() for _ in range(100)]
+    assert [place.place for place in places] == list(range(100))
+    for end in range(1, 101):
+        assert abs(sum(place.env == "a" for place in places[:end]) - 0.75 * end) < 1
+    assert [place.number for place in places if place.env == "b"] == list(range(25))
+
+
+def test_the_order_goes_on_after_a_resume() -> None:
+    whole, again = curriculum({"a": 0.7, "b": 0.3}), curriculum({"a": 0.7, "b": 0.3})
+    for _ in range(13):
+        whole.next()
+    again.load(whole.state())
+    assert [whole.next() for _ in range(20)] == [again.next() for _ in range(20)]
+
+
+def test_prompts_out_of_bounds_are_not_asked_again() -> None:
+    order = curriculum({"a": 1.0}, (0.2, 0.8))
+    order.learn([Group(Place(0, "a", 1), "a 1", "", group([1.0, 1.0]).rollouts)])
+    order.learn([Group(Place(0, "a", 2), "a 2", "", group([1.0, 0.0]).rollouts)])
+    assert [order.next().number for _ in range(5)] == [0, 2, 3, 4, 5]
+    for number in range(5):
+        order.learn([Group(Place(0, "a", number), f"a {number}", "", group([0.0, 0.0]).rollouts)])
+    said.clear()
+    assert order.next().number == 6 and "all are asked again" in said[0]
+
+
+# --- conversations ---
+
+
+def test_a_conversation_keeps_the_tokens_that_were_sampled(tmp_path: Path) -> None:
+    """`a few` is sampled as letters, which the tokenizer would write as fewer tokens."""
+    words = words_of_directory(make_model(tmp_path))
+    writer, end = Writer(words), 256
+    task = Task([{"role": "user", "content": "hello"}])
+    prompt = writer.prompt(task)
+    assert words.tokenizer.decode(prompt).endswith("user: hello\nassistant:")
+    letters = [token for letter in "a few" for token in words.tokenizer.encode(letter)]
+    assert words.tokenizer.encode("a few") != letters
+    talk = Conversation(task.messages, prompt)
+    talk.say(Completion([*letters, end], [-1.0] * 6, [3], "stop"), writer.text([*letters, end]))
+    assert talk.text == "a few" and talk.open
+    talk.hear(Reply("more"), writer.reply(task, Reply("more"), end))
+    talk.say(Completion(letters[:1], [-2.0], [4], "length"), "a")
+    assert talk.oldest == 3 and talk.truncated and not talk.open
+    made = talk.sample
+    assert made.tokens[: len(prompt)].tolist() == prompt
+    assert made.tokens[len(prompt) :][:6].tolist() == [*letters, end]
+    assert made.sampled.sum() == 7 and made.logprobs[made.sampled].tolist() == [-1.0] * 6 + [-2.0]
+    text = words.tokenizer.decode(made.tokens[~made.sampled][len(prompt) :].tolist())
+    assert text == "\nuser: more\nassistant:"
+
+
+def test_the_token_that_ends_a_turn_is_there_once(tmp_path: Path) -> None:
+    """The template writes it after the assistant's words; the model may have sampled it."""
+    folder = make_model(tmp_path, eos_token_id=0)
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("{{ m.content }}", "{{ m.content }}<|endoftext|>"))
+    writer = Writer(words_of_directory(folder))
+    task = Task([{"role": "user", "content": "hello"}])
+    cut, ended = (writer.reply(task, Reply("more"), last) for last in (65, 0))
+    assert cut == [0, *ended] and ended[0] != 0
+
+
+def test_plain_text_goes_on_as_it_is() -> None:
+    words = open_words("bytes", None)
+    writer = Writer(words)
+    assert writer.prompt(Task("ab")) == [256, 97, 98]
+    assert writer.reply(Task("ab"), Reply("!"), 256) == [33]
+    with pytest.raises(ValueError, match="no chat template"):
+        writer.prompt(Task([{"role": "user", "content": "a"}]))
