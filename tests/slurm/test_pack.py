@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import FAKE_TRAINER, Cluster, calls_of
+from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster, calls_of
 
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 
@@ -77,6 +77,17 @@ def test_what_does_not_fit(cluster: Cluster, tmp_path: Path) -> None:
         command = ["salloc", "--quiet", "--exclusive", *options, "bash"]
         done = cluster.run(*command, "scripts/slurm/pack.sh", *words, env=FAKE)
         assert done.returncode == 2 and problem in done.stderr, done.stdout + done.stderr
+
+
+def test_dry_run(cluster: Cluster, tmp_path: Path) -> None:
+    """Shows the part of one run."""
+    (tmp_path / "a.txt").write_text(f"--run.dir={tmp_path}/a")
+    words = ["2", f"{tmp_path}/a.txt", f"{tmp_path}/b.txt", "--dry-run", "--gpus-per-node=4"]
+    done = cluster.run("bash", SCRIPTS / "pack.sh", *words, cwd=tmp_path, env=FAKE)
+    assert done.returncode == 0, done.stderr
+    assert "1 nodes x 2 tasks = world size 2" in done.stdout
+    assert "--gpus-per-node=2 --exact --mem=0" in done.stdout
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.soak

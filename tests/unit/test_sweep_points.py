@@ -19,6 +19,7 @@ import pytest
 
 from kempner import slurm
 from kempner.config.option import ConfigError
+from kempner.history.run_history import is_run
 from kempner.sweep import look as looking
 from kempner.sweep import submit as submitting
 from kempner.sweep.early_stop import worse
@@ -411,6 +412,7 @@ def test_states(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
     own = Path("runs/s/sweep")
     with locked(own) as journal:
         assert words(swept, journal) == ["planned"] * 3
+        assert not is_run(own)  # status.sh shows the runs beside it
         submission = journal.intend("s", [p.name for p in swept[:2]])
         assert words(swept, journal) == ["unknown", "unknown", "planned"]
         journal.append(event="submitted", name=submission.name, job="7")

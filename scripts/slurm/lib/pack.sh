@@ -28,7 +28,10 @@ kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run 
     ((KP_GPUS == 0)) || KP_GPUS=$KP_TASKS
     # Without --mem=0 the first step would take all of the memory, and the others would wait for it.
     KEMPNER_SRUN="--exact --mem=0 ${KEMPNER_SRUN:-}"
-    [[ -z $KP_DRY ]] || kp_check "${KP_POINTS[0]}"
+    [[ -n $KP_DRY ]] || return 0
+    [[ -z ${KP_SCRIPT:-} ]] || kp_die "pack.sh takes no --script: use sbatch"
+    KP_ARGUMENTS=("${KP_POINTS[0]}")
+    kp_check "${KP_ARGUMENTS[@]}"
 }
 
 kp_pack_run() { # runs them all to their ends; sets KP_AGAIN if one has to go on, and KP_CODE

@@ -100,7 +100,7 @@ def locked(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
     `patience` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + patience
-    with open(folder / "lock", "w") as file:
+    with open(folder / ".lock", "w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
