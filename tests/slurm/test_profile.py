@@ -104,3 +104,15 @@ def test_a_rendered_script(cluster: Cluster, tmp_path: Path, profile: Path) -> N
     assert json.loads(line)["argv"] == words[:1]
     again = script(cluster, tmp_path, *words, tmp_path / "job.sh")
     assert again.returncode == 2 and "is there already" in again.stderr
+
+
+def test_a_rendered_script_of_replicas(tmp_path: Path) -> None:
+    """The parts that a launch script sources by itself are in it, too."""
+    words = [ROOT / "configs/train/lowcomm/steps.toml", f"--run.dir={tmp_path}/run"]
+    words += [f"--data.dataset_path={ROOT}/data/stdlib", "--train.global_batch=64", "--nodes=4"]
+    script = ["bash", SCRIPTS / "replicas.sh", *words, "--dry-run", "--script", tmp_path / "job.sh"]
+    told = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    text = (tmp_path / "job.sh").read_text()
+    assert "\nkp_run_replicas() {" in text and text.count("\nkp_take ") == 1
+    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
