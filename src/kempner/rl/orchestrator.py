@@ -235,6 +235,7 @@ class Orchestrator:
         arrays = packing.pack(
             [each.sample for group in chosen for each in group.scored],
             [each for group in chosen for each in group.advantages(loss, most)],
+            [each.oldest for group in chosen for each in group.scored],
             self._cfg.train.seq_len,
             self._data_ranks,
             self._cfg.train.micro_batch or 1,
