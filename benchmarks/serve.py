@@ -192,7 +192,8 @@ def main() -> None:
         f"{options.new} new ones each; tokens per CPU second"
     )
     print(
-        "model   kempner  transformers   ratio (spread)         lost: varied   texts wait     in waves"
+        "model   kempner  transformers   ratio (spread)         "
+        "lost: varied   texts wait     in waves"
     )
     for size in options.size.split(","):
         ours, theirs = models(size)

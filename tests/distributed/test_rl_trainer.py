@@ -101,3 +101,15 @@ def test_a_full_disk_ends_the_attempt_with_nothing_published(tmp_path: Path) -> 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "version 0 of the weights was not published: File too large" in done.stderr
     assert not list((run / "rl/0/weights").iterdir()) and Exchange(run).started() is None
+
+
+def test_bench_measures_the_trainer_alone(tmp_path: Path) -> None:
+    process = start_train(
+        *WORDS, f"--run.dir={tmp_path / 'run'}", "--bench", "--bench.steps=2", "--bench.warmup=1",
+        program="scripts/rl.py",
+    )  # fmt: skip
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    (result,) = json.loads((tmp_path / "run/bench.json").read_text())["results"]
+    assert result["tokens_per_step"] == 8 * 32 and len(result["steps"]) == 2
+    assert result["summary"]["publish, s"]["mean"] > 0 and "publish, s" in out

@@ -20,6 +20,7 @@ REFUSED = {
     "--optimizer.name=schedule_free": "optimizer.name = schedule_free: is not built for [rl]",
     "--preference.loss=reward": "preference.loss = reward: is not built for [rl]",
     "--rl.weights=group --rl.inference.engine=vllm": "rl.inference.engine = vllm: is not built",
+    "--model.n_experts=4 --model.router_bias": "must be false for an export, and engines get",
     "--run.fork=runs/other": "run.fork = runs/other: is not built for [rl]",
     "--train.global_batch=7": "train.global_batch = 7: the batch follows from rl.batch_samples",
     "--train.global_batch_tokens=4096": "train.global_batch_tokens: the batch follows",

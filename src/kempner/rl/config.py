@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kempner.config.option import REQUIRED, option
+from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import FAKE
 from kempner.generate.config import Sampling
+from kempner.hf.families import family_of
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
@@ -200,6 +201,10 @@ def _sizes(cfg: RunConfig) -> list[str]:
         found.append(
             f"rl.solve_rate = {list(rl.solve_rate)}: the lower bound comes first; exchange them"
         )
+    try:
+        family_of(cfg.model)
+    except ConfigError as error:
+        found += [f"{text}, and engines get their weights by one" for text in error.problems]
     if (problem := sampling.sampling(0).problem()) is not None:
         name, allowed = problem
         found.append(f"rl.sampling.{name} = {getattr(sampling, name)}: {allowed}")

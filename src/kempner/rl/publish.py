@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
 
 WRITERS = 8  # ranks that write, at most: one file each
+AT_ONCE = 1 << 24  # bytes that are written while more are gathered
 BESIDE = "beside"  # in the attempt's directory: what each version has beside its tensors
 
 
@@ -128,6 +130,7 @@ class DirectoryPublisher:
         path = folder / self._files[self._ranks.rank] if mine else None
         with contextlib.ExitStack() as opened:
             failed: OSError | None = None
+            waiting: list[memoryview] = []
             writer = opened.enter_context(ThreadPoolExecutor(1))
             written: Future[object] = writer.submit(bool)
             try:
@@ -141,9 +144,14 @@ class DirectoryPublisher:
                 if self._writer[name] != self._ranks.rank or failed is not None:
                     continue
                 data = tensor.to("cpu", self.dtype).contiguous().view(torch.uint8).flatten()
+                waiting.append(data.numpy().data)
+                if sum(map(len, waiting)) < AT_ONCE:
+                    continue
                 failed = _error_of(written)
-                written = writer.submit(write_all, file, data.numpy().data)
+                written, waiting = writer.submit(_write_each, file, waiting), []
             failed = failed or _error_of(written)
+            if waiting and failed is None:
+                _write_each(file, waiting)
         if failed is not None:
             raise failed
 
@@ -157,6 +165,11 @@ def open_publisher(
     from kempner.rl.transfer import GroupPublisher
 
     return GroupPublisher(files.publish, model, exchange, files.dtype, cfg.train.max_steps)
+
+
+def _write_each(file: RawIOBase, parts: list[memoryview]) -> None:
+    for part in parts:
+        write_all(file, part)
 
 
 def _error_of(written: Future[object]) -> OSError | None:
@@ -183,4 +196,7 @@ def whole_tensors(model: Decoder, scale: float = 0.0) -> Iterator[tuple[str, Ten
 
 def whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    own = tensor.to_local()  # of a world of one rank that is all of it
+    return own if tensor.device_mesh.size() == 1 else tensor.full_tensor()
