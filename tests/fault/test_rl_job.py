@@ -182,7 +182,9 @@ def test_without_slurm(three: Cluster, tmp_path: Path) -> None:
     words += ["--distributed.device=cpu", "--train.max_steps=500"]
     env = {name: str(FAKE / file) for name, file in ROLES.values()}
     checked = three.run("bash", SCRIPTS / "rl.sh", *words, "--check", env=env)
-    assert checked.stdout.splitlines()[0] == f"trainer: 1 task(s) on {os.uname().nodename}", checked.stderr
+    assert checked.stdout.splitlines()[0] == f"trainer: 1 task(s) on {os.uname().nodename}", (
+        checked.stderr
+    )
     script = subprocess.Popen(
         ["bash", SCRIPTS / "rl.sh", *words],
         env={**three.env, **env},

@@ -149,8 +149,13 @@ def problems(cfg: RunConfig) -> list[str]:
         "optimizer.name = schedule_free": cfg.optimizer.name == "schedule_free",
         "lowcomm": cfg.lowcomm.on,
         f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
-        "rl.weights = group: engines take files alone": cfg.rl.weights == "group",
     }
+    if cfg.rl.weights == "group":
+        others |= {
+            "rl.weights = group with adapters": bool(cfg.lora.rank),
+            "rl.weights = group with vLLM": cfg.rl_inference.engine == "vllm",
+            "rl.weights = group with rl.inference.urls": bool(cfg.rl_inference.urls),
+        }
     refused = [what for what, is_on in others.items() if is_on]
     found += [f"{what}: is not built for [rl]; leave it out" for what in refused]
     batch = "the batch follows from rl.batch_samples or rl.batch_tokens"

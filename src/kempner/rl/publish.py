@@ -30,6 +30,7 @@ from kempner.model.decoder import Decoder
 from kempner.parallel.build import compute_dtype, parameter_names
 from kempner.parallel.lora import is_adapter
 from kempner.rl.exchange import Exchange
+from kempner.rl.transfer import GroupPublisher
 from kempner.rl.words import keep_words
 
 if TYPE_CHECKING:
@@ -151,7 +152,11 @@ class DirectoryPublisher:
 def open_publisher(
     cfg: RunConfig, model: Decoder, exchange: Exchange, device: torch.device
 ) -> Publisher:
-    return DirectoryPublisher(cfg, model, exchange, device)
+    by_files = DirectoryPublisher(cfg, model, exchange, device)
+    if cfg.rl.weights == "directory":
+        return by_files
+    dtype, last = compute_dtype(cfg.train.dtype, device.type), cfg.train.max_steps
+    return GroupPublisher(by_files.publish, model, exchange, dtype, last)
 
 
 def _error_of(written: Future[object]) -> OSError | None:
