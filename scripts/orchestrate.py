@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         return 0
     judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
     exchange, scorer = Exchange(cfg.run.dir), Scorer(judges, say)
-    router = open_router(cfg, exchange, say)
+    router = open_router(cfg, exchange, words.ends, say)
     sampler = Sampler(
         envs,
         Writer(words),

@@ -166,7 +166,7 @@ class Loop:
 
     def _orchestrate(self) -> None:
         envs, words = open_parts(self.cfg)
-        router = open_router(self.cfg, self.exchange, self.lines.append)
+        router = open_router(self.cfg, self.exchange, set(), self.lines.append)
         scorer: Any = InThisProcess()
         sampler = Sampler(
             envs, Writer(words), router, scorer, self.cfg.rl_sampling, self.cfg.train.seq_len,

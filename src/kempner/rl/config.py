@@ -150,6 +150,8 @@ def problems(cfg: RunConfig) -> list[str]:
         "lowcomm": cfg.lowcomm.on,
         f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
     }
+    if cfg.rl_inference.engine == "vllm":  # it has no tokenizer here
+        others |= {"rl.sampling.stop with vLLM": bool(cfg.rl_sampling.stop)}
     if cfg.rl.weights == "group":
         others |= {
             "rl.weights = group with adapters": bool(cfg.lora.rank),
