@@ -1,4 +1,5 @@
 # make train          train a small model on this machine and sample from it; run it again to resume
+# make rl             teach a model to add by reinforcement learning on this machine; run it again to resume
 # make test           all tests, also on a real Slurm of several hosts (as root on Debian, installs Slurm)
 # make soak           the slow fault tests, and two runs that survive 30 random faults each
 # make test-vllm      what needs vLLM: its build for CPUs, in an environment of its own (3.4 GB)
@@ -11,7 +12,7 @@
 #
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
 # gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
-.PHONY: train test test-vllm soak check gpu-check cluster cluster-down
+.PHONY: train rl test test-vllm soak check gpu-check cluster cluster-down
 .ONESHELL:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -36,6 +37,13 @@ train: .venv/train data/stdlib/dataset.json
 	echo "metrics:    runs/quickstart/metrics.jsonl"
 	echo "checkpoint: runs/quickstart/checkpoints/$$(readlink runs/quickstart/checkpoints/latest)"
 	echo "loss curve: runs/quickstart/report.png"
+
+rl: .venv/train
+	@bash scripts/slurm/rl.sh configs/rl/arithmetic.toml $(ARGS)
+	$(PY) scripts/report.py runs/arithmetic
+	echo
+	echo "samples:    runs/arithmetic/rl-samples.jsonl"
+	echo "reward:     runs/arithmetic/report.png"
 
 data/stdlib/dataset.json: | .venv/train
 	@$(PY) scripts/prepare_data.py --source stdlib --out data/stdlib
@@ -72,6 +80,7 @@ soak: .venv/dev
 	$(PY) -m pytest tests/distributed --trainer-python=/usr/bin/python3 $(ARGS)
 	$(PY) -m benchmarks.soak --faults 30 --seed 1
 	$(PY) -m benchmarks.soak_replicas --faults 30 --seed 1
+	$(PY) -m benchmarks.soak_rl --faults 20 --seed 1
 
 check: .venv/dev
 	@.venv/bin/ruff check

@@ -461,11 +461,11 @@ def revived(run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def cluster_of(nodes: int, folder: Path) -> Iterator[Cluster]:
+def cluster_of(nodes: int, folder: Path, gpus: int = 1) -> Iterator[Cluster]:
     env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid())}
     for attempt in range(5):  # a number may be taken by another cluster
         env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
-        command = ["bash", str(TESTBED), "up", str(nodes), "1"]
+        command = ["bash", str(TESTBED), "up", str(nodes), str(gpus)]
         up = subprocess.run(command, env=env, capture_output=True, text=True)
         if up.returncode == 0:
             break

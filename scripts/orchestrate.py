@@ -23,18 +23,21 @@ from kempner.config.command_line import help_text, parse_command
 from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import load_config
+from kempner.load import Words
 from kempner.rl.batches import Failed
 from kempner.rl.conversation import Writer
-from kempner.rl.engines import Closed, NoEngines, Rejected
+from kempner.rl.engines import Closed, Lost, NoEngines, Rejected
+from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.scorer import Scorer
 from kempner.rl.exchange import Exchange
-from kempner.rl.opening import open_parts, open_router
+from kempner.rl.measure import Bench, NoRewards
+from kempner.rl.opening import open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
 from kempner.rl.rollout import Sampler
 from kempner.run import RunConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-FLAGS = {"help": bool, "check": bool}
+FLAGS = {"help": bool, "check": bool, "bench": bool}
 
 
 def main(argv: list[str]) -> int:
@@ -59,29 +62,29 @@ def main(argv: list[str]) -> int:
     if command.flags["check"]:
         print(to_toml(cfg), end="")
         return 0
+    return work(cfg, envs, words, stop, command.flags["bench"])
+
+
+def work(
+    cfg: RunConfig, envs: dict[str, Tasks], words: Words, stop: threading.Event, bench: bool
+) -> int:
     judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
-    exchange, scorer = Exchange(cfg.run.dir), Scorer(judges, say)
+    exchange, scorer = Exchange(cfg.run.dir), NoRewards() if bench else Scorer(judges, say)
     router = open_router(cfg, exchange, words.ends, say)
-    sampler = Sampler(
-        envs,
-        Writer(words),
-        router,
-        scorer,
-        cfg.rl_sampling,
-        cfg.train.seq_len,
-        cfg.rl.seed,
-        judges,
-        say,
-    )
+    sampler = Sampler(cfg, envs, Writer(words), router, scorer, judges, say)
+    curriculum = open_curriculum(cfg, envs, say)
     router.start()
     try:
-        Orchestrator(cfg, exchange, envs, sampler, router, say, stop).run()
-        say("done")
+        if bench:
+            Bench(cfg, sampler, router, curriculum, stop).run()
+        else:
+            Orchestrator(cfg, exchange, envs, curriculum, sampler, router, say, stop).run()
+            say("done")
         return 0
     except Closed:
         say("ends as it was told to")
         return 0
-    except (Failed, NoEngines, Rejected, ValueError, OSError) as error:
+    except (Failed, NoEngines, Rejected, Lost, ValueError, OSError) as error:
         print(f"orchestrate: error: {error}", file=sys.stderr)
         return 1
     finally:

@@ -15,7 +15,6 @@ every problem on a line of its own, and nothing is submitted.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import subprocess
@@ -31,13 +30,14 @@ from kempner.planner.cost import GPUS
 from kempner.sweep import results
 from kempner.sweep.cost import gpu_hours
 from kempner.sweep.file import Sweep, read_sweep
+from kempner.sweep.here import run_here
 from kempner.sweep.journal import Journal, locked
 from kempner.sweep.keys import Values
 from kempner.sweep.look import Look, look
 from kempner.sweep.points import Point, expand
 from kempner.sweep.propose import propose, proposed, room
 from kempner.sweep.resources import profile_environment
-from kempner.sweep.submit import check, settle, submit, write_points
+from kempner.sweep.submit import check, held_arrays, settle, submit, throttle
 
 PATIENCE_S = 120  # with [propose]: jobs that end at the same time submit, too
 COMMANDS = ("plan", "submit", "status", "resubmit", "cancel", "table")
@@ -71,6 +71,13 @@ def main(argv: list[str]) -> int:
         print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)
     except BlockingIOError:
         fail(f"another sweep.py works in {folder(sweep)}: wait until it has ended")
+    except OSError as error:  # a full disk: an array that was not recorded is asked for by its name
+        why = f"{error.filename or folder(sweep)}: {error.strerror or error}"
+        fail(f"{why}; mend that, and call it again: nothing is submitted twice")
+        return 1
+    except KeyboardInterrupt:
+        fail("interrupted; what Slurm has taken by then is found by the next command")
+        return 130
     return 2
 
 
@@ -155,7 +162,8 @@ def plan(sweep: Sweep, points: list[Point], journal: Journal, gpu: str | None) -
     print(aligned(rows, 2, range(1, 5)))
     print(f"\n{number_of(sweep, points)} points in {sweep.dir}, {len(arrays)} array(s):")
     for array in arrays:
-        print(f"  sbatch --array={array.indices} {' '.join(array.words)} {array.script.name}")
+        words = " ".join([*array.words, array.script.name, *array.program[1:]])
+        print(f"  sbatch --array={array.indices} {words}")
     known = [spent for spent in hours if spent is not None]
     cost = f"{sum(known):,.2f} GPU hours" if known else "cost unknown"
     if missing := len(hours) - len(known):
@@ -211,7 +219,9 @@ def send(
     if not points:
         print(f"nothing to {options.command}; {counts(looks)}")
         return 1 if tired or unknown else 0
-    arrays = check(sweep, points)
+    # The next points of [propose] are counted before they are proposed.
+    held = held_arrays(looks) if sweep.max_running and not sweep.propose else []
+    arrays = check(sweep, points, [] if options.here else held)
     rule = sweep.early_stop
     beside = {"KEMPNER_EARLY_STOP": f"{rule.after}:{rule.least}"} if rule else {}
     if options.here:
@@ -224,7 +234,10 @@ def send(
     env = profile_environment(sweep.profile) | beside
     missing = 0
     for array in arrays:
-        if submit(sweep, array, journal, env, say):
+        if array.job:
+            if problem := throttle(array):
+                say(f"job {array.job}: its limit stays as it is: {problem}")
+        elif submit(sweep, array, journal, env, say):
             job = journal.task(array.points[0].name) or ""
             print(f"job {job.partition('_')[0]}: {len(array.points)} point(s)")
         else:
@@ -232,23 +245,6 @@ def send(
     if missing:
         fail(f"{missing} point(s) were not submitted; '{options.command}' again submits them alone")
     return 1 if missing else 0
-
-
-def run_here(own: Path, points: Sequence[Point], more: dict[str, str]) -> int:
-    """One after another, with the same script, outside Slurm."""
-    configs = write_points(own, points)
-    failed = []
-    for number, point in enumerate(points, 1):
-        print(f"{number} of {len(points)}: {point.name}", flush=True)
-        command = ["bash", str(point.resources.script), str(configs[point.name])]
-        env = {**os.environ, **more, "KEMPNER_NPROC": str(point.resources.world_size)}
-        code = subprocess.run(command, env=env).returncode
-        if code == 130 or code < 0:
-            return 130
-        failed += [point.name] if code else []
-    for name in failed:
-        fail(f"{name} has failed")
-    return 1 if failed else 0
 
 
 def counts(looks: Sequence[Look]) -> str:
@@ -277,7 +273,7 @@ def cancel(journal: Journal, looks: Sequence[Look]) -> int:
     held = [each for each in looks if each.task and each.state.word in
             ("running", "silent", "starting", "waiting")]  # fmt: skip
     if held:
-        tasks = [each.task or "" for each in held]
+        tasks = sorted({each.task or "" for each in held})
         done = subprocess.run(["scancel", *tasks], capture_output=True, text=True)
         if done.returncode:
             fail(f"scancel failed, nothing is recorded: {done.stderr.strip()}")

@@ -13,59 +13,19 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from kempner.config.loading import load
+from kempner.load import Words
 from kempner.rl.conversation import Writer
 from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Environment, Message, Reply, Score, Task
+from kempner.rl.environments.protocol import Message, Reply, Score, Task
 from kempner.rl.exchange import Batch, Exchange, Start, State
-from kempner.rl.opening import open_parts, open_router
+from kempner.rl.opening import open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
 from kempner.rl.rollout import Sampler
 from kempner.run import RunConfig
 from tests.fake_engine import TOKEN, FakeEngine
 
 RANKS = 2
-
-
-class Digits(Environment):
-    """The reward is the parity of what was said; that of every third prompt is always 0."""
-
-    held_out = 0.25
-
-    def task(self, number: int, rng: Any) -> Task:
-        return Task(f"{number} {rng.randrange(1000)}:", number)
-
-    def score(self, task: Task, completion: str) -> float:
-        return 0.0 if task.answer % 3 == 0 else float(sum(completion.encode()) % 2)
-
-
-class Flat(Digits):
-    def score(self, task: Task, completion: str) -> float:
-        return 0.5
-
-
-class Broken(Digits):
-    """Every fourth task has no reward."""
-
-    def score(self, task: Task, completion: str) -> float:
-        if task.answer % 4 == 0:
-            raise RuntimeError("no reward here")
-        return super().score(task, completion)
-
-
-class Dead(Digits):
-    def score(self, task: Task, completion: str) -> float:
-        raise RuntimeError("no reward at all")
-
-
-class Few(Digits):
-    size, held_out = 24, 0.5
-
-
-class Talk(Digits):
-    turns = 3
-
-    def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
-        return Reply(" more? ")
+ENVIRONMENTS = Path(__file__).with_name("rl_envs.py")
 
 
 class InThisProcess:
@@ -108,9 +68,9 @@ def config(folder: Path, env: str = "Digits", steps: int = 3, **rl: Any) -> RunC
     values |= {"max_async": 0} | rl
     words = [f"--rl.{key}={value}" for key, value in values.items()]
     words += [f"--run.dir={folder / 'run'}", f"--train.max_steps={steps}", "--train.seq_len=96"]
-    words += ["--model.vocab_size=260", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
+    words += ["--model.vocab_size=257", "--rl.sampling.max_tokens=8", "--train.micro_batch=2"]
     file = folder / "rl.toml"
-    file.write_text(f'[[rl.env]]\nid = "{__file__}:{env}"\nname = "{env}"\nuse = "both"\n')
+    file.write_text(f'[[rl.env]]\nid = "{ENVIRONMENTS}:{env}"\nname = "{env}"\nuse = "both"\n')
     return load(RunConfig, [file], words)
 
 
@@ -128,6 +88,8 @@ class Loop:
         self.exchange.token.write_text(TOKEN)
         self.lines: list[str] = []
         self.handed: list[Handed] = []
+        self.straight: set[int] = set()  # versions that are no directories
+        self.seen: list[set[int]] = []  # versions that are there after each step
         self.error: Exception | None = None
         self.stop = threading.Event()
         for number, engine in enumerate(engines):
@@ -137,14 +99,16 @@ class Loop:
         (self.exchange.engines / f"engine-{number}").write_text(f"{engine.url}\n")
 
     def publish(self, version: int) -> None:
+        transport = "group" if version in self.straight else "directory"
         self.exchange.version(version).mkdir(exist_ok=True)
-        self.exchange.publish(version, {"version": version, "transport": "directory"})
+        self.exchange.publish(version, {"version": version, "transport": transport})
 
     def run(self, limit: float = 60.0) -> list[Handed]:
         """All batches; raises what has ended the orchestrator."""
         self.publish(self.start)
         self.exchange.begin(Start(self.start, RANKS, self.state))
-        thread = threading.Thread(target=self._orchestrate, daemon=True)
+        parts = open_parts(self.cfg)
+        thread = threading.Thread(target=self._orchestrate, args=parts, daemon=True)
         thread.start()
         until = time.monotonic() + limit
         for step in range(self.start + 1, self.cfg.train.max_steps + 1):
@@ -157,6 +121,8 @@ class Loop:
             files = [load_file(self.exchange.rollouts(step) / name) for name in names]
             self.handed.append(Handed(batch, files))
             time.sleep(self.trains)
+            manifests = self.exchange.weights.glob("v*/manifest.json")
+            self.seen.append({int(path.parent.name[1:]) for path in manifests})
             self.publish(step)
         thread.join(max(0.0, until - time.monotonic()))
         assert not thread.is_alive(), self.lines
@@ -164,19 +130,15 @@ class Loop:
             raise self.error
         return self.handed
 
-    def _orchestrate(self) -> None:
-        envs, words = open_parts(self.cfg)
-        router = open_router(self.cfg, self.exchange, set(), self.lines.append)
+    def _orchestrate(self, envs: dict[str, Tasks], words: Words) -> None:
+        router = open_router(self.cfg, self.exchange, words.ends, self.lines.append)
         scorer: Any = InThisProcess()
-        sampler = Sampler(
-            envs, Writer(words), router, scorer, self.cfg.rl_sampling, self.cfg.train.seq_len,
-            self.cfg.rl.seed, 4, self.lines.append,
-        )  # fmt: skip
+        sampler = Sampler(self.cfg, envs, Writer(words), router, scorer, 4, self.lines.append)
+        curriculum = open_curriculum(self.cfg, envs, self.lines.append)
         router.start()
         try:
-            Orchestrator(
-                self.cfg, self.exchange, envs, sampler, router, self.lines.append, self.stop
-            ).run()
+            parts = self.exchange, envs, curriculum, sampler, router
+            Orchestrator(self.cfg, *parts, self.lines.append, self.stop).run()
         except Exception as error:
             self.error = error
         finally:

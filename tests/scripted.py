@@ -30,7 +30,7 @@ def samples(step: int, count: int) -> list[Sample]:
     return found
 
 
-def arrays(rows: list[list[Sample]], seq_len: int) -> dict[str, np.ndarray]:
+def arrays(rows: list[list[Sample]], seq_len: int, version: int = 0) -> dict[str, np.ndarray]:
     """Rows of packed samples, [R, T] each."""
     shape = (len(rows), seq_len)
     made = {
@@ -39,6 +39,7 @@ def arrays(rows: list[list[Sample]], seq_len: int) -> dict[str, np.ndarray]:
         "documents": np.zeros(shape, np.int32),
         "logprobs": np.zeros(shape, np.float32),
         "advantages": np.zeros(shape, np.float32),
+        "versions": np.full(shape, version, np.int32),
     }
     for row, packed in enumerate(rows):
         at = 0
@@ -63,7 +64,7 @@ def hand_over(exchange: Exchange, step: int, ranks: int, seq_len: int, count: in
     folder.mkdir(parents=True)
     for rank in range(ranks):
         share = len(rows) // ranks
-        mine = arrays(rows[rank * share : (rank + 1) * share], seq_len)
+        mine = arrays(rows[rank * share : (rank + 1) * share], seq_len, step - 1)
         save_file(mine, folder / f"rank_{rank}.safetensors")
     tokens = sum(len(logprobs) for _, logprobs, _ in drawn)
     metrics = {"reward": step / 100, "samples": count}
@@ -72,7 +73,7 @@ def hand_over(exchange: Exchange, step: int, ranks: int, seq_len: int, count: in
 
 @contextmanager
 def orchestrator(run: Path, steps: int, seq_len: int = 32, last: int = 0) -> Iterator[list[object]]:
-    """Beside a trainer, until `last` batches (0: all steps) are handed over; yields what the trainer
+    """Beside a trainer, until `last` batches (0: all) are handed over; yields what the trainer
     has said at its start."""
     exchange, end, heard = Exchange(run), threading.Event(), list[object]()
 

@@ -87,7 +87,7 @@ kp_look() { # sets KP_FRESH, the files that are there and not followed yet, and 
         else
             files+=("$KP_ATTEMPT"/rank-?.log "$KP_ATTEMPT"/rank-??.log "$KP_ATTEMPT"/rank-???*.log)
             files+=("$KP_ATTEMPT"/*/rank-*.log) # a large world: in a directory for each host
-            files+=("$KP_ATTEMPT"/orchestrator.log "$KP_ATTEMPT"/engine-*.log) # of rl.sh
+            files+=("$KP_ATTEMPT"/orchestrator.log "$KP_ATTEMPT"/engine-*.log)
         fi
     fi
     for file in "${files[@]}"; do

@@ -4,6 +4,7 @@
 #   sbatch --nodes=3 scripts/slurm/rl.sh configs/rl/arithmetic.toml --rl.deployment.num_infer_nodes=2
 #   bash scripts/slurm/rl.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
 #   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --check    the configuration, and what would run where
+#   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --bench    the same for 20 steps, and where the time of each part went
 #   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
@@ -33,6 +34,7 @@ source "$lib"
 source "$KP_LIB/rl.sh"
 
 kp_take "$@"                     # rl.py's arguments; --dry-run
+kp_rl_bench                      # with --bench: a run of its own
 kp_setup                         # the repository, its Python, site.env
 kp_tasks                         # nodes, GPUs, one task per GPU
 kp_rl_place "${KP_ARGUMENTS[@]}" # who trains and who samples; from here on nodes and tasks are the trainer's
@@ -41,4 +43,5 @@ kp_rl_tell "${KP_ARGUMENTS[@]}"  # with --check: what would run where, and no mo
 kp_banner                        # what runs where
 kp_rl_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
 kp_run_rl "${KP_ARGUMENTS[@]}"   # srun for each part; starts lost engines again; passes signals on
+kp_rl_bench_tell                 # with --bench: a table
 kp_finish                        # requeue or not; the exit code

@@ -1,6 +1,7 @@
-"""`train.py CONFIG --bench`: the trainer itself, timed. No torch, until the table is printed.
+"""`train.py CONFIG --bench`: the trainer itself, timed; rl.py's, too, without engines. No torch,
+until the table is printed.
 
-Each variant is a run of scripts/train.py in a process of its own, beside every rank of this one: it
+Each variant is a run of the same program in a process of its own, beside every rank of this one: it
 has the launcher's environment, reads fake data and leaves no checkpoint. Its figures are the lines
 of its metrics.jsonl. A variant that runs out of memory, or crashes, ends alone.
 """
@@ -39,6 +40,7 @@ FIGURES = {
     "MFU": ".1%",
     "MFU, full attention": ".1%",
     "peak memory, GiB": ".2f",
+    "publish, s": ".3f",  # of rl.py
 }
 FREED = re.compile(r"Tried to allocate ([\d.]+) (\w+).*? of which ([\d.]+) (\w+) is free", re.S)
 UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -149,7 +151,8 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
     length = cfg.train.seq_len
     full = cfg.model.flops_per_token(length, cfg.lora.rank > 0, length)
     steps = [_figures(line, tokens, ranks, peak and full / peak) for line in counted]
-    summary = {name: _summary([step[name] for step in steps]) for name in FIGURES if steps}
+    names = steps[0] if steps else {}
+    summary = {name: _summary([step[name] for step in steps]) for name in names}
     found = {
         "variant": variant.name,
         "ranks": ranks,
@@ -183,7 +186,8 @@ def _figures(
     speed = tokens / line["step_time"]
     each = speed / ranks
     values = (line["step_time"], speed, each, line["mfu"], full and each * full, line["memory_gib"])
-    return dict(zip(FIGURES, values, strict=True))
+    published = [line["publish_seconds"]] if "publish_seconds" in line else []
+    return dict(zip(FIGURES, (*values, *published), strict=False))
 
 
 def _why(run_dir: Path, code: int) -> str:

@@ -31,6 +31,7 @@ from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
+from kempner.rl.opening import open_parts
 from kempner.run import RunConfig, check_batch, check_pipeline
 
 USAGE = """\
@@ -156,11 +157,13 @@ def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
 def load_config(
     files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
 ) -> RunConfig:
-    """load(), with what depends on other files: a run without run.dir is named after its first
-    configuration file, after `prefix`, and one with model.init_from has the shape of those
-    weights."""
+    """load(), with what follows from other values: a run without run.dir is named after its first
+    configuration file, after `prefix`, one with model.init_from has the shape of those weights, and
+    the batch of one with [[rl.env]] is that of [rl]."""
     run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
     cfg = load(RunConfig, files, overrides, problems, partial(complete_model, run_dir=run_dir))
+    if cfg.rl.on and cfg.rl.batch_samples is not None:
+        cfg = replace(cfg, train=replace(cfg.train, global_batch=cfg.rl.batch_samples))
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
 
 
@@ -286,7 +289,9 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
             found += [f"model.init_from: {problem}" for problem in error.problems]
     try:
         sources, held_out = open_data(cfg, rank == 0)
-        if not cfg.rl.on:
+        if cfg.rl.on:
+            open_parts(cfg)
+        else:
             open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":
             found += [

@@ -262,6 +262,13 @@ class RunConfig:
     def problems(self) -> list[str]:
         return combinations.problems(self)
 
+    def forward_rows(self, data_ranks: int) -> int:
+        """Sequences of one forward pass of a rank. Of rollouts there are as many rows as samples,
+        at most. Raises ConfigError: see micro_batch."""
+        if self.rl.on:
+            return self.train.micro_batch or -(-self.train.sequences // data_ranks)
+        return micro_batch(self.train, data_ranks, self.train.sequences)
+
     def of_replica(self, number: int) -> RunConfig:
         """What replica `number` works with. The first one is the run itself; another has a run
         directory of its own in that of the run."""

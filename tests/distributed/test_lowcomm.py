@@ -136,6 +136,15 @@ def test_any_mesh_within_a_replica(name: str, data_dir: Path, two: Path, tmp_pat
 
 
 @pytest.mark.soak
+def test_experts_within_a_replica(data_dir: Path, tmp_path: Path) -> None:
+    words = (*BOTH, "--model.n_experts=4", "--model.ffn_dim=32")
+    one = finished(tmp_path / "one", data_dir, *words, nproc=2)
+    run = finished(tmp_path / "run", data_dir, *words, "--distributed.ep=2", nproc=4)
+    for ours, theirs in ((run, one), (second(run), second(one))):
+        assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
+
+
+@pytest.mark.soak
 def test_copies_of_fragments_in_codes(data_dir: Path, stream: Path, tmp_path: Path) -> None:
     copies = ("--distributed.dp_replicate=2", "--distributed.dp_shard=1", "--checkpoint.interval=4")
     run = finished(tmp_path / "run", data_dir, *STREAM, *copies, nproc=4)

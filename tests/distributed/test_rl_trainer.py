@@ -1,10 +1,12 @@
-"""scripts/rl.py with an orchestrator whose batches follow from the step: losses, weights and state on
-several meshes, across a stop, and what it publishes."""
+"""scripts/rl.py with an orchestrator whose batches follow from the step: losses, weights and state
+on several meshes, across a stop, and what it publishes."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from kempner.rl.exchange import Exchange
-from tests.conftest import start_train, status
+from tests.conftest import ROOT, clean_env, start_train, status
 from tests.distributed.runs import state
 from tests.scripted import lines, orchestrator, wait_for
 
@@ -87,3 +89,15 @@ def test_stopped_while_it_waits_and_resumed_equals_unbroken(place: Path, tmp_pat
     assert [x["loss"] for x in lines(run)] == [x["loss"] for x in lines(place / "fsdp")]
     resumed, unbroken = state(run, STEPS), state(place / "fsdp", STEPS)
     assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
+
+
+def test_a_full_disk_ends_the_attempt_with_nothing_published(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [*WORDS, f"--run.dir={run}", "--model.ffn_dim=480"]
+    limited = ["bash", "-c", 'ulimit -f 100 && exec "$@"', "", sys.executable, "scripts/rl.py"]
+    done = subprocess.run(
+        [*limited, *words], cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "version 0 of the weights was not published: File too large" in done.stderr
+    assert not list((run / "rl/0/weights").iterdir()) and Exchange(run).started() is None

@@ -1,7 +1,8 @@
 """scripts/train.py with faults put in, for the tests alone: started in its place by KEMPNER_TRAIN.
 
 FAULTS holds one fault a line. With `once=FILE` it strikes a single time in the life of a run, with
-`rank=R` on that rank alone, with `replica=R` on that replica alone:
+`rank=R` on that rank alone, with `replica=R` on that replica alone, with `program=NAME` in that
+program of rl.sh alone (faulty_rl/):
 
     kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after; 0: any)
     kill at=... signal=SIGTERM              or another signal
@@ -246,17 +247,19 @@ KINDS = {
 }
 
 
-def main() -> None:
+def main(program: Path = TRAIN) -> None:
     if "--check" not in sys.argv:
         for line in filter(None, map(str.strip, os.environ.get("FAULTS", "").splitlines())):
             kind, *words = line.split()
             fault = dict(word.split("=", 1) for word in words)
+            if fault.get("program", program.stem) != program.stem:
+                continue
             if kind == "ignore":
                 change_labels(fault, -100)
             else:
                 KINDS[kind](fault)
-    sys.argv[0] = str(TRAIN)
-    runpy.run_path(str(TRAIN), run_name="__main__")
+    sys.argv[0] = str(program)
+    runpy.run_path(str(program), run_name="__main__")
 
 
 if __name__ == "__main__":

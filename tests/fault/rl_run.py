@@ -19,6 +19,16 @@ ROLES = {
     "engine": ("KEMPNER_SERVE", "serve.py"),
 }
 THREE = ("--nodes=3",)
+TINY = """
+model = {vocab_size = 257, dim = 32, n_layers = 1, n_heads = 2, ffn_dim = 64, max_seq_len = 64}
+train = {max_steps = 40, seq_len = 64, micro_batch = 16}
+metrics = {log_interval = 1}
+
+[rl]
+tokenizer = "bytes"
+sampling = {max_tokens = 4}
+env = [{id = "arithmetic"}]
+"""
 
 
 class RlRun(BrokenRun):
@@ -31,9 +41,8 @@ class RlRun(BrokenRun):
         self, *words: object, options: tuple[str, ...] = THREE, fake: bool = True, **env: str
     ) -> str:
         if fake:
-            (self.folder / "rl.toml").write_text('[[rl.env]]\nid = "arithmetic"\n')
             env |= {name: str(FAKE / file) for name, file in ROLES.values()}
-            words = (ROOT / "configs/train/debug.toml", self.folder / "rl.toml", *words)
+            words = (self.tiny(), *words)
         if "--nodes=3" in options:
             words += ("--rl.deployment.num_infer_nodes=2",)
         words += (f"--run.dir={self.dir}", "--distributed.device=cpu")
@@ -45,6 +54,10 @@ class RlRun(BrokenRun):
             env=env,
         )
         return self.job
+
+    def tiny(self) -> Path:
+        (self.folder / "tiny.toml").write_text(TINY)
+        return self.folder / "tiny.toml"
 
     def processes(self, role: str, engine: int | None = None) -> list[int]:
         """Those of a role in this job, as this machine counts, without srun and the shells."""

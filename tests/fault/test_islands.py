@@ -19,7 +19,6 @@ ROUNDS, H = 10, 4
 LOWCOMM = [
     "--lowcomm.replicas=3",
     "--lowcomm.mode=steps",
-    "--lowcomm.min_replicas=2",
     f"--lowcomm.interval={H}",
     "--train.global_batch=12",
     f"--checkpoint.interval={H}",
@@ -39,10 +38,11 @@ class Islands(BrokenRun):
             f"{fault} at={at} nth={nth} replica={replica} once={self.folder}/once signal={number}"
         )
 
-    def submit_slowly(self, fault: str = "", rounds: int = ROUNDS) -> None:
+    def submit_slowly(self, fault: str = "", rounds: int = ROUNDS, least: int = 2) -> None:
         """With time in each round for a replica to be started."""
         options, faults = ["--nodes=3"], f"slow ms=700\n{fault}"
-        words = (*LOWCOMM, f"--train.max_steps={rounds * H}")
+        limits = f"--train.max_steps={rounds * H}", f"--lowcomm.min_replicas={least}"
+        words = (*LOWCOMM, *limits)
         self.submit(*words, script="replicas.sh", options=options, faults=faults)
 
     def log_of_replicas(self, event: str) -> list[dict[str, Any]]:
@@ -210,6 +210,35 @@ def test_too_few_after_a_crashed_host(islands: Islands) -> None:
     until(lambda: islands.decisions() == ["requeue"], 60)
     assert islands.wait() == 0
     assert status(islands.dir)["state"] == "done", islands.log
+
+
+@pytest.mark.soak
+def test_the_batch_host_is_lost(islands: Islands) -> None:
+    """Slurm lets the job go on without its batch script. The guard on another host requeues it."""
+    islands.submit_slowly()
+    islands.wait_for("round 2: ")
+    islands.cluster.testbed("crash", "node1")
+    try:
+        until(lambda: islands.cluster.field(islands.job, "Restarts") == "1", 90)
+    finally:
+        islands.cluster.testbed("revive", "node1")
+    assert islands.wait() == 0
+    assert status(islands.dir)["state"] == "done", islands.log
+
+
+@pytest.mark.soak
+def test_a_replica_comes_back_after_a_host_was_lost(islands: Islands) -> None:
+    """Slurm gives the job no exclusive step any more, although cores are free."""
+    islands.submit_slowly(rounds=30, least=1)
+    islands.wait_for("round 2: ")
+    islands.cluster.testbed("crash", "node3")
+    try:
+        until(lambda: "replica 2 stays away" in islands.log, 90)
+        for pid in islands.pids(0, replica=1):
+            os.kill(pid, signal.SIGKILL)
+        islands.wait_for("joined by 1")
+    finally:
+        islands.cluster.testbed("revive", "node3")
 
 
 @pytest.mark.soak

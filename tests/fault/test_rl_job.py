@@ -16,7 +16,7 @@ from tests.conftest import status
 from tests.fault.broken_run import until
 from tests.fault.rl_run import FAKE, ROLES, THREE, RlRun
 
-STEPS = 40
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +62,14 @@ def test_engines_come_back_and_the_end_is_orderly(run: RlRun) -> None:
     assert "engines 2 to 3 (kit, 1 GPU(s) each): on node3" in run.log
     assert "the orchestrator has" not in run.log
     said = "".join(path.read_text() for path in logs.glob("*.log")) + run.log
-    assert "batch 40" in said and "serve: here" in said and token not in said
+    assert "batch 30" in said and "serve: here" in said and token not in said
 
 
 @pytest.mark.parametrize(
     ("role", "step"),
     [
-        ("trainer", 7),
         ("orchestrator", 7),
+        pytest.param("trainer", 7, marks=pytest.mark.soak),
         pytest.param("trainer", 1, marks=pytest.mark.soak),
         pytest.param("trainer", 20, marks=pytest.mark.soak),
         pytest.param("orchestrator", 1, marks=pytest.mark.soak),
@@ -108,7 +108,9 @@ def test_no_engine_is_left(run: RlRun) -> None:
     ("at", "options"),
     [
         ("scancel", THREE),
-        pytest.param("time limit", (*THREE, "--time=1"), marks=pytest.mark.soak),
+        pytest.param(
+            "time limit", (*THREE, "--time=1", "--signal=B:SIGTERM@20"), marks=pytest.mark.soak
+        ),
         pytest.param("preemption", THREE, marks=pytest.mark.soak),
     ],
 )
@@ -130,6 +132,7 @@ def test_the_end_of_a_job(run: RlRun, at: str, options: tuple[str, ...]) -> None
     assert run.decisions()[0] in ("requeue", "leave")
 
 
+@pytest.mark.soak
 def test_a_request_to_leave(run: RlRun) -> None:
     """On one node, whose GPUs both share."""
     run.start(f"--train.max_steps={STEPS}", options=("--nodes=1",), FAKE_STEP_S="0.3")
@@ -143,7 +146,9 @@ def test_a_request_to_leave(run: RlRun) -> None:
     assert "engine 0 (kit, 1 GPU(s) each): on node1" in run.log
 
 
-@pytest.mark.parametrize("name", ["FAKE_ENGINE", "FAKE_ORCHESTRATOR"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("FAKE_ENGINE", marks=pytest.mark.soak), "FAKE_ORCHESTRATOR"]
+)
 def test_bad_input_of_a_part(run: RlRun, name: str) -> None:
     """Ends the job, which is not started again."""
     run.start(options=("--nodes=1",), **{name: "2"})
@@ -154,8 +159,7 @@ def test_bad_input_of_a_part(run: RlRun, name: str) -> None:
 
 def test_bad_requests(three: Cluster, tmp_path: Path) -> None:
     """Refused before a node is held."""
-    (tmp_path / "rl.toml").write_text('[[rl.env]]\nid = "arithmetic"\n')
-    words = ["configs/train/debug.toml", tmp_path / "rl.toml", f"--run.dir={tmp_path}/run"]
+    words = [RlRun(three, tmp_path).tiny(), f"--run.dir={tmp_path}/run"]
     env = {"KEMPNER_TRAIN": str(FAKE / "rl.py")}
     for more, problem in (
         (["--nodes=2"], "the job has 2 node(s), and [rl.deployment] asks for 1"),
@@ -177,9 +181,8 @@ def test_bad_requests(three: Cluster, tmp_path: Path) -> None:
 def test_without_slurm(three: Cluster, tmp_path: Path) -> None:
     """All parts end with the script, also when it is killed; `--check` says what would run."""
     run = RlRun(three, tmp_path)
-    (tmp_path / "rl.toml").write_text('[[rl.env]]\nid = "arithmetic"\n')
-    words = ["configs/train/debug.toml", tmp_path / "rl.toml", f"--run.dir={run.dir}"]
-    words += ["--distributed.device=cpu", "--train.max_steps=500"]
+    words = [run.tiny(), f"--run.dir={run.dir}", "--distributed.device=cpu"]
+    words += ["--train.max_steps=500"]
     env = {name: str(FAKE / file) for name, file in ROLES.values()}
     checked = three.run("bash", SCRIPTS / "rl.sh", *words, "--check", env=env)
     assert checked.stdout.splitlines()[0] == f"trainer: 1 task(s) on {os.uname().nodename}", (

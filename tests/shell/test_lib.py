@@ -248,7 +248,7 @@ def test_a_requeue_does_not_spoil_its_own_record(tmp_path: Path) -> None:
         KP_PYTHON={sys.executable} KP_SRUN_LOG=none
         export GROUP PYTHONPATH={ROOT}/src
         trap 'true' TERM
-        for attempt in 1 2 3; do kp_decide "the step ended" >/dev/null; done
+        for attempt in 1 2 3; do KP_DECIDED='' && kp_decide "the step ended" >/dev/null; done
     """
     env = {"TEXT": job(""), "SLURM_JOB_ID": "7", "KEMPNER_ATTEMPT_ID": "7.0.1", "KP_CODE": "1"}
     path = f"{tmp_path}:/usr/bin:/bin"

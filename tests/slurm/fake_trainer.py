@@ -8,6 +8,8 @@ its restart count (the last one from there on):
     save              a checkpoint, then a crash: exit code 1, nothing in status.json
     crash, input      exit code 1, 2, nothing in status.json
     oom               exit code 1 and a fault that is final in attempts.jsonl
+
+A file as the first argument stands for the words in it.
 """
 
 import json
@@ -21,6 +23,10 @@ signals: list[int] = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda n, _: signals.append(n))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+
+
+if len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
+    sys.argv[1:2] = Path(sys.argv[1]).read_text().split()
 
 
 def option(name: str, default: str) -> str:

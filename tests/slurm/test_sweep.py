@@ -40,10 +40,13 @@ optimizer.lr = {rates}
 
 [resources]
 gpus_per_node = 1
-share = true
-cpus_per_task = 1
-mem = "1G"
+{resources}
 """
+SLOW = """
+[rules]  # one of the points takes some seconds
+train.max_steps = "3 + 800 * (train.seed == 2) * (optimizer.lr < 5e-3)"
+"""
+SHARE = 'share = true\ncpus_per_task = 1\nmem = "1G"'
 
 
 class Sweep:
@@ -51,7 +54,8 @@ class Sweep:
 
     def __init__(self, cluster: Cluster, folder: Path, **values: object) -> None:
         self.cluster, self.folder = cluster, folder
-        given = {"root": ROOT, "data": cluster.data, "running": 8, "steps": 3, **values}
+        given = {"root": ROOT, "data": cluster.data, "running": 8, "steps": 3, "resources": SHARE}
+        given |= values
         (folder / "lr.toml").write_text(SWEEP.format(**given))
 
     def __call__(self, *words: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
@@ -167,6 +171,33 @@ def test_points_that_follow_from_results(
     assert "nothing to submit" in run("submit").stdout
     jobs = {event["job"] for name in run.states() for event in run.events(name, "start")}
     assert len(jobs) == 2
+
+
+def test_packed_points(cluster: Cluster, sweep: Callable[..., Sweep]) -> None:
+    """Where Slurm gives whole nodes: two and two on a node. One fails, and its neighbour does not
+    care; one is stopped by the warning of the time limit, and its job goes on with it alone."""
+    run = sweep(seeds=[1, 2], rates=[1e-3, 1e-2], steps=803, resources=f"pack = 2{SLOW}")
+    file = run.folder / "lr.toml"
+    file.write_text(file.read_text().replace("train.max_steps = 803", ""))
+    plan = run("plan").stdout
+    assert "--array=0-1 --nodes=1 --gpus-per-node=2 pack.sh 2" in plan
+    names = [word for word in plan.split() if word.startswith("seed")]
+    failing, last = (run.folder / "runs/lr" / names[i] for i in (1, 3))
+    failing.mkdir(parents=True)
+    (failing / "checkpoints").write_text("in the way")  # this run cannot save
+    run("submit")
+    (job,) = run.jobs
+    cluster.wait_for('"decision": "end"', last / "attempts.jsonl")
+    cluster.ask("scancel", "--batch", "--signal=TERM", f"{job}_1")
+    run.until(settled)
+    states = run.states()
+    assert [states.pop("seed1-lr0.01")] != ["done"] and set(states.values()) == {"done"}
+    starts = {point: len(run.events(point, "start")) for point in states}
+    assert starts == {"seed1-lr0.001": 1, "seed2-lr0.001": 2, "seed2-lr0.01": 1}
+    rows = run("table").stdout.splitlines()[1:5]
+    assert [row.split()[4] for row in rows].count("done") == 3
+    assert "1 point(s)" in run("resubmit").stdout and len(run.jobs) == 2
+    run.end()
 
 
 @pytest.mark.soak

@@ -453,3 +453,32 @@ def test_without_tmux(tmp_path: Path, env: dict[str, str]) -> None:
         "kempner: error: no tmux here: install it or load its module; "
         "without it: bash scripts/slurm/logs.sh run\n"
     )
+
+
+def test_the_parts_of_reinforcement_learning(
+    tmux: Callable[..., str], tmp_path: Path, env: dict[str, str]
+) -> None:
+    """rl.sh links their logs beside those of the ranks."""
+    run = tmp_path / "rewards"
+    begin_attempt(run, 0, 0)
+    (run / "logs/rl-7.0.1").mkdir()
+    for name in ("orchestrator", "engine-0", "engine-1"):
+        write(run / f"logs/rl-7.0.1/{name}.log", f"I am {name}")
+        (run / f"logs/attempt-0/{name}.log").symlink_to(f"../rl-7.0.1/{name}.log")
+    (run / "logs/attempt-0/trainer-0.log").symlink_to("rank-0.log")
+
+    def said(*words: str) -> set[str]:
+        command = ["bash", str(LOGS), "rewards", "--no-follow", *words]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+        return {line.partition(" ")[0] for line in done.stdout.splitlines()} or {done.stderr}
+
+    assert said() == {"rank-0", "orchestrator", "engine-0", "engine-1"}
+    assert said("--part", "engine-1") == {"engine-1"}
+    assert said("--part=trainer-0") == {"trainer-0"}
+    assert "must be trainer-0, orchestrator or engine-K" in said("--part", "all").pop()
+    assert "give --rank or --part" in said("--part", "engine-1", "--rank=0").pop()
+    subprocess.run(["bash", TMUX, "rewards", "--detached"], env=env, cwd=tmp_path, check=True)
+    panes = tmux("list-panes", "-s", "-t", "=kempner-rewards", "-F", "#{pane_title}")
+    assert panes.splitlines() == [
+        "figures", "rank 0", "orchestrator", "engine-0", "warnings of all ranks", "shell",
+    ]  # fmt: skip

@@ -15,6 +15,7 @@ from kempner.rl.environments.opening import BUILT_IN, Tasks, make, open_environm
 from kempner.rl.environments.protocol import Environment, Message, Task
 from tests.conftest import ROOT
 
+OURS = [name for name in BUILT_IN if name not in ("reasoning_gym", "verifiers")]
 OWN = ROOT / "tests/own_environment.py"
 
 
@@ -34,7 +35,7 @@ def args_of(identifier: str, questions: Path) -> dict[str, Any]:
     return {"file": str(questions)} if identifier == "qa" else {}
 
 
-@pytest.mark.parametrize("identifier", [*BUILT_IN, f"{OWN}:Vowels"])
+@pytest.mark.parametrize("identifier", [*OURS, f"{OWN}:Vowels"])
 def test_tasks_are_those_of_seed_and_number_and_held_out_ones_are_apart(
     identifier: str, questions: Path
 ) -> None:
@@ -212,7 +213,9 @@ def test_environments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert len(error.value.problems) == 3
 
 
-def test_an_own_environment() -> None:
+def test_an_own_environment_and_the_page_that_shows_it() -> None:
     env = make(f"{OWN}:Vowels", '{"length": 3}')
     assert env.score(Task("Vowels in abe: ", 2), " 2 ") == 1.0
     assert env.score(Task("Vowels in abe: ", 2), "3") == 0.0
+    code = OWN.read_text().split('"""\n\n', 1)[1].strip()
+    assert len(code.splitlines()) <= 15 and code in (ROOT / "docs/rl.md").read_text()

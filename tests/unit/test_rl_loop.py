@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kempner.rl import engines, router
+from kempner.rl import engines, orchestrator, router
 from kempner.rl.batches import Failed
 from kempner.rl.engines import Rejected
 from tests.fake_engine import END, LOST, FakeEngine, Fault
@@ -163,6 +163,19 @@ def test_weights_that_all_refuse_end_the_run(make: Make, tmp_path: Path) -> None
     engine = make(lambda engine, path: 400 if path == "/update_weights" else None)
     with pytest.raises(Rejected, match="refuses weights 1"):
         Loop(config(tmp_path), [engine]).run()
+
+
+def test_what_nobody_reads_any_more_is_removed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the newest directory, which an engine that starts reads, also when later versions
+    are sent straight to the engines."""
+    monkeypatch.setattr(orchestrator, "TIDY_S", 0.0)
+    loop = Loop(config(tmp_path, steps=4), [make()], trains=0.2)
+    loop.straight = {2, 3}
+    loop.run()
+    assert [sorted(seen) for seen in loop.seen] == [[0], [1], [1, 2], [1, 3]]
+    assert not loop.exchange.rollouts(3).exists()
 
 
 # --- what counts toward a batch ---

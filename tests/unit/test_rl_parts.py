@@ -82,7 +82,8 @@ def test_packing_keeps_every_sample_and_balances(seed: int) -> None:
         for number in range(draw.randrange(1, 60))
     ]
     advantages = [draw.random() + 1 for _ in samples]
-    found = pack(samples, advantages, seq_len, ranks, micro)
+    versions = [draw.randrange(5) for _ in samples]
+    found = pack(samples, advantages, versions, seq_len, ranks, micro)
     shapes = {array.shape for arrays in found for array in arrays.values()}
     ((rows, width),) = shapes
     assert len(found) == ranks and width == seq_len and rows % micro == 0
@@ -104,18 +105,19 @@ def test_packing_keeps_every_sample_and_balances(seed: int) -> None:
         assert part["logprobs"].tolist() == each.logprobs[1:].tolist()
         want = np.where(counts, np.float32(advantages[number]), np.float32(0))
         assert part["advantages"].tolist() == want.tolist()
+        assert set(part["versions"].tolist()) == {versions[number]}
 
 
 def test_rows_that_there_must_be_take_their_part() -> None:
     """Eight samples that fit one row are spread over the four that two ranks have anyway."""
-    found = pack([sample(1, 7) for _ in range(8)], [1.0] * 8, 64, 2, 2)
+    found = pack([sample(1, 7) for _ in range(8)], [1.0] * 8, [0] * 8, 64, 2, 2)
     assert all(arrays["documents"].max(1).tolist() == [2, 2] for arrays in found)
 
 
 def test_ranks_have_about_the_same_attention() -> None:
     draw = random.Random(1)
     samples = [sample(1, draw.choice([3, 5, 20, 60])) for _ in range(200)]
-    found = pack(samples, [1.0] * 200, 64, 4, 1)
+    found = pack(samples, [1.0] * 200, [0] * 200, 64, 4, 1)
     costs = []
     for arrays in found:
         sizes = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from kempner.sweep import submit as submitting
 from kempner.sweep.early_stop import worse
 from kempner.sweep.expression import Expression, ExpressionError
 from kempner.sweep.file import read_sweep
+from kempner.sweep.here import run_here
 from kempner.sweep.journal import Journal, locked
 from kempner.sweep.keys import KEYS
 from kempner.sweep.look import look
@@ -85,6 +87,7 @@ def shipped(file: Path) -> list[Point]:
         ("1 < x <= 3 and not x == 2 or unset > 1", True),
         ("name == 'ddp' and train.max_steps >= 10", True),
         ("2 + 2 * (x <= 3)", 4),
+        ("x if name == 'ddp' else 'none'", 3),
     ],
 )
 def test_expressions(text: str, value: object) -> None:
@@ -104,7 +107,6 @@ def test_expressions(text: str, value: object) -> None:
         "x[0]",
         "f'{x}'",
         "{1: 2}",
-        "x if x else 1",
         "~x",
         "x << 9",
         "x is 1",
@@ -194,6 +196,9 @@ def test_the_nine_sizes() -> None:
     """Parameters and steps by formula, nothing from a table. Reference: the formulas in ten plain
     lines."""
     points = [p for p in shipped(SWEEPS / "sizes.toml") if p.values["lr_step"] == 0]
+    points, diloco = points[:9], points[9:]
+    assert [p.cfg.lowcomm.replicas for p in (*points, *diloco)] == [None] * 9 + [8] * 9
+    assert [p.cfg.optimizer.weight_decay for p in diloco] == pytest.approx([0.1 / 8] * 9)
     for point, width in zip(points, range(512, 4609, 512), strict=True):
         depth, vocab = 6 * width // 512, 128256
         matrices = 2 * vocab * width + depth * (4 * width**2 + 3 * width * (11 * width // 4))
@@ -214,7 +219,7 @@ def test_rules_at_another_batch(tmp_path: Path) -> None:
     """Half the sequences and two replicas: twice the steps, a quarter of the weight decay."""
     text = (SWEEPS / "sizes.toml").read_text()
     text = text.replace("../train", f"{ROOT}/configs/train")
-    changed = text.replace("batch = 512 ", "batch = 256 ").replace("replicas = 1", "replicas = 2")
+    changed = text.replace("batch = 512 ", "batch = 256 ").replace("else 1", "else 2")
     found = []
     for each in (text, changed):
         each = each.replace("[-2, -1, 0, 1, 2]", "[0]")
@@ -222,6 +227,17 @@ def test_rules_at_another_batch(tmp_path: Path) -> None:
         found.append(expand(read_sweep(tmp_path / "s.toml"))[2].cfg)
     assert found[1].train.max_steps == 2 * found[0].train.max_steps
     assert found[1].optimizer.weight_decay == pytest.approx(found[0].optimizer.weight_decay / 4)
+
+
+def test_the_nine_sizes_fit_their_nodes(tmp_path: Path, data_dir: Path) -> None:
+    """As `plan` checks them: data parallel, and replicas of one GPU and of four."""
+    text = (SWEEPS / "sizes.toml").read_text().replace("../train", f"{ROOT}/configs/train")
+    text = text.replace("[set]", f"[set]\ndata.dataset_path = '{data_dir}'")
+    (tmp_path / "s.toml").write_text(text.replace("[-2, -1, 0, 1, 2]", "[0]"))
+    sweep = read_sweep(tmp_path / "s.toml")
+    arrays = submitting.check(sweep, expand(sweep))
+    assert [array.words[0] for array in arrays] == ["--nodes=1", "--nodes=4"]
+    assert [len(array.points) for array in arrays] == [8, 10]
 
 
 @pytest.mark.parametrize("file", sorted(SWEEPS.glob("*.toml")), ids=lambda f: f.stem)
@@ -281,6 +297,9 @@ def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
         ("base = 3", "Cannot overwrite a value"),
         ("[resources]\nnode = 2", "resources.node: unknown option; did you mean resources.nodes?"),
         ("[resources]\nshare = true", "give resources.cpus_per_task and resources.mem"),
+        ("[resources]\npack = 2\nnodes = 2", "on 2 nodes does not fit on a part of one"),
+        ("[resources]\npack = 2\nshare = true\nmem = '1G'\ncpus_per_task = 1", "leave one of them"),
+        (f"{PROPOSE}[resources]\npack = 2", "pack: cannot be combined with [propose]"),
         ("[set]\nmodel.dim = 130", "model.dim = 130: must be a multiple of n_heads = 4"),
         ("[axes]\na = [1, 2]\n[rules]\ntrain.seed = '0 * a'", "have the same configuration: a=1"),
     ],
@@ -311,7 +330,7 @@ def test_arrays(tmp_path: Path) -> None:
     sweep = read_sweep(tmp_path / "s.toml")
     whole = arrays_of(sweep, points, None)
     assert [(a.indices, a.script.name) for a in whole] == [
-        ("0-7%4", "singlenode.sh"), ("0-1%1", "multinode.sh"),
+        ("0-7%5", "singlenode.sh"), ("0-1%1", "multinode.sh"),
     ]  # fmt: skip
     cut = arrays_of(sweep, points, 3)
     assert [len(a.points) for a in cut] == [3, 3, 2, 2]
@@ -321,6 +340,55 @@ def test_arrays(tmp_path: Path) -> None:
         arrays_of(sweep, points, 1)
     with pytest.raises(ConfigError, match="takes no job arrays"):
         arrays_of(sweep, points, 0)
+
+
+def test_packed_arrays(tmp_path: Path) -> None:
+    """A task runs `pack` points, and counts so often for max_running."""
+    text = """
+        max_running = 7
+        [axes]
+        train.seed = { linear = [0, 10], count = 11 }
+        [resources]
+        gpus_per_node = 2
+        pack = 3
+        """
+    points = points_of(tmp_path, text)
+    sweep = read_sweep(tmp_path / "s.toml")
+    (array,) = arrays_of(sweep, points, None)
+    assert (array.indices, array.program[1:]) == ("0-3%2", ["3"])
+    assert "--gpus-per-node=6" in array.words and points[0].resources.world_size == 2
+    assert [len(a.points) for a in arrays_of(sweep, points, 2)] == [6, 5]
+    with pytest.raises(ConfigError, match="give at least 12"):
+        arrays_of(sweep, points, 1)
+
+
+def test_max_running_over_all_arrays(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:  # fmt: skip
+    """A later submit divides it among its own array and the one that Slurm still has."""
+    told: list[list[str]] = []
+
+    def run(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        told.append(command)
+        return subprocess.CompletedProcess(command, 0, f"{len(told)}\n", "")
+
+    monkeypatch.setattr(submitting.subprocess, "run", run)
+    monkeypatch.setattr(submitting.slurm, "max_array_size", lambda: None)
+    monkeypatch.setattr(submitting, "check_points", lambda points: None)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    file = Path("s.toml")
+    file.write_text(f"max_running = 4\n{BASE}[axes]\ntrain.seed = [1, 2, 3, 4, 5, 6]\n")
+    assert SWEEP.main(["s.toml", "submit"]) == 0
+    assert "--array=0-5%4" in told[0]
+    jobs = {f"1_{i}": slurm.Job(f"1_{i}", "PENDING") for i in range(2, 6)}
+    monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
+    file.write_text(file.read_text().replace("5, 6", "5, 6, 7, 8"))
+    assert SWEEP.main(["s.toml", "submit"]) == 0
+    assert told[1] == ["scontrol", "update", "JobId=1", "ArrayTaskThrottle=3"]
+    assert "--array=0-1%1" in told[2] and len(told) == 3
+    file.write_text(file.read_text().replace("max_running = 4", "max_running = 1"))
+    assert SWEEP.main(["s.toml", "resubmit"]) == 2  # those that job 1 no longer holds
+    assert "beside 1 that Slurm has already" in capsys.readouterr().err
 
 
 # --- the journal, and what follows from it ----------------------------------------------------
@@ -362,6 +430,25 @@ def test_states(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
     assert words(swept, journal) == ["cancelled", "killed", "planned"]
     journal.append(event="cancelled", points=[swept[1].name])
     assert words(swept, journal) == ["cancelled", "cancelled", "planned"]
+
+
+def test_states_of_packed_points(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one job: it waits to start again for one of them alone."""
+    with locked(Path("runs/s/sweep")) as journal:
+        submission = journal.intend("s", [p.name for p in swept], 2)
+        journal.append(event="submitted", name=submission.name, job="7")
+    assert [journal.task(p.name) for p in swept] == ["7_0", "7_0", "7_1"]
+    jobs = {"7_0": slurm.Job("7_0", "PENDING", "", "BeginTime"), "7_1": slurm.Job("7_1", "PENDING")}
+    monkeypatch.setattr(slurm, "my_jobs", lambda: jobs)
+    for point, decision in zip(swept, ("requeue", "end"), strict=False):
+        point.run_dir.mkdir(parents=True)
+        start = {"event": "start", "time": 1.0, "job": "7_0", "attempt_id": "7.0.1", "attempt": 0}
+        made = {**start, "event": "decision", "time": 2.0, "decision": decision}
+        lines = f"{json.dumps(start)}\n{json.dumps(made)}\n"
+        (point.run_dir / "attempts.jsonl").write_text(lines)
+    looks = look(swept, journal)
+    assert [each.state.word for each in looks] == ["waiting", "killed", "waiting"]
+    assert [each.failed for each in looks] == [False, True, False]
 
 
 def test_an_intent_is_settled(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +499,36 @@ def test_sbatch_fails_for_a_while(
     assert submitting.submit(sweep, array, journal, {}, lambda text: None)
     assert len(made) == calls and next(told, "all asked") == "all asked"
     assert journal.task(swept[0].name) == ("5_0" if answers == ["5"] else "8_0")
+
+
+@pytest.mark.parametrize("full", [1, 2])
+def test_a_full_disk(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch, capsys: Capture, full: int
+) -> None:  # fmt: skip
+    """While the line before sbatch is written: nothing is submitted. While the line after it is:
+    the next command finds the array by its name."""
+    calls: list[str] = []
+
+    def run(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command[0])
+        return subprocess.CompletedProcess(command, 0, "7\n", "")
+
+    def sync(number: int) -> None:
+        calls.append("line")
+        if calls.count("line") == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(submitting.subprocess, "run", run)
+    monkeypatch.setattr(submitting.slurm, "max_array_size", lambda: None)
+    monkeypatch.setattr(submitting, "check_points", lambda points: None)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("kempner.sweep.journal.os.fsync", sync)
+    assert SWEEP.main(["s.toml", "submit"]) == 1
+    error = capsys.readouterr().err
+    assert "runs/s/sweep: No space left on device; mend that" in error
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: ["7"] if full == 2 else [])
+    assert SWEEP.main(["s.toml", "submit"]) == 0
+    assert calls.count("sbatch") == 1
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
@@ -532,6 +649,14 @@ def test_here(tmp_path: Path, data_dir: Path) -> None:
     (tmp_path / "mended").touch()
     assert "1 of 1: seed2-" in said(0, "resubmit", "--here")
     assert "3 points: 3 done" in said(0, "status")
+
+
+def test_ctrl_c_here(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run saves and stops by itself; no other point starts."""
+    Path("script").write_text("echo $1 >>ran; kill -INT $PPID; sleep 0.5; echo saved >>ran")
+    monkeypatch.setattr("kempner.sweep.resources.Resources.script", Path("script"))
+    assert run_here(Path("runs/s/sweep"), swept, {}) == 130
+    assert Path("ran").read_text().count("\n") == 2 and Path("ran").read_text().endswith("saved\n")
 
 
 def test_the_commands_of_the_page() -> None:

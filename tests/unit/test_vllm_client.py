@@ -130,10 +130,19 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["rl.weights=group", "rl.inference.engine=vllm"], "rl.weights = group with vLLM"),
-        (["rl.weights=group", "lora.rank=4", "model.init_from=x"], "group with adapters"),
+        (
+            ["rl.weights=group", "rl.inference.engine=vllm"],
+            "rl.weights = group with rl.inference.engine = vllm",
+        ),
+        (
+            ["rl.weights=group", "lora.rank=4", "model.init_from=x"],
+            "lora.rank = 4 with rl.weights = group",
+        ),
         (["rl.weights=group", 'rl.inference.urls=["http://x:1"]'], "with rl.inference.urls"),
-        (["rl.inference.engine=vllm", 'rl.sampling.stop=["x"]'], "rl.sampling.stop with vLLM"),
+        (
+            ["rl.inference.engine=vllm", 'rl.sampling.stop=["x"]'],
+            "rl.sampling.stop with rl.inference.engine = vllm",
+        ),
     ],
 )
 def test_what_cannot_be_combined(words: list[str], problem: str) -> None:

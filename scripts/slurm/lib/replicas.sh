@@ -6,13 +6,16 @@ readonly KP_END_S=10  # for srun to end a step that it was asked to end
 readonly KP_AGAIN_S=5 # a replica that is lost again and again waits so much longer each time
 
 kp_run_replicas() { # <train.py arguments>...: trains until every replica has left; sets KP_CODE
-    local slot KP_NODES=$KP_NODES KP_TASKS=$KP_TASKS KP_GPUS=$KP_GPUS
+    local slot KP_PER_NODE=$KP_TASKS KP_NODES=$KP_NODES KP_GPUS=$KP_GPUS
+    local KP_TASKS=$KP_TASKS
+    mapfile -t KP_HOSTS < <(scontrol show hostnames "$(kp_field NodeList)")
     kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
     KP_COMMITTED_BEFORE=$(kp_committed_step)
     KP_PIDS=() KP_TRIES=() KP_BEFORE=() KP_NOT_BEFORE=() KP_KILL_AT=() KP_ENDING='' KP_CODE=0
     KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
     export KEMPNER_REPLICAS=$KP_REPLICAS KEMPNER_DOOR=$KP_RUN_DIR/.door-$KEMPNER_ATTEMPT_ID
     kp_open_door
+    kp_start_guard
 
     for ((slot = 0; slot < KP_REPLICAS; slot++)); do
         KP_TRIES[slot]=0
@@ -27,6 +30,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     kill -KILL "$KP_CHILD" 2>/dev/null || true # it ignores the signals that end a job
     wait "$KP_CHILD" 2>/dev/null || true
     KP_CHILD=''
+    [[ -z $KP_GUARD ]] || kill -TERM "$KP_GUARD" 2>/dev/null || true # or the end of the job would wait for it
     rm -f -- "$KEMPNER_DOOR"*
     kp_write_status
 }
@@ -60,16 +64,49 @@ kp_open_door() { # starts the judge of who lives (kempner/lowcomm/judge.py); it 
     kp_die "the store of the replicas has not started: see above"
 }
 
+kp_start_guard() { # watches, on up to two other hosts, that this one is not lost (guard.sh); sets KP_GUARD
+    local others=("${KP_HOSTS[@]:1}") on
+    KP_GUARD=''
+    ((${#others[@]} > 0)) && kp_is_batch || return 0
+    mapfile -t on < <(printf '%s\n' "${others[0]}" "${others[-1]}" | sort -u)
+    (
+        unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}"
+        exec setsid srun --job-name=guard --overlap --no-kill --mem=0 --gres=none --mpi=none --export=ALL \
+            --nodes="${#on[@]}" --ntasks="${#on[@]}" --ntasks-per-node=1 --cpus-per-task=1 \
+            --nodelist="$(IFS=, && echo "${on[*]}")" bash "$KP_LIB/guard.sh" "$(kp_job_id)"
+    ) </dev/null >"$KP_RUN_DIR/logs/guard.log" 2>&1 &
+    KP_GUARD=$!
+}
+
 kp_start_replica() { # <replica> <train.py arguments>...
     local slot=$1
+    kp_place "$slot" || return 0
+    ((KP_TRIES[slot] == 0)) || kp_log "replica $slot is started again: it joins at the end of a round"
     export KEMPNER_REPLICA=$slot
     rm -f -- "$KEMPNER_DOOR.here.$slot"
     kp_srun_command "$KP_TRAIN" "${@:2}"
     # Without --mem=0 the first step on a node would take all of its memory.
-    KP_SRUN=(srun --exact --no-kill --mem=0 "${KP_SRUN[@]:1}")
+    KP_SRUN=(srun "${KP_PLACE[@]}" --no-kill --mem=0 "${KP_SRUN[@]:1}")
     KP_BEFORE[slot]=$(kp_replica_step "$slot")
     setsid "${KP_SRUN[@]}" </dev/null 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
     KP_PIDS[slot]=$!
+}
+
+kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails when one of its hosts is lost
+    local first=$(($1 * ${#KP_HOSTS[@]} / KP_REPLICAS)) host ours left KP_ANSWER='' KP_DEADLINE=$((SECONDS + KP_PATIENCE))
+    ours=("${KP_HOSTS[@]:first:KP_NODES}")
+    KP_PLACE=(--exact --nodelist="$(IFS=, && echo "${ours[*]}")")
+    ((KP_TRIES[$1] > 0)) && kp_show_job || return 0
+    left=" $(scontrol show hostnames "$(kp_field NodeList)" | paste -sd' ') "
+    for host in "${ours[@]}"; do
+        [[ $left != *" $host "* ]] || continue
+        kp_log "replica $1 stays away: the job has lost $host"
+        return 1
+    done
+
+    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever, although their cores are free.
+    # Replicas that share a host stay exclusive: they could be given the same GPU.
+    [[ $(wc -w <<<"$left") == "${#KP_HOSTS[@]}" ]] || ((KP_TASKS < KP_PER_NODE)) || KP_PLACE[0]=--overlap
 }
 
 kp_look_after() { # <train.py arguments>...: one look at all replicas
@@ -99,7 +136,6 @@ kp_look_after() { # <train.py arguments>...: one look at all replicas
             unset "KP_NOT_BEFORE[slot]"
         elif ((SECONDS >= KP_NOT_BEFORE[slot])); then
             unset "KP_NOT_BEFORE[slot]"
-            kp_log "replica $slot is started again: it joins at the end of a round"
             kp_start_replica "$slot" "$@"
         fi
     done

@@ -112,7 +112,8 @@ kp_exclude() { # keeps the requeued job off KP_EXCLUDED: Slurm takes this only o
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
     local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state=''
-    trap '' TERM INT HUP USR1 USR2 # a requeue signals this shell, and its subshells would die of it
+    trap '' TERM INT HUP USR1 USR2   # a requeue signals this shell, and its subshells would die of it
+    [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
     KP_BLAMED='' KP_EXCLUDED='' KP_FINAL='' KP_NO_PROGRESS='' KP_FAULT="failed twice in a row"
     [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
     kp_verdict
@@ -138,12 +139,16 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         kp_record end "$what; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
     elif [[ -n $KP_PREFLIGHT && -z $KP_EXCLUDED ]]; then
         kp_record end "$what; there are no other nodes to take"
-    elif kp_shielded scontrol requeue "$(kp_job_id)"; then
-        [[ -z $KP_EXCLUDED ]] || kp_exclude
+    elif kp_requeue; then
         kp_record requeue "$what"
     else
         kp_record end "$what; scontrol requeue was refused"
     fi
+}
+
+kp_requeue() { # starts the job again, without KP_EXCLUDED; fails when Slurm refuses
+    kp_shielded scontrol requeue "$(kp_job_id)" || return 1
+    [[ -z $KP_EXCLUDED ]] || kp_exclude
 }
 
 kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code

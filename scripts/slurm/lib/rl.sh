@@ -12,6 +12,22 @@ KP_ORCHESTRATOR='' KP_LEAVING='' KP_EVER_SERVED=''
 
 # --- what runs where -------------------------------------------------------------------------------------------------
 
+kp_rl_bench() { # with --bench in KP_ARGUMENTS: a short run of its own in its place; sets KP_BENCH
+    local word others=() name=${KP_ARGUMENTS[0]##*/}
+    KP_BENCH=''
+    for word in "${KP_ARGUMENTS[@]}"; do
+        if [[ $word == --bench ]]; then KP_BENCH=1; else others+=("$word"); fi
+    done
+    [[ -n $KP_BENCH ]] || return 0
+    printf -v word -- '--run.dir=runs/bench-%s-%(%m%d-%H%M%S)T' "${name%.toml}" -1
+    KP_ARGUMENTS=("${others[0]}" --train.max_steps=20 "$word" --metrics.log_interval=1 --checkpoint.interval=0
+        --rl.eval_interval=0 "${others[@]:1}")
+}
+
+kp_rl_bench_tell() {
+    [[ -z $KP_BENCH ]] || kp_python -m kempner.history.loop_bench "$KP_RUN_DIR" || true
+}
+
 kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS, those of the trainer
     local code=0 line names='' values=() tasks
     KP_JOB_NODES=$KP_NODES KP_JOB_TASKS=$KP_TASKS KP_JOB_GPUS=$KP_GPUS

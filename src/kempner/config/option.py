@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 import types
@@ -226,6 +227,11 @@ def sections_of(root: type) -> dict[str, tuple[str, type]]:
 
 def schema(root: type) -> Schema:
     """What the dataclasses under `root` declare; a mistake there is an AssertionError."""
+    return _schema(root)
+
+
+@functools.cache  # a sweep asks for each of its points
+def _schema(root: type) -> Schema:
     sections: Schema = {}
     for section, (_, cls) in sections_of(root).items():
         assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"

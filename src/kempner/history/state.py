@@ -79,7 +79,8 @@ def judge(
 ) -> State:
     """The state of a run now."""
     last = attempts[-1] if attempts else None
-    if job is not None and job.state == "PENDING":
+    over = last is not None and last.decision == "end"  # a job of several runs may go on for others
+    if job is not None and job.state == "PENDING" and not over:
         when = f", expected {job.start}" if job.start not in ("", "N/A") else ""
         return State("waiting", f"job {job.number}: {job.why}{when}")
     if last is not None and last.state in ("done", "stopped"):

@@ -124,16 +124,16 @@ class Fragment:
             return
         codes = []
         for pieces in self._pieces:
+            own = pieces is self._own
             for piece in pieces:
-                if pieces is not self._own and piece.i not in self.errors:
+                feedback = piece.i in self.errors
+                if not own and not feedback:
                     continue
                 codec, d = self._codecs[piece.i], rows_of(changes, piece)
                 code = codec.encode(d)
-                if pieces is self._own:
+                if own:
                     codes.append(code)
-                if (
-                    piece.i in self.errors
-                ):  # `changes` holds these very tensors; alike on all copies
+                if feedback:  # all copies have the same errors; `changes` holds these very tensors
                     d.sub_(codec.decode(code, *piece.shape))
         self._handle = exchange.start(torch.cat(codes), name, self._decode)
 

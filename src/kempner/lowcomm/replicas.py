@@ -59,16 +59,17 @@ class Replicas:
 
 
 class LowcommReplicas(Replicas):
-    """What is asked of a replica waits for the agreement of all. It begins before the last step of
-    a round, and ends with it or, in rounds of at least three steps, one step later, when it has
-    come by itself. The host reads it at the end of the round."""
+    """What is asked of a replica waits for the agreement of all. It begins two steps before the end
+    of a round, or before the last fragment leaves, and is there one step before the end, when it
+    has come by itself. The host reads it at the end of the round."""
 
     def __init__(
         self, cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter], exchange: Exchange
     ) -> None:
         self.cfg, self.world, self.exchange = cfg.lowcomm, world, exchange
         self.outer = Outer(cfg.lowcomm, named, exchange)
-        self.patience = 1 + cfg.lowcomm.interval / 3  # time_to_leave() counts three steps
+        # time_to_leave() counts three steps.
+        self.patience = 1 + (cfg.lowcomm.interval + cfg.lowcomm.tau) / 3
         self._state = OuterState(self.outer)
         self._asked: Handle | None = None
         self._sums: Tensor | None = None
@@ -103,7 +104,8 @@ class LowcommReplicas(Replicas):
         rounds, left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
         shared = torch.stack([numbers[name] for name in SHARED])
         self._sums = shared if self._sums is None else self._sums + shared
-        if left == min(2 if rounds > 2 else 1, rounds - 1):
+        # Before the last fragment leaves, which they would otherwise wait for.
+        if left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
             self._asked = self.exchange.start(self._sums.float(), f"numbers {step}")
             self._sums = None
         zero = torch.zeros_like(shared[0])

@@ -22,7 +22,7 @@ from kempner.planner.memory import (
     trained,
     weights,
 )
-from kempner.run import RunConfig, micro_batch
+from kempner.run import RunConfig
 
 ACHIEVED = 0.6  # of the peak, by the model's products and attention
 RESERVE_GIB = 4.0  # the CUDA context, NCCL's buffers, and what the allocator cannot use
@@ -86,7 +86,7 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
 def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     """A ring sends (n - 1) / n of what it gathers or scatters, and twice that to reduce it."""
     axes = sizes(cfg.distributed, world_size, per_node)
-    micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
+    micro = cfg.forward_rows(axes.data_ranks)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
     model, ep, cuts = cfg.model, cfg.distributed.ep, axes.pp * axes.tp
@@ -201,9 +201,7 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
         spent[each.hidden] += each.size / (near if each.within else gpu.network)
     compute = tokens * flops / (world_size * gpu.flops * ACHIEVED)
     axes = sizes(cfg.distributed, world_size, per_node)
-    passes = cfg.train.sequences / (
-        micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences) * axes.data_ranks
-    )
+    passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
     # Ranks that wait for the first activations, and the last gradients.
     compute *= 1 + (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
     return Time(compute, spent[True], spent[False])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kempner.parallel.layout import Axes, sizes
-from kempner.run import RunConfig, micro_batch
+from kempner.run import RunConfig
 
 GIB = 2.0**30
 FP32 = 4
@@ -50,7 +50,7 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
     """The loss (all activations are there, no gradient of this forward pass yet), the backward pass
     of the last block, that of the first parameters, the update, and the outer step of replicas."""
     axes = sizes(cfg.distributed, world_size, per_node)
-    micro = micro_batch(cfg.train, axes.data_ranks, cfg.train.sequences)
+    micro = cfg.forward_rows(axes.data_ranks)
     tokens = micro * cfg.train.seq_len // axes.cp
     often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
     held = weights(cfg, axes, gpu)

@@ -18,8 +18,8 @@ ARRAYS = {
     "documents": torch.int32,
     "logprobs": torch.float32,
     "advantages": torch.float32,
+    "versions": torch.int32,
 }
-VERSIONS = "versions"
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,13 @@ def read(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     arrays: dict[str, Tensor] = load_file(path)
-    versions = arrays.pop(VERSIONS, None)
     shape = arrays["inputs"].shape if "inputs" in arrays else None
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in arrays.items()}
     if shape is None or len(shape) != 2 or shape[1] != seq_len or not shape[0]:
         raise ValueError(f"{path}: inputs are {shape}, not rows of {seq_len} tokens")
     if found != {name: (dtype, shape) for name, dtype in ARRAYS.items()}:
         raise ValueError(f"{path}: has {found}; expected are {ARRAYS}, all of {shape}")
-    fresh = torch.ones(shape, dtype=torch.bool) if versions is None else versions == newest
-    return {**arrays, "fresh": fresh}
+    return {**arrays, "fresh": arrays["versions"] == newest}
 
 
 def micro_batches(arrays: dict[str, Tensor], rows: int | None, pin: bool) -> Iterator[Rollouts]:

@@ -149,21 +149,25 @@ def problems(cfg: RunConfig) -> list[str]:
         "optimizer.name = schedule_free": cfg.optimizer.name == "schedule_free",
         "lowcomm": cfg.lowcomm.on,
         f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
+        f"lora.rank = {cfg.lora.rank} with rl.weights = group": (
+            cfg.lora.rank > 0 and cfg.rl.weights == "group"
+        ),
+        "rl.weights = group with rl.inference.engine = vllm": (
+            cfg.rl.weights == "group" and cfg.rl_inference.engine == "vllm"
+        ),
+        "rl.weights = group with rl.inference.urls": (
+            cfg.rl.weights == "group" and bool(cfg.rl_inference.urls)
+        ),
+        "rl.sampling.stop with rl.inference.engine = vllm": (  # it has no tokenizer here
+            bool(cfg.rl_sampling.stop) and cfg.rl_inference.engine == "vllm"
+        ),
     }
-    if cfg.rl_inference.engine == "vllm":  # it has no tokenizer here
-        others |= {"rl.sampling.stop with vLLM": bool(cfg.rl_sampling.stop)}
-    if cfg.rl.weights == "group":
-        others |= {
-            "rl.weights = group with adapters": bool(cfg.lora.rank),
-            "rl.weights = group with vLLM": cfg.rl_inference.engine == "vllm",
-            "rl.weights = group with rl.inference.urls": bool(cfg.rl_inference.urls),
-        }
     refused = [what for what, is_on in others.items() if is_on]
     found += [f"{what}: is not built for [rl]; leave it out" for what in refused]
     batch = "the batch follows from rl.batch_samples or rl.batch_tokens"
     useless = {
         f"train.global_batch = {cfg.train.global_batch}: {batch}": (
-            cfg.train.global_batch != default.global_batch
+            cfg.train.global_batch not in (default.global_batch, cfg.rl.batch_samples)
         ),
         f"train.global_batch_tokens: {batch}": cfg.train.global_batch_tokens is not None,
         f"train.batch_ramp: {batch}": cfg.train.batch_ramp is not None,
@@ -174,6 +178,7 @@ def problems(cfg: RunConfig) -> list[str]:
         "eval.interval: validates on data; rl.eval_interval evaluates on tasks": (
             cfg.eval.interval > 0
         ),
+        "bench.data = real: rollouts are made by a whole run": cfg.bench.data == "real",
         f"rl.loss.mask = {loss.mask}: is for rl.loss.name = masked": (
             loss.name != "masked" and loss.mask != LossConfig().mask
         ),
@@ -204,6 +209,4 @@ def _sizes(cfg: RunConfig) -> list[str]:
     if (problem := sampling.sampling(0).problem()) is not None:
         name, allowed = problem
         found.append(f"rl.sampling.{name} = {getattr(sampling, name)}: {allowed}")
-    if not any(env.weight > 0 and env.use != "eval" for env in rl.env):
-        found.append('rl.env: none has a weight and is for training; give one use = "train"')
     return found

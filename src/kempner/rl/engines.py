@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Collection, Sequence
@@ -67,6 +68,10 @@ class Engine(Protocol):
         """New weights; returns their version when they are in use."""
         ...
 
+    def tokens_read(self) -> int | None:
+        """Of prompts, since it began; None: it does not count them."""
+        ...
+
     def abort(self) -> None: ...
 
 
@@ -120,6 +125,11 @@ class KitEngine:
     def update(self, body: dict[str, Any]) -> int:
         return self._version_in(self._ask("/update_weights", body, self._timeout))
 
+    def tokens_read(self) -> int | None:
+        _, text = self._exchange("/metrics", None, BEAT_S)
+        found = re.search(rb"^kempner_prefill_tokens_total ([0-9.e+]+)$", text, re.MULTILINE)
+        return None if found is None else int(float(found[1]))
+
     def _version_in(self, answer: dict[str, Any]) -> int:
         version = answer.get("weight_version")
         if not isinstance(version, int):
@@ -134,6 +144,12 @@ class KitEngine:
 
     def _ask(self, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
         """The answer's JSON. Raises Lost, Busy, Rejected."""
+        return _read(path, *self._exchange(path, body, timeout))
+
+    def _exchange(
+        self, path: str, body: dict[str, Any] | None, timeout: float
+    ) -> tuple[int, bytes]:
+        """Code and text of the answer. Raises Lost."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         opened: socket.socket | None = None
         try:
@@ -146,14 +162,13 @@ class KitEngine:
             data = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", path, data, headers)
             answer = connection.getresponse()
-            code, text = answer.status, answer.read()
+            return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise Lost(f"{path}: {str(error) or type(error).__name__}") from None
         finally:
             with self._lock:
                 self._open.discard(opened) if opened else None
             connection.close()
-        return _read(path, code, text)
 
 
 # --- vLLM ---

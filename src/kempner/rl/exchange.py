@@ -35,7 +35,8 @@ class Start(NamedTuple):
 class Batch(NamedTuple):
     """The rank files hold arrays of R rows of T = train.seq_len, R the same for all ranks: inputs
     int32; targets int32, -100 where nothing counts; documents int32, the number of the document in
-    its row; logprobs fp32, of the targets, by the sampler; advantages fp32."""
+    its row; logprobs fp32, of the targets, by the sampler; advantages fp32; versions int32, of the
+    oldest weights that have drawn tokens of the sample."""
 
     step: int
     tokens: int  # targets that count, of all ranks

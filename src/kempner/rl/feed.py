@@ -27,7 +27,7 @@ from kempner.rl.publish import Publisher
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
-LOOK_S = 0.1  # between two looks for a batch, and for requests to leave
+LOOK_S = 0.1  # between two looks for a batch, and for requests to leave; the first ones come sooner
 
 
 class Feed:
@@ -65,9 +65,11 @@ class Feed:
         """This rank's micro-batches of a step; or, when any rank was asked to leave meanwhile, the
         verdict of all."""
         found: Batch | Verdict | None = None
+        pause = 0.0
         while found is None:
             with self.waiting(0.0):
-                found = self._look(step)
+                found = self._look(step, pause)
+            pause = min(LOOK_S, 2 * pause + 0.005)
         if isinstance(found, Verdict):
             return found
         self.tokens, self._metrics = found.tokens, found.metrics
@@ -78,11 +80,11 @@ class Feed:
         self.places = arrays["inputs"].numel() * self._layout.data_ranks
         return list(micro_batches(arrays, self._micro, self._pin))
 
-    def _look(self, step: int) -> Batch | Verdict | None:
-        """Once, on all ranks. Rank 0 alone looks into the directory."""
+    def _look(self, step: int, pause: float) -> Batch | Verdict | None:
+        """Once, on all ranks, after so many seconds. Rank 0 alone looks into the directory."""
         batch, wanted = None, False
         if self._ranks.rank == 0:
-            time.sleep(LOOK_S)
+            time.sleep(pause)
             batch, wanted = self._exchange.batch(step), self._exchange.wanted.exists()
         flags = torch.tensor([batch is not None, wanted, *self._stop.flags[INTERRUPT:]])
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError
 from kempner.rl.conversation import Writer, open_words
+from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Engine, KitEngine, VllmEngine
 from kempner.rl.environments.opening import Tasks, open_environments
 from kempner.rl.exchange import Exchange
@@ -53,7 +54,12 @@ def open_parts(cfg: RunConfig) -> tuple[dict[str, Tasks], Words]:
 
 
 def check_words(cfg: RunConfig, words: Words) -> list[str]:
-    size = words.tokenizer.vocab_size
+    size, own = words.tokenizer.vocab_size, cfg.model.init_from is None
+    if own and size < cfg.model.vocab_size:  # weights that were trained never say the others
+        return [
+            f"model.vocab_size = {cfg.model.vocab_size}: the engines sample the {size} tokens of "
+            f"rl.tokenizer alone, and the trainer sees all; give --model.vocab_size={size}"
+        ]
     if size <= cfg.model.vocab_size:
         return []
     return [
@@ -78,6 +84,15 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
         f'rl.env "{env.label}": a prompt of {longest} tokens and rl.sampling.max_tokens = {most} '
         f"are over train.seq_len = {room}; shorten one of them, or raise train.seq_len"
     ]
+
+
+def open_curriculum(
+    cfg: RunConfig, envs: Mapping[str, Tasks], say: Callable[[str], None]
+) -> Curriculum:
+    weights = {label: env.cfg.weight for label, env in envs.items() if env.cfg.use != "eval"}
+    return Curriculum(
+        weights, cfg.rl.solve_rate, lambda label, number: envs[label].task(number).key, say
+    )
 
 
 def open_router(

@@ -8,6 +8,7 @@ has its own seed, and nothing is counted in the order in which it arrives.
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.05  # between two looks for a new version
 DISK_S = 600.0  # that a full disk may stay full
 AGAIN_S = 5.0
+TIDY_S = 1.0
 
 
 class Orchestrator:
@@ -44,6 +46,7 @@ class Orchestrator:
         cfg: RunConfig,
         exchange: Exchange,
         envs: Mapping[str, Tasks],
+        curriculum: Curriculum,
         sampler: Sampler,
         router: Router,
         say: Callable[[str], None],
@@ -51,12 +54,7 @@ class Orchestrator:
     ) -> None:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
-        self._curriculum = Curriculum(
-            {label: env.cfg.weight for label, env in envs.items() if env.cfg.use != "eval"},
-            cfg.rl.solve_rate,
-            lambda label, number: envs[label].task(number).key,
-            say,
-        )
+        self._curriculum = curriculum
         self._come: SimpleQueue[Group | Exception] = SimpleQueue()
         self._again: deque[Place] = deque()  # asked before the last stop, and not trained
         self._flying: dict[int, Place] = {}  # asked, by place
@@ -64,6 +62,7 @@ class Orchestrator:
         self._step = 0  # whose batch was handed over last
         self._newest = -1  # version
         self._evaluated = -1  # version
+        self._tidied = 0.0
 
     def run(self) -> None:
         """Until the last version is evaluated, or told to stop. Raises Closed, Failed, NoEngines,
@@ -138,15 +137,21 @@ class Orchestrator:
         return last or newest // interval > self._evaluated // interval
 
     def _tidy(self) -> None:
-        """Versions that no engine uses, nor will one that starts."""
+        """Versions that no engine uses, nor will one that starts: it reads the newest directory."""
         oldest = self._router.oldest()
-        if oldest is None:
+        if oldest is None or time.monotonic() < self._tidied + TIDY_S:
             return
-        for manifest in sorted(self._exchange.weights.glob("v*/manifest.json")):
-            number = int(manifest.parent.name[1:])
-            if number < min(oldest, self._newest):
-                manifest.unlink(missing_ok=True)  # first, so that nobody begins to read it
-                shutil.rmtree(manifest.parent, ignore_errors=True)
+        self._tidied = time.monotonic()
+        there = {
+            int(manifest.parent.name[1:]): json.loads(manifest.read_text())
+            for manifest in self._exchange.weights.glob("v*/manifest.json")
+        }
+        directories = [n for n, facts in there.items() if facts["transport"] == "directory"]
+        for number in there:
+            if number < min(oldest, self._newest) and number != max(directories, default=-1):
+                folder = self._exchange.version(number)
+                (folder / "manifest.json").unlink()  # first, so that nobody begins to read it
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _evaluate(self, version: int) -> None:
         """Greedy, on tasks that training never sees. Newer weights wait until it is done."""
@@ -229,6 +234,7 @@ class Orchestrator:
         arrays = packing.pack(
             [each.sample for group in chosen for each in group.scored],
             [each for group in chosen for each in group.advantages(loss, most)],
+            [each.oldest for group in chosen for each in group.scored],
             self._cfg.train.seq_len,
             self._data_ranks,
             self._cfg.train.micro_batch or 1,

@@ -34,12 +34,13 @@ class Sample(NamedTuple):
 def pack(
     samples: Sequence[Sample],
     advantages: Sequence[float],
+    versions: Sequence[int],
     seq_len: int,
     ranks: int,
     micro_batch: int,
 ) -> list[Arrays]:
     """The rank files of a batch, as exchange.Batch has them. Each sample takes at most `seq_len`
-    places.
+    places. `versions`: the oldest weights that have drawn tokens of each.
 
     Every row costs the same outside of attention, also an empty one. In attention a document costs
     the square of its length: the rows are as few as first-fit decreasing needs, and those that
@@ -59,7 +60,7 @@ def pack(
     for numbers in deal(rows, lengths, ranks):
         arrays = empty(len(numbers), seq_len)
         for row, number in enumerate(numbers):
-            chosen = [(samples[item], advantages[item]) for item in rows[number]]
+            chosen = [(samples[item], advantages[item], versions[item]) for item in rows[number]]
             fill({name: array[row] for name, array in arrays.items()}, chosen)
         made.append(arrays)
     return made
@@ -103,13 +104,14 @@ def empty(count: int, seq_len: int) -> Arrays:
         "documents": np.zeros(shape, np.int32),
         "logprobs": np.zeros(shape, np.float32),
         "advantages": np.zeros(shape, np.float32),
+        "versions": np.zeros(shape, np.int32),
     }
 
 
-def fill(row: Arrays, chosen: Sequence[tuple[Sample, float]]) -> None:
+def fill(row: Arrays, chosen: Sequence[tuple[Sample, float, int]]) -> None:
     """One row, each array of it [T]. What is left at its end is one more document."""
     at = 0
-    for number, (sample, advantage) in enumerate(chosen):
+    for number, (sample, advantage, version) in enumerate(chosen):
         there = slice(at, at + sample.places)
         counts = sample.sampled[1:]
         row["inputs"][there] = sample.tokens[:-1]
@@ -117,6 +119,7 @@ def fill(row: Arrays, chosen: Sequence[tuple[Sample, float]]) -> None:
         row["documents"][there] = number
         row["logprobs"][there] = np.where(counts, sample.logprobs[1:], 0.0)
         row["advantages"][there] = np.where(counts, np.float32(advantage), np.float32(0.0))
+        row["versions"][there] = version
         at += sample.places
     row["documents"][at:] = len(chosen)
 

@@ -54,13 +54,13 @@ class DirectoryPublisher:
     ) -> None:
         """Raises ConfigError when the tokenizer cannot be read, OSError on a full disk."""
         self._model, self._exchange = model, exchange
-        self._dtype = compute_dtype(cfg.train.dtype, device.type)
+        self.dtype = compute_dtype(cfg.train.dtype, device.type)
         self._scale = cfg.lora.alpha / cfg.lora.rank if cfg.lora.rank else 0.0
         self._ranks = Ranks(dist.new_group(backend="gloo"))
         kind = self._ranks.on_first(lambda: self._write_beside(cfg))
         self._names = tensor_names(cfg.model, kind)
         self._shapes = tensor_shapes(cfg.model)
-        sizes = {n: math.prod(shape) * self._dtype.itemsize for n, shape in self._shapes.items()}
+        sizes = {n: math.prod(shape) * self.dtype.itemsize for n, shape in self._shapes.items()}
         self._bytes = sum(sizes.values())
         count = min(WRITERS, self._ranks.size, len(sizes))
         writers = [i * self._ranks.size // count for i in range(count)]
@@ -80,7 +80,7 @@ class DirectoryPublisher:
         place.mkdir(parents=True)
         keep_words(cfg, run)
         carried = read_config(run / FOLDER) if (run / FOLDER / CONFIG).is_file() else None
-        dtype = str(self._dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         return write_beside(place, run, cfg.model, carried, dtype)
 
     def publish(self, version: int) -> None:
@@ -135,13 +135,13 @@ class DirectoryPublisher:
                 if path is not None:
                     file = opened.enter_context(open(path, "wb", buffering=0))
                     shapes = {name: self._shapes[name] for name in mine}
-                    write_all(file, header_of(shapes, self._names, self._dtype))
+                    write_all(file, header_of(shapes, self._names, self.dtype))
             except OSError as error:  # the others wait for our part of each tensor all the same
                 failed = error
             for name, tensor in whole_tensors(self._model, self._scale):
                 if self._writer[name] != self._ranks.rank or failed is not None:
                     continue
-                data = tensor.to("cpu", self._dtype).contiguous().view(torch.uint8).flatten()
+                data = tensor.to("cpu", self.dtype).contiguous().view(torch.uint8).flatten()
                 failed = _error_of(written)
                 written = writer.submit(write_all, file, data.numpy().data)
             failed = failed or _error_of(written)
@@ -152,11 +152,11 @@ class DirectoryPublisher:
 def open_publisher(
     cfg: RunConfig, model: Decoder, exchange: Exchange, device: torch.device
 ) -> Publisher:
-    by_files = DirectoryPublisher(cfg, model, exchange, device)
+    files = DirectoryPublisher(cfg, model, exchange, device)
     if cfg.rl.weights == "directory":
-        return by_files
-    dtype, last = compute_dtype(cfg.train.dtype, device.type), cfg.train.max_steps
-    return GroupPublisher(by_files.publish, model, exchange, dtype, last)
+        return files
+
+    return GroupPublisher(files.publish, model, exchange, files.dtype, cfg.train.max_steps)
 
 
 def _error_of(written: Future[object]) -> OSError | None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kempner.generate.config import Sampling
-from kempner.rl.config import SamplingConfig
 from kempner.rl.conversation import Conversation, Writer
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Score, Task
 from kempner.rl.environments.scorer import Scorer
 from kempner.rl.groups import Group, Place, Rollout, seed_of
 from kempner.rl.router import Router
+
+if TYPE_CHECKING:
+    from kempner.rl.measure import NoRewards
+    from kempner.run import RunConfig
 
 R = TypeVar("R")
 
@@ -24,19 +27,18 @@ class Sampler:
 
     def __init__(
         self,
+        cfg: RunConfig,
         envs: Mapping[str, Tasks],
         writer: Writer,
         router: Router,
-        scorer: Scorer,
-        sampling: SamplingConfig,
-        seq_len: int,
-        seed: int,
+        scorer: Scorer | NoRewards,
         judges: int,
         say: Callable[[str], None],
     ) -> None:
-        """`seq_len`: tokens that a conversation may have; `judges`: that the scorer has."""
+        """`judges`: that the scorer has."""
         self._envs, self._writer, self._router, self._scorer = envs, writer, router, scorer
-        self._sampling, self._seq_len, self._seed, self._say = sampling, seq_len, seed, say
+        self._sampling, self._seq_len, self._seed = cfg.rl_sampling, cfg.train.seq_len, cfg.rl.seed
+        self._say = say
         self._judges = ThreadPoolExecutor(judges, "judge")
         self._said: set[str] = set()  # environments whose failures were reported
 

@@ -156,6 +156,10 @@ class Router:
                 (each.version for each in self._members.values() if each.alive), default=None
             )
 
+    def alive(self) -> list[Engine]:
+        with self._change:
+            return [each.engine for each in self._members.values() if each.alive]
+
     def figures(self) -> dict[str, float]:
         """Since the last call."""
         with self._change:

@@ -42,8 +42,8 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.GtE: operator.ge,
 }
 ALLOWED = (
-    "an expression has numbers, strings, names, + - * / // % **, comparisons, and, or, not, and "
-    + ", ".join(FUNCTIONS)
+    "an expression has numbers, strings, names, + - * / // % **, comparisons, and, or, not, "
+    "A if B else C, and " + ", ".join(FUNCTIONS)
 )
 
 
@@ -99,6 +99,8 @@ class Expression:
             allowed, parts = isinstance(node.op, ast.USub | ast.Not), [node.operand]
         elif isinstance(node, ast.BinOp):
             allowed, parts = type(node.op) in OPERATORS, [node.left, node.right]
+        elif isinstance(node, ast.IfExp):
+            allowed = True
         elif isinstance(node, ast.Compare):
             allowed = all(type(op) in OPERATORS for op in node.ops)
             parts = [node.left, *node.comparators]
@@ -144,6 +146,8 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
         stop_at = isinstance(node.op, ast.Or)
         return next((stop_at for e in node.values if bool(_value(e, values)) == stop_at),
                     not stop_at)  # fmt: skip
+    if isinstance(node, ast.IfExp):
+        return _value(node.body if _value(node.test, values) else node.orelse, values)
     if isinstance(node, ast.Compare):
         sides = [_value(side, values) for side in (node.left, *node.comparators)]
         return all(

@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Submission:
     name: str
     points: tuple[str, ...]  # by index
     time: float
+    pack: int = 1  # points of a task
     job: str = ""
 
 
@@ -54,16 +55,18 @@ class Journal:
     def task(self, point: str) -> str | None:
         """The newest job of a point, as users name it: 12_3."""
         found = [each for each in self.of(point) if each.job]
-        return f"{found[-1].job}_{found[-1].points.index(point)}" if found else None
+        if not found:
+            return None
+        return f"{found[-1].job}_{found[-1].points.index(point) // found[-1].pack}"
 
     def was_cancelled(self, point: str) -> bool:
         """After its newest submission."""
         times = [each.time for each in self.of(point)]
         return self.cancelled.get(point, 0.0) > max(times, default=0.0)
 
-    def intend(self, sweep: str, points: Sequence[str]) -> Submission:
+    def intend(self, sweep: str, points: Sequence[str], pack: int = 1) -> Submission:
         name = f"{sweep}.{uuid.uuid4().hex[:8]}"
-        self.append(event="intent", name=name, points=list(points))
+        self.append(event="intent", name=name, points=list(points), pack=pack)
         return self.submissions[name]
 
     def append(self, **values: Any) -> None:
@@ -79,10 +82,10 @@ class Journal:
     def _take(self, line: dict[str, Any]) -> None:
         event, name, when = line.get("event"), line.get("name", ""), line.get("time", 0.0)
         if event == "intent":
-            self.submissions[name] = Submission(name, tuple(line["points"]), when)
+            points, pack = tuple(line["points"]), line.get("pack", 1)
+            self.submissions[name] = Submission(name, points, when, pack)
         elif event == "submitted" and name in self.submissions:
-            was = self.submissions[name]
-            self.submissions[name] = Submission(name, was.points, was.time, line["job"])
+            self.submissions[name] = replace(self.submissions[name], job=line["job"])
         elif event == "refused":
             self.submissions.pop(name, None)
         elif event == "cancelled":

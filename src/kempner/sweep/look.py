@@ -4,7 +4,7 @@ accounting, which may be empty. No torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kempner import slurm
 from kempner.history.run_history import History, is_run, load_history
@@ -24,6 +24,7 @@ class Look:
     tries: int  # submissions
     run: History
     task: str | None  # the newest job, as users name it
+    pack: int = 1  # points of that job
 
     @property
     def new(self) -> bool:
@@ -53,13 +54,14 @@ def _look(
     state = run.state
     job = None if task is None or jobs is None else jobs.get(task, slurm.Job(task, "GONE"))
     begun = any(attempt.job == task for attempt in run.attempts)
+    over = begun and run.attempts[-1].decision == "end"  # the job may go on, for other points
     if task is None and not is_run(point.run_dir):
         state = State("planned")
     elif task is None or state.word in ("done", "stopped"):
         pass
     elif job is None and not begun:
         state = State("unknown", f"job {task}: Slurm does not answer")
-    elif job is not None and job.state == "PENDING":
+    elif job is not None and job.state == "PENDING" and not over:
         state = State("waiting", f"job {task}: {job.why}")
     elif job is not None and job.state != "GONE" and not begun:
         state = State("starting")
@@ -69,7 +71,8 @@ def _look(
         state = State("killed", f"job {task} ended before the run began", attention=True)
     if any(point.name in each.points for each in journal.open):
         state = State("unknown", "Slurm has not said whether it took the job")
-    return Look(point, state, len(journal.of(point.name)), run, task)
+    told = journal.of(point.name)
+    return Look(point, state, len(told), run, task, told[-1].pack if told else 1)
 
 
 def _accounted(each: Look, told: dict[str, str]) -> Look:
@@ -81,4 +84,4 @@ def _accounted(each: Look, told: dict[str, str]) -> Look:
         state = State("unknown", f"job {each.task}: {word}")  # not an end
     else:
         state = CANCELLED if word == "CANCELLED" else State("killed", word, attention=True)
-    return Look(each.point, state, each.tries, each.run, each.task)
+    return replace(each, state=state)

@@ -3,6 +3,7 @@ what it is. No torch."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -140,6 +141,11 @@ def make_point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | No
             problems.append(
                 f"{sweep.file}: {key}: judges validations; set eval.interval, or leave it out"
             )
+    if sweep.propose and resources.pack > 1:
+        problems.append(
+            f"{sweep.file}: resources.pack: cannot be combined with [propose], which submits one "
+            "point whenever another has ended; leave it out"
+        )
     try:
         cfg = load_config(sweep.bases[combination["base"]], words)
     except ConfigError as error:
@@ -177,7 +183,7 @@ def _parameters(known: Mapping[str, Any]) -> int | None:
 def identity(cfg: RunConfig) -> str:
     """The hash of what the run does: its configuration without its directory. Options at their
     default are left out, so that a new option of a later version renames no run."""
-    plain, defaults = as_dict(cfg), as_dict(RunConfig())
+    plain, defaults = as_dict(cfg), _defaults()
     del plain["run"]["dir"]
     told = {
         f"{section}.{key}": value
@@ -186,6 +192,11 @@ def identity(cfg: RunConfig) -> str:
         if value != defaults[section][key]
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:HASH]
+
+
+@functools.cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    return as_dict(RunConfig())
 
 
 def _slug(values: Values) -> str:

@@ -22,6 +22,7 @@ class Resources:
     tasks_per_node: int = option(1, "without GPUs: processes of each node", minimum=1)
     cpus_per_task: int | None = option(None, "CPUs of each process", minimum=1)
     share: bool = option(False, "take only this part of a node, so that several runs fit on one")
+    pack: int = option(1, "runs side by side on a node that Slurm gives as a whole", minimum=1)
     mem: str = option("", "memory of each node that is shared, such as 64G")
     time: str = option("", "time limit, as sbatch takes it")
     partition: str = option("", "partition")
@@ -43,6 +44,8 @@ class Resources:
 
     @property
     def script(self) -> Path:
+        if self.pack > 1:
+            return SCRIPTS / "pack.sh"
         return SCRIPTS / ("singlenode.sh" if self.nodes == 1 else "multinode.sh")
 
     def problems(self) -> list[str]:
@@ -57,6 +60,16 @@ class Resources:
                 "resources.share: Slurm must know how much of a node a run takes; give "
                 "resources.cpus_per_task and resources.mem"
             )
+        if self.pack > 1 and self.nodes > 1:
+            found.append(
+                f"resources.pack = {self.pack}: a run on {self.nodes} nodes does not fit on a part "
+                "of one; leave it out"
+            )
+        if self.pack > 1 and self.share:
+            found.append(
+                f"resources.pack = {self.pack}: with resources.share = true Slurm itself puts "
+                "several runs on a node; leave one of them out"
+            )
         if self.mem and not self.share:
             found.append("resources.mem: has no effect on whole nodes; set resources.share = true")
         return found
@@ -65,10 +78,8 @@ class Resources:
         """The options of sbatch: also the signature, which the points of one array have in
         common."""
         found = [f"--nodes={self.nodes}"]
-        if self.gpus_per_node:
-            found.append(f"--gpus-per-node={self.gpus_per_node}")
-        else:
-            found.append(f"--ntasks-per-node={self.tasks_per_node}")
+        tasks = self.pack * self.per_node
+        found.append(f"--{'gpus' if self.gpus_per_node else 'ntasks'}-per-node={tasks}")
         if self.cpus_per_task:
             found.append(f"--cpus-per-task={self.cpus_per_task}")
         if self.share:  # beside the header's --exclusive, newer Slurm takes no --oversubscribe

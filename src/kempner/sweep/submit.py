@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kempner import slurm
@@ -16,6 +17,7 @@ from kempner.history import events
 from kempner.history.run_history import is_run
 from kempner.sweep.file import Sweep
 from kempner.sweep.journal import Journal, Submission
+from kempner.sweep.look import HOLDS, Look
 from kempner.sweep.points import Point, check_points
 from kempner.sweep.resources import profile_environment
 
@@ -25,21 +27,35 @@ MAX_ARRAY_SIZE = 1001  # Slurm's default
 
 @dataclass(frozen=True)
 class Array:
-    """Points with the same request. `running`: at most so many at once; 0: all."""
+    """Points with the same request, `pack` of them a task. `running`: at most so many tasks at
+    once; 0: all. `job`: of one that Slurm has taken earlier, with the points that it still
+    holds."""
 
     words: list[str]
     script: Path
     points: list[Point]
-    running: int
+    pack: int
+    job: str = ""
+    running: int = 0
+
+    @property
+    def tasks(self) -> int:
+        return math.ceil(len(self.points) / self.pack)
+
+    @property
+    def program(self) -> list[str]:
+        """What sbatch runs, but for the points."""
+        return [str(self.script), *([str(self.pack)] if self.pack > 1 else [])]
 
     @property
     def indices(self) -> str:
         limit = f"%{self.running}" if self.running else ""
-        return f"0-{len(self.points) - 1}{limit}"
+        return f"0-{self.tasks - 1}{limit}"
 
 
-def check(sweep: Sweep, points: Sequence[Point]) -> list[Array]:
-    """The arrays of these points, all of it sound. Raises ConfigError with all problems."""
+def check(sweep: Sweep, points: Sequence[Point], held: Sequence[Array] = ()) -> list[Array]:
+    """The arrays of these points, all of it sound, after those that Slurm has already. Raises
+    ConfigError with all problems."""
     problems: list[str] = []
     arrays: list[Array] = []
     if is_run(sweep.dir):
@@ -49,7 +65,7 @@ def check(sweep: Sweep, points: Sequence[Point]) -> list[Array]:
     except ConfigError as error:
         problems += error.problems
     try:
-        arrays = arrays_of(sweep, points, slurm.max_array_size())
+        arrays = arrays_of(sweep, points, slurm.max_array_size(), held)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -61,39 +77,71 @@ def check(sweep: Sweep, points: Sequence[Point]) -> list[Array]:
     return arrays
 
 
-def arrays_of(sweep: Sweep, points: Sequence[Point], largest: int | None) -> list[Array]:
+def arrays_of(
+    sweep: Sweep, points: Sequence[Point], largest: int | None, held: Sequence[Array] = ()
+) -> list[Array]:
     """`largest`: MaxArraySize, over the largest index by one; None: not known. Raises
     ConfigError."""
     most = MAX_ARRAY_SIZE if largest is None else largest
     if most < 1:
         raise ConfigError("this cluster takes no job arrays (MaxArraySize = 0): ask its operators")
-    requests: dict[tuple[str, ...], list[Point]] = {}
+    requests: dict[tuple[int, Path, tuple[str, ...]], list[Point]] = {}
     for point in points:
-        script = str(point.resources.script)
-        requests.setdefault((script, *point.resources.words()), []).append(point)
+        wants = point.resources
+        requests.setdefault((wants.pack, wants.script, (*wants.words(),)), []).append(point)
     parts = [
-        (script, words, group[i : i + most])
-        for (script, *words), group in requests.items()
-        for i in range(0, len(group), most)
+        Array([*words], script, group[i : i + most * pack], pack)
+        for (pack, script, words), group in requests.items()
+        for i in range(0, len(group), most * pack)
     ]
-    if sweep.max_running and sweep.max_running < len(parts):
+    found = [*held, *parts]
+    least = sum(array.pack for array in found)
+    if sweep.max_running and sweep.max_running < least:
+        still = f", beside {len(held)} that Slurm has already" if held else ""
         raise ConfigError(
             f"{sweep.file}: max_running = {sweep.max_running}: the points make {len(parts)} arrays "
-            f"(requests that differ, or parts of MaxArraySize = {most}), and each runs one point "
-            f"at least; give at least {len(parts)}"
+            f"(requests that differ, or parts of MaxArraySize = {most}){still}, and each runs one "
+            f"point, or resources.pack of them, at least; give at least {least}"
         )
-    shares = _shares([len(group) for _, _, group in parts], sweep.max_running)
+    return _limited(found, sweep.max_running) if sweep.max_running else found
+
+
+def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
+    """With the limit in parts by size, each at least 1 task, and none that an array cannot use."""
+    spare = limit - sum(array.pack for array in arrays)
+    total = sum(len(array.points) for array in arrays)
+    tasks = [
+        min(array.tasks, 1 + spare * len(array.points) // total // array.pack) for array in arrays
+    ]
+    left = limit - sum(n * array.pack for n, array in zip(tasks, arrays, strict=True))
+    for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i].points)):
+        more = min(arrays[i].tasks - tasks[i], left // arrays[i].pack)
+        tasks[i], left = tasks[i] + more, left - more * arrays[i].pack
     return [
-        Array(words, Path(script), group, share)
-        for (script, words, group), share in zip(parts, shares, strict=True)
+        replace(array, running=0 if n == array.tasks else n)
+        for array, n in zip(arrays, tasks, strict=True)
     ]
 
 
-def _shares(sizes: Sequence[int], limit: int) -> list[int]:
-    """The limit in parts by size, each at least 1 and at most its array; 0: no limit is needed."""
-    spare = limit - len(sizes)
-    shares = [1 + spare * size // sum(sizes) for size in sizes] if limit else [0] * len(sizes)
-    return [0 if share >= size else share for share, size in zip(shares, sizes, strict=True)]
+def held_arrays(looks: Sequence[Look]) -> list[Array]:
+    """Those that Slurm still holds for points of the sweep."""
+    found: dict[str, list[Look]] = {}
+    for each in looks:
+        if each.task and each.state.word in HOLDS:
+            found.setdefault(each.task.partition("_")[0], []).append(each)
+    return [
+        Array([], Path(), [each.point for each in group], group[0].pack, job)
+        for job, group in found.items()
+    ]
+
+
+def throttle(array: Array) -> str:
+    """Sets how many tasks of an array that Slurm has may run; what went wrong, or ""."""
+    limit = f"ArrayTaskThrottle={array.running}"
+    done = subprocess.run(
+        ["scontrol", "update", f"JobId={array.job}", limit], capture_output=True, text=True
+    )
+    return done.stderr.strip() if done.returncode else ""
 
 
 def write_points(folder: Path, points: Sequence[Point]) -> dict[str, Path]:
@@ -116,13 +164,13 @@ def submit(
     configs = write_points(journal.folder, array.points)
     for name in ("arrays", "logs"):
         (journal.folder / name).mkdir(exist_ok=True)
-    submission = journal.intend(sweep.name, [*configs])
+    submission = journal.intend(sweep.name, [*configs], array.pack)
     lines = journal.folder / "arrays" / f"{submission.name}.txt"
     write_atomic(lines, "".join(f"{config}\n" for config in configs.values()))
     command = [
         "sbatch", "--parsable", f"--job-name={submission.name}", f"--array={array.indices}",
         f"--output={journal.folder}/logs/%x-%A_%a.out",
-        *array.words, str(array.script), f"@{lines}",
+        *array.words, *array.program, f"@{lines}",
     ]  # fmt: skip
     job: str | None = ""
     for delay in (0, *DELAYS_S):

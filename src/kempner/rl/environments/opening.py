@@ -29,6 +29,8 @@ BUILT_IN = {
     "code": "programs:Code",
     "guess": "dialogues:Guess",
     "calculator": "dialogues:Calculator",
+    "reasoning_gym": "reasoning_gym:ReasoningGym",
+    "verifiers": "verifiers:Verifiers",
 }
 DRAWS = 1000  # of which one must be a new prompt, of the part that is asked for
 MISSES = 100  # draws in a row of prompts that were drawn before: there are no more
@@ -189,14 +191,15 @@ def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any
         raise ConfigError(f"{where}: args is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f'{where}: args must be a JSON object, such as {{"below": 100}}')
-    parameters = inspect.signature(maker).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return given
+    parameters = dict(inspect.signature(maker).parameters)
+    rest = [name for name in parameters if parameters[name].kind is inspect.Parameter.VAR_KEYWORD]
+    for name in rest:
+        del parameters[name]
     problems = [
         f"{where}: unknown argument {name}{did_you_mean(name, parameters)}; "
         f"it takes {', '.join(parameters) or 'none'}"
         for name in given
-        if name not in parameters
+        if name not in parameters and not rest
     ]
     problems += [
         f"{where}: the argument {name} is required"

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Train several runs side by side on one whole node, each with an equal part of it: for sites that share no nodes.
+#
+#   sbatch --gpus-per-node=8 scripts/slurm/pack.sh 4 A.toml B.toml C.toml D.toml    four runs of two GPUs each
+#   sbatch --gpus-per-node=8 --array=0-9 scripts/slurm/pack.sh 4 @FILE    four lines of FILE in each job
+#   bash scripts/slurm/pack.sh 2 A.toml B.toml --dry-run [SBATCH OPTIONS]    shows what sbatch would do
+#
+# Each is a run as singlenode.sh makes it, and has its batch log in its own logs/. Sweeps use it: docs/sweeps.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+#SBATCH --job-name=kempner
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:SIGTERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: pack.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/pack.sh itself, or from the root of the repository" >&2 && exit 2; }
+fi
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$lib"
+# shellcheck source-path=SCRIPTDIR source=lib/pack.sh
+source "$KP_LIB/pack.sh"
+
+kp_pack_take "$@" # the runs; --dry-run
+kp_setup          # the repository, its Python, site.env
+kp_tasks          # GPUs of the node, one task per GPU
+kp_pack_share     # the part of one run
+kp_pack_run       # each run with its own checks, step and records
+kp_pack_finish    # requeue when one has to go on

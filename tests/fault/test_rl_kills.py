@@ -1,0 +1,229 @@
+"""scripts/slurm/rl.sh on a real Slurm with its own programs: whatever is killed, and whenever, the
+run has the losses, rewards and samples of the unbroken one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import SCRIPTS, Cluster, boot
+from tests.conftest import ROOT, status
+from tests.fault.broken_run import until
+from tests.fault.rl_run import ROLES, THREE, RlRun
+
+STEPS = 8
+FAULTY = ROOT / "tests/fault/faulty_rl"
+CONFIG = """
+model = {vocab_size = 257, dim = 32, n_layers = 2, n_heads = 2, ffn_dim = 64, max_seq_len = 64}
+train = {max_steps = 8, seq_len = 64, micro_batch = 8, deterministic = true}
+optimizer = {lr = 3e-3}
+schedule = {warmup_steps = 2}
+checkpoint = {interval = 3}
+metrics = {log_interval = 1}
+
+[rl]
+tokenizer = "bytes"
+group_size = 4
+batch_samples = 32
+max_async = 0
+eval_interval = 4
+eval_samples = 4
+sampling = {max_tokens = 4}
+"""
+LEARNER, ASKER = "kempner.rl.feed:Feed", "kempner.rl.orchestrator:Orchestrator"
+PUBLISH = "kempner.rl.publish:DirectoryPublisher.publish"
+SAVE = "kempner.checkpoint.checkpointer:Checkpointer"
+KILLS = {
+    "the trainer before it begins": ("rl", "kempner.rl.exchange:Exchange.begin:before", 1),
+    "the trainer while it waits": ("rl", f"{LEARNER}.next:before", 3),
+    "the trainer with a batch": ("rl", f"{LEARNER}.next:after", 5),
+    "the trainer before it publishes": ("rl", f"{PUBLISH}:before", 4),
+    "the trainer when it has published": ("rl", f"{PUBLISH}:after", 5),
+    "the trainer while it saves": ("rl", f"{SAVE}._commit:before", 1),
+    "the trainer at its end": ("rl", f"{SAVE}.close:before", 1),
+    "the orchestrator at its start": ("orchestrate", f"{ASKER}._begin:before", 1),
+    "the orchestrator before a batch": ("orchestrate", f"{ASKER}._hand_over:before", 5),
+    "the orchestrator within a batch": (
+        "orchestrate", "kempner.rl.exchange:Exchange.hand_over:before", 6),
+    "the orchestrator after a batch": (
+        "orchestrate", "kempner.rl.exchange:Exchange.hand_over:after", 2),
+    "the orchestrator in an evaluation": ("orchestrate", f"{ASKER}._evaluate:before", 2),
+    "an engine at its start": ("serve", "kempner.serve.weights:first_version:before", 1),
+    "an engine with its weights": ("serve", "kempner.serve.weights:first_version:after", 1),
+    "an engine before new weights": ("serve", "kempner.serve.weights:replace:before", 3),
+    "an engine after new weights": ("serve", "kempner.serve.weights:replace:after", 4),
+    "an engine at work": ("serve", "kempner.serve.worker:Worker._take:after", 20),
+}  # fmt: skip
+EVERY_DAY = {"the trainer when it has published"}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with boot(3, 2, tmp_path_factory) as cluster:
+        yield cluster
+
+
+def words(folder: Path, steps: int = STEPS) -> list[object]:
+    file = folder / "ascii.toml"
+    reward = json.dumps(f"{ROOT}/tests/fault/ascii_reward.py:Ascii")
+    env = f"env = [{{id = {reward}, name = 'ascii', use = 'both', timeout = 2.0}}]\n"
+    file.write_text(f"{CONFIG}{env}")
+    return [file, f"--train.max_steps={steps}"]
+
+
+def figures(run_dir: Path) -> dict[int, tuple[float, float, float]]:
+    """Of each step, what depends on its samples alone."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {
+        line["step"]: (line["loss"], line["reward"], line["length"])
+        for line in lines
+        if "reward" in line
+    }
+
+
+@pytest.fixture(scope="module")
+def unbroken(
+    three: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[float, float, float]]:
+    """Without Slurm."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    more = [f"--run.dir={folder}/run", "--distributed.device=cpu"]
+    done = three.run("bash", SCRIPTS / "rl.sh", *words(folder), *more, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = figures(folder / "run")
+    assert list(found) == list(range(1, STEPS + 1))
+    return found
+
+
+@pytest.fixture
+def run(three: Cluster, tmp_path: Path) -> Iterator[RlRun]:
+    found = RlRun(three, tmp_path)
+    yield found
+    found.end()
+
+
+def start(run: RlRun, *more: object, options: tuple[str, ...] = ("--nodes=1",), **env: str) -> None:
+    env |= {name: str(FAULTY / file) for name, file in ROLES.values()}
+    run.start(*words(run.folder), *more, options=options, fake=False, **env)
+
+
+def assert_equal(run: RlRun, unbroken: dict[int, tuple[float, float, float]]) -> None:
+    assert status(run.dir)["state"] == "done", run.log
+    found = dict(sorted(figures(run.dir).items()))
+    assert list(found) == list(unbroken), run.log
+    for step, values in found.items():
+        assert values == pytest.approx(unbroken[step], rel=1e-4, abs=1e-6), (step, run.log)
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "who",
+    [pytest.param(w, marks=() if w in EVERY_DAY else pytest.mark.soak) for w in KILLS],
+)
+def test_kill(run: RlRun, unbroken: dict[int, tuple[float, float, float]], who: str) -> None:
+    program, at, nth = KILLS[who]
+    fuse = run.folder / "once"
+    start(run, FAULTS=f"kill program={program} at={at} nth={nth} once={fuse}")
+    assert run.wait() == 0, run.log
+    assert fuse.exists(), "it was not killed"
+    assert run.decisions() == (["end"] if program == "serve" else ["requeue", "end"]), run.log
+    assert_equal(run, unbroken)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["warning", "time limit"])
+def test_a_run_that_is_stopped_equals_the_unbroken_one(
+    run: RlRun, unbroken: dict[int, tuple[float, float, float]], what: str
+) -> None:
+    more = (
+        ("--nodes=1",) if what == "warning" else ("--nodes=1", "--time=1", "--signal=B:SIGTERM@20")
+    )
+    start(run, options=more, FAULTS="hold program=rl at=kempner.rl.feed:Feed.next:before nth=0 s=8")
+    if what == "warning":
+        run.wait_for_step(4)
+        run.cluster.ask("scancel", "--batch", "--signal=TERM", run.job)
+    assert run.wait(400) == 0, run.log
+    assert run.decisions()[0] == "requeue"
+    assert_equal(run, unbroken)
+    steps = [line["step"] for line in run.lines()]
+    assert len(steps) == len(set(steps)), "none is done twice"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["fork", "hang", "memory"])
+def test_a_reward_that_misbehaves(run: RlRun, what: str) -> None:
+    """On three hosts, asynchronous: it is left out and counted, and the others learn."""
+    start(run, "--rl.max_async=1", "--rl.inference.slots=32", options=THREE, ASCII_REWARD=what)
+    assert run.wait() == 0, run.log
+    assert status(run.dir)["state"] == "done", run.log
+    lines = run.lines()
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    if what != "fork":  # a child that stays is ended, and its parent's reward counts
+        assert sum(line["failed_rewards"] for line in lines) > 0
+    run.assert_nothing_left()
+    assert not left_in(run), "processes of the verifier"
+
+
+def left_in(run: RlRun) -> list[str]:
+    """Processes of the job that are still there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            env = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"SLURM_JOB_ID={run.job}".encode() in env and b"ASCII_REWARD" in b"".join(env):
+            found.append((path / "cmdline").read_text())
+    return found
+
+
+@pytest.mark.soak
+def test_a_full_disk(run: RlRun) -> None:
+    """Where the run is: it waits, or is requeued, and goes on when there is room."""
+    run.dir = run.cluster.small_disk / "run"
+    filler = run.cluster.small_disk / "filler"
+    start(run)
+    run.wait_for_step(3)
+    with filler.open("wb") as file:
+        try:
+            while True:
+                file.write(b"0" * 4096)
+                file.flush()
+        except OSError:
+            pass
+    run.wait_for("No space|full|ENOSPC|cannot be written", 90)
+    filler.unlink()
+    assert run.wait(400) == 0, run.log
+    assert status(run.dir)["state"] == "done", run.log
+
+
+@pytest.mark.soak
+def test_a_cut_cable_and_an_engine_that_is_stopped(run: RlRun) -> None:
+    start(run, "--rl.max_async=1", options=THREE, FAULTS="hold program=rl "
+          "at=kempner.rl.feed:Feed.next:before nth=0 s=2")  # fmt: skip
+    run.wait_for("engine 3 at http://")
+    run.wait_for_step(2)
+    (stopped,) = run.strike("engine", 1, signal.SIGSTOP)
+    try:
+        run.cluster.testbed("cut", "node3")
+        assert run.wait() == 0, run.log
+    finally:
+        run.cluster.testbed("join", "node3")
+    assert status(run.dir)["state"] == "done", run.log
+    run.assert_nothing_left()
+    until(lambda: not Path(f"/proc/{stopped}").exists(), 10)
+
+
+@pytest.mark.soak
+def test_it_learns_on_three_hosts(run: RlRun) -> None:
+    """From reward alone."""
+    run.start("configs/rl/arithmetic.toml", "--metrics.log_interval=1", fake=False)
+    assert run.wait(900) == 0, run.log
+    rewards = [line["reward"] for line in run.lines()]
+    assert rewards[0] < 0.1 and max(rewards) > 0.6, rewards
+    assert os.path.exists(run.dir / "rl-samples.jsonl")

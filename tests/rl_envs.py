@@ -1,0 +1,50 @@
+"""Environments for the tests of the orchestrator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kempner.rl.environments.protocol import Environment, Message, Reply, Task
+
+
+class Digits(Environment):
+    """The reward is the parity of what was said; that of every third prompt is always 0."""
+
+    held_out = 0.25
+
+    def task(self, number: int, rng: Any) -> Task:
+        return Task(f"{number} {rng.randrange(1000)}:", number)
+
+    def score(self, task: Task, completion: str) -> float:
+        return 0.0 if task.answer % 3 == 0 else float(sum(completion.encode()) % 2)
+
+
+class Flat(Digits):
+    def score(self, task: Task, completion: str) -> float:
+        return 0.5
+
+
+class Broken(Digits):
+    """Every fourth task has no reward."""
+
+    def score(self, task: Task, completion: str) -> float:
+        if task.answer % 4 == 0:
+            raise RuntimeError("no reward here")
+        return super().score(task, completion)
+
+
+class Dead(Digits):
+    def score(self, task: Task, completion: str) -> float:
+        raise RuntimeError("no reward at all")
+
+
+class Few(Digits):
+    size, held_out = 24, 0.5
+
+
+class Talk(Digits):
+    turns = 3
+
+    def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
+        return Reply(" more? ")

@@ -1,0 +1,79 @@
+"""What the trainer of reinforcement learning refuses, and what it needs no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kempner.config.option import ConfigError
+from kempner.configure import OTHER_PROGRAM, check, load_config
+from kempner.planner.memory import memory
+
+GOOD = ["--model.vocab_size=257", "--rl.tokenizer=bytes", "--rl.env=[{id='arithmetic'}]",
+        "--rl.sampling.max_tokens=64"]  # fmt: skip
+ONLY: dict[str, Any] = {"check": True, "build": False, "nodes": None, "gpus-per-node": None}
+REFUSED = {
+    "--distributed.pp=2": "distributed.pp = 2: is not built for [rl]",
+    "--distributed.cp=2": "distributed.cp = 2: is not built for [rl]",
+    "--distributed.fsdp_cpu_offload": "distributed.fsdp_cpu_offload: is not built for [rl]",
+    "--optimizer.name=schedule_free": "optimizer.name = schedule_free: is not built for [rl]",
+    "--preference.loss=reward": "preference.loss = reward: is not built for [rl]",
+    "--rl.weights=group --rl.inference.engine=vllm": "rl.inference.engine = vllm: is not built",
+    "--run.fork=runs/other": "run.fork = runs/other: is not built for [rl]",
+    "--train.global_batch=7": "train.global_batch = 7: the batch follows from rl.batch_samples",
+    "--train.global_batch_tokens=4096": "train.global_batch_tokens: the batch follows",
+    "--train.batch_ramp=[8,8,10]": "train.batch_ramp: the batch follows",
+    "--train.seq_len_ramp=[512,10]": "train.seq_len_ramp: samples are never cut",
+    "--data.dataset_path=data/x": "data: a run with [[rl.env]] learns from rewards",
+    "--eval.interval=5": "eval.interval: validates on data; rl.eval_interval",
+    "--bench.data=real": "bench.data = real: rollouts are made by a whole run",
+    "--rl.loss.mask=0.1": "rl.loss.mask = 0.1: is for rl.loss.name = masked",
+    "--rl.group_size=6": "rl.batch_samples = 64: is not made of groups of rl.group_size = 6",
+    "--rl.batch_samples=none": "rl.batch_samples = none: give it, or rl.batch_tokens",
+    "--rl.sampling.max_tokens=1024": "is over train.seq_len = 1024",
+    "--rl.sampling.top_p=0.0": "rl.sampling.top_p = 0.0: must be over 0 and at most 1",
+    "--rl.solve_rate=[0.9,0.1]": "rl.solve_rate = [0.9, 0.1]: the lower bound comes first",
+}
+
+
+def problems(*words: str) -> list[str]:
+    try:
+        return check(load_config([], [*GOOD, *words]), ONLY, rewards=True)
+    except ConfigError as error:
+        return error.problems
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_cannot_be_combined_is_refused(word: str) -> None:
+    more = ["--schedule.name=constant"] if "schedule_free" in word else []
+    (problem,) = problems(*word.split(), *more)
+    assert REFUSED[word] in problem
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--model.vocab_size=300", "give --model.vocab_size=257"),
+        ("--model.vocab_size=200", "rl.tokenizer: has 257 tokens"),
+        ("--rl.env=[{id='arithmetc'}]", "did you mean arithmetic?"),
+        ("--rl.tokenizer=", "rl.tokenizer: must be given"),
+        ("--rl.sampling.max_tokens=1023", "are over train.seq_len = 1024"),
+    ],
+)
+def test_the_environments_and_the_tokenizer_are_opened(word: str, expected: str) -> None:
+    (problem,) = problems(word)
+    assert expected in problem
+
+
+def test_it_needs_no_data_and_its_batch_is_that_of_rl() -> None:
+    assert problems() == []
+    cfg = load_config([], [*GOOD, "--rl.batch_samples=48"])
+    assert cfg.train.global_batch == 48 and cfg.data.mixed == ()
+    assert memory(cfg, 1, 1).peak and cfg.forward_rows(5) == 10  # no division without a rest
+
+
+def test_each_program_has_its_own_configurations() -> None:
+    assert check(load_config([], GOOD), ONLY) == [OTHER_PROGRAM[False]]
+    data = load_config([], ["--data.dataset_path=fake:"])
+    assert check(data, ONLY, rewards=True) == [OTHER_PROGRAM[True]]

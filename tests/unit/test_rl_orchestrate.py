@@ -1,0 +1,99 @@
+"""scripts/orchestrate.py as a program: its words, exit codes, and the way it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kempner.rl.exchange import Exchange, Start
+from tests import rl_loop
+from tests.conftest import ROOT
+from tests.fake_engine import TOKEN, FakeEngine
+
+PROGRAM = [sys.executable, str(ROOT / "scripts" / "orchestrate.py")]
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    found = FakeEngine()
+    yield found
+    found.end()
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    rl_loop.config(folder)  # writes the file
+    return [
+        str(folder / "rl.toml"), f"--run.dir={folder / 'run'}", "--rl.tokenizer=bytes",
+        "--rl.group_size=4", "--rl.batch_samples=12", "--rl.max_async=0", "--train.seq_len=96",
+        "--train.max_steps=2", "--model.vocab_size=257", "--rl.sampling.max_tokens=8", *more,
+    ]  # fmt: skip
+
+
+def run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=100)
+
+
+def test_check_is_light(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", *PROGRAM[1:], *words(tmp_path), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "batch_samples = 12" in done.stdout
+    assert not [line for line in done.stderr.splitlines() if line.endswith("| torch")]
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
+    given = words(tmp_path, "--rl.tokenizer=nowhere", "--rl.sampling.max_tokens=90")
+    (tmp_path / "rl.toml").write_text(
+        '[[rl.env]]\nid = "arithmetik"\n[[rl.env]]\nid = "arithmetic"\n'
+    )
+    done = run(given)
+    assert done.returncode == 2
+    for text in ("did you mean arithmetic", "nowhere: has neither tokenizer.json"):
+        assert text in done.stderr
+    more = ("--rl.sampling.max_tokens=90", "--model.vocab_size=100")
+    done = run(words(tmp_path, *more))
+    assert done.returncode == 2
+    for text in ("are over train.seq_len = 96", "has 257 tokens"):
+        assert text in done.stderr
+
+
+def test_a_run_and_its_end(tmp_path: Path, engine: FakeEngine) -> None:
+    """Batches of engines that run already; SIGTERM is an orderly end."""
+    given = words(tmp_path, f"--rl.inference.urls=['{engine.url}']")
+    exchange = Exchange(tmp_path / "run")
+    exchange.version(0).mkdir(parents=True)
+    exchange.publish(0, {"version": 0, "transport": "directory"})
+    exchange.begin(Start(0, 1, None))
+    env = {**os.environ, "KEMPNER_SERVE_TOKEN": TOKEN}
+    command = [*PROGRAM, *given]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 60
+        while exchange.batch(1) is None and process.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 0 and "ends as it was told to" in said
+    assert engine.updates == [0]  # a server that runs already has other weights
+    assert TOKEN not in said
+
+
+def test_bench(tmp_path: Path, engine: FakeEngine) -> None:
+    engine.delay = 0.01
+    exchange = Exchange(tmp_path / "run")
+    exchange.engines.mkdir(parents=True)
+    exchange.token.write_text(TOKEN)
+    (exchange.engines / "engine-0").write_text(engine.url)
+    done = run(words(tmp_path, "--bench"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "run" / "bench-engines.json").read_text())
+    assert found["engines"] == 1 and found["tokens_per_s"] > 0 and found["straggler_loss"] < 1
+    assert found["prefix_reuse"] is None and "lost to stragglers" in done.stdout
