@@ -104,7 +104,7 @@ def test_strangers_are_refused(engine: VllmEngine) -> None:
     assert engine.version() == 4
 
 
-def test_a_run(engine: VllmEngine, place: Path) -> None:
+def test_a_run(place: Path) -> None:
     """A few steps, with the trainer's own log-probabilities beside vLLM's."""
     words = [
         "--rl.inference.engine=vllm", "--train.max_steps=3", f"--run.dir={place / 'run'}",
