@@ -25,7 +25,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 INSTALL_SLURM := if [[ $$EUID == 0 ]] && command -v apt-get >/dev/null; then bash scripts/slurm/testbed.sh install; fi
 SHELL_FILES := $(wildcard scripts/slurm/*.sh benchmarks/*.sh) .ci/run
 # Programs of their own; the other parts are checked through the commands that source them.
-SHELL_FILES += $(addprefix scripts/slurm/lib/,task.sh ray_node.sh ray_enter.sh)
+SHELL_FILES += $(addprefix scripts/slurm/lib/,task.sh rl_guard.sh ray_node.sh ray_enter.sh)
 
 train: .venv/train data/stdlib/dataset.json
 	@$(PY) scripts/train.py configs/train/quickstart.toml $(ARGS)

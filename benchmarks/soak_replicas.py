@@ -181,7 +181,7 @@ class ReplicaSoak(Soak):
         self.cluster.testbed("revive", node)
 
     def _end_soon(self) -> None:
-        """The time limit comes; what was requeued has its old one again."""
+        """Until the time limit, or its warning, has ended the job; requeued, it has its old one."""
         *_, hours, minutes, _ = self.cluster.field(self.job, "RunTime").split(":")
         limit = 60 * int(hours.rpartition("-")[2]) + int(minutes) + 1
 
@@ -190,6 +190,11 @@ class ReplicaSoak(Soak):
 
         self._in_a_pause = lambda: set_limit(120)
         set_limit(limit)
+        end = time.monotonic() + 240  # Slurm looks at limits once a minute or so
+        while self.state() == "RUNNING":
+            if time.monotonic() > end:
+                raise Broken("the time limit has not struck")
+            self.tend()
 
 
 # --- What the log of rounds says ----------------------------------------------------------------

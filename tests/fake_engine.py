@@ -33,6 +33,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.said: int | None = None  # version that texts claim, in place of the real one
         self.requests: list[dict[str, Any]] = []  # bodies of completions
         self.updates: list[int] = []
+        self.faulty = False  # a fault has begun
         self.ended = threading.Event()
         self.random = random.Random(0)
         threading.Thread(target=lambda: self.serve_forever(0.01), daemon=True).start()
@@ -52,6 +53,7 @@ class FakeEngine(ThreadingHTTPServer):
             self.server_close()
 
     def hang(self) -> None:
+        self.faulty = True
         self.ended.wait(60)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -98,6 +100,7 @@ class Handler(BaseHTTPRequestHandler):
         engine = self.server
         allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         fault = engine.fault(engine, self.path) if allowed else 401
+        engine.faulty = engine.faulty or fault is not None
         if fault == LOST or engine.ended.is_set():
             self.close_connection = True
             return

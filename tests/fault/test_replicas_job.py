@@ -69,7 +69,7 @@ def test_a_warning_in_the_middle_of_a_round(pair: BrokenRun, unbroken_pair: Path
 
 @pytest.mark.soak
 def test_the_time_limit(pair: BrokenRun, unbroken_pair: Path) -> None:
-    options = ["--nodes=4", "--time=1", "--signal=B:SIGTERM@40"]
+    options = ["--nodes=4", "--time=1", "--signal=B:SIGTERM@25"]
     pair.submit(*OVER_NODES, options=options, faults="slow ms=1000 rank=3")
     pair.wait_for("interrupted after step", timeout=120)
     until(lambda: pair.decisions() == ["requeue"], 30)

@@ -46,7 +46,7 @@ def test_engines_come_back_and_the_end_is_orderly(run: RlRun) -> None:
     """Two engines are killed, one of them again; the trainer still saves when the orchestrator has
     ended, and the orchestrator evaluates when the trainer has."""
     run.start(f"--train.max_steps={STEPS}", FAKE_STEP_S="0.2", FAKE_EVALUATION_S="2")
-    run.wait_for("engine 3 at http://")
+    run.wait_for("engine 3 at http://", 240)
     logs = run.dir / "logs/latest"
     until(lambda: (logs / "engine-3.log").exists(), 10)
     token = next(run.dir.glob("rl/*/token")).read_text()
@@ -91,7 +91,7 @@ def test_kill_of_trainer_and_orchestrator(run: RlRun, role: str, step: int) -> N
 def test_no_engine_is_left(run: RlRun) -> None:
     """And cancelled afterwards: nothing stays on the nodes."""
     run.start(f"--train.max_steps={STEPS}", "--rl.inference.restarts=0", FAKE_STEP_S="0.1")
-    run.wait_for("engine 3 at http://")
+    run.wait_for("engine 3 at http://", 240)
     run.wait_for_step(3)
     for engine in range(4):
         run.strike("engine", engine)
@@ -212,7 +212,7 @@ def test_without_slurm(three: Cluster, tmp_path: Path) -> None:
 def test_an_engine_that_is_stopped(run: RlRun) -> None:
     """The others go on; it is ended, and started again."""
     run.start(f"--train.max_steps={STEPS}", FAKE_STEP_S="3")
-    run.wait_for("engine 3 at http://")
+    run.wait_for("engine 3 at http://", 240)
     run.strike("engine", 2, signal.SIGSTOP)
     run.wait_for(r"engine 2 does not answer for 60 s", 120)
     run.wait_for(r"engine 2 is started again\n(.*\n)*.*engine 2 at http", 60)
@@ -224,7 +224,7 @@ def test_an_engine_that_is_stopped(run: RlRun) -> None:
 def test_a_crashed_host_of_engines(run: RlRun) -> None:
     """The job goes on with the engines of the other host."""
     run.start(f"--train.max_steps={STEPS}", FAKE_STEP_S="2")
-    run.wait_for("engine 3 at http://")
+    run.wait_for("engine 3 at http://", 240)
     try:
         run.cluster.testbed("crash", "node3")
         assert run.wait(400) == 0, run.log
@@ -241,7 +241,7 @@ def test_a_crashed_host_of_the_trainer(run: RlRun) -> None:
     run.wait_for_step(7)
     try:
         run.cluster.testbed("crash", "node1")
-        until(lambda: run.cluster.state(run.job) != "RUNNING", 90)
+        until(lambda: run.cluster.state(run.job) != "RUNNING", 150)
     finally:
         run.cluster.testbed("revive", "node1")
     assert run.wait(400) == 0, run.log

@@ -206,7 +206,7 @@ def test_a_full_disk(run: RlRun) -> None:
 def test_a_cut_cable_and_an_engine_that_is_stopped(run: RlRun) -> None:
     start(run, "--rl.max_async=1", options=THREE, FAULTS="hold program=rl "
           "at=kempner.rl.feed:Feed.next:before nth=0 s=2")  # fmt: skip
-    run.wait_for("engine 3 at http://")
+    run.wait_for("engine 3 at http://", 240)
     run.wait_for_step(2)
     (stopped,) = run.strike("engine", 1, signal.SIGSTOP)
     try:

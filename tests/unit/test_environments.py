@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -219,3 +221,10 @@ def test_an_own_environment_and_the_page_that_shows_it() -> None:
     assert env.score(Task("Vowels in abe: ", 2), "3") == 0.0
     code = OWN.read_text().split('"""\n\n', 1)[1].strip()
     assert len(code.splitlines()) <= 15 and code in (ROOT / "docs/rl.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "mixed"])
+def test_configurations_that_need_no_file_open(name: str) -> None:
+    command = ["scripts/orchestrate.py", f"configs/rl/{name}.toml", "--check"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from kempner.rl import engines, orchestrator, router
 from kempner.rl.batches import Failed
 from kempner.rl.engines import Rejected
+from kempner.rl.orchestrator import Orchestrator
 from tests.fake_engine import END, LOST, FakeEngine, Fault
 from tests.rl_loop import Handed, Loop, config
 
@@ -100,7 +102,7 @@ def code(number: int) -> Fault:
 
 
 def dies(engine: FakeEngine, path: str) -> str | None:
-    if len(engine.requests) < 4:
+    if len(engine.requests) < 2:
         return None
     engine.ended.set()
     engine.socket.close()
@@ -108,7 +110,7 @@ def dies(engine: FakeEngine, path: str) -> str | None:
 
 
 def hangs(engine: FakeEngine, path: str) -> str | None:
-    if len(engine.requests) < 4:
+    if len(engine.requests) < 2:
         return None
     engine.hang()
     return LOST
@@ -118,7 +120,9 @@ def hangs(engine: FakeEngine, path: str) -> str | None:
 def test_what_an_engine_has_lost_is_asked_again(
     fault: Fault, plain: list[Handed], make: Make, tmp_path: Path
 ) -> None:
-    assert equal(Loop(config(tmp_path), [make(fault), make()]).run(), plain)
+    first = make(fault)
+    assert equal(Loop(config(tmp_path), [first, make()]).run(), plain)
+    assert first.faulty
 
 
 def test_a_stranger_gets_no_work(plain: list[Handed], make: Make, tmp_path: Path) -> None:
@@ -243,13 +247,22 @@ def test_solve_rates_are_resumed(make: Make, tmp_path: Path) -> None:
     assert equal(Loop(cfg, [make()], 3, whole[2].batch.state).run(), whole[3:])
 
 
-def test_asynchronous_nothing_is_trained_twice_or_lost(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.2])
+def test_asynchronous_nothing_is_trained_twice_or_lost(
+    delay: float, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped after each step: every task before the newest one was trained, or is known to have
     come to nothing."""
+    look = Orchestrator._look
+
+    def slow(self: Orchestrator) -> None:  # without a delay, groups of two batches come at once
+        time.sleep(0.0 if delay else 0.1)
+        look(self)
+
+    monkeypatch.setattr(Orchestrator, "_look", slow)
     (tmp_path / "a").mkdir()
     cfg = config(tmp_path / "a", steps=6, max_async=1)
-    handed, state = [], None
-    whole = Loop(cfg, [make(delay=0.05), make(delay=0.2)], trains=0.05).run()
+    whole = Loop(cfg, [make(delay=delay / 4), make(delay=delay)], trains=0.05).run()
     for step in (2, 4):
         (tmp_path / str(step)).mkdir()
         cfg = config(tmp_path / str(step), steps=6, max_async=1)

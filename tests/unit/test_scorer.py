@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from kempner.rl.environments.protocol import Reply, Score
 from kempner.rl.environments.scorer import Scorer
 from tests.conftest import ROOT, clean_env
 
-HOSTILE = EnvConfig(f"{ROOT}/tests/hostile_environment.py:Hostile", timeout=1.0, memory=200)
+HOSTILE = EnvConfig(f"{ROOT}/tests/hostile_environment.py:Hostile", timeout=30.0, memory=200)
 # A name that no other process has, in its command.
 MARK = f"mark-{os.getpid()}"
 SLEEP = (
@@ -49,8 +50,11 @@ def scorer(request: pytest.FixtureRequest, said: list[str]) -> Iterator[Scorer]:
 
 @pytest.fixture
 def run(scorer: Scorer) -> Run:
-    env = Tasks(HOSTILE, 0)
-    return lambda code: scorer.score(env, env.task(0), code)
+    def score(code: str) -> Score:
+        env = Tasks(replace(HOSTILE, timeout=1.0) if "while True" in code else HOSTILE, 0)
+        return scorer.score(env, env.task(0), code)
+
+    return score
 
 
 def marked(mark: str) -> list[int]:
@@ -84,7 +88,7 @@ def left(mark: str) -> list[int]:
         ("while True: pass", "took more than 1 s"),
         ("x = bytearray(1 << 30)", "MemoryError"),
         (
-            "import os, time\nos.fork()\nx = b'x' * (150 << 20)\ntime.sleep(9)",
+            "import os, time\nos.fork()\nx = b'x' * (150 << 20)\ntime.sleep(60)",
             "took more than 200 MiB",
         ),
         (
@@ -146,9 +150,12 @@ def test_network_files_and_other_processes_are_out_of_reach(
     assert run("import tempfile; tempfile.mkdtemp()") == Score(1.0)
     assert run("import os, tempfile; result = len(os.listdir(tempfile.gettempdir()))") == Score(0.0)
     assert "Permission" in run(f"open('/proc/{os.getpid()}/environ').read()").why
-    inner = "open('/proc/' + str(__import__('os').getppid()) + '/fd/3', 'w')"
-    code = f"import subprocess, sys; result = subprocess.call([sys.executable, '-c', \"{inner}\"])"
-    assert run(code) == Score(1.0)  # its own program cannot write into its pipes
+    # A program that it runs cannot write a reward into its pipes.
+    code = (
+        "import os, subprocess\npipes = f'/proc/{os.readlink(\"/proc/self\")}/fd'\n"
+        "result = sum(subprocess.call(['sh', '-c', f': > {pipes}/{n}']) == 0 for n in range(9))"
+    )
+    assert run(code) == Score(0.0)
 
 
 @pytest.mark.parametrize("scorer", [False], indirect=True, ids=["none"])

@@ -93,7 +93,8 @@ kp_start_replica() { # <replica> <train.py arguments>...
 }
 
 kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails when one of its hosts is lost
-    local first=$(($1 * ${#KP_HOSTS[@]} / KP_REPLICAS)) host ours left KP_ANSWER='' KP_DEADLINE=$((SECONDS + KP_PATIENCE))
+    local first=$(($1 * ${#KP_HOSTS[@]} / KP_REPLICAS)) host ours left
+    local KP_ANSWER='' KP_DEADLINE=$((SECONDS + KP_PATIENCE))
     ours=("${KP_HOSTS[@]:first:KP_NODES}")
     KP_PLACE=(--exact --nodelist="$(IFS=, && echo "${ours[*]}")")
     ((KP_TRIES[$1] > 0)) && kp_show_job || return 0

@@ -156,6 +156,7 @@ kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
 
     kp_start_trainer "$@"
     kp_start_orchestrator "$@"
+    kp_start_guard
     for ((engine = 0; engine < KP_ENGINES; engine++)); do
         KP_ENGINE_TRIES[engine]=0
         kp_start_engine "$engine"
@@ -222,6 +223,16 @@ kp_start_orchestrator() { # <rl.py arguments>...
             </dev/null >>"$KP_RL_LOGS/orchestrator.log" 2>&1 &
     fi
     KP_ORCHESTRATOR=$!
+}
+
+kp_start_guard() { # on two nodes with engines, if there are any: see rl_guard.sh
+    local guards=$((KP_JOB_NODES - KP_ENGINE_NODE))
+    guards=$((guards < 2 ? guards : 2))
+    kp_in_job && ((KP_ENGINES > 0 && KP_ENGINE_NODE > 0)) && kp_is_batch && [[ $(kp_field Requeue) != 0 ]] || return 0
+    setsid srun --overlap --no-kill --mem=0 --gres=none --nodes="$guards" --ntasks="$guards" --ntasks-per-node=1 \
+        --cpus-per-task=1 --nodelist="$(kp_names "$KP_ENGINE_NODE" "$guards")" --job-name="$KP_SRUN_NAME-guard" \
+        bash "$KP_LIB/rl_guard.sh" "$(kp_job_id)" "${KP_NAMES[0]}" </dev/null >/dev/null 2>&1 &
+    KP_GUARD=$!
 }
 
 kp_start_engine() { # <engine>
@@ -401,6 +412,7 @@ kp_end_others() { # after the trainer: the orchestrator, which may have an evalu
         done
     fi
     KP_SRUN_NAME=$name KP_LEAVING=1
+    [[ -z ${KP_GUARD:-} ]] || kill -TERM "$KP_GUARD" 2>/dev/null || true
     kp_end_engines
     KP_CHILD=''
     rm -rf -- "$KP_EXCHANGE"

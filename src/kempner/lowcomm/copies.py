@@ -31,12 +31,10 @@ class SeveralCopies(Copies):
         self.count = self._group.size()
 
     def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        most = max(sizes)
-        found = ours.new_empty(self.count * most)
-        padded = torch.nn.functional.pad(ours, (0, most - len(ours)))
-        dist.all_gather_into_tensor(found, padded, self._group)
-        parts = torch.split(found, most) if most else [ours] * self.count
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        padded = torch.nn.functional.pad(ours, (0, max(sizes) - len(ours)))
+        found = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(found, padded, self._group)
+        return [part[:size] for part, size in zip(found, sizes, strict=True)]
 
 
 def copies_of(parameter: Tensor) -> Copies:

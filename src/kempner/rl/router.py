@@ -280,7 +280,8 @@ class Router:
             elif problem and target == self._target[0]:
                 self._say(f"{member.name} at {engine.url} refuses weights {target}: {problem}")
                 member.refused += 1
-                if member.refused >= TRIES and self._failure is None:
+                taken = any(each.version >= target for each in self._members.values())
+                if member.refused >= TRIES and not taken:
                     self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
             self._change.notify_all()
 
