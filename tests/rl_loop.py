@@ -131,7 +131,7 @@ class Loop:
         return self.handed
 
     def _orchestrate(self, envs: dict[str, Tasks], words: Words) -> None:
-        router = open_router(self.cfg, self.exchange, self.lines.append)
+        router = open_router(self.cfg, self.exchange, words.ends, self.lines.append)
         scorer: Any = InThisProcess()
         sampler = Sampler(self.cfg, envs, Writer(words), router, scorer, 4, self.lines.append)
         curriculum = open_curriculum(self.cfg, envs, self.lines.append)

@@ -31,7 +31,6 @@ from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
-from kempner.rl.opening import open_parts
 from kempner.run import RunConfig, check_batch, check_pipeline
 
 USAGE = """\
@@ -290,6 +289,8 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
     try:
         sources, held_out = open_data(cfg, rank == 0)
         if cfg.rl.on:
+            from kempner.rl.opening import open_parts  # imports NumPy, which --help does without
+
             open_parts(cfg)
         else:
             open_mixture(cfg, sources, Progress().plan(cfg))

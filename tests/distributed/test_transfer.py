@@ -108,7 +108,7 @@ def test_two_engines_get_what_the_ranks_have(trainer: Trainer) -> None:
     """Each whole, also one that comes later."""
     manifest = trainer.manifest(1)
     facts = json.loads(manifest.read_text())
-    assert (facts["version"], facts["transport"], facts["senders"]) == (1, "group", 2)
+    assert (facts["version"], facts["transport"], len(facts["senders"])) == (1, "group", 2)
     parts = [transfer.parts_of(transfer.from_json(facts["table"]), rank) for rank in range(2)]
     sizes = [sum(piece.elements for piece in pieces) for pieces in parts]
     assert max(sizes) < 0.6 * sum(sizes) == 0.6 * facts["bytes"] / 4  # nobody sends all
@@ -134,12 +134,12 @@ def test_an_engine_lost_in_the_middle_harms_nobody(trainer: Trainer, number: int
     with ThreadPoolExecutor(1) as pool:
         stranger = pool.submit(take, manifest, "wrong")
         trainer.check(take(manifest), version)
-    with pytest.raises(transfer.Gone, match="its ranks do not answer"):
+    with pytest.raises(transfer.Gone, match="not offered"):
         stranger.result()
     after = trainer.manifest(version + 1)
     assert time.monotonic() - began < 60  # not for ever: see sender.TIMEOUT_S
     trainer.check(take(after), version + 1)
-    with pytest.raises(transfer.Gone, match="nobody offers it"):
+    with pytest.raises(transfer.Gone, match="not offered"):
         take(manifest)  # the one before
     lost.kill()
     lost.communicate()

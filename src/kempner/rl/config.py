@@ -156,6 +156,12 @@ def problems(cfg: RunConfig) -> list[str]:
         "rl.weights = group with rl.inference.engine = vllm": (
             cfg.rl.weights == "group" and cfg.rl_inference.engine == "vllm"
         ),
+        "rl.weights = group with rl.inference.urls": (
+            cfg.rl.weights == "group" and bool(cfg.rl_inference.urls)
+        ),
+        "rl.sampling.stop with rl.inference.engine = vllm": (  # it has no tokenizer here
+            bool(cfg.rl_sampling.stop) and cfg.rl_inference.engine == "vllm"
+        ),
     }
     refused = [what for what, is_on in others.items() if is_on]
     found += [f"{what}: is not built for [rl]; leave it out" for what in refused]

@@ -11,7 +11,8 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -156,7 +157,8 @@ class KitEngine:
             opened = connection.sock
             with self._lock:
                 self._open.add(opened)
-            headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            headers = {"Content-Type": "application/json"}
+            headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
             data = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", path, data, headers)
             answer = connection.getresponse()
@@ -167,6 +169,99 @@ class KitEngine:
             with self._lock:
                 self._open.discard(opened) if opened else None
             connection.close()
+
+
+# --- vLLM ---
+
+ROUTES = {  # they change between its versions
+    "/inference/v1/generate",
+    "/weight_info",
+    "/pause",
+    "/resume",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+}
+NO_WEIGHTS = "none"  # its version while they are read
+
+
+class VllmEngine(KitEngine):
+    """vLLM, as vllm_engine.py starts it."""
+
+    def __init__(self, url: str, token: str, timeout: float, ends: Collection[int]) -> None:
+        """`ends`: tokens that end a text; it has no tokenizer."""
+        super().__init__(url, token, timeout)
+        self._ends, self._probed = sorted(ends), False
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+    ) -> list[list[Completion]]:
+        words = {
+            "n": n,
+            "logprobs": 0,
+            "seed": sampling.seed,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or 0,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "stop_token_ids": self._ends,
+            "detokenize": False,
+        }
+
+        def one(prompt: Sequence[int]) -> list[Completion]:
+            body = {"token_ids": list(prompt), "sampling_params": words}
+            answer = self._ask("/inference/v1/generate", body, self._timeout)
+            try:
+                choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+                found = [
+                    Completion(
+                        choice["token_ids"],
+                        [entry["logprob"] for entry in choice["logprobs"]["content"]],
+                        sorted({int(span["version"]) for span in choice["weight_versions"]}),
+                        choice["finish_reason"],
+                    )
+                    for choice in choices
+                ]
+            except (KeyError, TypeError, ValueError) as error:
+                raise Lost(f"its answer is not vLLM's: {error!r}") from None
+            if len(found) != n or any(each.finish not in ("stop", "length") for each in found):
+                raise Lost("it has not finished all texts")
+            return found
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(one, prompts))
+
+    def version(self) -> int:
+        if not self._probed:
+            missing = ROUTES - set(self._ask("/openapi.json", None, self._timeout)["paths"])
+            if missing:
+                raise Lost(f"this vLLM has no {', '.join(sorted(missing))}")
+            self._probed = True
+        told = self._ask("/weight_info", None, BEAT_S).get("weight_version")
+        if told == NO_WEIGHTS:
+            raise Busy("its weights could not be read")
+        if not isinstance(told, str) or not told.isdecimal():
+            raise Lost("its answer is not vLLM's: it names no weight_version")
+        return int(told)
+
+    def update(self, body: dict[str, Any]) -> int:
+        """Texts in work are kept; what was computed for them from the old weights is not."""
+        if "path" not in body:
+            raise Rejected("vLLM takes weights from files alone")
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": body["path"]}}
+        self._do("/pause?mode=keep", {})
+        try:
+            self._do("/update_weight_version", {"new_version": NO_WEIGHTS})
+            self._do("/collective_rpc", reload)
+            self._do("/reset_prefix_cache?reset_running_requests=true", {})
+            self._do("/update_weight_version", {"new_version": str(body["version"])})
+        finally:
+            self._do("/resume", {})
+        return int(body["version"])
+
+    def _do(self, path: str, body: dict[str, Any]) -> None:
+        self._ask(path, body, self._timeout)
 
 
 def _read(path: str, code: int, text: bytes) -> dict[str, Any]:

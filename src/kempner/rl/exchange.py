@@ -85,6 +85,14 @@ class Exchange:
         found = sorted(self.weights.glob("v*/manifest.json"))
         return int(found[-1].parent.name[1:]) if found else None
 
+    def update(self, number: int) -> dict[str, Any]:
+        """What an engine is sent to take a version that is published."""
+        path = self.version(number).absolute()
+        facts = json.loads((path / "manifest.json").read_text())
+        if facts["transport"] == "group":
+            return {"manifest": str(path / "manifest.json")}
+        return {"path": str(path), "version": number}
+
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:08d}"
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError
 from kempner.rl.conversation import Writer, open_words
 from kempner.rl.curriculum import Curriculum
-from kempner.rl.engines import Engine, KitEngine
+from kempner.rl.engines import Engine, KitEngine, VllmEngine
 from kempner.rl.environments.opening import Tasks, open_environments
 from kempner.rl.exchange import Exchange
 from kempner.rl.router import Router
@@ -95,8 +95,10 @@ def open_curriculum(
     )
 
 
-def open_router(cfg: RunConfig, exchange: Exchange, say: Callable[[str], None]) -> Router:
-    """Of the engines of this job, or of those that run already."""
+def open_router(
+    cfg: RunConfig, exchange: Exchange, ends: Collection[int], say: Callable[[str], None]
+) -> Router:
+    """Of the engines of this job, or of those that run already. `ends`: tokens that end a text."""
     inference, urls = cfg.rl_inference, cfg.rl_inference.urls
     given = os.environ.pop(TOKEN, "").strip()
 
@@ -112,6 +114,8 @@ def open_router(cfg: RunConfig, exchange: Exchange, say: Callable[[str], None]) 
         return {path.name: url for path in paths if (url := read(path))}
 
     def make(url: str) -> Engine:
+        if inference.engine == "vllm":
+            return VllmEngine(url, token(), inference.timeout, ends)
         return KitEngine(url, token(), inference.timeout)
 
     capacity = inference.slots + QUEUED * cfg.rl.group_size

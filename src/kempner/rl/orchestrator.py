@@ -120,8 +120,7 @@ class Orchestrator:
             self._tidy()
             return
         self._newest = newest
-        path = self._exchange.version(newest).absolute()
-        self._router.offer(newest, {"path": str(path), "version": newest})
+        self._router.offer(newest, self._exchange.update(newest))
         for step in range(newest, 0, -1):
             if not (folder := self._exchange.rollouts(step)).exists():
                 break

@@ -31,6 +31,7 @@ from kempner.model.decoder import Decoder
 from kempner.parallel.build import compute_dtype, parameter_names
 from kempner.parallel.lora import is_adapter
 from kempner.rl.exchange import Exchange
+from kempner.rl.transfer import GroupPublisher
 from kempner.rl.words import keep_words
 
 if TYPE_CHECKING:
@@ -162,7 +163,6 @@ def open_publisher(
     files = DirectoryPublisher(cfg, model, exchange, device)
     if cfg.rl.weights == "directory":
         return files
-    from kempner.rl.transfer import GroupPublisher
 
     return GroupPublisher(files.publish, model, exchange, files.dtype, cfg.train.max_steps)
 

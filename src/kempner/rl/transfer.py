@@ -1,26 +1,26 @@
 """A version of the weights straight from the ranks of the trainer into an engine.
 
 Each rank copies the part that it would write into a checkpoint to the host's memory, and offers it
-in the background while the training goes on. An engine asks every rank for its part, through a
-store on rank 0, and each answer is a process group of its own, of these two: whoever dies breaks
-its own groups and nobody else's. No rank ever holds more than its part, and an engine nothing but
-its model and a few buckets.
+in the background while the training goes on. An engine reads the parts of all ranks, each over a
+connection of its own: whoever dies breaks its own connections and nobody else's. No rank ever holds
+more than its part, and an engine nothing but its model and a few buckets.
 
-The groups are gloo's, also where the weights are on GPUs: a broken NCCL communicator can take its
-process down, and the trainer must outlive its engines.
+Sockets, not a process group: torch's gloo takes the process down when the other side dies while the
+two of them connect, and a broken NCCL communicator can; a trainer must outlive its engines.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import hmac
+import json
 import math
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -44,13 +44,10 @@ from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
 from kempner.rl.exchange import Exchange
 
-Address = tuple[str, int]
-
 BUCKET = 1 << 24  # bytes that are sent at once
-TIMEOUT_S = 20.0  # for one bucket, or for the other side to come
+TIMEOUT_S = 20.0  # in which the other side must send or take something
 SENDERS = 4  # ranks that one engine reads from at a time
-LOOK_S = 0.1  # between two looks whether an engine has asked
-PROBE_S = 3.0  # to see whether the trainer is there at all
+MOST_ASKED = 4096  # bytes of what an engine asks
 
 
 class Gone(Exception):
@@ -98,27 +95,25 @@ def _rows(piece: Piece, most: int) -> Iterator[Piece]:
         yield Piece(piece.name, ((start + at, min(step, count - at)), *rest))
 
 
-# --- A group of one rank and one engine ---
+# --- A connection of one rank and one engine ---
+
+YES = b"1"
 
 
-def tcp_store(place: Address, master: bool) -> dist.TCPStore:
-    limit = timedelta(seconds=TIMEOUT_S)
-    return dist.TCPStore(*place, None, master, limit, wait_for_workers=False)
+def send(link: socket.socket, part: Tensor) -> None:
+    link.sendall(part.view(torch.uint8).numpy().data)
 
 
-def open_store(place: Address, token: str) -> dist.PrefixStore:
-    """Its keys begin with what only those know who have the attempt's token."""
-    return dist.PrefixStore(hashlib.sha256(token.encode()).hexdigest(), tcp_store(place, False))
+def receive_into(link: socket.socket, part: Tensor) -> None:
+    left = part.view(torch.uint8).numpy().data
+    while left:
+        left = left[_some(link.recv_into(left)) :]
 
 
-def pair(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:
-    """Rank 0 sends, rank 1 is the engine. Raises RuntimeError when the other one does not come."""
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out what a device is
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=slurm.own_address())]
-    options._timeout, options._threads = timedelta(seconds=TIMEOUT_S), 1
-    group: dist.ProcessGroup = gloo(dist.PrefixStore(name, store), rank, 2, options)
-    return group
+def _some(count: int) -> int:
+    if not count:
+        raise ConnectionResetError("the other side has closed the connection")
+    return count
 
 
 # --- The engine ---
@@ -132,37 +127,31 @@ def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
     found = {name: stored.shape for name, stored in table.items()}
     if found != {name: p.shape for name, p in targets.items()}:
         raise Gone("its tensors are not those of the model here")
-    host, _, port = manifest["address"].rpartition(":")
-    place, begun = (host, int(port)), threading.Event()
-    try:
-        socket.create_connection(place, PROBE_S).close()  # a store would try for long
-        store = open_store(place, token)
-    except (OSError, RuntimeError) as error:
-        raise Gone(f"nobody offers it at {host}:{port} ({error})") from None
+    begun = threading.Event()
+    asked = json.dumps({"token": token, "version": manifest["version"]}).encode()
 
     def read_from(rank: int) -> None:
         pieces = parts_of(table, rank)
-        if not pieces:
-            return
-        name = f"{rank}/{store.add(f'{rank}/asked', 1)}"
-        store.set(f"{name}/comes", "1")
-        group = pair(store, name, 1)
-        buffer = torch.empty(BUCKET // dtype.itemsize, dtype=dtype)
-        for bucket in buckets_of(pieces, dtype.itemsize):
-            begun.set()
-            group.recv([buffer[: sum(piece.elements for piece in bucket)]], 0, 0).wait()
-            unpack(buffer, bucket, targets)
-        group.send([torch.ones(1)], 0, 1).wait()  # all of it is here
+        host, _, port = manifest["senders"][rank].rpartition(":")
+        with socket.create_connection((host, int(port)), TIMEOUT_S) as link:
+            link.sendall(asked + b"\n")
+            if link.recv(1) != YES:
+                raise ConnectionRefusedError("it is not offered")
+            buffer = torch.empty(BUCKET // dtype.itemsize, dtype=dtype)
+            for bucket in buckets_of(pieces, dtype.itemsize):
+                begun.set()
+                receive_into(link, buffer[: sum(piece.elements for piece in bucket)])
+                unpack(buffer, bucket, targets)
+            link.sendall(YES)  # all of it is here
 
-    senders = range(manifest["senders"])
+    senders = range(len(manifest["senders"]))
     try:
         with ThreadPoolExecutor(min(SENDERS, len(senders))) as pool:
             list(pool.map(read_from, senders))
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except OSError as error:
         if begun.is_set():
-            raise OSError(f"the transfer has broken off ({reason})") from None
-        raise Gone(f"its ranks do not answer ({reason})") from None
+            raise OSError(f"the transfer has broken off ({error})") from None
+        raise Gone(str(error)) from None
 
 
 def unpack(flat: Tensor, bucket: Iterable[Piece], targets: Mapping[str, Tensor]) -> None:
@@ -193,8 +182,11 @@ class GroupPublisher:
         trainer."""
         self._by_files, self._exchange, self._dtype = by_files, exchange, dtype
         self._ranks, self._last = Ranks(dist.new_group(backend="gloo")), last
-        self._model, self._offer = model, Offer([], None)
-        self._first = True
+        self._model, self._first = model, True
+        token = self._ranks.on_first(lambda: _token(exchange))
+        self._offer = Offer(token)
+        self._senders: list[Any] = [""] * self._ranks.size
+        dist.all_gather_object(self._senders, self._offer.address, self._ranks.group)
 
     def publish(self, version: int) -> None:
         """All ranks call it. Returns when the training may change the weights; one that is offered
@@ -208,24 +200,14 @@ class GroupPublisher:
         began = time.monotonic()
         parameters = parameter_names(self._model)
         table = make_table(parameters, {}, self._ranks.size)
-        token = _token(self._exchange)
-        store: list[dist.TCPStore] = []
-
-        def open_here() -> Address:
-            store.append(tcp_store((slurm.own_address(), 0), True))
-            return slurm.own_address(), store[0].port
-
-        place = self._ranks.on_first(open_here)
         parts = pack(parameters, table, self._ranks.rank, self._dtype)
-        self._offer = Offer(parts, version, self._ranks.rank, place, token, store)
-        self._ranks.on_all(self._offer.start)
+        self._ranks.on_all(lambda: self._offer.make(version, parts))
+        count = sum(math.prod(stored.shape) for stored in table.values())
         facts = {
             "version": version,
             "transport": "group",
-            "address": ":".join(map(str, place)),
-            "senders": self._ranks.size,
-            "bytes": sum(math.prod(stored.shape) for stored in table.values())
-            * self._dtype.itemsize,
+            "senders": self._senders,
+            "bytes": count * self._dtype.itemsize,
             "seconds": round(time.monotonic() - began, 3),
             "dtype": str(self._dtype).removeprefix("torch."),
             "table": to_json(table),
@@ -268,61 +250,55 @@ def pack(
 class Offer:
     """What one rank sends of one version to whoever asks, until it is withdrawn."""
 
-    def __init__(
-        self,
-        parts: list[Tensor],
-        version: int | None,
-        rank: int = 0,
-        place: Address = ("", 0),
-        token: str = "",
-        store: Sequence[dist.Store] = (),
-    ) -> None:
-        """`store`: kept open by rank 0 as long as the offer stands."""
-        self.version, self._parts, self._rank = version, parts, rank
-        self._place, self._token, self._store = place, token, store
+    def __init__(self, token: str) -> None:
+        host = slurm.own_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family)
+        self.address = f"{host}:{self._server.getsockname()[1]}"
+        self.version: int | None = None
+        self._token, self._parts = token, list[Tensor]()
         self._sending, self._changed = 0, threading.Condition()
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self) -> None:
-        store = open_store(self._place, self._token)
-        threading.Thread(target=self._listen, args=(store,), daemon=True).start()
+    def make(self, version: int, parts: list[Tensor]) -> None:
+        with self._changed:
+            self.version, self._parts = version, parts
 
     def withdraw(self) -> None:
         """Those who are reading may finish, as long as a bucket may take."""
         with self._changed:
             self.version = None
             self._changed.wait_for(lambda: self._sending == 0, TIMEOUT_S)
-            self._parts, self._store = [], ()
+            self._parts = []
 
-    def _listen(self, store: dist.Store) -> None:
-        number = 1
-        while self.version is not None:
-            name = f"{self._rank}/{number}"
-            try:
-                comes = store.check([f"{name}/comes"])  # wait() would fill the log with timeouts
-            except RuntimeError:  # rank 0 has withdrawn it
+    def _listen(self) -> None:
+        while True:
+            link, _ = self._server.accept()
+            link.settimeout(TIMEOUT_S)
+            threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+
+    def _answer(self, link: socket.socket) -> None:
+        with link, contextlib.suppress(OSError, ValueError, KeyError):
+            asked = json.loads(link.makefile("rb").readline(MOST_ASKED))
+            if not hmac.compare_digest(str(asked["token"]).encode(), self._token.encode()):
                 return
-            if not comes:
-                time.sleep(LOOK_S)
-                continue
-            number += 1
             with self._changed:
-                if self.version is None:
+                if self.version is None or asked["version"] != self.version:
                     return
                 self._sending += 1
-                work = threading.Thread(target=self._send, args=(name, self._parts), daemon=True)
-            work.start()
+                parts = self._parts
+            try:
+                self._send(link, asked["version"], parts)
+            finally:
+                with self._changed:
+                    self._sending -= 1
+                    self._changed.notify_all()
 
-    def _send(self, name: str, parts: list[Tensor]) -> None:
-        version = self.version
+    def _send(self, link: socket.socket, version: int, parts: list[Tensor]) -> None:
         try:
-            group = pair(open_store(self._place, self._token), name, 0)
+            link.sendall(YES)
             for part in parts:
-                group.send([part], 1, 0).wait()
-            group.recv([torch.empty(1)], 1, 1).wait()
-        except RuntimeError as error:  # the engine says so, too, and is told again
-            reason = str(error).splitlines()[0]
-            print(f"weights: an engine has not taken version {version} ({reason})", flush=True)
-        finally:
-            with self._changed:
-                self._sending -= 1
-                self._changed.notify_all()
+                send(link, part)
+            _some(len(link.recv(1)))
+        except OSError as error:  # the engine says so, too, and is told again
+            print(f"weights: an engine has not taken version {version} ({error})", flush=True)

@@ -1,0 +1,165 @@
+"""vLLM as an engine of a run, with the words of scripts/serve.py.
+
+    python -m kempner.rl.vllm_engine --weights DIR --publish DIR --token-file FILE [words for vLLM]
+
+It waits for the first version of the weights, starts `vllm serve` with it, and publishes the URL
+when requests are taken. vLLM is found in the Python that KEMPNER_VLLM names, else in this one. The
+client of its routes is VllmEngine in engines.py. Exit code: vLLM's, 0 after SIGTERM, 2 on bad
+input.
+
+In vLLM's process this module is the middleware that asks each request for the token: vLLM's own
+--api-key leaves the routes open that change weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from kempner import slurm
+from kempner.files import write_atomic
+
+TOKEN = "KEMPNER_SERVE_TOKEN"
+LOOK_S = 0.5
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+ON_A_CPU = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines side by side must not take the same cores
+}
+
+
+async def allowed(request: Any, call_next: Any) -> Any:
+    """The middleware."""
+    given, token = request.headers.get("authorization", ""), os.environ.get(TOKEN, "")
+    if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        from starlette.responses import JSONResponse  # type: ignore[import-not-found,unused-ignore]
+
+        message = "give the token of this engine: Authorization: Bearer TOKEN"
+        return JSONResponse({"error": {"message": message, "code": 401}}, 401)
+    return await call_next(request)
+
+
+def main(argv: list[str]) -> int:
+    end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: end.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+    options, more = parse(argv)
+    python = os.environ.get("KEMPNER_VLLM") or sys.executable
+    if "KEMPNER_VLLM" not in os.environ and importlib.util.find_spec("vllm") is None:
+        return fail("no vLLM in this Python; set KEMPNER_VLLM to one that has it: docs/rl.md")
+    try:
+        token = options.token_file.read_text().strip() if options.token_file else ""
+    except OSError as error:
+        return fail(f"--token-file {options.token_file}: {error.strerror}")
+    while (found := newest(options.weights)) is None:
+        if end.wait(LOOK_S):
+            return 0
+    with socket.socket() as probe:
+        probe.bind(("", options.port))
+        port = probe.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.cli.main", *words(found, options, port), *more]
+    process = subprocess.Popen(command, env=environment(token), start_new_session=True)
+    place = options.publish / f"engine-{engine_number()}"
+    try:
+        while process.poll() is None and not end.is_set():
+            if not place.exists() and ready(port, token, found):
+                host = slurm.own_address() if options.host in ("0.0.0.0", "::") else options.host
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(place, f"http://{host}:{port}\n")
+            end.wait(LOOK_S)
+        return 0 if end.is_set() else process.returncode or 1
+    finally:
+        place.unlink(missing_ok=True)
+        stop(process)
+
+
+def fail(message: str) -> int:
+    print(f"vllm_engine: error: {message}", file=sys.stderr)
+    return 2
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What is not known here is vLLM's."""
+    parser = argparse.ArgumentParser(prog="vllm_engine", allow_abbrev=False)
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--publish", type=Path, required=True)
+    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=16)
+    return parser.parse_known_args(argv)
+
+
+def newest(weights: Path) -> Path | None:
+    found = max(weights.glob("v*/manifest.json"), default=None)
+    return found.parent if found else None
+
+
+def words(model: Path, options: argparse.Namespace, port: int) -> list[str]:
+    """Of vLLM. Token ids go in and out, and their log-probabilities are those of the distribution
+    that they were drawn from."""
+    gpus = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
+    found = ["serve", str(model), "--host", options.host, "--port", str(port)]
+    found += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
+    found += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.allowed"]
+    if not gpus:  # bf16 where the trainer computes in fp32 would be another policy
+        return [*found, "--dtype", "float32", "--enforce-eager"]
+    return [*found, "--tensor-parallel-size", str(len(gpus))]
+
+
+def environment(token: str) -> dict[str, str]:
+    source = str(Path(__file__).parents[2])  # for the middleware
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = ENVIRONMENT | ({} if os.environ.get("CUDA_VISIBLE_DEVICES") else ON_A_CPU)
+    return {**own, **os.environ, "PYTHONPATH": path, TOKEN: token}
+
+
+def engine_number() -> str:
+    return os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
+
+
+def ready(port: int, token: str, model: Path) -> bool:
+    """Once it answers it is told the version that it has."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    body = json.dumps({"new_version": str(int(model.name[1:]))})
+    try:
+        connection.request("POST", "/update_weight_version", body, headers)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """It, and the processes that it has started."""
+    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""The client of vLLM, and the wrapper that starts it, beside a server that answers as vLLM 0.32
+does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kempner.config.loading import load
+from kempner.config.option import ConfigError
+from kempner.generate.config import Sampling
+from kempner.rl import vllm_engine
+from kempner.rl.engines import ROUTES, Busy, Lost, Rejected, VllmEngine
+from kempner.run import RunConfig
+
+
+class Server(ThreadingHTTPServer):
+    """`asked`: paths and bodies; `broken`: a path that fails."""
+
+    asked: list[tuple[str, Any]]
+    broken, version = "", "3"
+    routes = ROUTES
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self.say(
+            {"/openapi.json": {"paths": {route: {} for route in self.server.routes}}}.get(
+                self.path, {"weight_version": self.server.version}
+            )
+        )
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        assert self.headers["Content-Type"] == "application/json"
+        if self.path == self.server.broken:
+            return self.say({"error": {"message": "no room"}}, 500)
+        if self.path == "/update_weight_version":
+            self.server.version = body["new_version"]
+        found: dict[str, Any] = {}
+        if self.path == "/inference/v1/generate":
+            spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+            entries = {"content": [{"token_id": 7, "logprob": -0.5}, {"logprob": -0.25}]}
+            choice = {"token_ids": [7, body["token_ids"][0]], "finish_reason": "stop"}
+            choice |= {"weight_versions": spans, "logprobs": entries}
+            found = {
+                "choices": [choice | {"index": i} for i in range(body["sampling_params"]["n"])]
+            }
+        self.say(found)
+
+    def say(self, content: Any, code: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as one:
+        one.asked = []
+        threading.Thread(target=one.serve_forever, args=(0.02,), daemon=True).start()
+        yield one
+        one.shutdown()
+
+
+@pytest.fixture
+def engine(server: Server) -> VllmEngine:
+    return VllmEngine(f"http://127.0.0.1:{server.server_address[1]}", "secret", 20.0, {256, 2})
+
+
+def test_completions(server: Server, engine: VllmEngine) -> None:
+    found = engine.complete([[5], [6]], 2, Sampling(seed=9, max_tokens=4, top_p=0.9))
+    assert [[text.token_ids for text in each] for each in found] == [[[7, 5]] * 2, [[7, 6]] * 2]
+    assert found[0][0][1:] == ([-0.5, -0.25], [3, 4], "stop")
+    words = server.asked[0][1]["sampling_params"]
+    assert (words["stop_token_ids"], words["seed"], words["top_p"]) == ([2, 256], 9, 0.9)
+
+
+def test_weights(server: Server, engine: VllmEngine) -> None:
+    """What was computed from the old ones is dropped; with half of the new ones it is busy."""
+    assert engine.version() == 3
+    assert engine.update({"path": "/w", "version": 4}) == engine.version() == 4
+    assert [path.partition("?")[0] for path, _ in server.asked] == [
+        "/pause", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache",
+        "/update_weight_version", "/resume",
+    ]  # fmt: skip
+    server.broken = "/collective_rpc"
+    with pytest.raises(Lost, match="no room"):
+        engine.update({"path": "/w", "version": 5})
+    assert server.asked[-1][0] == "/resume"
+    with pytest.raises(Busy):
+        engine.version()
+    with pytest.raises(Rejected, match="files"):
+        engine.update({"manifest": "/w"})
+
+
+def test_another_vllm(server: Server, engine: VllmEngine) -> None:
+    server.routes = ROUTES - {"/weight_info"}
+    with pytest.raises(Lost, match="this vLLM has no /weight_info"):
+        engine.version()
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    options, more = vllm_engine.parse(["--weights=w", "--publish=p", "--max-model-len", "64"])
+    command = vllm_engine.words(Path("w/v00000003"), options, 80)
+    assert more == ["--max-model-len", "64"] and "float32" in command
+    assert command[command.index("--middleware") + 1] == "kempner.rl.vllm_engine.allowed"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    command = vllm_engine.words(Path("w/v00000003"), options, 80)
+    assert command[-2:] == ["--tensor-parallel-size", "2"]
+    monkeypatch.delenv("KEMPNER_VLLM", raising=False)
+    assert vllm_engine.main(["--weights=w", "--publish=p"]) == 2
+    assert "set KEMPNER_VLLM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["rl.weights=group", "rl.inference.engine=vllm"],
+            "rl.weights = group with rl.inference.engine = vllm",
+        ),
+        (
+            ["rl.weights=group", "lora.rank=4", "model.init_from=x"],
+            "lora.rank = 4 with rl.weights = group",
+        ),
+        (["rl.weights=group", 'rl.inference.urls=["http://x:1"]'], "with rl.inference.urls"),
+        (
+            ["rl.inference.engine=vllm", 'rl.sampling.stop=["x"]'],
+            "rl.sampling.stop with rl.inference.engine = vllm",
+        ),
+    ],
+)
+def test_what_cannot_be_combined(words: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"{problem}: is not built"):
+        load(RunConfig, ["configs/rl/arithmetic.toml"], [f"--{word}" for word in words])
