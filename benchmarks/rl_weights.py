@@ -35,7 +35,7 @@ from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
 from kempner.rl.exchange import Exchange
 from kempner.rl.publish import DirectoryPublisher, whole
-from kempner.rl.transfer import GroupPublisher
+from kempner.rl.transfer import DirectPublisher
 from kempner.run import RunConfig
 from kempner.serve import weights
 
@@ -68,8 +68,8 @@ def trainer(run: Path, megabytes: int) -> None:
     layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
     files = DirectoryPublisher(cfg, model, exchange, CPU)
-    group = GroupPublisher(lambda _: None, model, exchange, torch.float32, -1)
-    group.publish(0)  # the first one is files
+    direct = DirectPublisher(lambda _: None, model, exchange, torch.float32, -1)
+    direct.publish(0)  # the first one is files
     number, names = 1, parameter_names(model)
     while True:
         while not (run / str(number)).exists():
@@ -85,7 +85,7 @@ def trainer(run: Path, megabytes: int) -> None:
             if dist.get_rank() == 0:
                 (run / f"sums-{number}").write_text(json.dumps(sums))
         dist.barrier()
-        (files if kind == "directory" else group).publish(number)
+        (files if kind == "directory" else direct).publish(number)
         number += 1
     dist.destroy_process_group()
 
@@ -161,7 +161,7 @@ def main() -> None:
     data, seconds = bytearray(size), {"files": [], "ranks": [], "plain": []}
     try:
         for number in range(options.rounds + 1):
-            found = engine.update("directory"), engine.update("group"), plain(run / "x", data)
+            found = engine.update("directory"), engine.update("direct"), plain(run / "x", data)
             for name, value in zip(seconds, found, strict=True):
                 if number:
                     seconds[name].append(value)

@@ -99,7 +99,7 @@ class Loop:
         (self.exchange.engines / f"engine-{number}").write_text(f"{engine.url}\n")
 
     def publish(self, version: int) -> None:
-        transport = "group" if version in self.straight else "directory"
+        transport = "direct" if version in self.straight else "directory"
         self.exchange.version(version).mkdir(exist_ok=True)
         self.exchange.publish(version, {"version": version, "transport": transport})
 

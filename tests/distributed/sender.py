@@ -64,7 +64,7 @@ def main() -> None:
     layout = build_layout(cfg.distributed, dist.get_world_size(), 1, "cpu")
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
     by_files = lambda number: (run / f"files-{number}").touch()  # noqa: E731
-    publisher = transfer.GroupPublisher(by_files, model, Exchange(run), torch.float32, LAST)
+    publisher = transfer.DirectPublisher(by_files, model, Exchange(run), torch.float32, LAST)
     for number in range(LAST + 1):
         while not (run / str(number)).exists():
             time.sleep(0.02)

@@ -108,7 +108,7 @@ def test_two_engines_get_what_the_ranks_have(trainer: Trainer) -> None:
     """Each whole, also one that comes later."""
     manifest = trainer.manifest(1)
     facts = json.loads(manifest.read_text())
-    assert (facts["version"], facts["transport"], len(facts["senders"])) == (1, "group", 2)
+    assert (facts["version"], facts["transport"], len(facts["senders"])) == (1, "direct", 2)
     parts = [transfer.parts_of(transfer.from_json(facts["table"]), rank) for rank in range(2)]
     sizes = [sum(piece.elements for piece in pieces) for pieces in parts]
     assert max(sizes) < 0.6 * sum(sizes) == 0.6 * facts["bytes"] / 4  # nobody sends all

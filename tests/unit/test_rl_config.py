@@ -19,7 +19,7 @@ REFUSED = {
     "--distributed.fsdp_cpu_offload": "distributed.fsdp_cpu_offload: is not built for [rl]",
     "--optimizer.name=schedule_free": "optimizer.name = schedule_free: is not built for [rl]",
     "--preference.loss=reward": "preference.loss = reward: is not built for [rl]",
-    "--rl.weights=group --rl.inference.engine=vllm": "rl.inference.engine = vllm: is not built",
+    "--rl.weights=direct --rl.inference.engine=vllm": "rl.inference.engine = vllm: is not built",
     "--model.n_experts=4 --model.router_bias": "must be false for an export, and engines get",
     "--run.fork=runs/other": "run.fork = runs/other: is not built for [rl]",
     "--train.global_batch=7": "train.global_batch = 7: the batch follows from rl.batch_samples",

@@ -327,7 +327,7 @@ def test_weights_from_the_ranks_of_a_trainer(
 ) -> None:
     """A version that nobody offers changes nothing; after half of one it serves nobody."""
     manifest = tmp_path / "manifest.json"
-    manifest.write_text(json.dumps({"version": 4, "transport": "group"}))
+    manifest.write_text(json.dumps({"version": 4, "transport": "direct"}))
     before, told = engine.complete(PROMPT, temperature=0), []
 
     def receive(problem: Exception | None, model: Any, facts: Any, token: str) -> None:
@@ -464,7 +464,7 @@ def test_the_versions_of_a_trainer(
     assert serve.main(words) == 0
     driver.join()
     # The newest one is in the ranks of the trainer; they are about to offer another one.
-    publish(6, "group")
+    publish(6, "direct")
     offers = iter([Gone("not any more"), None])
 
     def fill(model: Any, *_: Any) -> None:

@@ -131,14 +131,14 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Pat
     ("words", "problem"),
     [
         (
-            ["rl.weights=group", "rl.inference.engine=vllm"],
-            "rl.weights = group with rl.inference.engine = vllm",
+            ["rl.weights=direct", "rl.inference.engine=vllm"],
+            "rl.weights = direct with rl.inference.engine = vllm",
         ),
         (
-            ["rl.weights=group", "lora.rank=4", "model.init_from=x"],
-            "lora.rank = 4 with rl.weights = group",
+            ["rl.weights=direct", "lora.rank=4", "model.init_from=x"],
+            "lora.rank = 4 with rl.weights = direct",
         ),
-        (["rl.weights=group", 'rl.inference.urls=["http://x:1"]'], "with rl.inference.urls"),
+        (["rl.weights=direct", 'rl.inference.urls=["http://x:1"]'], "with rl.inference.urls"),
         (
             ["rl.inference.engine=vllm", 'rl.sampling.stop=["x"]'],
             "rl.sampling.stop with rl.inference.engine = vllm",

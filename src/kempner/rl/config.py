@@ -67,7 +67,7 @@ class RlConfig:
         "directory",
         "how engines get new weights: by files in the run directory, or straight from the ranks "
         "of the trainer",
-        choices=("directory", "group"),
+        choices=("directory", "direct"),
     )
     seed: int = option(0, "seed of tasks and samples", minimum=0)
 
@@ -150,14 +150,14 @@ def problems(cfg: RunConfig) -> list[str]:
         "optimizer.name = schedule_free": cfg.optimizer.name == "schedule_free",
         "lowcomm": cfg.lowcomm.on,
         f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
-        f"lora.rank = {cfg.lora.rank} with rl.weights = group": (
-            cfg.lora.rank > 0 and cfg.rl.weights == "group"
+        f"lora.rank = {cfg.lora.rank} with rl.weights = direct": (
+            cfg.lora.rank > 0 and cfg.rl.weights == "direct"
         ),
-        "rl.weights = group with rl.inference.engine = vllm": (
-            cfg.rl.weights == "group" and cfg.rl_inference.engine == "vllm"
+        "rl.weights = direct with rl.inference.engine = vllm": (
+            cfg.rl.weights == "direct" and cfg.rl_inference.engine == "vllm"
         ),
-        "rl.weights = group with rl.inference.urls": (
-            cfg.rl.weights == "group" and bool(cfg.rl_inference.urls)
+        "rl.weights = direct with rl.inference.urls": (
+            cfg.rl.weights == "direct" and bool(cfg.rl_inference.urls)
         ),
         "rl.sampling.stop with rl.inference.engine = vllm": (  # it has no tokenizer here
             bool(cfg.rl_sampling.stop) and cfg.rl_inference.engine == "vllm"

@@ -89,7 +89,7 @@ class Exchange:
         """What an engine is sent to take a version that is published."""
         path = self.version(number).absolute()
         facts = json.loads((path / "manifest.json").read_text())
-        if facts["transport"] == "group":
+        if facts["transport"] == "direct":
             return {"manifest": str(path / "manifest.json")}
         return {"path": str(path), "version": number}
 

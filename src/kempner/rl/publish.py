@@ -31,7 +31,7 @@ from kempner.model.decoder import Decoder
 from kempner.parallel.build import compute_dtype, parameter_names
 from kempner.parallel.lora import is_adapter
 from kempner.rl.exchange import Exchange
-from kempner.rl.transfer import GroupPublisher
+from kempner.rl.transfer import DirectPublisher
 from kempner.rl.words import keep_words
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def open_publisher(
     if cfg.rl.weights == "directory":
         return files
 
-    return GroupPublisher(files.publish, model, exchange, files.dtype, cfg.train.max_steps)
+    return DirectPublisher(files.publish, model, exchange, files.dtype, cfg.train.max_steps)
 
 
 def _write_each(file: RawIOBase, parts: list[memoryview]) -> None:

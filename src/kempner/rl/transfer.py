@@ -165,7 +165,7 @@ def unpack(flat: Tensor, bucket: Iterable[Piece], targets: Mapping[str, Tensor])
 # --- A rank of the trainer ---
 
 
-class GroupPublisher:
+class DirectPublisher:
     """Versions that engines read from the ranks' memory. The first version of an attempt and the
     last one of the run are files: engines start from the one, and the other one is still there when
     the trainer has ended."""
@@ -205,7 +205,7 @@ class GroupPublisher:
         count = sum(math.prod(stored.shape) for stored in table.values())
         facts = {
             "version": version,
-            "transport": "group",
+            "transport": "direct",
             "senders": self._senders,
             "bytes": count * self._dtype.itemsize,
             "seconds": round(time.monotonic() - began, 3),
