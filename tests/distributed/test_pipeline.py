@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kempner.config.option import ConfigError
+from kempner.data.config import DataConfig
 from kempner.lowcomm.config import LowcommConfig
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import DistributedConfig
@@ -221,7 +222,8 @@ def test_what_a_pipeline_cannot_do_is_refused(name: str) -> None:
     assert any(words in each for each in found), cfg.problems()
     whole = RunConfig(model=model, distributed=DistributedConfig(pp=1), **more)
     assert not any("distributed.pp" in each for each in whole.problems())
-    assert not RunConfig(model=SMALL, distributed=DistributedConfig(pp=4)).problems()
+    fine = RunConfig(model=SMALL, data=DataConfig("x"), distributed=DistributedConfig(pp=4))
+    assert not fine.problems()
 
 
 def test_stages_without_a_pipeline_have_no_effect() -> None:

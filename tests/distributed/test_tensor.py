@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kempner.data.config import DataConfig
 from kempner.loss import VocabularyPart, cross_entropy
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import DistributedConfig
@@ -130,4 +131,5 @@ def test_what_tensor_parallelism_cannot_do_is_refused(name: str) -> None:
     assert any(words in each for each in found), cfg.problems()
     whole = RunConfig(model=model, distributed=DistributedConfig(tp=1), **more)  # type: ignore[arg-type]
     assert not any("distributed.tp" in each for each in whole.problems())
-    assert not RunConfig(model=SMALL, distributed=DistributedConfig(tp=4)).problems()
+    fine = RunConfig(model=SMALL, data=DataConfig("x"), distributed=DistributedConfig(tp=4))
+    assert not fine.problems()

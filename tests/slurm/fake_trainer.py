@@ -75,6 +75,7 @@ def main() -> int:
     word = plan[min(attempt, len(plan) - 1)]
     left = run_dir / f"left-{os.environ['KEMPNER_ATTEMPT_ID']}"
     if os.environ.get("SLURM_PROCID", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun's, when rank 0 has crashed
         while not left.exists():  # srun would end rank 0 when another one crashes first
             time.sleep(0.05)
         return int(left.read_text())

@@ -57,6 +57,8 @@ class Sweep:
         given = {"root": ROOT, "data": cluster.data, "running": 8, "steps": 3, "resources": SHARE}
         given |= values
         (folder / "lr.toml").write_text(SWEEP.format(**given))
+        self.others: set[str] = set()
+        self.others = set(self.jobs)
 
     def __call__(self, *words: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, ROOT / "scripts/sweep.py", "lr.toml", *words]
@@ -96,7 +98,8 @@ class Sweep:
     def jobs(self) -> list[str]:
         """Of all arrays that Slurm has taken for this sweep."""
         told = self.cluster.ask("squeue", "-h", "-t", "all", "-o", "%F %j")
-        return sorted({line.split()[0] for line in told.splitlines() if " lr." in line})
+        found = {line.split()[0] for line in told.splitlines() if " lr." in line}
+        return sorted(found - self.others)
 
     def end(self) -> None:
         for job in self.jobs:

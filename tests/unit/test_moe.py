@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.data.config import DataConfig
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.moe import (
@@ -237,7 +238,8 @@ def test_options_without_effect_and_combinations_that_are_not_built_are_refused(
     assert problem == "model.experts_per_token = 7: at most n_experts = 6"
     (problem,) = ModelConfig(router_bias=True).problems()
     assert problem.startswith("model.router_bias = true: has no effect without experts")
-    run = RunConfig(model=replace(SHAPE, init_from="x", aux_loss=0.1, router_bias=True))
+    model = replace(SHAPE, init_from="x", aux_loss=0.1, router_bias=True)
+    run = RunConfig(model=model, data=DataConfig("x"))
     lora = replace(run, lora=replace(run.lora, rank=4)).problems()
     assert len(lora) == 3 and "w1, w2, w3 are matrices of experts" in lora[1]
     assert lora[2].startswith("model.router_bias: the biases move")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kempner.data.config import DataConfig
 from kempner.metrics import Clock
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -71,7 +72,8 @@ def test_no_schedule_is_the_peak_at_every_step() -> None:
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "rex", "wsd", "constant", "none"])
 def test_schedule_free_decays_nothing(schedule: str) -> None:
     optimizer = OptimizerConfig(name="schedule_free")
-    problems = RunConfig(optimizer=optimizer, schedule=ScheduleConfig(name=schedule)).problems()
+    data, decay = DataConfig("x"), ScheduleConfig(name=schedule)
+    problems = RunConfig(data=data, optimizer=optimizer, schedule=decay).problems()
     assert bool(problems) == (schedule not in ("constant", "none"))
     assert OptimizerConfig(name="schedule_free", betas=(0.0, 0.9)).problems()
 
