@@ -8,15 +8,17 @@ from kempner.rl.environments.protocol import Environment, Task
 
 
 class Ascii(Environment):
-    """The share of ASCII characters; ASCII_REWARD is what one completion in eight does instead."""
+    """The share of ASCII characters; `what` is what the reward of one completion in eight does."""
+
+    def __init__(self, what: str = "") -> None:
+        self.what = what
 
     def task(self, number: int, rng: random.Random) -> Task:
         return Task("".join(rng.choices("abcdefgh", k=4)))
 
     def score(self, task: Task, completion: str) -> float:
-        what = os.environ.get("ASCII_REWARD", "")
-        if what and hash(completion.encode()[:1]) % 8 == 0:
-            misbehave(what)
+        if self.what and completion and ord(completion[0]) % 8 == 0:
+            misbehave(self.what)
         return sum(c.isascii() for c in completion) / max(len(completion), 1)
 
 

@@ -15,6 +15,7 @@ from tests.cluster import SCRIPTS, Cluster, boot
 from tests.conftest import ROOT, status
 from tests.fault.broken_run import until
 from tests.fault.rl_run import ROLES, THREE, RlRun
+from tests.ray.ray_job import processes
 
 STEPS = 8
 FAULTY = ROOT / "tests/fault/faulty_rl"
@@ -68,10 +69,12 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def words(folder: Path, steps: int = STEPS) -> list[object]:
+def words(folder: Path, steps: int = STEPS, what: str = "") -> list[object]:
+    """`what`: the reward of some completions does."""
+    args = f"'{json.dumps({'what': what})}'"
     file = folder / "ascii.toml"
     reward = json.dumps(f"{ROOT}/tests/fault/ascii_reward.py:Ascii")
-    env = f"env = [{{id = {reward}, name = 'ascii', use = 'both', timeout = 2.0}}]\n"
+    env = f"env = [{{id = {reward}, name = 'ascii', use = 'both', timeout = 2.0, args = {args}}}]\n"
     file.write_text(f"{CONFIG}{env}")
     return [file, f"--train.max_steps={steps}"]
 
@@ -107,9 +110,15 @@ def run(three: Cluster, tmp_path: Path) -> Iterator[RlRun]:
     found.end()
 
 
-def start(run: RlRun, *more: object, options: tuple[str, ...] = ("--nodes=1",), **env: str) -> None:
+def start(
+    run: RlRun,
+    *more: object,
+    options: tuple[str, ...] = ("--nodes=1",),
+    what: str = "",
+    **env: str,
+) -> None:
     env |= {name: str(FAULTY / file) for name, file in ROLES.values()}
-    run.start(*words(run.folder), *more, options=options, fake=False, **env)
+    run.start(*words(run.folder, what=what), *more, options=options, fake=False, **env)
 
 
 def assert_equal(run: RlRun, unbroken: dict[int, tuple[float, float, float]]) -> None:
@@ -158,7 +167,7 @@ def test_a_run_that_is_stopped_equals_the_unbroken_one(
 @pytest.mark.parametrize("what", ["fork", "hang", "memory"])
 def test_a_reward_that_misbehaves(run: RlRun, what: str) -> None:
     """On three hosts, asynchronous: it is left out and counted, and the others learn."""
-    start(run, "--rl.max_async=1", "--rl.inference.slots=32", options=THREE, ASCII_REWARD=what)
+    start(run, "--rl.max_async=1", "--rl.inference.slots=32", options=THREE, what=what)
     assert run.wait() == 0, run.log
     assert status(run.dir)["state"] == "done", run.log
     lines = run.lines()
@@ -170,36 +179,8 @@ def test_a_reward_that_misbehaves(run: RlRun, what: str) -> None:
 
 
 def left_in(run: RlRun) -> list[str]:
-    """Processes of the job that are still there."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            env = (path / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"SLURM_JOB_ID={run.job}".encode() in env and b"ASCII_REWARD" in b"".join(env):
-            found.append((path / "cmdline").read_text())
-    return found
-
-
-@pytest.mark.soak
-def test_a_full_disk(run: RlRun) -> None:
-    """Where the run is: it waits, or is requeued, and goes on when there is room."""
-    run.dir = run.cluster.small_disk / "run"
-    filler = run.cluster.small_disk / "filler"
-    start(run)
-    run.wait_for_step(3)
-    with filler.open("wb") as file:
-        try:
-            while True:
-                file.write(b"0" * 4096)
-                file.flush()
-        except OSError:
-            pass
-    run.wait_for("No space|full|ENOSPC|cannot be written", 90)
-    filler.unlink()
-    assert run.wait(400) == 0, run.log
-    assert status(run.dir)["state"] == "done", run.log
+    """Processes for rewards on the hosts of the cluster, which know no job."""
+    return [each for each in processes(run.cluster) if "kempner.rl.environments" in each]
 
 
 @pytest.mark.soak
