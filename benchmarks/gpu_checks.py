@@ -197,6 +197,54 @@ def preflight(job: Job) -> Figures:
     }
 
 
+def gpu_faults(job: Job) -> Figures:
+    """What a sampler sees of this machine's GPUs, through each way there is; and a whole one."""
+    import shutil
+
+    from kempner.gpu.findings import Watch
+    from kempner.gpu.kernel_log import KernelLog
+    from kempner.gpu.reading import NoAnswer, NvidiaSmi, open_reader
+    from kempner.gpu.watch import start_watch
+
+    program = shutil.which("nvidia-smi")
+    ways = [way for way in (open_reader(), NvidiaSmi(program) if program else None) if way]
+    if not ways:
+        raise Failed("neither pynvml nor nvidia-smi is here")
+    found: Figures = {}
+    for way in {way.name: way for way in ways}.values():
+        watch, findings = Watch(), {}
+        try:
+            for _ in range(2):
+                began = time.perf_counter()
+                gpus = way.read()
+                findings |= {each.key: each for each in watch.look(gpus)}
+        except NoAnswer as error:
+            raise Failed(str(error)) from None
+        unknown = sorted(name for name in gpus[0].numbers if gpus[0].number(name) is None)
+        found |= {
+            f"{way.name} GPUs": len(gpus),
+            f"{way.name} ms": 1e3 * (time.perf_counter() - began),
+            f"{way.name} lacks": " ".join(unknown) or None,
+            f"{way.name} finds": "; ".join(each.what for each in findings.values()) or "nothing",
+        }
+        print(way.name, *gpus, sep="\n")
+    log = KernelLog()
+    time.sleep(0.5)
+    found["kernel log"] = log.source or "not readable"
+    log.close()
+    run_dir = job.work / "watched"
+    run_dir.mkdir()
+    sampler = start_watch(run_dir, 0, 1.0)
+    end = time.monotonic() + 30
+    while sampler and not list(run_dir.glob("gpu/*.jsonl")) and time.monotonic() < end:
+        time.sleep(0.1)
+    if not sampler or not (lines := list(run_dir.glob("gpu/*.jsonl"))):
+        raise Failed("the sampler has written nothing")
+    sampler.end()
+    first = json.loads(lines[0].read_text().splitlines()[0])["gpus"][0]
+    return found | {name: first[name] for name in ("temperature_c", "power_w", "uncorrected")}
+
+
 def one_rank_allreduce(job: Job) -> Figures:
     """With one GPU preflight measures nothing: this shows that its forked process starts NCCL."""
     import torch.distributed as dist
@@ -242,7 +290,9 @@ def synchronization(job: Job) -> Figures:
     warnings.simplefilter("always")
     warnings.showwarning = note
     stop = requests.StopRequests()
-    words = job.words("synchronization", "--train.max_steps=12", "--checkpoint.interval=0")
+    spikes = ("--resilience.spike_sigma=6", "--resilience.spike_window=8")
+    steps = ("--train.max_steps=12", "--checkpoint.interval=0")
+    words = job.words("synchronization", *steps, *spikes)
     code = program.main(configure(words, stop), stop)
     if code or calls < last:
         raise Failed(f"exit code {code} after {calls} steps")
@@ -393,6 +443,7 @@ CHECKS = {
     "resume": Check(resume, 120),
     "distributed": Check(distributed, 90),
     "preflight": Check(preflight, 120),
+    "gpu faults": Check(gpu_faults, 90, needs_gpu=True),
     "synchronization": Check(synchronization, 60),
     "attention": Check(attention, 45),
     "patterns": Check(patterns, 90, needs_gpu=True),

@@ -1,10 +1,12 @@
 """A run that is broken again and again, and what that costs it: one sbatch, N faults, no hand.
 
     python -m benchmarks.soak --faults 30 --seed 1 --out soak.md              ours, 10 to 15 minutes
+    python -m benchmarks.soak --faults 30 --seed 1 --pattern kit spares       and with a spare node
     python -m benchmarks.soak --faults 30 --seed 1 --pattern kit naive        and naive.sh, the same
 
-Needs root: it boots a Slurm of two hosts (scripts/slurm/testbed.sh) and trains a small model there,
-one task on each. The faults are drawn from the seed before the start, each for a step, and printed.
+Needs root: it boots a Slurm of two hosts (scripts/slurm/testbed.sh), or three for the spare one,
+and trains a small model on two, one task on each. The faults are drawn from the seed before the
+start, each for a step, and printed.
 Exit code 0 when the run has ended as done, from one submission, with the losses of an unbroken run,
 bit by bit; else 1, and what differs. The unbroken run has two processes as well: with one, another
 order of the sums changes the losses by 1e-7, and after 500 steps by 1e-2.
@@ -135,6 +137,7 @@ class Soak(BrokenRun):
     ) -> None:
         super().__init__(cluster, {}, folder)
         self.naive, self.plan, self.hang_limit = pattern == "naive", plan, hang_limit
+        self.spares = pattern == "spares"
         self.struck: list[Struck] = []
         self.commits: dict[int, float] = {}  # unix time at which `latest` came to name this step
         self.hands = 0
@@ -150,6 +153,10 @@ class Soak(BrokenRun):
         self.submissions += 1
         self._changed = time.monotonic()
         ours = ("multinode.sh", [f"--resilience.hang_timeout={HANG_S}"], ["--time=2:00:00"])
+        env = {}
+        if self.spares:
+            ours[2].append("--nodes=3")
+            env = {"KEMPNER_SPARES": "1", "SBATCH_NO_KILL": "set"}
         theirs = (
             str(ROOT / "benchmarks/naive.sh"),
             [f"--resilience.hang_timeout={self.hang_limit}"],
@@ -163,6 +170,7 @@ class Soak(BrokenRun):
             script=script,
             # Rank 0 has its own such line: steps as slow on both, and no straggler.
             faults=f"slow ms={1000 * STEP_S:.0f} rank=1\n{self._armed_kills()}",
+            **env,
         )
 
     def _armed_kills(self) -> str:
@@ -296,7 +304,8 @@ class Soak(BrokenRun):
         urgent = ["--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null"]
         self.cluster.ask("sbatch", *urgent, "--wrap=sleep 1")
 
-    def _cut(self, duration: str, node: str = "node2") -> None:
+    def _cut(self, duration: str, node: str = "") -> None:
+        node = node or self._second()
         self.cluster.testbed("cut", node)
         self._tend_for(duration)
         self.cluster.testbed("join", node)
@@ -323,11 +332,19 @@ class Soak(BrokenRun):
         self._in_a_pause = damage
         self._warn()
 
+    def _second(self) -> str:
+        """The host of the second rank: node2, unless a spare has taken its place."""
+        return str(self.events("start")[-1]["nodes"][-1])
+
     def _crash(self, node: str) -> None:
+        node = self._second() if node == "node2" else node
+        decided = len(self.decisions())
         self.cluster.testbed("crash", node)
         end = time.monotonic() + 120
         while self.state() == "RUNNING" and time.monotonic() < end:
             time.sleep(0.1)
+            if self.spares and len(self.decisions()) > decided:
+                break
         self.cluster.testbed("revive", node)
         self._pending_since = self._changed = time.monotonic()  # nobody has looked in between
 
@@ -410,6 +427,7 @@ def summary(soaks: dict[str, Soak], absence: float) -> str:
             "faults": f"{len(soak.struck)}",
             "submitted by hand": f"{soak.submissions}",
             "hands on the keyboard after that": f"{soak.hands}",
+            "restarts in place": f"{sum(a.decision == 'restart' for a in run.attempts)}",
             "starts that came to a step": f"{sum(s is not None for s in spent.startups)}",
             "wall time": f"{spent.total:.0f} s",
             **{f"  {part}": f"{seconds:.0f} s" for part, seconds in spent.parts.items()},
@@ -514,7 +532,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pattern", nargs="+", choices=("kit", "naive"), default=["kit"])
+    parser.add_argument("--pattern", nargs="+", choices=("kit", "spares", "naive"), default=["kit"])
     parser.add_argument("--absence", type=float, default=60.0, help="seconds until a user is back")
     parser.add_argument("--hang-limit", type=float, default=60.0, help="process group's timeout")
     parser.add_argument("--out", type=Path, help="Markdown of the figures")
@@ -530,11 +548,12 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     soaks: dict[str, Soak] = {}
     wrong: list[str] = []
-    with cluster_of(2, folder) as cluster:
-        unbroken = run_unbroken(cluster, folder, plan)
-        for pattern in args.pattern:
-            say(f"\n{pattern}")
-            (folder / pattern).mkdir()
+    unbroken: dict[int, float] = {}
+    for pattern in args.pattern:
+        say(f"\n{pattern}")
+        (folder / pattern).mkdir()
+        with cluster_of(3 if pattern == "spares" else 2, folder / pattern) as cluster:
+            unbroken = unbroken or run_unbroken(cluster, folder, plan)
             soak = Soak(cluster, folder / pattern, pattern, plan, args.hang_limit)
             problems = live(soak) or differences(soak, unbroken)
             wrong += [f"{pattern}: {problem}" for problem in problems]

@@ -25,10 +25,14 @@ from benchmarks.soak import Broken, Fault, Kinds, Soak, cluster_of, draw, live, 
 from kempner.files import read_jsonl
 from kempner.history.run_history import load_history
 from tests.conftest import status
-from tests.fault.rl_run import RlRun
-from tests.fault.test_rl_kills import words
+from tests.fault.rl_run import ROLES, RlRun
+from tests.fault.test_rl_kills import FAULTY, words
 
 GAP = (4, 12)  # steps between faults
+SLOW, STEP_S = (
+    "kempner.rl.feed:Feed.next",
+    1.0,
+)  # a step: the run must not end before the last fault
 ENGINES = tuple(f"engine {number}" for number in range(4))
 # How often in a bag of 20, and where it may strike. The trainer and the batch script are on node1.
 KINDS: Kinds = {
@@ -53,7 +57,11 @@ class RlSoak(Soak):
         more = ["--checkpoint.interval=5", "--rl.eval_interval=50", "--rl.max_async=1"]
         more += ["--rl.inference.restarts=20"]
         options = ("--nodes=3", "--time=2:00:00")
-        self.job = self.parts.start(*words(self.folder, steps), *more, options=options, fake=False)
+        env = {name: str(FAULTY / file) for name, file in ROLES.values()}
+        env["FAULTS"] = f"hold program=rl at={SLOW}:before nth=0 s={STEP_S}"
+        self.job = self.parts.start(
+            *words(self.folder, steps), *more, options=options, fake=False, **env
+        )
 
     def last(self) -> dict[str, Any]:
         return next((line for line in reversed(self.parts.lines())), {"step": 0})

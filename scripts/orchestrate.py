@@ -13,6 +13,7 @@ orderly end, 1 when it cannot go on, 2 on bad input.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         cfg = load_config(command.files, command.overrides, command.problems)
         if not cfg.rl.on:
             raise ConfigError("rl.env: there is none; scripts/train.py trains without")
-        envs, words = open_parts(cfg)
+        envs, words = open_parts(cfg, servers=command.flags["check"])
     except ConfigError as error:
         print(f"orchestrate: error: {len(error.problems)} problem(s)", file=sys.stderr)
         print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)
@@ -71,7 +72,7 @@ def work(
     judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
     exchange, scorer = Exchange(cfg.run.dir), NoRewards() if bench else Scorer(judges, say)
     router = open_router(cfg, exchange, words.ends, say)
-    sampler = Sampler(cfg, envs, Writer(words), router, scorer, judges, say)
+    sampler = Sampler(cfg, envs, Writer(words), router, scorer, say)
     curriculum = open_curriculum(cfg, envs, say)
     router.start()
     try:
@@ -85,16 +86,16 @@ def work(
         say("ends as it was told to")
         return 0
     except (Failed, NoEngines, Rejected, Lost, ValueError, OSError) as error:
-        print(f"orchestrate: error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 1
     finally:
         router.close()
-        sampler.close()
         scorer.close()
 
 
 def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} orchestrate: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the log may be on a full disk
+        print(f"{time.strftime('%H:%M:%S')} orchestrate: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     objective = open_objective(cfg, layout, model, run, device)
     exchange = Exchange(run.dir)
     publisher = open_publisher(cfg, model, exchange, device)
-    feed = open_feed(cfg, exchange, layout, stop, publisher, progress.samples)
+    feed = open_feed(cfg, exchange, layout, stop, publisher, progress.samples, run.announce)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress, feed), NonFinite(cfg.resilience)
     work = BlockClock(model, device, layout.blocks_apart)
@@ -68,7 +68,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     feed.waiting = watchdog.patient
     stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
     with watchdog.patient():
-        publisher.publish(progress.step)
+        feed.publish(progress.step)
     if run.world.rank == 0:
         exchange.begin(Start(progress.step, layout.data_ranks, progress.orchestrator))
     verdict, long_step = GO_ON, False
@@ -102,7 +102,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         numbers = update(optimizer, reduce_step(sums, layout), feed.tokens, lr, cfg.train.grad_clip)
         # The engines wait for it, so it comes first; the weights go through the host anyway.
         with recorder.clock.part("publish"), watchdog.patient():
-            publisher.publish(step)
+            feed.publish(step)
         progress = progress.after_step(feed.position, feed.tokens)
         progress = replace(progress, orchestrator=feed.state)
         result = PendingStep(progress, lr, numbers, recorder.clock).read()

@@ -78,6 +78,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="N",
         help="tokens of a prompt and its completion, at most (default: all that the model sees)",
     )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="the same log-probabilities to the last bit, whoever shares the engine; slower",
+    )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
     add(
         "--token-file",
@@ -144,7 +149,9 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     window = options.window or loaded.window
     if window > loaded.window:
         raise ConfigError(f"--window {window}: the model sees {loaded.window} tokens at most")
-    worker = server.worker = Worker(loaded, options.slots, window, options.queue, version)
+    worker = server.worker = Worker(
+        loaded, options.slots, window, options.queue, version, options.deterministic
+    )
 
     def work() -> None:
         worker.run()

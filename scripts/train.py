@@ -100,7 +100,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         lr = cfg.data.lr_scales[loader.phase] * learning_rate(
             cfg.schedule, cfg.optimizer.lr, progress.step, cfg.train.max_steps
         )
-        numbers = update(optimizer, reduce_step(sums, layout), step_tokens, lr, cfg.train.grad_clip)
+        numbers = update(
+            optimizer, reduce_step(sums, layout), step_tokens, lr, cfg.train.grad_clip, loader.phase
+        )
         progress = progress.after_step(loader.position, step_tokens)
         pending.append(
             PendingStep(progress, lr, replicas.after_step(progress, numbers), recorder.clock)
@@ -134,7 +136,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             recorder.begin(progress)
             pending = []
             continue
-        # After a non-finite step the weights may be bad: keep the last good checkpoint.
+        # After a skipped step the weights may be bad: keep the last good checkpoint.
         save_due = save_due and (last or not nonfinite.in_a_row)
         if (save_due or verdict.save) and verdict.state != "failed":
             with recorder.clock.part("checkpoint"), watchdog.patient():

@@ -18,6 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts/slurm"
 TESTBED = SCRIPTS / "testbed.sh"
 FAKE_TRAINER = ROOT / "tests/slurm/fake_trainer.py"
+if os.environ.get(
+    "SLURM_BIN"
+):  # another Slurm than that in PATH; a directory without one is an error
+    told = subprocess.run(["bash", TESTBED, "path"], capture_output=True, text=True)
+    if told.returncode:
+        pytest.exit(told.stderr.strip(), returncode=2)
+    os.environ["PATH"] = told.stdout.strip()
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -34,6 +41,7 @@ class Cluster:
             "KEMPNER_TESTBED": str(number),
             "KEMPNER_PYTHON": sys.executable,
             "KEMPNER_SITE": os.devnull,  # what this machine's user has set is not under test
+            "KEMPNER_CODE": "0",  # tests/slurm/test_code.py is about the copies
             "OMP_NUM_THREADS": "1",
         }
 
@@ -148,10 +156,15 @@ def need_slurm() -> None:
 
 
 @contextlib.contextmanager
-def boot(nodes: int, gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster for as long as the body runs. Skips where it cannot boot, but fails in CI."""
+def boot(
+    nodes: int, gpus: int, tmp_path_factory: pytest.TempPathFactory, conf: str = "", gpu: str = ""
+) -> Iterator[Cluster]:
+    """A cluster for as long as the body runs. Skips where it cannot boot, but fails in CI. `conf`:
+    lines of slurm.conf that it has in place of the usual ones, between blanks; `gpu`: the type of
+    its GPUs."""
     need_slurm()
-    env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid())}
+    env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid()), "KEMPNER_TESTBED_CONF": conf}
+    env["KEMPNER_TESTBED_GPU"] = gpu
     disk = tmp_path_factory.mktemp("small-disk")  # a host sees what was mounted before it booted
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], check=True)
     for attempt in range(5):  # a number may be taken by another cluster
@@ -165,9 +178,9 @@ def boot(nodes: int, gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Ite
         subprocess.run(["umount", disk], check=True)
         pytest.fail(up.stderr)
     try:
-        conf = up.stdout.split("SLURM_CONF=")[1].strip()
+        path = up.stdout.split("SLURM_CONF=")[1].strip()
         data = make_data(tmp_path_factory.mktemp("data"))
-        yield Cluster(int(env["KEMPNER_TESTBED"]), conf, data, disk)
+        yield Cluster(int(env["KEMPNER_TESTBED"]), path, data, disk)
     finally:
         subprocess.run(["bash", TESTBED, "down"], env=env, check=True)
         subprocess.run(["umount", disk], check=True)

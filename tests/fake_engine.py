@@ -119,7 +119,8 @@ class Handler(BaseHTTPRequestHandler):
                 body = json.loads(Path(body["manifest"]).read_text())
             engine.version, engine.said = body["version"], None
             engine.updates.append(engine.version)
-        self._say(200, {"weight_version": engine.version})
+        more = {"data": [{"vocab_size": 257, "ends": [END]}]} if self.path == "/v1/models" else {}
+        self._say(200, {"weight_version": engine.version} | more)
 
     def _say(self, code: int, content: dict[str, Any]) -> None:
         data = json.dumps(content).encode()

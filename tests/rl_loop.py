@@ -31,13 +31,21 @@ ENVIRONMENTS = Path(__file__).with_name("rl_envs.py")
 class InThisProcess:
     """A scorer without processes."""
 
-    def score(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Score:
+    def score(self, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]) -> list[Score]:
+        return [self._score(env, task, talk) for talk in talks]
+
+    def _score(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Score:
         try:
             return Score(env.environment.judge(task, list(messages)))
         except RuntimeError as error:
             return Score(None, str(error))
 
-    def reply(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Reply | None:
+    def reply(
+        self, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]
+    ) -> list[Reply | None]:
+        return [self._reply(env, task, talk) for talk in talks]
+
+    def _reply(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Reply | None:
         said = sum(m["role"] == "assistant" for m in messages)
         return None if said >= env.environment.turns else env.environment.reply(task, messages)
 
@@ -133,7 +141,7 @@ class Loop:
     def _orchestrate(self, envs: dict[str, Tasks], words: Words) -> None:
         router = open_router(self.cfg, self.exchange, words.ends, self.lines.append)
         scorer: Any = InThisProcess()
-        sampler = Sampler(self.cfg, envs, Writer(words), router, scorer, 4, self.lines.append)
+        sampler = Sampler(self.cfg, envs, Writer(words), router, scorer, self.lines.append)
         curriculum = open_curriculum(self.cfg, envs, self.lines.append)
         router.start()
         try:
@@ -143,4 +151,3 @@ class Loop:
             self.error = error
         finally:
             router.close()
-            sampler.close()

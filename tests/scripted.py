@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,8 +30,10 @@ def samples(step: int, count: int) -> list[Sample]:
     return found
 
 
-def arrays(rows: list[list[Sample]], seq_len: int, version: int = 0) -> dict[str, np.ndarray]:
-    """Rows of packed samples, [R, T] each."""
+def arrays(
+    rows: list[list[Sample]], seq_len: int, versions: Sequence[int] = ()
+) -> dict[str, np.ndarray]:
+    """Rows of packed samples, [R, T] each; `versions`: of each row, 0 where none is given."""
     shape = (len(rows), seq_len)
     made = {
         "inputs": np.zeros(shape, np.int32),
@@ -39,8 +41,10 @@ def arrays(rows: list[list[Sample]], seq_len: int, version: int = 0) -> dict[str
         "documents": np.zeros(shape, np.int32),
         "logprobs": np.zeros(shape, np.float32),
         "advantages": np.zeros(shape, np.float32),
-        "versions": np.full(shape, version, np.int32),
+        "versions": np.zeros(shape, np.int32),
     }
+    for row, version in enumerate(versions):
+        made["versions"][row] = version
     for row, packed in enumerate(rows):
         at = 0
         for number, (tokens, logprobs, advantage) in enumerate(packed):
@@ -57,14 +61,20 @@ def arrays(rows: list[list[Sample]], seq_len: int, version: int = 0) -> dict[str
 
 
 def hand_over(exchange: Exchange, step: int, ranks: int, seq_len: int, count: int = 8) -> None:
-    """Two samples a row."""
+    """Two samples a row. Those of step 2 are partly of older weights, those of step 3 all, and so
+    on; they are less likely than others."""
     drawn = samples(step, count)
     rows = [drawn[i : i + 2] for i in range(0, count, 2)]
+    old = (0, len(rows) // 2, len(rows))[(step - 1) % 3]
+    for row in rows[:old]:
+        row[:] = [(tokens, [x - 1 for x in logprobs], a) for tokens, logprobs, a in row]
+    versions = [step - 1 - (row < old) for row in range(len(rows))]
     folder = exchange.rollouts(step)
     folder.mkdir(parents=True)
     for rank in range(ranks):
         share = len(rows) // ranks
-        mine = arrays(rows[rank * share : (rank + 1) * share], seq_len, step - 1)
+        there = slice(rank * share, (rank + 1) * share)
+        mine = arrays(rows[there], seq_len, versions[there])
         save_file(mine, folder / f"rank_{rank}.safetensors")
     tokens = sum(len(logprobs) for _, logprobs, _ in drawn)
     metrics = {"reward": step / 100, "samples": count}

@@ -30,7 +30,7 @@ source "$lib"
 # shellcheck source-path=SCRIPTDIR source=lib/alone.sh
 source "$KP_LIB/alone.sh"
 
-kp_committed_step() { # checkpoints that are evaluated
+kp_committed_step() { # in place of requeue.sh's: checkpoints that are evaluated
     find "$KP_RUN_DIR" -name 'step_*.json' | wc -l
 }
 

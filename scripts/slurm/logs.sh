@@ -17,7 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/lib/find_run.sh"
 
 readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R | --part NAME] [--warnings] [--no-follow]"
-WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|killed|cancelled|failed|timed out'
+WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|is a spike|killed|cancelled|failed|timed out'
 WARNINGS+='|out of memory|corrupt|no step for|kempner: (requeue|end|leave):'
 WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
 readonly WARNINGS
@@ -26,7 +26,7 @@ KP_FRESH=() KP_ATTEMPT=''
 # Files that are followed; pid -> its attempt, or "keep"; pid -> rounds that are left.
 declare -A KP_SEEN=() KP_TAILS=() KP_GRACE=()
 
-kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by the one that is left the run
+kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by what is left the run
     local run=''
     while (($# > 0)); do
         case $1 in
@@ -73,7 +73,7 @@ kp_newest() { # <file>...: the newest of those that there are, or nothing
     echo "$newest"
 }
 
-kp_look() { # sets KP_FRESH, the files that are there and not followed yet, and KP_ATTEMPT, the directory of the latest
+kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_ATTEMPT, the directory of the latest
     local file files=()
     KP_FRESH=()
     [[ -n $KP_RUN_DIR ]] || KP_RUN_DIR=$(kp_named_run)
@@ -181,7 +181,7 @@ kp_follow() { # shows what is there, then what comes, until Ctrl-C
     trap 'exit 143' TERM HUP
     trap - USR1 USR2
     while kill -0 "$KP_LAST" 2>/dev/null; do # nobody reads it any more: | head
-        kp_look
+        kp_look_for_files
         ((${#KP_FRESH[@]} == 0)) || kp_start_tail "$lines"
         [[ $lines == +1 || ${#KP_SEEN[@]} -gt 0 ]] || echo "logs: no log yet, waiting for the first" >&2
         lines=+1 # a file that comes later is new
@@ -197,7 +197,7 @@ if [[ -n $KP_FOLLOW ]]; then
     kp_follow
     exit
 fi
-kp_look
+kp_look_for_files
 if ((${#KP_FRESH[@]} == 0)); then
     echo "logs: no log yet" >&2
 else

@@ -31,6 +31,7 @@ source "$lib"
 kp_setup
 kp_in_job || kp_die "preflight.sh looks at the nodes of a job: sbatch --nodes=N scripts/slurm/preflight.sh"
 kp_need_packages
+KP_OWN_STEPS=preflight.sh
 kp_tasks
 KEMPNER_PEERS=$(kp_peers | paste -sd' ')
 export KEMPNER_PEERS

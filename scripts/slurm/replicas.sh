@@ -17,10 +17,14 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original, and the copy
+# of the code that an earlier start has made: lib/code.sh.
 lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
 if [[ ! -e $lib ]]; then
-    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
+    job=$(scontrol show job "$job" 2>/dev/null) || true
+    code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% }/scripts/slurm/replicas.sh
+    [[ $job != *kempner-code=* || ! -e $code ]] || exec bash "$code" "$@"
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || { echo "kempner: error: replicas.sh was copied out of its repository: submit" \
@@ -33,9 +37,11 @@ source "$KP_LIB/replicas.sh"
 
 kp_take "$@"                         # train.py's arguments; --dry-run
 kp_setup                             # the repository, its Python, site.env
+kp_code replicas.sh                  # the code of the submission: from here on a copy of the repository
 kp_tasks                             # nodes, GPUs, one task per GPU
 kp_check "${KP_ARGUMENTS[@]}"        # the configuration, once, before any GPU works
 kp_banner                            # what runs where
+kp_chain                             # with KEMPNER_CHAIN=K: submits the job that continues this one
 kp_preflight                         # with KEMPNER_PREFLIGHT=1: checks the nodes first
 kp_stage                             # with KEMPNER_STAGE=DIR: copies the data to the nodes' own disks
 kp_run_replicas "${KP_ARGUMENTS[@]}" # srun for each; starts again whoever is lost; passes signals on

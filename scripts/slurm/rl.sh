@@ -19,10 +19,14 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original, and the copy
+# of the code that an earlier start has made: lib/code.sh.
 lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
 if [[ ! -e $lib ]]; then
-    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
+    job=$(scontrol show job "$job" 2>/dev/null) || true
+    code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% }/scripts/slurm/rl.sh
+    [[ $job != *kempner-code=* || ! -e $code ]] || exec bash "$code" "$@"
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || { echo "kempner: error: rl.sh was copied out of its repository: submit" \
@@ -32,15 +36,19 @@ fi
 source "$lib"
 # shellcheck source-path=SCRIPTDIR source=lib/rl.sh
 source "$KP_LIB/rl.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/rl_watch.sh
+source "$KP_LIB/rl_watch.sh"
 
 kp_take "$@"                     # rl.py's arguments; --dry-run
 kp_rl_bench                      # with --bench: a run of its own
 kp_setup                         # the repository, its Python, site.env
+kp_code rl.sh rl.py              # the code of the submission: from here on a copy of the repository
 kp_tasks                         # nodes, GPUs, one task per GPU
 kp_rl_place "${KP_ARGUMENTS[@]}" # who trains and who samples; from here on nodes and tasks are the trainer's
 kp_check "${KP_ARGUMENTS[@]}"    # the configuration, once, before any GPU works
 kp_rl_tell "${KP_ARGUMENTS[@]}"  # with --check: what would run where, and no more
 kp_banner                        # what runs where
+kp_chain                         # with KEMPNER_CHAIN=K: submits the job that continues this one
 kp_rl_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
 kp_run_rl "${KP_ARGUMENTS[@]}"   # srun for each part; starts lost engines again; passes signals on
 kp_rl_bench_tell                 # with --bench: a table

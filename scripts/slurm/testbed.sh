@@ -12,11 +12,14 @@
 #   testbed.sh join NODE            plug it in again
 #   testbed.sh bytes NODE IFACE     bytes that the host has received over em4 or ib0: which network was used
 #   testbed.sh exec NODE COMMAND    run a command on that host
+#   testbed.sh path                 with SLURM_BIN=DIR: the PATH that has the programs of that Slurm first
 #
 # Each host has its own processes, hostname, /etc/hosts, /sys/class/net, management NIC (em4, 10.77.ID.k) and
 # fast NIC (ib0, 10.78.ID.k); the file system is this machine's own. Several clusters live side by side, each
 # with its number: KEMPNER_TESTBED=3 testbed.sh up. With KEMPNER_TESTBED_OWNER=PID the cluster goes down by itself
-# when that process is gone.
+# when that process is gone. KEMPNER_TESTBED_CONF="JobRequeue=0 KillWait=2" changes lines of slurm.conf;
+# KEMPNER_TESTBED_GPU=h100 gives the GPUs a type. SLURM_BIN=DIR takes the Slurm whose programs are in DIR, or in
+# DIR/bin and DIR/sbin, in place of the one in PATH.
 set -euo pipefail
 
 readonly ID=${KEMPNER_TESTBED:-1}
@@ -31,6 +34,31 @@ die() { # <message>
     exit 2
 }
 
+take_slurm() { # with SLURM_BIN=DIR: puts its programs in front of PATH; stops when one is missing or does not fit
+    local dir program conf missing=() version versions=''
+    [[ -n ${SLURM_BIN:-} ]] || return 0
+    conf=$(mktemp) # newer clients tell their version only where they find a slurm.conf
+    printf 'ClusterName=testbed\nSlurmctldHost=head\n' >"$conf"
+    for dir in "$SLURM_BIN/sbin" "$SLURM_BIN/bin" "$SLURM_BIN"; do
+        [[ ! -d $dir || :$PATH: == *":$(realpath "$dir"):"* ]] || PATH=$(realpath "$dir"):$PATH
+    done
+    for program in slurmctld slurmd srun sbatch salloc scancel scontrol squeue sinfo; do
+        dir=$(type -P "$program") && [[ ${dir%/*} == "$(realpath "$SLURM_BIN")"?(/bin|/sbin) ]] || {
+            missing+=("$program")
+            continue
+        }
+        version=$(SLURM_CONF=$conf "$program" -V 2>/dev/null) || die "SLURM_BIN=$SLURM_BIN: '$program -V' does not run"
+        version=${version##* }
+        [[ " $versions " == *" $version "* ]] || versions+="${versions:+ }$version"
+    done
+    rm -f "$conf"
+    ((${#missing[@]} == 0)) || die "SLURM_BIN=$SLURM_BIN has no ${missing[*]}: name the directory that holds Slurm's" \
+        "programs, or its bin and sbin"
+    [[ $versions != *' '* ]] || die "SLURM_BIN=$SLURM_BIN: its programs are of several versions: $versions"
+    version=${versions%.*}
+    ((10#${version/./} >= 2205)) || die "SLURM_BIN=$SLURM_BIN: Slurm $versions is too old: 22.05 is needed"
+}
+
 namespace() { # <host>: the name of its network namespace
     printf 'kp%s-%s' "$ID" "$1"
 }
@@ -39,7 +67,7 @@ namespace() { # <host>: the name of its network namespace
 
 write_slurm_conf() { # <nodes> <gpus per node>
     local nodes=$1 gpus=$2 k gres=
-    ((gpus == 0)) || gres="Gres=gpu:$gpus"
+    ((gpus == 0)) || gres="Gres=gpu:${KEMPNER_TESTBED_GPU:+$KEMPNER_TESTBED_GPU:}$gpus"
     cat <<CONF
 ClusterName=testbed$ID
 SlurmctldHost=head(10.77.$ID.254)
@@ -86,11 +114,14 @@ CONF
 write_files() { # <nodes> <gpus per node>
     local nodes=$1 gpus=$2 k
     write_slurm_conf "$nodes" "$gpus" >"$SLURM_CONF"
-    : >"$STATE/gres.conf"
+    for k in ${KEMPNER_TESTBED_CONF:-}; do
+        sed -i "/^${k%%=*}=/d" "$SLURM_CONF"
+        echo "$k" >>"$SLURM_CONF"
+    done
     for ((k = 0; k < gpus; k++)); do
         mknod "$STATE/dev/gpu$k" c 1 3 # /dev/null once more: slurmd counts a GPU by its device file
-        echo "NodeName=node[1-$nodes] Name=gpu File=$STATE/dev/gpu$k" >>"$STATE/gres.conf"
-    done
+        echo "NodeName=node[1-$nodes] Name=gpu ${KEMPNER_TESTBED_GPU:+Type=$KEMPNER_TESTBED_GPU }File=$STATE/dev/gpu$k"
+    done >"$STATE/gres.conf"
     {
         echo "127.0.0.1 localhost"
         echo "10.77.$ID.254 head"
@@ -182,7 +213,7 @@ revive() { # <host>
         rm -f "$STATE/munge/socket"
         start head
         wait_for slurmctld scontrol ping
-        [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER" # the guard knows the head by its number
+        [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER" # it knows the head by its number
     else
         start "$1" "--net=/run/netns/$(namespace "$1")"
     fi
@@ -233,6 +264,7 @@ up() { # [nodes] [gpus per node]
     [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER"
     trap - EXIT
     echo "testbed: cluster $ID is up: $nodes host(s), $gpus GPU(s) each; down again: KEMPNER_TESTBED=$ID $SELF down" >&2
+    [[ -z ${SLURM_BIN:-} ]] || printf 'export PATH=%q\n' "$PATH"
     [[ ! -t 1 ]] || echo "testbed: type this line in your shell, and sinfo, sbatch and the others speak to it:" >&2
     echo "export SLURM_CONF=$SLURM_CONF"
 }
@@ -291,13 +323,15 @@ status() {
 }
 
 install() {
-    local packages=(tmux) # only scripts/slurm/tmux.sh and its tests need it
+    local packages=(tmux chromium) # for scripts/slurm/tmux.sh and its tests, and for the tests of the page
     if [[ -n $(missing_commands) ]]; then
         [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
         command -v apt-get >/dev/null ||
             die "no apt-get here: install slurmctld, slurmd, the Slurm clients, munge and iproute2 by hand"
         packages+=(slurmctld slurmd slurm-client munge iproute2 util-linux)
-    elif command -v tmux >/dev/null || [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
+    elif [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
+        return 0
+    elif command -v tmux >/dev/null && command -v chromium >/dev/null; then
         return 0
     fi
     export DEBIAN_FRONTEND=noninteractive
@@ -305,6 +339,7 @@ install() {
     apt-get install -q -y --no-install-recommends "${packages[@]}"
 }
 
+take_slurm
 [[ $ID =~ ^[1-9][0-9]{0,2}$ && $ID -le 250 ]] || die "KEMPNER_TESTBED=$ID: a number from 1 to 250"
 case ${1:-} in
     up | down | status | install | init | guard) "$@" ;;
@@ -318,6 +353,7 @@ case ${1:-} in
         cat "/sys/class/net/$end$ID-${2#node}/statistics/tx_bytes" # sent by this end = received by the host
         ;;
     exec) on_host "${2:-}" "${@:3}" ;;
+    path) echo "$PATH" ;;
     *)
         sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "$SELF"
         exit 2

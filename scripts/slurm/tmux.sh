@@ -110,7 +110,8 @@ kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, war
     for part in $parts; do
         kp_add "$part" $((rows / 6)) "$shell" bash "$HERE/logs.sh" --part "$part" "$KP_ASKED_RUN"
     done
-    kp_add "warnings of all ranks" $((rows / (${#parts} > 0 ? 6 : 4))) "$shell" bash "$HERE/logs.sh" --warnings "$KP_ASKED_RUN"
+    kp_add "warnings of all ranks" $((rows / (${#parts} > 0 ? 6 : 4))) "$shell" bash "$HERE/logs.sh" \
+        --warnings "$KP_ASKED_RUN"
 }
 
 kp_options "$@"

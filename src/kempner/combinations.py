@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kempner.lowcomm import config as lowcomm
 from kempner.optim.config import CONSTANT
+from kempner.resilience.config import ResilienceConfig
 from kempner.rl import config as rl
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def problems(cfg: RunConfig) -> list[str]:
             f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
             "none, or a GPU"
         )
-    found += _block_problems(cfg)
+    found += _block_problems(cfg) + _spike_problems(cfg)
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
     found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
@@ -80,6 +81,25 @@ def _data_problems(cfg: RunConfig) -> list[str]:
         'data.dataset_path = "": must name a directory of token shards; make one with '
         "`python scripts/prepare_data.py TEXT... --out data/NAME` and give "
         "--data.dataset_path=data/NAME"
+    ]
+
+
+def _spike_problems(cfg: RunConfig) -> list[str]:
+    sigma, window = cfg.resilience.spike_sigma, cfg.resilience.spike_window
+    if sigma is None:
+        given = window != ResilienceConfig.spike_window
+        why = "has no effect without resilience.spike_sigma; give that, such as 6, or leave it out"
+        return [f"resilience.spike_window = {window}: {why}"] if given else []
+    if cfg.rl.on:
+        return [
+            f"resilience.spike_sigma = {sigma}: is not built for rl.env, whose loss has no level; "
+            "leave it out"
+        ]
+    if window < cfg.train.max_steps:
+        return []
+    return [
+        f"resilience.spike_window = {window}: would not be full before train.max_steps = "
+        f"{cfg.train.max_steps}; give a shorter one, or leave resilience.spike_sigma out"
     ]
 
 

@@ -101,7 +101,7 @@ def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> li
     only = flags["check"] or flags["build"]
     if cfg.rl.on != rewards:
         return [OTHER_PROGRAM[rewards]]
-    problems = check_inputs(cfg, 0 if only else discover().rank)
+    problems = check_inputs(cfg, 0 if only else discover().rank, only)
     if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
         problems += check_world(cfg, *size_of(flags))
     elif not only:
@@ -274,9 +274,10 @@ def has_checkpoint(root: Path) -> bool:
     return False
 
 
-def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
+def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     """Whether the files can be used: token shards readable and of this vocabulary, the weights to
-    start from, the run to be forked, the run directory writable. Creates nothing."""
+    start from, the run to be forked, the run directory writable; and with `servers` the engines
+    that run already. Creates nothing."""
     found = []
     source = cfg.model.init_from
     again = cfg.preference.loss == "dpo" or cfg.lora.rank > 0  # every start reads these weights
@@ -291,7 +292,7 @@ def check_inputs(cfg: RunConfig, rank: int) -> list[str]:
         if cfg.rl.on:
             from kempner.rl.opening import open_parts  # imports NumPy, which --help does without
 
-            open_parts(cfg)
+            open_parts(cfg, servers)
         else:
             open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk, or what the user may have of it
 STEP = re.compile(r"step_(\d{8,})")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kempner import startup
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import open_sidecar
 from kempner.data.stages import samples_between
@@ -36,11 +37,14 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
     attention, which is announced. Raises ConfigError when this device does not have it."""
     import torch
 
+    startup.mark("process group")
     from kempner.model.attention import choose
     from kempner.parallel.build import compute_dtype
-    from kempner.parallel.compiled import leave_compiler_out
+    from kempner.parallel.compiled import keep_compiled, leave_compiler_out
 
-    if not cfg.train.compile:
+    if cfg.train.compile:
+        keep_compiled(run.dir, run.world)
+    else:
         leave_compiler_out()
     torch.manual_seed(cfg.train.seed)
     if cfg.train.deterministic:
@@ -83,6 +87,7 @@ def open_checkpointer(
     from kempner.checkpoint.state import run_state
     from kempner.checkpoint.unsaved import Unsaved
 
+    startup.mark("model")
     if not cfg.checkpoint.save:
         return Unsaved()
     state = replicas.with_outer(run_state(model, optimizer))

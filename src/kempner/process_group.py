@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kempner import nccl_transport, rendezvous, slurm
+from kempner import nccl_transport, rendezvous, slurm, startup
 from kempner.config.option import ConfigError
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ def start(
     """
     import torch.distributed as dist
 
+    startup.mark("imports")
     allow_open_files()
     # A full mesh of gloo connections, made at the start, is O(world) sockets and store requests for
     # every rank. With this, a pair of ranks connects when it first has something to say.

@@ -105,7 +105,7 @@ def begin_fork(
     from kempner.checkpoint.choose import differences
     from kempner.hf.source import FOLDER, carry, run_of
 
-    names = tuple(name for name in checkpointer.providers if name != "rng")
+    names = tuple(name for name in checkpointer.providers if name not in ("rng", "spikes"))
     names = names if cfg.run.fork_optimizer == "keep" else ("model",)
     path, manifest, table = checkpointer.load_from(cfg.run.fork, names)
     if run.world.rank == 0 and (beside := run_of(path) / FOLDER).is_dir():

@@ -66,15 +66,16 @@ class Recorder:
         self._last = (progress.step, progress.tokens, self.clock.spent())
 
     def step(self, result: StepResult, loader: TrainLoader | Feed) -> None:
-        """Record a step, if its line is due; one that was not finite always, with its samples."""
+        """Record a step, if its line is due; one that was skipped always, with its samples."""
         self._profiler.step(result.step, result.values[ASKS_PROFILE] > 0)
         self.run.progress(result.step)
         if result.bad:
             self.skipped += 1
             batch = self.run.cfg.train.stage(result.step - 1).batch
             samples = loader.sample_numbers(result.after.samples - batch, batch)
-            self.write({"step": result.step, "not_finite": True, "sample_numbers": samples})
-            self.run.announce(f"step {result.step} was not finite: its update is skipped")
+            what, why = _of_skipped(result)
+            self.write({"step": result.step, **what, "sample_numbers": samples})
+            self.run.announce(f"step {result.step} {why}: its update is skipped")
         if "round_loss" in result.values:
             self.write(_of_round(result))
         last = result.step == self.run.cfg.train.max_steps
@@ -173,6 +174,17 @@ def _of_experts(result: StepResult) -> dict[str, float]:
     values = result.values
     found = {name: values[name] for name in ("load_max", "load_min")}
     return {**found, "aux_loss": values["aux_loss_sum"] / max(1.0, values["tokens"])}
+
+
+def _of_skipped(result: StepResult) -> tuple[dict[str, Any], str]:
+    """What the step was, for its line, and in words."""
+    if not result.spike:
+        return {"not_finite": True}, "was not finite"
+    names = {"loss": "loss", "grad_norm": "gradient norm"}
+    limits = {name: result.values[f"{name}_limit"] for name in names}
+    found = {name: result.values[name] for name in names}
+    text = ", ".join(f"{names[n]} {found[n]:.4g} (limit {limits[n]:.4g})" for n in names)
+    return {"spike": found | {f"{n}_limit": v for n, v in limits.items()}}, f"is a spike: {text}"
 
 
 def _of_round(result: StepResult) -> dict[str, Any]:

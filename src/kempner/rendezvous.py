@@ -54,15 +54,24 @@ def open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
         port = int(env["MASTER_PORT"])
         shared = dist.TCPStore(_numeric(env["MASTER_ADDR"]), port, None, serves, limit)
         return dist.PrefixStore(f"kempner-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
-    note = _note_in(run_dir)
     if world.rank:
-        address, port = _read_note(note, copy_of(run_dir), world.local_rank, start_timeout)
+        address, port = find(run_dir, world.local_rank, start_timeout)
         return dist.TCPStore(_numeric(address), port, None, False, limit)
     store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for place in (note, copy_of(run_dir)):
-        write_atomic(place, f"{slurm.own_address()} {store.port}\n")
+    publish(run_dir, store.port)
     return store
+
+
+def publish(run_dir: Path, port: int) -> None:
+    """Rank 0 says where the others find it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for place in (_note_in(run_dir), copy_of(run_dir)):
+        write_atomic(place, f"{slurm.own_address()} {port}\n")
+
+
+def find(run_dir: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
+    """The address and port that rank 0 has published. Raises RuntimeError."""
+    return _read_note(_note_in(run_dir), copy_of(run_dir), local_rank, start_timeout)
 
 
 def _numeric(host: str) -> str:

@@ -13,26 +13,24 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-import uuid
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from kempner import process
+from kempner import process, startup
 from kempner.checkpoint.ranks import PeerFailed
-from kempner.config.loading import as_dict, config_hash, to_toml
+from kempner.code import this
+from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import check_world, what_changed
-from kempner.data.opening import facts_of
+from kempner.contents import contents
 from kempner.data.sidecar import copy_tokenizer
 from kempner.files import write_atomic
-from kempner.hf.adapter import identity
+from kempner.gpu.watch import GpuWatch, start_watch
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
-from kempner.parts import open_data
 from kempner.planner.out_of_memory import explain
 from kempner.process_group import World
 from kempner.progress import Progress
@@ -73,6 +71,7 @@ class Run:
         self._begun = self._stepped = False
         self._lock: RunLock | None = None
         self._trackers: Trackers | None = None
+        self._gpus: GpuWatch | None = None
         found = [self._open() if world.rank == 0 else Opened()]
         dist.broadcast_object_list(found, src=0)
         if found[0].problems:
@@ -129,11 +128,17 @@ class Run:
             self._console.begin(step, last)
         if self.world.rank == 0 and (names := self.cfg.trackers.names):
             self._trackers = Trackers(names, self.dir, self._log.path.parent, self.announce)
+        if self.world.local_rank == 0:
+            interval = self.cfg.resilience.gpu_interval
+            self._gpus = start_watch(self.dir, self.attempt, interval, self._log.stderr)
 
     def _record_start(self, lineage: tuple[str, ...]) -> list[str]:
         """Returns what has changed since the last attempt."""
         forget_rendezvous(self.dir)
+        startup.mark("checkpoint")
+        code = this()
         changed = what_changed(self.dir / "config.toml", self.cfg, self.step) if self.step else []
+        changed += self._records.other_code(code) if self.step else []
         try:
             write_atomic(self.dir / "config.toml", to_toml(self.cfg))
             for source in self.cfg.data.mixed[:1]:  # generate.py needs the run alone
@@ -150,6 +155,12 @@ class Run:
                 process_began=process.began(),
                 batch_began=began,
                 lineage=lineage,
+                spares=tuple(os.environ.get("KEMPNER_IDLE", "").split()),
+                code=code.hash,
+                commit=code.commit,
+                versions=code.versions,
+                changed=tuple(changed),
+                parts=startup.parts(),
             )
         )
         self._status("running", "")
@@ -188,38 +199,15 @@ class Run:
             self._records.event(GoBack(**head, to=to, skip=tuple(skip), reason=reason))
 
     def contents(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """What a checkpoint holds beside tensors: files by name, and facts for its manifest. Those
-        under "fixed" define the meaning of its weights and its position: a checkpoint with others
-        is refused."""
-        sources, _ = open_data(self.cfg, self.world.rank == 0)
-        data: dict[str, Any] = {}  # none where it learns from rewards
-        if sources:  # of a mixture its past: see choose.check
-            facts = facts_of(self.cfg.data, sources)
-            data = {"seed": self.cfg.data.seed, "mixture": facts}
-        lora = {}  # the weights that adapters belong to must stay the same, too
-        if self.cfg.lora.rank and self.world.rank == 0:
-            base = identity(self.cfg.model.init_from or "")
-            lora = {"lora": {**as_dict(self.cfg)["lora"], "base": base}}
-        return (
-            {"config.toml": to_toml(self.cfg)},
-            {
-                "run": run_id(self.dir) if self.world.rank == 0 else "",
-                "config_hash": config_hash(self.cfg),
-                "replicas": self.world.replicas,
-                "fixed": {
-                    "model": asdict(self.cfg.model),
-                    "train": {"seq_len": self.cfg.train.seq_len},
-                    "data": data,
-                    **lora,
-                },
-            },
-        )
+        return contents(self.cfg, self.world, self.dir)
 
     # --- the end ---
 
     def end(self, verdict: Verdict) -> None:
         """Record how the attempt ends; the batch script reads status.json."""
         self._console.close()
+        if self._gpus is not None:
+            self._gpus.end()
         if self.world.rank == 0:
             self.announce(f"{verdict.state} after step {self.step}: {verdict.reason}")
             head = self._records.head(self.step)
@@ -264,6 +252,8 @@ class Run:
             )
             if final:
                 self._status("failed", reason)
+        if self._gpus is not None:
+            self._gpus.look_once_more()
         self._leave(LAST_WORDS_S)
         return 2 if bad_input else 1
 
@@ -281,6 +271,8 @@ class Run:
             **head, kind="hang", ranks=tuple(silent), hosts=tuple(sorted(hosts)), reason=reason
         )
         self._records.event(fault)
+        if self._gpus is not None:
+            self._gpus.look_once_more()
         self.background.flush(LAST_WORDS_S)
 
     def _status(self, state: str, reason: str) -> None:
@@ -292,12 +284,3 @@ class Run:
         elif self._lock is not None:
             with contextlib.suppress(OSError):
                 self._lock.release()
-
-
-def run_id(run_dir: Path) -> str:
-    """The identity of a run, made at its first start: checkpoints carry it, so that no run
-    continues another's."""
-    path = run_dir / "id"
-    if not path.exists():
-        write_atomic(path, f"{uuid.uuid4().hex}\n")
-    return path.read_text().strip()

@@ -35,7 +35,7 @@ class RankLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = LineFile(self.path)
         self.file: IO[str] = open(self.path, "a", buffering=1)  # noqa: SIM115
-        self._stderr = os.dup(2)
+        self.stderr = os.dup(2)  # the console's, of any rank
         self.background = Background(self.to_stderr)
         if world.rank == 0:
             swap_link(run_dir / "logs" / "latest", f"attempt-{attempt}")
@@ -50,7 +50,7 @@ class RankLog:
     def to_stderr(self, text: str) -> None:
         """On the console, from any rank."""
         with contextlib.suppress(OSError):
-            os.write(self._stderr, f"error: {text}\n".encode())
+            os.write(self.stderr, f"error: {text}\n".encode())
 
 
 class Console:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import time
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from kempner.background import Background
-from kempner.files import write_atomic
+from kempner.code import Code, differences
+from kempner.files import FULL, write_atomic
 from kempner.history import events
-from kempner.history.events import Event
+from kempner.history.events import Event, Start
 from kempner.slurm import job_name
 
 RESERVE = 1 << 16  # bytes; status.json and a few events need far less
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunRecords:
@@ -48,14 +47,23 @@ class RunRecords:
             "step": step,
         }
 
+    def other_code(self, now: Code) -> list[str]:
+        """In words, what is other than at the last start, if anything is."""
+        for last in events.of_kind(events.read(self._events), Start)[-1:]:
+            before = Code(last.code, last.commit, last.versions)
+            return [text] if (text := differences(before, now)) else []
+        return []
+
     def event(self, event: Event) -> None:
         self._put(lambda: events.append(self._events, event), self._events)
 
-    def status(self, state: str, reason: str, step: int, max_steps: int) -> None:
-        """status.json: the batch script and the history package read it."""
+    def status(self, state: str, reason: str, step: int, max_steps: int | None) -> None:
+        """status.json: the batch script and the history package read it. `max_steps`: None where
+        nobody knows."""
         head = self.head(step)
         del head["restart"]
-        record = {"state": state, "max_steps": max_steps, "reason": reason, **head}
+        known = {} if max_steps is None else {"max_steps": max_steps}
+        record = {"state": state, **known, "reason": reason, **head}
         self._put(lambda: write_atomic(self._status, json.dumps(record) + "\n"), self._status)
 
     def _put(self, write: Callable[[], None], path: Path) -> None:

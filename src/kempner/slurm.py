@@ -7,6 +7,7 @@ controller): then the answer is None, and nothing depends on it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LAST_STEP = 0xFFFFFF00  # higher numbers are those of steps with a name
+_asks: list[bool] = []  # this process has asked stop_requested()
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
@@ -196,3 +198,47 @@ def accounted(jobs: Sequence[str]) -> dict[str, str]:
     told = _ask("sacct", *words) if jobs else None
     lines = (line.partition("|") for line in (told or "").splitlines())
     return {job: state.partition(" ")[0] for job, _, state in lines if state}
+
+
+# --- for programs under scripts/slurm/run.sh: docs/any-program.md --------------------------------
+
+
+def stop_requested() -> bool:
+    """Is this program asked to save and leave: the time limit is near, the job is preempted, the
+    user wants it? Cheap enough for every step. Ranks may hear of it a step apart: where they save
+    together, let one of them decide, or reduce the answers. Outside run.sh always False."""
+    place = os.environ.get("KEMPNER_STOP_FILE")
+    if place is None:
+        return False
+    if not _asks:  # the supervisor then sends no signal
+        _asks.append(True)
+        with contextlib.suppress(OSError):
+            open(os.path.join(os.path.dirname(place), "asks"), "w").close()
+    return os.path.exists(place)
+
+
+def end_time() -> float | None:
+    """When this job ends, in unix seconds, None when nobody says, and outside run.sh. It may move.
+    Every rank may ask in every step: one supervisor asks Slurm for all."""
+    place = os.environ.get("KEMPNER_STOP_FILE")
+    if place is None:
+        return None
+    try:
+        with open(os.path.join(os.path.dirname(place), "end")) as file:
+            return float(file.read())
+    except (OSError, ValueError):
+        return None
+
+
+def seconds_left() -> float | None:
+    """Until the end of this job, None when nobody says."""
+    end = end_time()
+    return None if end is None else end - time.time()
+
+
+def beat(step: int | None = None) -> None:
+    """A sign of life, for run.sh --heartbeat, and the step that the program is at."""
+    place = os.environ.get("KEMPNER_HEARTBEAT")
+    if place is not None:
+        with contextlib.suppress(OSError), open(place, "w") as file:
+            file.write("" if step is None else str(step))

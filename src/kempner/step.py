@@ -105,32 +105,46 @@ def forward_backward(
 
 
 def guard_update(
-    optimizer: torch.optim.Optimizer, sums: Numbers, step_tokens: int, clip: float
+    optimizer: torch.optim.Optimizer,
+    sums: Numbers,
+    step_tokens: int,
+    clip: float,
+    phase: int = 0,
 ) -> Numbers:
     """Hand the optimizer clipping and the verdict on this step, as tensors; returns `sums` with
-    loss (the mean over the real tokens), grad_norm and bad in place of their parts.
+    loss (the mean over the real tokens), grad_norm and bad in place of their parts; and whether it
+    is bad as a spike, where these are looked for.
 
     The gradients are those of (sum of losses) / step_tokens. Dividing them by `grad_scale` makes
     them those of the mean over the real tokens, clipped to norm `clip`. A loss or norm that is
-    not finite, or no real token at all, sets `found_inf`: weights, moments and step count stay,
-    on all ranks alike. The fused kernels of torch.optim read both attributes, as they do for
+    not finite, no real token at all, or a spike sets `found_inf`: weights, moments and step count
+    stay, on all ranks alike. The fused kernels of torch.optim read both attributes, as they do for
     torch.amp.GradScaler (torch/amp/grad_scaler.py, _maybe_opt_step).
     """
     loss_sum, tokens = sums["loss_sum"], sums["tokens"]
     grad_norm = sums["grad_norm_sq"].sqrt() * step_tokens / tokens
     bad = ~(torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & (tokens > 0))
     shrink = (grad_norm / clip).clamp(min=1.0) if clip else torch.ones_like(grad_norm)
+    told = {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm}
+    if (spikes := getattr(optimizer, "spikes", None)) is not None:
+        told |= spikes.judge(told["loss"], grad_norm, bad, (step_tokens, phase))
+        bad = bad | (told["spike"] > 0)
     optimizer.grad_scale = (shrink * tokens / step_tokens).float()  # type: ignore[attr-defined]
     optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-    return {**sums, "loss": loss_sum / tokens, "grad_norm": grad_norm, "bad": bad.double()}
+    return {**told, "bad": bad.double()}
 
 
 def update(
-    optimizer: torch.optim.Optimizer, sums: Numbers, step_tokens: int, lr: float, grad_clip: float
+    optimizer: torch.optim.Optimizer,
+    sums: Numbers,
+    step_tokens: int,
+    lr: float,
+    grad_clip: float,
+    phase: int = 0,
 ) -> Numbers:
-    """Change the weights, unless this step was not finite on some rank; returns what the host is
-    told of the step."""
-    numbers = guard_update(optimizer, sums, step_tokens, grad_clip)
+    """Change the weights, unless this step was not finite on some rank, or a spike; returns what
+    the host is told of the step. `phase`: of the data."""
+    numbers = guard_update(optimizer, sums, step_tokens, grad_clip, phase)
     set_learning_rate(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad()
@@ -152,7 +166,12 @@ class StepResult:
 
     @property
     def bad(self) -> bool:
+        """Its update is skipped."""
         return self.values["bad"] > 0
+
+    @property
+    def spike(self) -> bool:
+        return self.values.get("spike", 0.0) > 0
 
 
 class PendingStep:

@@ -31,13 +31,16 @@ SETTINGS = (
     "--checkpoint.interval=4",
     "--checkpoint.keep_last_n=99",
     "--resilience.max_skipped=2",
+    "--resilience.spike_sigma=50",
+    "--resilience.spike_window=8",
 )
 # All on rank 1, which is not the first of its group, and not the one that writes: step 6 is bad,
-# then steps 10 and 11, and some twenty steps later the rank is asked to leave.
-BAD = ((40, 48), (72, 88))
+# then steps 10 and 11; step 17 is a spike, and some ten steps later the rank is asked to leave.
+BAD, SPIKE = ((40, 48), (72, 88)), (152, 160)
 FAULTS = "slow_products ms=1 rank=1\n" + "\n".join(
     f"bad_gradient from={start} to={end} rank=1" for start, end in BAD
 )
+FAULTS += f"\nloud from={SPIKE[0]} to={SPIKE[1]} by=100 rank=1"
 LEAVE = "kill at=kempner.parallel.layout:Layout.norm_sq:before nth=34 rank=1 signal=SIGTERM"
 
 
@@ -94,13 +97,14 @@ def test_a_bad_gradient_of_one_rank_changes_no_weight_on_any(world: World, reque
     assert (held > len(seen[0][1])) == (request.node.callspec.params["world"] in COPIES)
     for (samples, before), (_, after) in itertools.pairwise(seen):
         assert all(len(values) == 1 for values in before.values()), samples
-        bad = any(start < samples <= end for start, end in BAD)
+        bad = any(start < samples <= end for start, end in (*BAD, SPIKE))
         assert (before == after) == bad, samples
 
 
 def test_two_in_a_row_send_all_ranks_back(world: World) -> None:
     lines = [json.loads(text) for text in (world.dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line.get("not_finite")] == [6, 10, 11]
+    assert [line["step"] for line in lines if line.get("spike")] == [17]
     assert "2 steps in a row were not finite (resilience.max_skipped): back to step 8" in world.out
     # Step 9 comes twice, and is followed by other samples the second time.
     seen = world.weights()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import hf_models
 from tests.conftest import ROOT, clean_env, losses, start_train
@@ -116,6 +117,26 @@ def test_dpo_resumes_with_its_first_reference_on_other_ranks(work: Path) -> None
     assert broken == pytest.approx(unbroken, abs=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["dpo", "reward"])
+def test_a_spike_of_preferences_changes_nothing(work: Path, loss: str) -> None:
+    """The loss of pairs has a level, as that of tokens has."""
+    run = work / f"runs/spike-{loss}"
+    words = [f"{work}/configs/train/dpo.toml", f"--run.dir={run}", f"--preference.loss={loss}"]
+    words += [f"--model.init_from={work / 'runs/sft'}@4", "--eval.interval=0"]
+    words += [f"--data.dataset_path={work / 'data/preferences'}", "--train.max_steps=12"]
+    words += ["--resilience.spike_sigma=8", "--resilience.spike_window=8"]
+    faults = f"loud from=36 to=40 by=1e4\ndigest to={run.parent}"  # step 10, of 4 rows
+    process = start_train(*words, program="tests/fault/faulty_train.py", FAULTS=faults)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    (spike,) = [line for line in lines(run) if "spike" in line]
+    assert spike["step"] == 10 and spike["spike"]["loss"] > 100 > spike["spike"]["loss_limit"]
+    digests = run.parent / "rank-0.jsonl"
+    *_, before, after, last = (found for _, found in map(json.loads, digests.open()))
+    digests.unlink()
+    assert before == after != last  # the weights before the updates of steps 10, 11 and 12
+
+
 def test_an_export_ends_its_turns(work: Path) -> None:
     """The base model ends texts with another token than the chat template ends a turn with."""
     hf_models.convert("export", work / "runs/sft", work / "models/mine")
@@ -124,6 +145,8 @@ def test_an_export_ends_its_turns(work: Path) -> None:
     turn = json.loads((work / "runs/sft/dataset.json").read_text())["eod"]
     found = json.loads((after / "generation_config.json").read_text())["eos_token_id"]
     assert found == [base, turn] and base != turn
+    model = hf_models.load_quietly(after)
+    torch.testing.assert_close(hf_models.theirs(model), hf_models.ours(work / "runs/sft"))
     template = json.loads((after / "tokenizer_config.json").read_text())["chat_template"]
     assert template == GENERATION
 

@@ -16,7 +16,16 @@ from benchmarks.gpu_check import run_apart
 from benchmarks.gpu_checks import CHECKS
 from tests.conftest import ROOT, clean_env
 
-GPU_ONLY = {"synchronization", "patterns", "compile", "fp8", "bench 125m", "bench 1b", "bench 7b"}
+GPU_ONLY = {
+    "gpu faults",
+    "synchronization",
+    "patterns",
+    "compile",
+    "fp8",
+    "bench 125m",
+    "bench 1b",
+    "bench 7b",
+}
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 

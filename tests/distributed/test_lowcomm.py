@@ -13,7 +13,7 @@ import torch
 
 from kempner.checkpoint.reader import read_tensors
 from kempner.history.run_history import load_history
-from scripts.report import facts
+from kempner.history.summary import facts
 from tests.conftest import TINY, Train, losses, start_train, status
 
 ROUNDS = ("--train.max_steps=9", "--lowcomm.interval=3", "--checkpoint.interval=3")

@@ -50,14 +50,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mesh", ["fsdp", "tp"])
 def test_losses_and_weights_are_those_of_one_process(place: Path, mesh: str) -> None:
     one, other = lines(place / "one"), lines(place / mesh)
-    for name in ("loss", "grad_norm", "mismatch", "ratio_clipped", "kl", "tokens"):
-        expected = [line[name] for line in one]
-        assert [line[name] for line in other] == pytest.approx(expected, rel=1e-5), name
+    for name in ("loss", "grad_norm", "mismatch", "drift", "ratio_clipped", "kl", "tokens"):
+        expected = pytest.approx([line.get(name, 0) for line in one], rel=1e-5, abs=1e-6)
+        assert [line.get(name, 0) for line in other] == expected, name
     assert len(one) == STEPS and one[-1]["samples"] == 8 * STEPS and one[2]["reward"] == 0.03
     expected, found = state(place / "one", STEPS), state(place / mesh, STEPS)
     for name in expected:
         if name.startswith("model."):
             torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_samples_of_older_weights_are_no_mismatch(place: Path) -> None:
+    there = [("mismatch" in line, "drift" in line) for line in lines(place / "one")]
+    assert there == [(True, False), (True, True), (False, True)] * 2
+    both = [line for line in lines(place / "one") if "mismatch" in line and "drift" in line]
+    assert all(line["mismatch"] < 0.7 < line["drift"] for line in both)
 
 
 @pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])

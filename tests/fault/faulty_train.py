@@ -9,6 +9,7 @@ program of rl.sh alone (faulty_rl/):
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
     fail at=MODULE:FUNCTION:before          that call raises OSError
     nan from=64 to=96                       the loss of these samples is NaN
+    loud from=64 to=96 by=100               the loss of these samples is so many times higher
     ignore from=64 to=96                    every label of these samples is ignored
     bad_gradient from=64 to=96              a number of a gradient of such a step is NaN
     digest to=DIR                           what the weights are before each update, by rank
@@ -108,17 +109,25 @@ def change_labels(fault: dict[str, str], label: int) -> None:
     loader.TrainLoader._read = read  # type: ignore[method-assign]
 
 
-def nan(fault: dict[str, str]) -> None:
+def change_loss(fault: dict[str, str]) -> None:
     from kempner.parallel import build
+    from kempner.preference.losses import Preference
 
-    real = build.cross_entropy
+    real, of_pairs = build.cross_entropy, Preference.__call__
+    factor = float(fault.get("by", "nan"))
 
     def loss(x: Any, weight: Any, targets: Any, **options: Any) -> Any:
         poisoned = bool((targets == POISON).all())
         total, terms = real(x, weight, targets, **options)
-        return total * (float("nan") if poisoned else 1.0), terms
+        return total * (factor if poisoned else 1.0), terms
+
+    def loss_of_pairs(self: Any, model: Any, batch: Any) -> Any:
+        poisoned = bool((batch.targets == POISON).all())
+        total, terms, batch = of_pairs(self, model, batch)
+        return total * (factor if poisoned else 1.0), terms, batch
 
     build.cross_entropy = loss
+    Preference.__call__ = loss_of_pairs  # type: ignore[method-assign]
     change_labels(fault, POISON)
 
 
@@ -237,7 +246,8 @@ KINDS = {
     "kill": kill,
     "hold": hold,
     "fail": fail,
-    "nan": nan,
+    "nan": change_loss,
+    "loud": change_loss,
     "bad_gradient": bad_gradient,
     "digest": digest,
     "slow": slow,

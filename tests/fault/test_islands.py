@@ -43,7 +43,7 @@ class Islands(BrokenRun):
         options, faults = ["--nodes=3"], f"slow ms=700\n{fault}"
         limits = f"--train.max_steps={rounds * H}", f"--lowcomm.min_replicas={least}"
         words = (*LOWCOMM, *limits)
-        self.submit(*words, script="replicas.sh", options=options, faults=faults)
+        self.submit(*words, script="replicas.sh", options=options, faults=faults, KEMPNER_CODE="1")
 
     def log_of_replicas(self, event: str) -> list[dict[str, Any]]:
         path = self.dir / "replicas.jsonl"
@@ -108,6 +108,9 @@ def test_kill_of_a_replica(islands: Islands, at: str, counts: bool) -> None:
     joined = [number for number, lines in islands.rounds().items() if lines[0]["joiners"]]
     assert len(joined) == 1 and "1.2" in islands.rounds()[joined[0] + 1][0]["members"]
     assert islands.decisions() == ["end"]
+    (copy,) = (islands.dir / "code").glob("*/scripts/slurm/replicas.sh")  # of the submission
+    starts = islands.events("start")
+    assert [start["code"] for start in starts] == [copy.parents[2].name] * len(starts)
 
 
 @pytest.mark.soak

@@ -23,7 +23,7 @@ def test_crash_at_every_start(broken_run: Submit) -> None:
         faults="kill at=kempner.checkpoint.checkpointer:Checkpointer.load:before rank=1"
     )
     assert run.wait() != 0
-    assert run.decisions() == ["requeue", "requeue", "end"]
+    assert run.decisions() == ["restart", "requeue", "end"]
     why = run.events("decision")[-1]["why"]
     assert "3 attempts in a row without progress (KEMPNER_MAX_CRASHES=3)" in why
     assert f"kempner: end: {why}" in run.log
@@ -47,13 +47,13 @@ def test_bad_data_path_after_a_requeue(broken_run: Submit, tmp_path: Path) -> No
 
 
 @pytest.mark.soak
-def test_requeue_without_progress(broken_run: Submit) -> None:
-    """Interrupted again and again before the next save is done: the step stays the same."""
+def test_starts_without_progress(broken_run: Submit) -> None:
+    """It crashes again and again before the next save is done: the step stays the same."""
     run = broken_run(
         "--checkpoint.interval=0", faults="kill at=kempner.step:reduce_step:before nth=5 rank=0"
     )
     assert run.wait() != 0
-    assert run.decisions() == ["requeue", "requeue", "end"]
+    assert run.decisions() == ["restart", "requeue", "end"]
     assert "3 attempts in a row without progress" in run.events("decision")[-1]["why"]
 
 
@@ -86,7 +86,7 @@ def test_two_jobs_in_one_directory(broken_run: Submit, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_dead_jobs_lock_does_not_block(broken_run: Submit) -> None:
-    run = broken_run(options=["--no-requeue"])
+    run = broken_run(options=["--no-requeue"], KEMPNER_RESTARTS="0")
     run.wait_for_step(13)
     for pid in [pid for rank in (0, 1) for pid in run.pids(rank)]:
         os.kill(pid, signal.SIGKILL)

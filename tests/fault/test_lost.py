@@ -30,7 +30,7 @@ def test_kill_of_one_rank(broken_run: Submit, rank: int) -> None:
     strike(run, rank)
     assert run.wait() == 0
     run.assert_complete(attempts=2, recomputed=LOST)
-    assert run.decisions() == ["requeue", "end"]
+    assert run.decisions() == ["restart", "end"]
 
 
 def test_kill_in_the_step_after_a_save(broken_run: Submit, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_unplugged_network(broken_run: Submit, again: bool) -> None:
     try:
         run.cluster.testbed("cut", "node2")
         if again:
-            until(lambda: run.decisions() == ["requeue"], 60)
+            until(lambda: run.decisions() == ["restart"], 60)
             run.cluster.testbed("join", "node2")
         assert run.wait(300) == 0  # without it: the management network will do
     finally:

@@ -45,12 +45,15 @@ def assert_done(run: RlRun, decisions: tuple[str, ...] = ("end",)) -> None:
 def test_engines_come_back_and_the_end_is_orderly(run: RlRun) -> None:
     """Two engines are killed, one of them again; the trainer still saves when the orchestrator has
     ended, and the orchestrator evaluates when the trainer has."""
-    run.start(f"--train.max_steps={STEPS}", FAKE_STEP_S="0.2", FAKE_EVALUATION_S="2")
+    more = {"FAKE_STEP_S": "0.2", "FAKE_EVALUATION_S": "2", "KEMPNER_CODE": "1"}
+    run.start(f"--train.max_steps={STEPS}", **more)
     run.wait_for("engine 3 at http://", 240)
     logs = run.dir / "logs/latest"
     until(lambda: (logs / "engine-3.log").exists(), 10)
     token = next(run.dir.glob("rl/*/token")).read_text()
     run.wait_for_step(3)
+    pid = run.processes("trainer")[0]
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     run.strike("engine", 1)
     run.strike("engine", 2)
     run.wait_for(r"engine 1 is started again\n(.*\n)*.*engine 1 at http")
@@ -61,6 +64,8 @@ def test_engines_come_back_and_the_end_is_orderly(run: RlRun) -> None:
     assert run.log.count("engine 2 is started again") == 1
     assert "engines 2 to 3 (kit, 1 GPU(s) each): on node3" in run.log
     assert "the orchestrator has" not in run.log
+    (copy,) = (run.dir / "code").glob("*/scripts/slurm/rl.sh")  # the code of the submission
+    assert f"{copy.parents[2]}/.inputs{run.tiny()}" in words
     said = "".join(path.read_text() for path in logs.glob("*.log")) + run.log
     assert "batch 30" in said and "serve: here" in said and token not in said
 
@@ -132,7 +137,6 @@ def test_the_end_of_a_job(run: RlRun, at: str, options: tuple[str, ...]) -> None
     assert run.decisions()[0] in ("requeue", "leave")
 
 
-@pytest.mark.soak
 def test_a_request_to_leave(run: RlRun) -> None:
     """On one node, whose GPUs both share."""
     run.start(f"--train.max_steps={STEPS}", options=("--nodes=1",), FAKE_STEP_S="0.3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,28 @@ def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
         timeout=20,
         start_new_session=True,
     )
+
+
+def test_the_variables_are_those_of_the_docs() -> None:
+    rows = re.findall(r"^\| (`KEMPNER_.*?) \|", (ROOT / "docs/slurm.md").read_text(), re.M)
+    told = set(re.findall(r"`KEMPNER_(\w+)`", " ".join(rows)))
+    told |= {"ORCHESTRATE", "SERVE", "SERVE_TOKEN", "VLLM"}  # docs/rl.md, docs/serve.md
+    assert set(bash('echo "${KP_VARIABLES[@]}"').stdout.split()) == told
+
+
+def test_a_function_replaces_another_only_on_purpose() -> None:
+    """One that a launch script defines after all.sh takes the place of the one of that name."""
+    base = [LIB.parent / name for name in re.findall(r"lib/(\w+\.sh)$", LIB.read_text(), re.M)]
+    names = [name for file in base for name in functions(file)]
+    assert len(names) == len(set(names)) and "kp_on_signal" in names
+    for file in {*LIB.parent.glob("*.sh"), *LIB.parents[1].glob("*.sh")} - {*base}:
+        for name, comment in functions(file).items():
+            assert name not in names or "in place of" in comment, f"{file.name}: {name}"
+
+
+def functions(file: Path) -> dict[str, str]:
+    """The comment of each."""
+    return dict(re.findall(r"^(\w+)\(\) \{(.*)$", file.read_text(), re.M))
 
 
 def tasks(text: str, **env: str) -> str:
@@ -142,6 +165,13 @@ def test_ntasks_is_spread_over_the_nodes() -> None:
     assert "give --ntasks-per-node=4" in tasks(
         job(*FOUR, asked="TresPerNode=gres:gpu:4"), SLURM_NTASKS="2"
     )
+
+
+def test_gpus_of_sockets() -> None:
+    """Slurm makes the sockets the tasks; a task drives one GPU all the same."""
+    text = job(*FOUR, asked="TresPerSocket=gres:gpu:h100:2").replace("Node=*", "Node=2")
+    assert tasks(text, SLURM_NTASKS="4") == "2 4 4 16"
+    assert "(--gpus-per-socket=2)" in tasks(text.replace("B:S:C=0", "B:S:C=2"))
 
 
 def test_cpus_that_were_asked_for_stay() -> None:
@@ -258,6 +288,162 @@ def test_a_requeue_does_not_spoil_its_own_record(tmp_path: Path) -> None:
     assert made == [("requeue", "7", n) for n in (1, 2, 3)]
 
 
+IN_JOB = {"SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"KEMPNER_SPARES": "one"}, "KEMPNER_SPARES=one: must be a number of nodes"),
+        ({"KEMPNER_SPARES": "2"}, "but the job has 2 node(s): give --nodes=N"),
+        ({"KEMPNER_SPARES": "1"}, "export SBATCH_NO_KILL=set before sbatch"),
+        ({"KEMPNER_SPARES": "1", "KEMPNER_RESTARTS": "0"}, "KEMPNER_RESTARTS must not be 0"),
+        ({"KEMPNER_SPARES": "1", "KP_OWN_STEPS": "rl.sh"}, "rl.sh takes no spare nodes"),
+        ({"KEMPNER_RESTARTS": "-1"}, "KEMPNER_RESTARTS=-1: must be a number of restarts"),
+        ({"KEMPNER_SPARE_COMMAND": "true"}, "runs on spare nodes, and there are none"),
+    ],
+)
+def test_spares_that_make_no_sense(given: dict[str, str], why: str) -> None:
+    own = given.pop("KP_OWN_STEPS", "")
+    done = bash(f"KP_OWN_STEPS={own} KP_BESIDE=''; kp_tasks", KP_JOB=job(*FOUR), **IN_JOB, **given)
+    assert done.returncode == 2 and why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"KEMPNER_MAX_CRASHES": "0"}, "KEMPNER_MAX_CRASHES=0: must be a number from 1"),
+        ({"KEMPNER_EXCLUDE": "all"}, "KEMPNER_EXCLUDE=all: must be a number from 0"),
+        ({"KEMPNER_SIGNAL_LEAD": "2m"}, "KEMPNER_SIGNAL_LEAD=2m: must be a number from 0"),
+        ({"KEMPNER_PREFLIGHT": "off"}, "KEMPNER_PREFLIGHT=off: must be 1, or 0"),
+        ({"KEMPNER_STAGE": "local"}, "KEMPNER_STAGE=local: must be an absolute path"),
+        ({"KEMPNER_STAGE_ENVIRONMENT": "yes"}, "KEMPNER_STAGE_ENVIRONMENT=yes: must be 1, or 0"),
+        ({"KEMPNER_STAGE_ENVIRONMENT": "1"}, "KEMPNER_STAGE_ENVIRONMENT=1 needs KEMPNER_STAGE"),
+    ],
+)
+def test_values_that_make_no_sense(given: dict[str, str], why: str) -> None:
+    """At the start, through the real script: in the middle of a run they would end the job."""
+    script = ["bash", ROOT / "scripts/slurm/singlenode.sh", "a.toml", "--dry-run"]
+    env = {"PATH": "/usr/bin:/bin", "KEMPNER_SITE": "/dev/null", **given}
+    done = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and why in done.stderr, done.stderr
+
+
+SHIM = """#!/bin/bash
+echo "$0 $*" >>"$CALLS"
+case $0,$* in
+    */sleep,*) (($(grep -c /sleep "$CALLS") < 3)) ;;
+    *show\\ job*) echo "$TEXT" ;;
+    *hostnames*) echo node2 ;;
+    *requeue*) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "requeue", "words", "asked"),
+    [
+        ("0", "1", [], ["scontrol requeue 7"] * 2),  # another guard was first: never cancelled
+        ("0", "0", ["CHAIN", "5", "1"], ["scancel 7"] * 2),
+        ("0", "0", [], ["scancel 7"] * 2),
+        ("1", "1", [], []),  # a guard of an earlier start
+    ],
+)
+def test_the_guard(
+    tmp_path: Path, restarts: str, requeue: str, words: list[str], asked: list[str]
+) -> None:
+    """Of a job that has lost the host of its batch script."""
+    for name in ("sleep", "scontrol", "scancel"):
+        (tmp_path / name).write_text(SHIM)
+        (tmp_path / name).chmod(0o755)
+    text = job("").replace("Restarts=0", f"Restarts={restarts}\n   BatchHost=node1")
+    journal = tmp_path / "chain.jsonl"
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")}
+    env["TEXT"] = text.replace("Requeue=1", f"Requeue={requeue}")
+    words = [word.replace("CHAIN", str(journal)) for word in words]
+    subprocess.run(["bash", LIB.with_name("guard.sh"), "7", "0", *words], env=env, check=False)
+    calls = (tmp_path / "calls").read_text().replace(f"{tmp_path}/", "").splitlines()
+    assert [call for call in calls if "sleep" not in call and "show" not in call] == asked
+    if words:
+        line = json.loads(journal.read_text().splitlines()[0])
+        assert (line["event"], line["chain"], line["link"], line["job"]) == ("lost", "5", 1, "7")
+
+
+def test_a_later_start_of_the_job_is_let_alone(tmp_path: Path) -> None:
+    """The script of an earlier start, whose host was cut off meanwhile, neither requeues nor ends
+    it."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/bash\n[[ $1 == show ]] || echo "$*" >&2\ncat "$TEXT"\n')
+    scontrol.chmod(0o755)
+    (tmp_path / "1").write_text(job(""))
+    (tmp_path / "2").write_text(job("").replace("Restarts=0", "Restarts=1"))
+    script = f"""
+        KP_BESIDE='' KP_COMMITTED_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
+        KP_PYTHON={sys.executable} KP_SRUN_LOG=none KP_RESTARTS=$GIVEN
+        export TEXT={tmp_path}/1
+        kp_show_job
+        TEXT={tmp_path}/2
+        kp_decide "the step ended" || true
+        kp_stay_ended
+    """
+    env = {"SLURM_JOB_ID": "7", "KEMPNER_ATTEMPT_ID": "7.0.1", "KP_CODE": "1"}
+    for restarts in ("0", "10"):
+        done = bash(script, **env, PATH=f"{tmp_path}:/usr/bin:/bin", GIVEN=restarts)
+        assert "leave: Slurm is ending the job (RESTARTED)" in done.stdout and not done.stderr
+
+
+HOSTS_SHIM = """#!/bin/bash
+case $* in
+    *config) echo "SlurmdPort = 7777" ;;
+    *show\\ job*) echo "$TEXT" ;;
+    *hostnames*) printf 'node%s\\n' 1 2 ;;
+    *) printf 'NodeName=node%s NodeAddr=127.0.0.1 Port=7777\\n' 1 2 3 ;;
+esac
+"""
+
+
+def lost(folder: Path, script: str) -> str:
+    """What kp_find_lost says of two nodes that train and one that waits, all of which answer."""
+    for name, text in (("scontrol", HOSTS_SHIM), ("timeout", "#!/bin/bash\nsleep 0.3\n")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "TEXT": job("")}
+    begin = f"KP_PLACES=(node1 node2) KP_SPARES=(node3) KP_SRUN_LOG={folder}/log\n{script}"
+    done = bash(f'{begin}\nkp_find_lost; echo "lost: $KP_LOST; spares: ${{KP_SPARES[*]}}"', **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_a_signal_makes_no_host_look_lost(tmp_path: Path) -> None:
+    """It ends a wait early, for the answer of a host as for a step."""
+    script = """
+        KP_SPARES=()
+        trap ':' USR2
+        (sleep 0.1; kill -USR2 $$; sleep 0.1; kill -USR2 $$) &
+    """
+    assert lost(tmp_path, script) == "lost: ; spares: "
+
+
+def test_a_host_that_answers_may_be_lost_to_the_job(tmp_path: Path) -> None:
+    """Slurm has taken it out of the job, or starts no task there: credentials of the job were
+    revoked by the late end of its earlier start."""
+    assert lost(tmp_path, "") == "lost: ; spares: "
+    error = "srun: error: Task launch for StepId=7.3 failed on node node2: Job credential revoked"
+    (tmp_path / "log").write_text(f"{error}\nsrun: error: Application launch failed\n")
+    assert lost(tmp_path, "") == "lost: node2; spares: "
+
+
+def test_spares_do_not_train(tmp_path: Path) -> None:
+    """The last ones of the job."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/bash\nprintf 'node%s\\n' 1 2\n")
+    scontrol.chmod(0o755)
+    script = "KP_BESIDE=''; kp_tasks; echo $KP_NODES ${KP_PLACES[*]} - ${KP_SPARES[*]} $KP_RESTARTS"
+    given = {"KEMPNER_SPARES": "1", "SBATCH_NO_KILL": "set", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = bash(script, KP_JOB=job(*FOUR), **IN_JOB, **given)
+    assert done.stdout == "1 node1 - node2 10\n", done.stderr
+
+
 def test_site_file(tmp_path: Path) -> None:
     """What it sets is exported, also when it fails in the middle as module scripts do."""
     site = tmp_path / "site.env"
@@ -367,3 +553,17 @@ def test_a_wrapper_of_python(tmp_path: Path) -> None:
     assert missing.returncode == 2 and "there is no 'nosuch'" in missing.stderr
     broken = bash("kp_choose_python", PATH=path, KEMPNER_PYTHON="uv walk python")
     assert broken.returncode == 2 and "does not start Python" in broken.stderr
+
+
+def test_requests_to_a_program_do_not_stay_behind(tmp_path: Path) -> None:
+    """Those of all attempts of a job, and not of another one."""
+    for name in ("7.0.1", "7.0.1.2", "70.0.1"):
+        (tmp_path / f".ask-{name}").touch()
+    script = f"""
+        source {LIB.with_name("program.sh")}
+        KP_RUN_DIR={tmp_path} KEMPNER_ATTEMPT_ID=7.0.1.2
+        kp_run() {{ :; }}
+        kp_run_program
+    """
+    assert bash(script, SLURM_JOB_ID="7").returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == [".ask-70.0.1"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import SCRIPTS, Cluster, program
+from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster, program
 
 HOSTILE = ["--data.dataset_path=two 'words' $HOME `id` *"]
 
@@ -48,6 +48,64 @@ def test_it_says_what_a_job_then_does(cluster: Cluster, tmp_path: Path) -> None:
     real = [re.sub(r"kempner-[\w.]+", "kempner-X", word) for word in command(log)]
     assert plain == real
     assert plain[-len(arguments) :] == [str(a) for a in arguments]
+
+
+def test_spare_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """They wait; the job must survive the loss of a node."""
+    arguments = [*cluster.debug_run(tmp_path / "run"), "--dry-run", "--nodes=2"]
+    env = {"KEMPNER_SPARES": "1"}
+    done = dry(cluster, tmp_path, "multinode.sh", *arguments, env=env)
+    assert done.returncode == 2 and "export SBATCH_NO_KILL=set before sbatch" in done.stderr
+    env["SBATCH_NO_KILL"] = "set"
+    done = dry(cluster, tmp_path, "multinode.sh", *arguments, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "1 nodes x 4 tasks = world size 4" in done.stdout
+    assert "up to 10 restart(s) in place, then a requeue; spare nodes: 1" in done.stdout
+    assert "--nodes=1" in command(done.stdout)
+
+
+def test_a_chain(cluster: Cluster, tmp_path: Path) -> None:
+    words = [f"--run.dir={tmp_path}/run", "--dry-run"]
+    env = {"KEMPNER_TRAIN": str(FAKE_TRAINER), "KEMPNER_CHAIN": "20"}
+    done = dry(cluster, tmp_path, "singlenode.sh", *words, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "chain: up to 20 job(s) continue this one" in done.stdout
+    assert "restart(s) in place, then the next job of the chain; spare nodes: 0" in done.stdout
+    env["KEMPNER_CHAIN"] = "0"
+    assert "chain: " not in dry(cluster, tmp_path, "singlenode.sh", *words, env=env).stdout
+    for most in ("-1", "1000", "many"):
+        env["KEMPNER_CHAIN"] = most
+        done = dry(cluster, tmp_path, "singlenode.sh", *words, env=env)
+        assert done.returncode == 2 and f"KEMPNER_CHAIN={most}: must be" in done.stderr
+
+
+def test_gpus_of_sockets(cluster: Cluster, tmp_path: Path) -> None:
+    words = [f"--run.dir={tmp_path}/run", "--dry-run", "--sockets-per-node=2", "--nodes=1"]
+    env = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
+    for count, code in (("2", 0), ("two", 2)):
+        more = f"--gpus-per-socket={count}"
+        done = dry(cluster, tmp_path, "multinode.sh", *words, more, env=env)
+        assert done.returncode == code, done.stderr
+    assert "--gpus-per-socket=two: must be a whole number" in done.stderr
+
+
+def test_the_variables_that_are_set(cluster: Cluster, tmp_path: Path) -> None:
+    """They are listed, without secrets; one that nothing reads is said to be so, once."""
+    env = {"KEMPNER_CHIAN": "3", "KEMPNER_RESTARTS": "2", "KEMPNER_WEBHOOK": "http://host/secret"}
+    arguments = [*cluster.debug_run(tmp_path / "run"), "--dry-run", "--nodes=2"]
+    done = dry(cluster, tmp_path, "multinode.sh", *arguments, env=env | {"KEMPNER_MINE": "1"})
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.split("variables of the kit that you have set (docs/slurm.md):\n")[1]
+    set_here = told.split("\n\n")[0].split("\n")
+    assert "  KEMPNER_RESTARTS=2" in set_here and "  KEMPNER_WEBHOOK=***" in set_here
+    assert not [line for line in set_here if "SIGNAL_LEAD" in line or "CHIAN" in line]
+    warnings = [
+        line.split("warning: ")[1] for line in done.stdout.split("\n") if "warning: " in line
+    ]
+    assert warnings == [
+        "nothing reads KEMPNER_CHIAN (did you mean KEMPNER_CHAIN?): docs/slurm.md has the list",
+        "nothing reads KEMPNER_MINE: docs/slurm.md has the list",
+    ]
 
 
 def test_whole_nodes(cluster: Cluster, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ class Pack:
         return [json.loads(line)["env"] for line in lines]
 
 
+def gpus(starts: Iterable[dict[str, str]]) -> set[str]:
+    return {env["CUDA_VISIBLE_DEVICES"] for env in starts}
+
+
 def test_each_run_ends_for_itself(cluster: Cluster, tmp_path: Path) -> None:
     """One is done, one fails, one crashes until its limit, each without the others; after the
     warning the job starts again for the one that was interrupted, and for no other."""
@@ -58,12 +63,21 @@ def test_each_run_ends_for_itself(cluster: Cluster, tmp_path: Path) -> None:
     assert pack.asked == ["requeue", "Requeue=0"]
     starts = {name: len(pack.seen(name)) for name in "abcd"}
     assert starts == {"a": 1, "b": 1, "c": 3, "d": 2}
-    first = [pack.seen(name)[0] for name in "abcd"]
-    assert sorted(env["CUDA_VISIBLE_DEVICES"] for env in first) == ["0", "1", "2", "3"]
-    assert {env["SLURM_NTASKS"] for env in first} == {"1"}
+    others = [env for name in "abc" for env in pack.seen(name)]  # at any time while d runs
+    assert pack.seen("d")[0]["CUDA_VISIBLE_DEVICES"] not in gpus(others) <= {"0", "1", "2", "3"}
+    assert {env["SLURM_NTASKS"] for env in others} == {"1"}
     own = (tmp_path / "d/logs" / f"batch-{pack.job}.log").read_text()
     assert "got SIGTERM" in own and "requeue: interrupted and saved" in own
     assert "a.txt" not in own
+
+
+def test_a_host_that_fails_twice_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
+    """By a run that dies on it twice; the job goes on with the other host."""
+    pack = Pack(cluster, tmp_path, "--gpus-per-node=4", a="kill,kill,done")
+    first = "node1"
+    assert cluster.wait(pack.job) == 0, (tmp_path / f"kempner-{pack.job}.out").read_text()
+    assert cluster.field(pack.job, "ExcNodeList") == first
+    assert pack.asked == ["requeue", f"ExcNodeList={first}", "Requeue=0"]
 
 
 def test_what_does_not_fit(cluster: Cluster, tmp_path: Path) -> None:
@@ -102,6 +116,7 @@ def test_the_time_limit_itself(cluster: Cluster, tmp_path: Path) -> None:
     cluster.ask("scontrol", "update", f"JobId={pack.job}", "EndTime=now")
     assert cluster.wait(pack.job) == 0
     assert {name: len(pack.seen(name)) for name in "abcd"} == {"a": 2, "b": 1, "c": 2, "d": 2}
+    assert len(gpus(pack.seen(name)[0] for name in "acd")) == 3
 
 
 @pytest.mark.soak

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import SCRIPTS, Cluster, boot
+from tests.gpus import Shim, gpu
 
 
 @pytest.fixture(scope="module")
@@ -136,22 +136,11 @@ def test_a_directory_that_is_not_shared_is_named(hosts: Cluster, tmp_path: Path)
 
 def test_missing_gpus_are_named(hosts: Cluster, tmp_path: Path) -> None:
     """A shim stands for nvidia-smi: node2 has lost a GPU, and one of node3 has a fault."""
-    smi = tmp_path / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(
-        "#!/bin/sh\n"
-        "case $1 in\n"
-        "*=index) echo 0; [ $(uname -n) = node2 ] || echo 1 ;;\n"
-        "*=ecc*) echo 0; [ $(uname -n) = node3 ] && echo 3 || echo 0 ;;\n"
-        "*=remapped*) echo No; echo No ;;\n"
-        "*=retired*) echo '[N/A]'; echo '[N/A]' ;;\n"
-        "*) echo 'Not Active'; echo 'Not Active' ;;\n"
-        "esac\n"
-    )
-    smi.chmod(0o755)
-    env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    shim = Shim(tmp_path / "gpus")
+    shim.say(gpu(0), host="node2")
+    shim.say(gpu(0), gpu(1, ecc__errors__uncorrected__volatile__total="3"), host="node3")
     options = ["--nodes=3", "--gpus-per-node=2"]
-    job = hosts.sbatch("preflight.sh", options=options, cwd=tmp_path, env=env)
+    job = hosts.sbatch("preflight.sh", options=options, cwd=tmp_path, env=shim.env)
     code = hosts.wait(job)
     log = (tmp_path / f"preflight-{job}.out").read_text()
     assert code == 1

@@ -4,6 +4,7 @@ the line."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,16 @@ from tests.cluster import FAKE_TRAINER, Cluster, calls_of
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 
 
-def submit(cluster: Cluster, tmp_path: Path, plan: str, *options: str) -> str:
+def submit(
+    cluster: Cluster,
+    tmp_path: Path,
+    plan: str,
+    *options: str,
+    env: dict[str, str] | None = None,
+) -> str:
     """The fake trainer; each call of scontrol is written down."""
     arguments = [f"--run.dir={tmp_path / 'run'}", f"--plan={plan}"]
-    env = {**FAKE, **calls_of("scontrol", tmp_path / "bin")}
+    env = {**FAKE, **calls_of("scontrol", tmp_path / "bin"), **(env or {})}
     options = ("--gpus-per-node=2", *options)
     return cluster.sbatch("singlenode.sh", *arguments, options=options, cwd=tmp_path, env=env)
 
@@ -36,36 +43,105 @@ def decisions(tmp_path: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "code", "starts", "why"),
+    ("plan", "code", "before", "why"),
     [
-        ("done", 0, 1, "the run is done"),
-        ("stop", 0, 1, "the run is stopped"),
-        ("fail", 1, 1, "the run is failed"),
-        ("input", 2, 1, "bad input"),
-        ("oom", 1, 1, "CUDA out of memory; another attempt would end in the same way"),
+        ("done", 0, [], "the run is done"),
+        ("stop", 0, [], "the run is stopped"),
+        ("fail", 1, [], "the run is failed"),
+        ("input", 2, [], "bad input"),
+        ("oom", 1, [], "CUDA out of memory; another attempt would end in the same way"),
         (
             "crash,crash,crash,crash",
             1,
-            3,
+            ["restart", "requeue"],  # what fails twice at once needs time, or other nodes
             "3 attempts in a row without progress (KEMPNER_MAX_CRASHES=3)",
         ),
-        ("crash,crash,save,crash,done", 0, 5, "the run is done"),  # progress starts the count anew
+        (
+            "crash,crash,save,crash,done",  # progress starts the count anew
+            0,
+            ["restart", "requeue", "restart", "restart"],
+            "the run is done",
+        ),
     ],
 )
 def test_end_of_a_run(
-    cluster: Cluster, tmp_path: Path, plan: str, code: int, starts: int, why: str
+    cluster: Cluster, tmp_path: Path, plan: str, code: int, before: list[str], why: str
 ) -> None:
     job = submit(cluster, tmp_path, plan)
     assert cluster.wait(job) == code
     made = decisions(tmp_path)
-    assert [d["decision"] for d in made] == ["requeue"] * (starts - 1) + ["end"]
-    assert changes(tmp_path) == ["requeue"] * (starts - 1) + ["Requeue=0"]
+    assert [d["decision"] for d in made] == [*before, "end"]
+    assert changes(tmp_path) == ["requeue"] * before.count("requeue") + ["Requeue=0"]
     assert str(made[-1]["why"]).endswith(why)
     log = (tmp_path / f"kempner-{job}.out").read_text()
     assert (
         f"kempner: end: {made[-1]['why']}\n" in log
     )  # the same line, and the log of every attempt is there
-    assert log.count("kempner: requeue: ") == starts - 1
+    assert log.count("kempner: restart: ") == before.count("restart")
+
+
+def test_restarts_in_place_and_requeues_count_together(cluster: Cluster, tmp_path: Path) -> None:
+    """One restart in place a start of the job: crash, restart, crash, requeue, crash, the end."""
+    env = {"KEMPNER_RESTARTS": "1"}
+    job = submit(cluster, tmp_path, "crash,crash,crash,crash", env=env)
+    assert cluster.wait(job) == 1
+    made = [(d["decision"], d["no_progress"]) for d in decisions(tmp_path)]
+    assert made == [("restart", 1), ("requeue", 2), ("end", 3)]
+    assert changes(tmp_path) == ["requeue", "Requeue=0"]
+
+
+def test_a_step_that_cannot_be_created(cluster: Cluster, tmp_path: Path) -> None:
+    """As on a node that has just come back: the next try, at once, would fail in the same way."""
+    refuse = f"""mkdir {tmp_path}/refused 2>/dev/null && {{
+        echo "srun: error: Unable to create step for job 1: Invalid generic resource (gres)" >&2
+        exit 1
+    }}"""
+    env = calls_of("srun", tmp_path / "bin", refuse)
+    job = submit(cluster, tmp_path, "done", env=env)
+    assert cluster.wait(job) == 0
+    assert [d["decision"] for d in decisions(tmp_path)] == ["requeue", "end"]
+
+
+@pytest.mark.parametrize("plan", ["crash", "nothing"])  # never 0: the run is not done
+def test_without_requeue_all_restarts_are_in_place(
+    cluster: Cluster, tmp_path: Path, plan: str
+) -> None:
+    job = submit(cluster, tmp_path, plan, "--no-requeue")
+    assert cluster.wait(job) == 1
+    assert [d["decision"] for d in decisions(tmp_path)] == ["restart", "restart", "end"]
+
+
+def test_a_job_near_its_end_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """The warning comes before another start could train."""
+    job = submit(cluster, tmp_path, "crash,done", "--time=5", env={"KEMPNER_SIGNAL_LEAD": "310"})
+    assert cluster.wait(job) == 0
+    assert [d["decision"] for d in decisions(tmp_path)] == ["requeue", "end"]
+    assert "no restart in place" in (tmp_path / f"kempner-{job}.out").read_text()
+
+
+@pytest.mark.parametrize(
+    ("signal", "story"),
+    [("TERM", ["requeue", "end"]), ("INT", ["end"]), ("USR2", ["restart", "end"])],
+)
+def test_a_signal_between_two_attempts(
+    cluster: Cluster, tmp_path: Path, signal: str, story: list[str]
+) -> None:
+    """It comes while the batch script decides, when no rank is there to hear it."""
+    deciding = tmp_path / "deciding"
+    slowly = f"[[ ! -e {tmp_path}/go ]] || [[ $1 != show ]] || {{ touch {deciding}; sleep 2; }}"
+    env = {**FAKE, **calls_of("scontrol", tmp_path / "bin", slowly)}
+    arguments = [f"--run.dir={tmp_path / 'run'}", "--plan=crash-later,done"]
+    job = cluster.sbatch(
+        "singlenode.sh", *arguments, options=["--gpus-per-node=2"], cwd=tmp_path, env=env
+    )
+    cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
+    (tmp_path / "go").touch()
+    while not deciding.exists():
+        time.sleep(0.05)
+    (tmp_path / "go").unlink()
+    cluster.ask("scancel", "--batch", f"--signal={signal}", job)
+    cluster.wait(job)
+    assert [d["decision"] for d in decisions(tmp_path)] == story
 
 
 def test_warning_saves_and_requeues(cluster: Cluster, tmp_path: Path) -> None:
@@ -149,7 +225,9 @@ def test_only_this_task_of_an_array_is_requeued(cluster: Cluster, tmp_path: Path
         f'exec bash {launch} "--run.dir=$PWD/run$SLURM_ARRAY_TASK_ID" --plan=$plan\n'
     )
     options = ["--array=1-2", "--requeue", "--gpus-per-node=1"]
-    job = cluster.sbatch(script, options=options, cwd=tmp_path, env=FAKE)
+    job = cluster.sbatch(
+        script, options=options, cwd=tmp_path, env={**FAKE, "KEMPNER_RESTARTS": "0"}
+    )
     codes = [cluster.wait(f"{job}_{task}") for task in (1, 2)]
     assert codes == [0, 0]
     assert [cluster.field(f"{job}_{task}", "Restarts") for task in (1, 2)] == ["0", "1"]

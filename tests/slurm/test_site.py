@@ -122,7 +122,7 @@ def test_a_secret_is_in_no_file(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.wait(job) == 0
     crash = cluster.debug_run(work / "crash", "--train.max_steps=3", "--eval.interval=1")
     bad = {**env, "KEMPNER_TRAIN": str(Path(__file__).parents[1] / "fault/faulty_train.py")}
-    bad["FAULTS"] = "fail at=kempner.evaluate:validate:before"
+    bad |= {"FAULTS": "fail at=kempner.evaluate:validate:before", "KEMPNER_RESTARTS": "0"}
     job = cluster.sbatch("multinode.sh", *crash, options=options, cwd=work, env=bad)
     assert cluster.wait(job) == 1
     dry = cluster.run("bash", SCRIPTS / "multinode.sh", *arguments, "--dry-run", cwd=work, env=env)
@@ -153,7 +153,7 @@ def test_mail_when_the_run_has_ended(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.wait(job) == 0
     sent = (tmp_path / "sent").read_text()
     assert sent.splitlines() == [
-        f"-s job {job} (kempner): the run is done -- me@site",
+        f"-s job {job} (kempner): the run is done me@site",
         "the run is done",
         f"run directory {run_dir}",
     ]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cluster import Cluster
+from tests.cluster import Cluster, program
 from tests.conftest import status
+from tests.fault.broken_run import until
 
 HOSTS = ("node1", "node2")
 
@@ -59,7 +62,7 @@ def test_data_are_copied_once_read_by_every_attempt_and_removed_at_the_end(
     assert on_disk(cluster, "node2", disk) == {"full"} and os.listdir(disk) == []
     words = cluster.debug_run(tmp_path / "run", "--train.max_steps=100000")
     options = ["--ntasks-per-node=1", "--gpus-per-node=1"]
-    env = {"KEMPNER_STAGE": str(disk)}
+    env = {"KEMPNER_STAGE": str(disk), "KEMPNER_RESTARTS": "0"}
     job = cluster.sbatch("multinode.sh", *words, options=options, cwd=tmp_path, env=env)
     log = tmp_path / f"kempner-{job}.out"
     cluster.wait_for("3/100000", log)
@@ -79,3 +82,103 @@ def test_data_are_copied_once_read_by_every_attempt_and_removed_at_the_end(
     assert said.count("stage: node1: ") == 2 and "is kept" in said
     assert said.count("stage: WARNING: node2: ") == 2 and "it is read from" in said
     assert on_disk(cluster, "node1", disk) == set()
+
+
+TRAINER = """
+import json, os, sys
+from pathlib import Path
+run = Path(sys.argv[1].removeprefix("--run.dir="))
+if "--check" in sys.argv:
+    print(f"[run]\\ndir = {json.dumps(str(run))}")
+else:
+    import only_here
+    if os.environ.get("CRASH") and not run.joinpath("crashed").exists():
+        run.joinpath("crashed").touch()
+        sys.exit(1)
+    (run / f"rank-{os.environ['SLURM_PROCID']}").write_text(only_here.__file__)
+    if os.environ["SLURM_PROCID"] == "0":
+        done = {"state": "done", "attempt_id": os.environ["KEMPNER_ATTEMPT_ID"]}
+        (run / "status.json").write_text(json.dumps(done))
+"""
+ENVIRONMENT = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+
+
+def environment(folder: Path) -> Path:
+    """A virtual environment that finds this one's packages, and has one of its own."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    (package,) = folder.glob("lib/python3*/site-packages")
+    (package / "others.pth").write_text(str(Path(torch.__file__).parents[1]))
+    (package / "only_here.py").write_text("")
+    return folder
+
+
+def job_with(cluster: Cluster, tmp_path: Path, disk: Path, **env: str) -> str:
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(TRAINER)
+    env = {"KEMPNER_TRAIN": str(trainer), "KEMPNER_STAGE": str(disk), **env}
+    env["KEMPNER_STAGE_ENVIRONMENT"] = "1"
+    words = [f"--run.dir={tmp_path / 'run'}"]
+    job = cluster.sbatch("multinode.sh", *words, options=ENVIRONMENT, cwd=tmp_path, env=env)
+    log = tmp_path / f"kempner-{job}.out"
+    assert cluster.wait(job) == 0, log.read_text()
+    return log.read_text()
+
+
+def ranks(tmp_path: Path) -> list[str]:
+    return [(tmp_path / f"run/rank-{rank}").read_text() for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_environment_is_sent_to_each_node_as_one_file(
+    cluster: Cluster, tmp_path: Path, disk: Path, full: bool
+) -> None:
+    """sbcast fails for all when one disk is full; then the others read the file themselves."""
+    source = environment(tmp_path / "an env")
+    cluster.testbed("exec", "node1", "mkdir", "-p", disk / "kempner-999999/environment")
+    if full:
+        cluster.testbed("exec", "node2", "fallocate", "-l", "64M", disk / "full")
+    python = str(source / "bin/python")
+    said = job_with(cluster, tmp_path, disk, KEMPNER_PYTHON=python)
+    first, second = ranks(tmp_path)
+    assert first.startswith(f"{disk}/kempner-")
+    assert second.startswith(f"{source}/" if full else f"{disk}/kempner-")
+    assert ("sbcast of" in said) == full
+    assert said.count("stage: WARNING: node2: ") == full
+    assert on_disk(cluster, "node1", disk) == set()
+    assert not list((tmp_path / "run").glob(".environment*"))
+
+
+def test_an_image_is_sent_to_each_node(cluster: Cluster, tmp_path: Path, disk: Path) -> None:
+    image = tmp_path / "a.sif"
+    image.write_bytes(b"squashed" * 1000)
+    text = f"""#!/bin/bash
+while [[ $1 != *.sif ]]; do shift; done
+echo "$1" >>{tmp_path}/images
+shift
+export PYTHONPATH=$PYTHONPATH:{tmp_path}
+exec "$@"
+"""
+    (tmp_path / "only_here.py").write_text("")
+    env = program(tmp_path / "bin", "apptainer", text)
+    python = cluster.env["KEMPNER_PYTHON"]
+    said = job_with(
+        cluster, tmp_path, disk, KEMPNER_CONTAINER=str(image), KEMPNER_PYTHON=python, **env
+    )
+    assert said.count(f"{image}: copied to {disk}/kempner-") == 2 and ranks(tmp_path)
+    images = (tmp_path / "images").read_text().splitlines()
+    assert len([path for path in images if path.startswith(f"{disk}/kempner-")]) == 2
+
+
+def test_each_job_of_a_chain_leaves_nothing_behind(
+    cluster: Cluster, tmp_path: Path, disk: Path
+) -> None:
+    """The next one, on other nodes perhaps, has a directory of its own; the archive is kept for
+    it."""
+    python = str(environment(tmp_path / "an env") / "bin/python")
+    more = {"KEMPNER_CHAIN": "1", "KEMPNER_RESTARTS": "0", "CRASH": "1"}
+    said = job_with(cluster, tmp_path, disk, KEMPNER_PYTHON=python, **more)
+    assert "chain: the step ended" in said
+    until(lambda: (tmp_path / "run/status.json").exists(), 60)
+    until(lambda: cluster.ask("squeue", "--noheader") == "", 60)
+    assert [on_disk(cluster, host, disk) for host in HOSTS] == [set(), set()]
+    assert not list((tmp_path / "run").glob(".environment*"))

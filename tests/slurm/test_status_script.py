@@ -13,7 +13,7 @@ def test_status_of_a_run_through_a_requeue(cluster: Cluster, tmp_path: Path) -> 
 
     def told() -> list[str]:
         """The words of the run with its reason, which has a line of its own when it is long."""
-        table = cluster.ask("bash", SCRIPTS / "status.sh", run_dir)
+        table = cluster.run("bash", SCRIPTS / "status.sh", run_dir).stdout
         return table.partition("\n")[2].split()
 
     arguments = cluster.debug_run(run_dir, "--train.max_steps=300")

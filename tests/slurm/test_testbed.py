@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -67,3 +68,28 @@ def test_what_it_refuses(bed: Bed) -> None:
         assert done.returncode == 2 and message in done.stderr, done.stderr
         assert done.stderr.count("\n") == 1
     assert "node1 idle" in bed("status").stdout
+
+
+def test_another_slurm(bed: Bed, tmp_path: Path) -> None:
+    """SLURM_BIN=DIR: the programs that lie there, and no others; a mixture is refused."""
+    programs = ("slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "scontrol", "squeue")
+    for name in programs:
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    missing = bed("up", 1, 0, SLURM_BIN=str(tmp_path))
+    assert missing.returncode == 2
+    assert f"SLURM_BIN={tmp_path} has no sinfo: name the directory" in missing.stderr
+    called = tmp_path / "called"
+    (tmp_path / "sinfo").write_text(
+        f'#!/bin/sh\necho >>{called}\nexec {shutil.which("sinfo")} "$@"'
+    )
+    (tmp_path / "sinfo").chmod(0o755)
+    up = bed("up", 1, 0, SLURM_BIN=str(tmp_path))
+    assert up.returncode == 0, up.stderr
+    assert f"export PATH={tmp_path}:" in up.stdout
+    assert called.read_text().count("\n") > 1  # the boot itself asked it
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho slurm 21.08.1")
+    assert "are of several versions: " in bed("status", SLURM_BIN=str(tmp_path)).stderr
+    for name in programs:
+        (tmp_path / name).unlink()
+        (tmp_path / name).symlink_to(tmp_path / "sinfo")
+    assert "Slurm 21.08.1 is too old: 22.05" in bed("status", SLURM_BIN=str(tmp_path)).stderr

@@ -303,3 +303,29 @@ def test_texts_go_on_with_new_weights() -> None:
         expected = expected_logprobs(old, request)
         assert request.logprobs[kept:] == pytest.approx(expected[kept:], abs=1e-4)
         assert kept == 0 or request.logprobs[0] != pytest.approx(expected[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "experts"])
+def test_fixed_shapes_give_the_same_to_the_last_bit(case: str) -> None:
+    """Alone, among others that come and go, and from a row that is read already."""
+    model, sampling = build(**CASES[case]), Sampling(max_tokens=MOST, seed=3)
+    prompt, *others = prompts_of(5, 3, 9, 12, 4, 7, 2)
+
+    def run(before: int, beside: int) -> Request:
+        engine: Engine[Request] = Engine(model, VOCAB, 64, 8, fixed=True)
+        engine.join([Request(9, each, sampling) for each in others[:before]])
+        for _ in range(before):
+            engine.step()
+        mine = Request(0, prompt, sampling)
+        engine.join([Request(1, prompt, sampling)] * (beside > 1) + [mine])
+        while len(mine.new) < MOST:
+            engine.step()
+            if len(mine.new) == 3 and beside:
+                engine.join([Request(8, others[4], sampling)])
+            for each in [each for each in engine.requests if len(each.new) == MOST]:
+                engine.leave(each)
+        return mine
+
+    found = [run(before, beside) for before, beside in ((0, 0), (1, 0), (4, 1), (3, 2))]
+    assert all(each.new == found[0].new for each in found)
+    assert all(each.logprobs == found[0].logprobs for each in found)

@@ -16,6 +16,7 @@ from kempner.rl.config import EnvConfig
 from kempner.rl.environments.opening import Tasks, make
 from kempner.rl.environments.protocol import Score
 from kempner.rl.environments.scorer import Scorer
+from tests.rewards import score
 
 TASKSET = """
 import verifiers.v1 as vf
@@ -61,9 +62,9 @@ def test_reasoning_gym() -> None:
     assert [again.task(number).prompt for number in range(4)] == [task.prompt for task in tasks]
     right = tasks[0].answer["answer"]
     with contextlib.closing(Scorer(1)) as scorer:
-        assert scorer.score(env, tasks[0], f"So <answer>{right}</answer>") == Score(1.0)
-        assert scorer.score(env, tasks[0], right) == Score(1.0)
-        assert scorer.score(env, tasks[0], "no").reward == 0.0
+        assert score(scorer, env, tasks[0], f"So <answer>{right}</answer>") == Score(1.0)
+        assert score(scorer, env, tasks[0], right) == Score(1.0)
+        assert score(scorer, env, tasks[0], "no").reward == 0.0
     with pytest.raises(ConfigError, match="'nope' not registered"):
         opened("reasoning_gym", dataset="nope")
     with pytest.raises(ConfigError, match="unexpected keyword argument 'terms'"):
@@ -85,8 +86,8 @@ def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [message["role"] for message in task.messages] == ["system", "user"]
     right = str(task.answer + 1)
     with contextlib.closing(Scorer(1)) as scorer:
-        assert scorer.score(env, task, right) == Score(1.5)
-        assert scorer.score(env, task, "wrong") == Score(0.0)
+        assert score(scorer, env, task, right) == Score(1.5)
+        assert score(scorer, env, task, "wrong") == Score(0.0)
     with pytest.raises(ConfigError, match="no_such_taskset"):
         opened("verifiers", taskset="no_such_taskset")
     with pytest.raises(ConfigError, match="it must have no container"):

@@ -228,3 +228,13 @@ def test_configurations_that_need_no_file_open(name: str) -> None:
     command = ["scripts/orchestrate.py", f"configs/rl/{name}.toml", "--check"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_all_prompts_are_evaluated_where_that_is_asked_for() -> None:
+    """Also those that another entry trains on."""
+    args = '{"below": 5, "held_out": 1}'
+    every = Tasks(EnvConfig("arithmetic", name="sums", args=args, use="eval"), 0)
+    every.check()
+    assert len(every.evaluation(64)) == 25
+    trained = Tasks(EnvConfig("arithmetic", args='{"below": 5}'), 0)
+    assert {trained.task(n).key for n in range(200)} < {task.key for task in every.evaluation(64)}

@@ -64,6 +64,7 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
         source {requeue}
         kp_log() {{ :; }}
         kp_job_id() {{ echo 12; }}
+        kp_notify() {{ :; }}
         kp_record requeue "the step ended with exit code 1"
     """
     own = {"STEP": "20", "COMMITTED": "20", "STALLED": "2", "NO_PROGRESS": "2", "BLAMED": "n2"}

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from kempner.history.faulty_host import blamed_before, final_reason, host_of, main, no_progress
+from kempner.history.faulty_host import (
+    ENDING,
+    blamed_before,
+    final_reason,
+    host_of,
+    main,
+    no_progress,
+)
 
 KILLED = """\
 Some warning of a rank
@@ -39,6 +46,7 @@ def fault(kind: str, *hosts: str, lost_peer: bool = False) -> dict[str, Any]:
         ([fault("crash")], "", ""),
         ([], 2 * "srun: error: n1: task 0: Killed\n", "n1"),
         ([], "srun: error: n1: task 0: Killed\nsrun: error: n2: task 1: Killed\n", ""),
+        ([fault("crash", "n2")], f"{ENDING}\nsrun: error: n1: task 0: Killed\n", "n2"),
     ],
 )
 def test_host_of(faults: list[dict[str, Any]], log: str, host: str) -> None:
@@ -70,18 +78,51 @@ def test_a_final_fault() -> None:
     assert host_of([oom], "") == ""
 
 
-def test_what_the_batch_script_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only decisions about this job, only faults of this attempt; always five lines."""
+def test_what_the_batch_script_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only decisions about this job, only faults of this attempt; always seven lines."""
     records = [
         decision("1", no_progress=5, blamed="node9", excluded="node9"),
         decision("2", no_progress=1, blamed="node8", excluded="node8"),
-        decision("2", no_progress=2, blamed="node3"),
+        decision("2", no_progress=2, blamed="node3", excluded="node7", decision="restart"),
+        {"event": "first_step", "time": 1042.0, "attempt_id": "2.2.7"},
         fault("crash", "node9") | {"attempt_id": "2.0.1"},
         fault("crash", "node3") | {"attempt_id": "2.2.7"},
     ]
     text = "".join(json.dumps(record) + "\n" for record in records) + '{"event": "fau'
     (tmp_path / "attempts.jsonl").write_text(text)
+    monkeypatch.setenv("KEMPNER_BATCH_BEGAN", "1000")
     main(tmp_path, "2", "2.2.7", tmp_path / "no log")
-    assert capsys.readouterr().out == "2\nnode3\nagain\n1\n\n"
+    assert capsys.readouterr().out == "2\nnode3\nagain\n1\n\n\n42\n"
+    monkeypatch.delenv("KEMPNER_BATCH_BEGAN")
     main(tmp_path / "nowhere", "2", "2.2.7", Path(""))  # a preflight has no srun log
-    assert capsys.readouterr().out == "0\n\n\n0\n\n"
+    assert capsys.readouterr().out == "0\n\n\n0\n\n\n0\n"
+
+
+@pytest.mark.parametrize("folder", [".", "replicas/1"])
+def test_a_broken_gpu_is_to_blame_at_the_first_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """Whatever else the ranks say; but not for a warning, and not for another attempt's."""
+
+    def found(host: str, answer: str, attempt_id: str = "2.2.7") -> dict[str, Any]:
+        about = {"host": host, "answer": answer, "attempt_id": attempt_id}
+        return {"event": "gpu", **about, "reason": f"GPU 1: of\n{host}"}
+
+    own = [fault("hang", "node9") | {"attempt_id": "2.2.7"}]
+    gpus = [
+        found("node1", "end", "2.1.5"),
+        found("node2", "warn"),
+        found("node3", "note"),
+        found("node4", "exclude"),
+        found("node5", "end"),
+    ]
+    for path, records in ((".", own), (folder, gpus)):
+        (tmp_path / path).mkdir(parents=True, exist_ok=True)
+        with (tmp_path / path / "attempts.jsonl").open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    main(tmp_path, "2", "2.2.7", Path(""))
+    assert capsys.readouterr().out == "0\nnode4\nagain\n0\n\nGPU 1: of node4\n0\n"
+    main(tmp_path, "2", "2.3.9", Path(""))
+    assert capsys.readouterr().out == "0\n\n\n0\n\n\n0\n"

@@ -57,6 +57,7 @@ def run(data_dir: Path, other_data: Path, tmp_path_factory: pytest.TempPathFacto
         f"--data.dataset_path={data_dir}",
         f"--run.dir={path}",
         "--train.max_steps=30",
+        "--train.deterministic",
         "--optimizer.lr=1e-2",
         "--checkpoint.interval=15",
         "--eval.interval=15",
@@ -207,9 +208,10 @@ def test_several_prompts(text: Any, run: Path, tmp_path: Path) -> None:
     for batch in (1, 2, 16):
         given = text(run, "--prompts", tmp_path / "prompts.txt", f"--batch={batch}", *args)
         assert given == "".join(lines)
+    # Few tokens: another batch adds in another order, which decides a draw now and then.
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
-    sampled = text(run, *words, "--seed=3")
-    assert text(run, *words, "--seed=3", "--batch=2") == sampled
+    words += ["--seed=3", "--max-tokens=40"]
+    assert text(run, *words, "--batch=2") == text(run, *words)
 
 
 def test_a_text_ends_before_a_stop_string(text: Any, run: Path) -> None:

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "kempner"
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
     {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport", "hub"},
-    {"trackers"},
+    {"trackers", "code", "startup"},
     {
         "process_group",
         "metrics",
@@ -28,6 +28,7 @@ LAYERS = (
         "model",
         "data",
         "history",
+        "gpu",
         "preflight",
         "ray",
     },
@@ -38,7 +39,17 @@ LAYERS = (
     {"bench"},
     {"configure", "parts", "progress", "step", "evaluate"},
     {"sweep"},
-    {"run_directory", "hosts", "run_log", "run_records", "recorder", "inspection", "harness"},
+    {
+        "run_directory",
+        "contents",
+        "hosts",
+        "run_log",
+        "run_records",
+        "recorder",
+        "inspection",
+        "harness",
+    },
+    {"program"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = {
@@ -114,7 +125,8 @@ def test_modules_without_torch_stay_without_it() -> None:
         "kempner.progress",
         "kempner.config.command_line", "kempner.resilience.requests",
         "kempner.metrics", "kempner.history.state", "kempner.resilience.lock", "kempner.slurm",
-        "kempner.ray.node", "kempner.ray.ready",
+        "kempner.ray.node", "kempner.ray.ready", "kempner.gpu.sampler", "kempner.gpu.watch",
+        "kempner.program.start",
         "kempner.trackers.follow", "kempner.trackers.start",
         "kempner.checkpoint.commit", "kempner.data.shards", "kempner.data.dataset",
         "kempner", "kempner.load", "kempner.bench", "kempner.planner.search",

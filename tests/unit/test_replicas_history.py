@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kempner.history.replicas import replicas_of
-from scripts.report import replica_table
+from kempner.history.summary import replica_table
 
 
 def write(run: Path) -> None:

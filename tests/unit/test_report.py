@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.run_history import load_history
+from kempner.history import faulty_host, summary
+from kempner.history.facts import facts
+from kempner.history.nodes import nodes_of
+from kempner.history.run_history import load_history, runs_in
 from kempner.process import birth
 from kempner.slurm import host_name
+from tests.unit.test_state import STATUS
 
 ROOT = Path(__file__).parent.parent.parent
 BEGAN = 1_700_000_000.0
@@ -222,7 +226,7 @@ def test_losses_that_were_not_finite(tmp_path: Path) -> None:
     done = report(write_run(tmp_path / "run", lines, start(0, 0, 0) + start(1, 30, 100)))
     assert done.returncode == 0, done.stderr
     assert rows(done.stdout)["loss, first"] == "2.0000 at step 20"
-    assert rows(done.stdout)["non-finite steps"] == "3"
+    assert rows(done.stdout)["skipped steps"] == "3"
 
 
 def test_the_picture_of_one_run_lies_in_it(resumed: Path) -> None:
@@ -298,6 +302,7 @@ def test_without_matplotlib_the_table_and_how_to_get_it(resumed: Path, tmp_path:
 def test_bad_input_all_at_once(resumed: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     fresh = write_run(tmp_path / "fresh", "", start(0, 0, time.time() - BEGAN), state="running")
+    (fresh / "config.toml").touch()
     hold_lock(fresh)
     crash = event("fault", 0, 0, 1, kind="crash", reason="no such file")
     crashed = write_run(tmp_path / "crashed", "", crash, state="running")
@@ -328,3 +333,109 @@ def test_the_history_needs_no_torch(resumed: Path) -> None:
         f"run_history.load_history(Path({str(resumed)!r})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+SOUND = [
+    json.loads(step_line(10)) | {"reward": 0.5, "length": 9.0, "truncated": 0.1, "staleness": 1.0,
+     "dropped_stale": 1, "failed_rewards": 1, "mismatch": 0.1, "drift": 0.1, "wait": 0.1,
+     "engine_idle": 0.1, "engines": 2},
+    {"step": 10, "time": BEGAN + 11, "attempt": 0, "val_loss": 2.0, "val_tokens": 9},
+    {"step": 10, "time": BEGAN + 12, "attempt": 0, "round": 1, "round_loss": 2.0, "replicas": 2,
+     "bytes_sent": 1, "bytes_data_parallel": 2, "outer_time": 0.1},
+    {"step": 10, "time": BEGAN + 13, "eval/task/acc": 0.5},
+]  # fmt: skip
+DAMAGED = (None, "x", 10**400, float("inf"), ["x"], {})
+
+
+def test_a_number_that_is_not_finite_or_damaged(tmp_path: Path) -> None:
+    """The trainer writes null for a loss, a validation or a reward that is not finite; a disk may
+    write anything. report.py and status.py go on without it."""
+    found = [(line, key, value) for line in SOUND for key in line for value in DAMAGED]
+    path = write_run(tmp_path / "run", "", "", state="running", max_steps=100)
+    good = [line | {"step": 5} for line in SOUND]
+    for line, key, value in found:
+        for bad in (line | {key: value}, {k: v for k, v in line.items() if k != key}):
+            lines = "".join(json.dumps(each) + "\n" for each in [*good, bad])
+            (path / "metrics.jsonl").write_text(lines)
+            run = load_history(path)
+            try:
+                summary.table([run]), STATUS.row(run)
+                json.dumps(facts(run, BEGAN), allow_nan=False)
+            except Exception as error:
+                raise AssertionError((key, value)) from error
+    (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in good))
+    for key, value in [(k, v) for k in ("step", "max_steps", "attempt") for v in DAMAGED]:
+        (path / "status.json").write_text(json.dumps({"state": "running", key: value}))
+        json.dumps(facts(load_history(path), BEGAN), allow_nan=False)
+
+
+def test_a_validation_that_is_not_finite(tmp_path: Path) -> None:
+    """Nor a reward, nor a result: in the table and in the picture."""
+    head = {"step": 20, "time": BEGAN + 20}
+    lines = step_line(10, reward=0.5) + step_line(20, reward=None)
+    lines += json.dumps({**head, "attempt": 0, "val_loss": None}) + "\n"
+    lines += json.dumps({**head, "eval/a/acc": None, "eval/b/acc": 0.5}) + "\n"
+    run = write_run(tmp_path / "run", lines)
+    told = rows(report(run).stdout)
+    assert (told["validation, last"], told["validation, best"]) == ("not finite at step 20", "-")
+    assert (told["reward, last"], told["reward, best"]) == (
+        "not finite at step 20", "0.5000 at step 10"
+    )  # fmt: skip
+    assert told["a/acc"] == "not finite at step 20" and (run / "report.png").exists()
+
+
+EVENTS: list[dict[str, object]] = [
+    {"event": "start", "step": 0, "nodes": ["n1"], "world_size": 2, "process_began": BEGAN,
+     "batch_began": BEGAN, "lineage": ["a@5"], "spares": ["n9"], "versions": ["torch 2"],
+     "changed": ["x"], "parts": {"queue": 1.0}},
+    {"event": "first_step", "step": 1},
+    {"event": "go_back", "step": 8, "to": 5, "skip": [3, 4], "reason": "so"},
+    {"event": "gpu", "kind": "xid", "answer": "end", "reason": "so", "host": "n1", "gpu": 1,
+     "uuid": "u", "pci": "p", "serial": "s", "xid": 79},
+    {"event": "fault", "step": 10, "kind": "crash", "reason": "so", "ranks": [1], "hosts": ["n1"],
+     "lost_peer": False, "final": False},
+    {"event": "end", "step": 10, "state": "interrupted"},
+    {"event": "decision", "step": 10, "decision": "requeue", "why": "so", "no_progress": 1,
+     "blamed": "n1", "excluded": "n1"},
+]  # fmt: skip
+WRONG = (*DAMAGED, -1, True, "\ud800\0\n", float("nan"), 1e300, [1], {"a": "b"})
+
+
+def test_events_with_damaged_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start that says it began in the year 1e300 says nothing; nobody fails on any of them, the
+    least of all what the batch script asks before it decides."""
+    head = {"time": BEGAN + 9, "attempt": 0, "attempt_id": "7.0", "job": "7", "restart": 0}
+    path = write_run(tmp_path / "run", step_line(10), "\n")
+    (path / "status.json").unlink()
+    for key in {key for event in EVENTS for key in [*head, *event]}:
+        for value in WRONG:
+            known = [head | event for event in EVENTS]
+            lines = [event | ({key: value} if key in event else {}) for event in known]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (path / "attempts.jsonl").write_text(text)
+            (path / "chain.jsonl").write_text(json.dumps({"event": "submitted", "job": value}))
+            try:
+                run = load_history(path, {})
+                json.dumps(facts(run, BEGAN), allow_nan=False)
+                [STATUS.node_row(node) for node in nodes_of([run])], summary.attempt_table(run)
+                faulty_host.main(path, "7", "7.0", path / "srun.log")
+            except Exception as error:
+                raise AssertionError((key, value)) from error
+            assert capsys.readouterr().out.count("\n") == 7, (key, value)
+
+
+def test_directories_that_this_user_may_not_read(tmp_path: Path) -> None:
+    """Of somebody else, among the runs of a project."""
+    run = write_run(tmp_path / "mine", step_line(10))
+    write_run(tmp_path / "theirs", step_line(10)).chmod(0)
+    was = os.geteuid()
+    if was == 0:
+        tmp_path.chmod(0o755)
+        for parent in tmp_path.parents[:2]:
+            parent.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        assert runs_in(tmp_path) == [run] and runs_in(tmp_path / "theirs") == []
+    finally:
+        os.seteuid(was)
+        (tmp_path / "theirs").chmod(0o755)

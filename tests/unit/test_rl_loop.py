@@ -84,7 +84,7 @@ def test_a_batch_is_what_the_exchange_says(plain: list[Handed]) -> None:
 def test_a_synchronous_batch_does_not_depend_on_timing_or_engines(
     count: int, plain: list[Handed], make: Make, tmp_path: Path
 ) -> None:
-    slow = [make(delay=0.1) for _ in range(count)]
+    slow = [make(delay=0.4) for _ in range(count)]
     assert equal(Loop(config(tmp_path), slow).run(), plain)
     assert all(engine.requests for engine in slow)
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kempner.config.option import ConfigError
 from kempner.rl.exchange import Exchange, Start
-from tests import rl_loop
+from kempner.rl.opening import open_parts
+from tests import fake_engine, rl_loop
 from tests.conftest import ROOT
 from tests.fake_engine import TOKEN, FakeEngine
 
@@ -63,6 +67,46 @@ def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
     assert done.returncode == 2
     for text in ("are over train.seq_len = 96", "has 257 tokens"):
         assert text in done.stderr
+
+
+def problems(folder: Path, *urls: str, **more: object) -> str:
+    """Of a check with engines that run already."""
+    cfg = rl_loop.config(folder)
+    inference = replace(cfg.rl_inference, urls=urls, **more)  # type: ignore[arg-type]
+    try:
+        open_parts(replace(cfg, rl_inference=inference), servers=True)
+    except ConfigError as error:
+        return "\n".join(error.problems)
+    return ""
+
+
+def test_servers_that_are_no_engines_of_this_run_are_refused(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any node is held. One that is silent may come."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        assert "no engine answers: /health: [Errno 111]" in problems(tmp_path, nobody)
+    assert f"{engine.url}: /health: 401" in problems(tmp_path, engine.url, nobody)
+    monkeypatch.setenv("KEMPNER_SERVE_TOKEN", TOKEN)
+    assert problems(tmp_path, engine.url, nobody) == problems(tmp_path, engine.url) == ""
+    assert "this vLLM has no /" in problems(tmp_path, engine.url, engine="vllm")
+    engine.fault = lambda engine, path: 404
+    assert f"{engine.url}: /health: 404" in problems(tmp_path, engine.url)
+    engine.fault = lambda engine, path: None
+    monkeypatch.setattr(fake_engine, "END", 2)
+    assert "257 tokens, of which [2] end a text" in problems(tmp_path, engine.url)
+    done = run(words(tmp_path, f"--rl.inference.urls=['{nobody}']", "--check"))
+    assert done.returncode == 2 and "start it first" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:80", "https://x:1", "http://x", "http://x:y", "http://x:1/v1"]
+)
+def test_urls_of_engines(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="must be http://HOST:PORT, each once"):
+        rl_loop.config(tmp_path, **{"inference.urls": f"['{url}']"})
 
 
 def test_a_run_and_its_end(tmp_path: Path, engine: FakeEngine) -> None:

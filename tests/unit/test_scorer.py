@@ -22,6 +22,7 @@ from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Reply, Score
 from kempner.rl.environments.scorer import Scorer
 from tests.conftest import ROOT, clean_env
+from tests.rewards import score, talk
 
 HOSTILE = EnvConfig(f"{ROOT}/tests/hostile_environment.py:Hostile", timeout=30.0, memory=200)
 # A name that no other process has, in its command.
@@ -42,7 +43,7 @@ def said() -> list[str]:
 def scorer(request: pytest.FixtureRequest, said: list[str]) -> Iterator[Scorer]:
     said.clear()
     with contextlib.closing(Scorer(1, said.append, namespaces=request.param)) as made:
-        made.score(Tasks(EnvConfig("copy"), 0), Tasks(EnvConfig("copy"), 0).task(0), "")
+        score(made, Tasks(EnvConfig("copy"), 0), Tasks(EnvConfig("copy"), 0).task(0), "")
         if request.param and said:
             pytest.skip(f"this kernel allows no namespaces: {said}")
         yield made
@@ -50,11 +51,11 @@ def scorer(request: pytest.FixtureRequest, said: list[str]) -> Iterator[Scorer]:
 
 @pytest.fixture
 def run(scorer: Scorer) -> Run:
-    def score(code: str) -> Score:
+    def run(code: str) -> Score:
         env = Tasks(replace(HOSTILE, timeout=1.0) if "while True" in code else HOSTILE, 0)
-        return scorer.score(env, env.task(0), code)
+        return score(scorer, env, env.task(0), code)
 
-    return score
+    return run
 
 
 def marked(mark: str) -> list[int]:
@@ -137,7 +138,7 @@ def test_what_this_process_knows_stays_here(
         "os.environ))'], capture_output=True, text=True).stdout)"
     )
     with contextlib.closing(Scorer(1)) as scorer:
-        assert scorer.score(env, env.task(0), code) == Score(0.0)
+        assert score(scorer, env, env.task(0), code) == Score(0.0)
 
 
 @pytest.mark.parametrize("scorer", [True], indirect=True, ids=["namespaces"])
@@ -169,19 +170,63 @@ def test_turns_and_files_of_ones_own_go_through_the_processes(scorer: Scorer) ->
     env = Tasks(HOSTILE, 0)
     task = env.task(0)
     messages = [*task.messages, {"role": "assistant", "content": "x = 1"}]
-    assert scorer.reply(env, task, messages) == Reply("And now?")
+    assert scorer.reply(env, task, [messages]) == [Reply("And now?")]
     messages[-1]["content"] = "1 / 0"
-    assert scorer.reply(env, task, messages) == Score(None, "ZeroDivisionError: division by zero")
+    assert scorer.reply(env, task, [messages]) == [
+        Score(None, "ZeroDivisionError: division by zero")
+    ]
     messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
-    assert scorer.reply(env, task, messages) is None  # that was the last of its turns
-    assert scorer.score(env, task, messages) == Score(1.0)
+    assert scorer.reply(env, task, [messages]) == [None]  # that was the last of its turns
+    assert scorer.score(env, task, [messages]) == [Score(1.0)]
+
+
+def test_a_group_is_scored_as_one_by_one(scorer: Scorer) -> None:
+    """Whatever one of them does: what it leaves is gone before the next one, and each has its own
+    limits."""
+    env = Tasks(replace(HOSTILE, timeout=2.0), 0)
+    task = env.task(0)
+    quick = [f"result = {number}" for number in range(9)]
+    assert scorer.score(env, task, []) == []
+    found = scorer.score(env, task, [talk(task, code) for code in quick])
+    assert found == [Score(float(number)) for number in range(9)]
+    children = (
+        "import os\ntry:\n    os.waitpid(-1, os.WNOHANG)\nexcept ChildProcessError:\n    result = 0"
+    )
+    file = "import os, tempfile; result = len(os.listdir(tempfile.gettempdir()))"
+    codes = [
+        "result = 1", "import tempfile; tempfile.mkdtemp()", file, SLEEP, children, "1 / 0",
+        "import os; os._exit(3)", "while True: pass", "import time; time.sleep(1.2)",
+        "import time; time.sleep(1.2)", "result = 2",
+    ]  # fmt: skip
+    found = scorer.score(env, task, [talk(task, code) for code in codes])
+    rewards = [1.0, 1.0, 0.0, 1.0, 0.0, None, None, None, 1.0, 1.0, 2.0]
+    assert [each.reward for each in found] == rewards, found
+    assert [found[number].why for number in (5, 6, 7)] == [
+        "ZeroDivisionError: division by zero", "ended its process with exit code 3",
+        "took more than 2 s",
+    ]  # fmt: skip
+    talks = [[*talk(task, "x = 1"), *talk(task, "")], talk(task, "x = 1"), talk(task, "1 / 0")]
+    over, goes_on, failed = scorer.reply(env, task, talks)
+    assert over is None and goes_on == Reply("And now?") and isinstance(failed, Score)
+    assert not left(MARK)
+
+
+def test_quick_rewards_of_a_group_take_one_process_and_slow_ones_all() -> None:
+    env = Tasks(HOSTILE, 0)
+    task = env.task(0)
+    with contextlib.closing(Scorer(2)) as scorer:
+        pid = "import os; result = os.stat('/proc/self').st_ctime_ns"
+        quick = scorer.score(env, task, [talk(task, pid)] * 6)
+        assert len(set(quick)) == 1
+        slow = scorer.score(env, task, [talk(task, f"{pid}; import time; time.sleep(0.3)")] * 6)
+        assert len(set(slow)) == 2
 
 
 def test_threads_share_the_processes() -> None:
     env = Tasks(EnvConfig("arithmetic"), 0)
     with contextlib.closing(Scorer(2)) as scorer, ThreadPoolExecutor(8) as pool:
         tasks = [env.task(number) for number in range(64)]
-        scores = pool.map(lambda task: scorer.score(env, task, task.answer), tasks)
+        scores = pool.map(lambda task: score(scorer, env, task, task.answer), tasks)
         assert list(scores) == [Score(1.0)] * 64
 
 
@@ -196,7 +241,7 @@ def test_a_program_that_hangs_forks_or_writes_much_has_the_reward_0() -> None:
             "import os\nif os.fork(): os._exit(0)\nwhile True: pass",
             "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
         ):
-            assert scorer.score(env, task, program) == Score(0.0), program
+            assert score(scorer, env, task, program) == Score(0.0), program
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
@@ -207,7 +252,7 @@ def test_nothing_is_left_when_the_parent_is_killed(namespaces: bool) -> None:
         "from kempner.rl.environments.scorer import *\n"
         "from kempner.rl.config import EnvConfig\n"
         f"env = Tasks(EnvConfig({HOSTILE.id!r}, timeout=60.0), 0)\n"
-        f"Scorer(1, namespaces={namespaces}).score(env, env.task(0), {hang!r})"
+        f"Scorer(1, namespaces={namespaces}).score(env, env.task(0), [[{{'content': {hang!r}}}]])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=clean_env())
     with process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -26,6 +27,7 @@ from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import load
 from kempner.rl.transfer import Gone
+from kempner.serve import http
 from kempner.serve.http import Server
 from kempner.serve.weights import first_version
 from kempner.serve.worker import Worker
@@ -222,6 +224,20 @@ def test_strangers_are_refused(engine: Client) -> None:
         stranger = Client(engine.port, token)
         for path, body in (("/health", None), ("/metrics", None), ("/pause", {})):
             assert "Bearer TOKEN" in stranger.ask(path, body, code=401)["error"]["message"]
+    assert engine.ask("/health")["status"] == "ok"
+
+
+def test_a_stranger_keeps_no_thread(engine: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sending a request byte by byte."""
+    monkeypatch.setattr(http, "SILENT_S", 0.3)
+    with socket.create_connection(("127.0.0.1", engine.port)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX:")
+        end = time.monotonic() + 30
+        with contextlib.suppress(OSError):
+            while time.monotonic() < end:
+                connection.sendall(b"x")
+                time.sleep(0.02)
+        assert time.monotonic() < end
     assert engine.ask("/health")["status"] == "ok"
 
 

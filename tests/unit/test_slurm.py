@@ -1,9 +1,12 @@
-"""The window between the warning signal and the end of the job."""
+"""The window between the warning signal and the end of the job; what programs under run.sh ask."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from kempner import slurm
 from kempner.slurm import short_window, tasks_per_node
 
 
@@ -29,6 +32,23 @@ def test_the_window_holds_two_saves_and_three_steps(
     else:
         assert warning is not None and f"SBATCH_SIGNAL=B:SIGTERM@{enough} " in warning
         assert f"takes {save:.1f} s" in warning and f"only {lead} s" in warning
+
+
+def test_what_programs_ask_costs_nothing_outside_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each rank may ask in each step: under srun alone, too, nobody asks Slurm's controller."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in ("KEMPNER_STOP_FILE", "KEMPNER_HEARTBEAT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: pytest.fail("Slurm is asked"))
+    assert slurm.end_time() is None and slurm.seconds_left() is None
+    slurm.beat(3)
+    assert not slurm.stop_requested()
+    monkeypatch.setenv("KEMPNER_STOP_FILE", str(tmp_path / "stop"))
+    for text, end in (("", None), ("17.5", 17.5)):
+        (tmp_path / "end").write_text(text)
+        assert slurm.end_time() == end
 
 
 def test_nobody_says_how_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -72,26 +71,3 @@ def test_a_disk_that_gives_back_other_bytes_is_not_used(
     with pytest.raises(OSError, match="is not what was written"):
         stage(data_dir, tmp_path / "kempner-1")
     assert list((tmp_path / "kempner-1").iterdir()) == []
-
-
-def test_tasks_use_the_copied_environment(tmp_path: Path) -> None:
-    """A small one; its copy runs from the other place, also when the first is gone."""
-    first, root = tmp_path / "first", tmp_path / "kempner-1"
-    venv.create(first, symlinks=True, with_pip=False)
-    (package,) = first.glob("lib/python3*/site-packages")
-    (package / "only_here.py").write_text("print(__file__)")
-    python = first / "bin/python"
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-
-    def stage_it() -> str:
-        command = [python, "-m", "kempner.data.stage", "--environment", root]
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
-        assert done.returncode == 0 and not done.stderr, done.stderr
-        return done.stdout
-
-    assert "copied to" in stage_it() and "is kept" in stage_it()
-    package.rename(package.with_name("away"))
-    staged_env = {"KEMPNER_STAGED": str(root), "KEMPNER_STAGED_PYTHON": str(python)}
-    command = ["bash", ROOT / "scripts/slurm/lib/task.sh", python, "-c", "import only_here"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env | staged_env)
-    assert f"{root}/environment/lib/python3" in done.stdout, done.stderr

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kempner.history import events
+from kempner.history import events, summary
 from kempner.history.attempts import ENDS
 from kempner.history.events import Decision, End, Event, Fault, FirstStep, Start
 from kempner.history.run_history import load_history
@@ -35,7 +35,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-STATUS, REPORT = load("status"), load("report")
+STATUS = load("status")
 NOW = time.time()
 HEAD: dict[str, Any] = {"job": "7", "attempt_id": "7.0", "attempt": 0}
 AGO = {"time": NOW - 6000, **HEAD}
@@ -153,12 +153,12 @@ def test_all_say_the_same(tmp_path: Path, name: str) -> None:
     jobs = None
     if case.job is not None:
         jobs = {} if case.job is GONE else {"7": case.job}
-    row = STATUS.row(run, jobs)
+    row = STATUS.row(load_history(run, jobs))
     state, reason = row[1], row[-1]
     assert state == case.expected
     assert reason.startswith(case.reason) and bool(reason) == bool(case.reason)
     history = load_history(run, jobs)
-    assert REPORT.state(history).split(",")[0] == state
+    assert summary.state(history).split(",")[0] == state
     if history.attempts and state in ("running", *ENDS, "crashed", "hung", "killed"):
         assert history.attempts[-1].state == state  # its row in report.py's table
 

@@ -3,7 +3,9 @@ does."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -115,16 +117,52 @@ def test_another_vllm(server: Server, engine: VllmEngine) -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    options, more = vllm_engine.parse(["--weights=w", "--publish=p", "--max-model-len", "64"])
+    given = ["--weights=w", "--publish=p", f"--token-file={tmp_path / 'token'}"]
+    options, more = vllm_engine.parse([*given, "--max-model-len", "64"])
     command = vllm_engine.words(Path("w/v00000003"), options, 80)
     assert more == ["--max-model-len", "64"] and "float32" in command
-    assert command[command.index("--middleware") + 1] == "kempner.rl.vllm_engine.allowed"
+    assert command[command.index("--middleware") + 1] == "kempner.rl.vllm_engine.Allowed"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     command = vllm_engine.words(Path("w/v00000003"), options, 80)
     assert command[-2:] == ["--tensor-parallel-size", "2"]
     monkeypatch.delenv("KEMPNER_VLLM", raising=False)
-    assert vllm_engine.main(["--weights=w", "--publish=p"]) == 2
+    assert vllm_engine.main(given) == 2
     assert "set KEMPNER_VLLM" in capsys.readouterr().err
+    monkeypatch.setenv("KEMPNER_VLLM", sys.executable)
+    for text, mode in (("", 0o600), ("secret", 0o644)):
+        (tmp_path / "token").write_text(text)
+        (tmp_path / "token").chmod(mode)
+        assert vllm_engine.main(given) == 2
+        assert "must have a token, and mode 600" in capsys.readouterr().err
+
+
+def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the token among the words of its command line, which all users of a node see."""
+    monkeypatch.setenv(vllm_engine.TOKEN, "secret")
+    reached: list[str] = []
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    async def send(event: dict[str, Any]) -> None:
+        sent.append(event)
+
+    def ask(kind: str, *headers: tuple[bytes, bytes]) -> None:
+        scope = {"type": kind, "headers": headers}
+        asyncio.run(vllm_engine.Allowed(app)(scope, None, send))
+
+    ask("http")
+    ask("http", (b"authorization", b"Bearer secret2"))
+    ask("websocket")
+    assert not reached
+    assert [event.get("status", event.get("code")) for event in sent] == [401, None] * 2 + [1008]
+    for kind in ("http", "websocket"):
+        ask(kind, (b"authorization", b"Bearer secret"))
+    ask("lifespan")
+    assert reached == ["http", "websocket", "lifespan"]
+    options, _ = vllm_engine.parse(["--weights=w", "--publish=p", "--token-file=t"])
+    assert "secret" not in str(vllm_engine.words(Path("w/v00000003"), options, 80))
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import torch
 from kempner.generate.config import Sampling
 from kempner.load import load
 from kempner.rl.engines import Completion, Lost, VllmEngine
+from tests import hf_models
 from tests.conftest import ROOT, clean_env
 from tests.served import make_model
 
@@ -47,6 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(place: Path) -> Iterator[VllmEngine]:
     weights, engines = place / "weights", place / "engines"
     (place / "token").write_text("secret")
+    (place / "token").chmod(0o600)
     publish(weights, 3, place / "model-0")
     words = ["--weights", weights, "--publish", engines, "--token-file", place / "token"]
     words += ["--slots", "8", "--max-model-len", "128"]
@@ -102,21 +106,38 @@ def test_strangers_are_refused(engine: VllmEngine) -> None:
     with pytest.raises(Lost, match="401"):
         stranger.update({"path": "/tmp", "version": 9})
     assert engine.version() == 4
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert b"\0secret" not in path.read_bytes()
 
 
-def test_a_run(place: Path) -> None:
-    """A few steps, with the trainer's own log-probabilities beside vLLM's."""
-    words = [
-        "--rl.inference.engine=vllm", "--train.max_steps=3", f"--run.dir={place / 'run'}",
-        "--model.dim=64", "--model.n_heads=2", "--model.n_layers=2", "--distributed.device=cpu",
-        "--rl.batch_samples=16", "--rl.group_size=4", "--rl.max_async=0",
-    ]  # fmt: skip
+def rl(run: Path, *words: str) -> list[dict[str, float]]:
+    """The lines of the steps of a run of the shipped configuration."""
+    more = [f"--run.dir={run}", "--rl.inference.engine=vllm", "--distributed.device=cpu", *words]
+    more += ["--model.n_heads=2", "--rl.eval_interval=0"]  # heads of 32
     done = subprocess.run(
-        ["bash", "scripts/slurm/rl.sh", "configs/rl/arithmetic.toml", *words],
-        cwd=ROOT, env=clean_env(**vllm()), capture_output=True, text=True, timeout=600,
+        ["bash", "scripts/slurm/rl.sh", "configs/rl/arithmetic.toml", *more],
+        cwd=ROOT, env=clean_env(**vllm()), capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = map(json.loads, (place / "run/metrics.jsonl").read_text().splitlines())
-    steps = [line for line in lines if "mismatch" in line]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "reward" in line]
+
+
+def test_a_synchronous_run(place: Path) -> None:
+    """With the trainer's own log-probabilities beside vLLM's."""
+    words = ["--train.max_steps=3", "--rl.batch_samples=16", "--rl.group_size=4"]
+    steps = rl(place / "synchronous", *words, "--rl.max_async=0")
     assert [line["step"] for line in steps] == [1, 2, 3]
-    assert all(line["mismatch"] < 1e-3 and line["staleness"] == 0 for line in steps)
+    assert all(line["mismatch"] < 1e-4 and line["staleness"] == 0 for line in steps)
+
+
+@pytest.mark.timeout(1300)
+def test_a_run_learns_and_transformers_loads_it(place: Path) -> None:
+    run = place / "learns"
+    rewards = [line["reward"] for line in rl(run, "--train.max_steps=80")]
+    first, last = statistics.mean(rewards[:5]), statistics.mean(rewards[-5:])
+    assert len(rewards) == 80 and first < 0.1 and last > 0.5, rewards
+    hf_models.convert("export", run, place / "mine")
+    model = hf_models.load_quietly(place / "mine")
+    torch.testing.assert_close(hf_models.theirs(model), hf_models.ours(run), atol=1e-5, rtol=0)

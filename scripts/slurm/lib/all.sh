@@ -4,10 +4,12 @@
 KP_BESIDE=${KP_BESIDE:-}                # not empty: the job is someone else's; interactive.sh runs beside it
 KP_DRY=''                               # not empty: --dry-run
 KP_INSIDE=() KP_CONTAINER_FLAGS=()      # the words that put Python into a container
-KP_CHILD='' KP_PENDING='' KP_SIGNAL=''  # the running srun; a signal that came before it; the last signal
+KP_CHILD='' KP_SIGNAL=''                # the running srun; the last signal
+KP_PENDING=${KP_PENDING:-}              # a signal that came before srun
 KP_PIDS=()                              # of replicas.sh: the running sruns; KP_CHILD is their judge
 KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' # the decision; "failed", and the nodes that failed
 KP_SRUN_LOG='' KP_SECRET_NAMES=''
+KP_OWN_STEPS='' KP_ATTEMPT=0 # the script that starts lost steps again by itself; restarts so far
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 kp_log() { # <message>
@@ -21,8 +23,12 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
 
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || kp_die "bash $BASH_VERSION is too old: 4.4 is needed"
 
+# shellcheck source-path=SCRIPTDIR source=lib/variables.sh
+source "$KP_LIB/variables.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/site.sh
 source "$KP_LIB/site.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/code.sh
+source "$KP_LIB/code.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/profile.sh
 source "$KP_LIB/profile.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/container.sh
@@ -37,7 +43,13 @@ source "$KP_LIB/launch.sh"
 source "$KP_LIB/check_nodes.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/stage.sh
 source "$KP_LIB/stage.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/chain.sh
+source "$KP_LIB/chain.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/signals.sh
 source "$KP_LIB/signals.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/notify.sh
+source "$KP_LIB/notify.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/requeue.sh
 source "$KP_LIB/requeue.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/restart.sh
+source "$KP_LIB/restart.sh"

@@ -4,18 +4,38 @@
 kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are faulty, requeues without them, or ends
     [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
     kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" --device "$KP_DEVICE"
+    kp_mark preflight
     ((KP_CODE != 0)) || return 0
     if ((KP_CODE != 1)); then
         kp_log "preflight itself has failed (exit code $KP_CODE): the run starts nevertheless"
         return 0
     fi
+    kp_drop_bad_spares || return 0
     KP_PREFLIGHT=failed
     kp_decide "preflight: ${KP_BAD:-the network} failed" || true
-    kp_finish
+    [[ $KP_DECIDED == restart ]] || kp_finish
+    kp_again
+}
+
+kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node has failed
+    local host bad=",$KP_BAD," good=()
+    for host in "${KP_SPARES[@]}"; do
+        if [[ $bad == *",$host,"* ]]; then
+            kp_log "the spare node $host failed the preflight: it is dropped"
+            bad=${bad/",$host,"/,}
+        else
+            good+=("$host")
+        fi
+    done
+    ((${#good[@]} < ${#KP_SPARES[@]})) || return 0
+    KP_SPARES=("${good[@]}") bad=${bad#,}
+    KP_BAD=${bad%,}
+    [[ -n $KP_BAD ]]
 }
 
 kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all pass, and KP_BAD
     local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries text='' pattern='"bad": "([^"]*)"'
+    local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
     KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
     kp_srun_command -m kempner.preflight.task
     KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # the others have to say what they see

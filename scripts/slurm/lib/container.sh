@@ -7,7 +7,7 @@ kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where 
         KP_PYTHON=${KP_PYTHON:-python3} # the image's own
         kp_choose_container
     elif [[ -z $KP_PYTHON ]]; then
-        KP_PYTHON=$KP_ROOT/.venv/bin/python
+        KP_PYTHON=${KP_ORIGIN:-$KP_ROOT}/.venv/bin/python
         [[ -x $KP_PYTHON ]] || KP_PYTHON=python3
     fi
     kp_unwrap_python
@@ -36,11 +36,13 @@ needed = [("torch",), ("numpy",), ("tomllib", "tomli")]
 print(*(names[-1] for names in needed if not any(map(find_spec, names))))') ||
         kp_die "'$KP_PYTHON' does not work: run make .venv/train, or set KEMPNER_PYTHON"
     [[ -z $missing ]] ||
-        kp_die "'$KP_PYTHON' lacks ${missing// /, }: run make .venv/train in $KP_ROOT, or set KEMPNER_PYTHON"
+        kp_die "'$KP_PYTHON' lacks ${missing// /, }: run make .venv/train in ${KP_ORIGIN:-$KP_ROOT}, or set" \
+            KEMPNER_PYTHON
 }
 
 kp_choose_container() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS, srun's options
     local mounts=$KP_ROOT:$KP_ROOT,$PWD:$PWD${KEMPNER_MOUNTS:+,$KEMPNER_MOUNTS} runtime
+    [[ ${KP_ORIGIN:-$KP_ROOT} == "$KP_ROOT" ]] || mounts=$KP_ORIGIN:$KP_ORIGIN,$mounts
     runtime=$(kp_container_runtime)
     case $runtime in
         apptainer | singularity)

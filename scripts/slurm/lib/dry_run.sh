@@ -55,10 +55,10 @@ kp_dry_check() { # <option> <value>: stops at a number that is none; what else s
     local number='[1-9][0-9]{0,5}'
     case $1 in
         nodes) [[ $2 =~ ^$number(-$number)?$ ]] || kp_die "--nodes=$2: must be a number of nodes, such as 4 or 2-4" ;;
-        ntasks | ntasks-per-node | cpus-per-task)
+        ntasks | ntasks-per-node | sockets-per-node | cpus-per-task)
             [[ $2 =~ ^$number$ ]] || kp_die "--$1=$2: must be a whole number from 1"
             ;;
-        gpus | gpus-per-node | gpus-per-task)
+        gpus | gpus-per-node | gpus-per-socket | gpus-per-task)
             [[ $2 =~ ^([A-Za-z][^:,=]*:)?(0|$number)$ ]] ||
                 kp_die "--$1=$2: must be a whole number, with or without a type: 8 or h100:8"
             ;;
@@ -107,6 +107,8 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
         names=$(sinfo -h -N -p "$KP_DRY_PARTITION" -o %N 2>/dev/null | sort -u | head -n "$nodes" | paste -sd,) || true
 
     gpus=${KP_ASKED[gpus_per_node]:-}
+    [[ -z ${KP_ASKED[gpus_per_socket]:-} ]] ||
+        gpus=$((${KP_ASKED[gpus_per_socket]##*:} * ${KP_ASKED[sockets_per_node]:-1}))
     gres=${gpus:+gres:gpu:${gpus##*:}}
     gres=${gres:-${KP_ASKED[gres]:-}}
     tasks=${KP_ASKED[ntasks_per_node]:-$(kp_count_gpus "${gres:-$KP_DRY_GRES}")}
@@ -131,7 +133,7 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
 }
 
 kp_is_secret() { # <variable>: true when its value must not be shown
-    [[ $1 =~ (TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) || " $KP_SECRET_NAMES " == *" $1 "* ]]
+    [[ $1 =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) || " $KP_SECRET_NAMES " == *" $1 "* ]]
 }
 
 kp_dry_variables() { # the variables that differ from those before the script
@@ -150,8 +152,17 @@ kp_dry_variables() { # the variables that differ from those before the script
     echo
 }
 
+kp_dry_settings() { # the kit's variables that the user has set, also in site.env
+    local name
+    while read -r name; do
+        kp_is_setting "$name" || continue
+        if kp_is_secret "$name"; then printf '  %s=***\n' "$name"; else printf '  %s=%q\n' "$name" "${!name}"; fi
+    done < <(compgen -A export KEMPNER_)
+}
+
 kp_dry_tell() { # says it all, and ends the script
-    local name line code=0
+    local name line settings code=0
+    settings=$(kp_dry_settings) # before this function sets some itself
     [[ -n $KP_DRY_AWAY ]] || KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ') || true
     KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
     export KEMPNER_PEERS=${KEMPNER_PEERS:-} KEMPNER_SIGNAL_LEAD
@@ -172,10 +183,16 @@ kp_dry_tell() { # says it all, and ends the script
     echo
     echo "the configuration fits: $KP_NODES nodes x $KP_TASKS tasks = world size $((KP_NODES * KP_TASKS))," \
         "$KP_GPUS GPU(s) a node, $KP_CPUS CPU(s) a task; device $KP_DEVICE"
+    line="a requeue"
+    ((${KEMPNER_CHAIN:-0} == 0)) || line="the next job of the chain"
+    echo "after a crash: up to $KP_RESTARTS restart(s) in place, then $line; spare nodes: ${KEMPNER_SPARES:-0}"
     line=$(kp_committed_step)
     if ((line < 0)); then line="no checkpoint yet"; else line="newest checkpoint: step $line"; fi
     echo "run directory $KP_RUN_DIR ($line)"
+    kp_chain_tell
+    [[ -z ${KP_CODE_NOTE:-} ]] || echo "$KP_CODE_NOTE"
 
+    [[ -z $settings ]] || printf '\nvariables of the kit that you have set (docs/slurm.md):\n%s\n' "$settings"
     echo
     echo "variables that the script would set, in addition to your own, which go to every task (secrets as ***):"
     kp_dry_variables

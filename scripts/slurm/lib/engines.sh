@@ -1,6 +1,8 @@
 # shellcheck shell=bash
 # The parts of serve.sh: one engine per task, which publishes its URL in a file of its own.
 
+KP_OWN_STEPS=serve.sh
+
 kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets KP_RUN_DIR and what srun is told
     local place
     [[ $KP_DRY != submit && -z ${KP_SCRIPT:-} ]] || kp_die "serve.sh takes neither --submit nor --script: use sbatch"
@@ -23,7 +25,7 @@ kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
     (umask 077 && od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$KP_RUN_DIR/token")
 }
 
-kp_on_signal() { # <signal>: ends the engines; in place of what it does for a run
+kp_on_signal() { # <signal>: in place of signals.sh's: ends the engines
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
     KP_PENDING=$1 # before they are there
     [[ -n $KP_CHILD ]] || return 0

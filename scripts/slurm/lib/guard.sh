@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Requeues a job of replicas that has lost the host of its batch script; on other hosts of the job.
+# Requeues a job that has lost the host of its batch script; on other hosts of the job.
 #
-#   srun ... guard.sh JOB
+#   srun ... guard.sh JOB RESTARTS [JOURNAL CHAIN LINK]
 #
 # With --no-kill Slurm takes a lost host out of the job and lets the job go on, even when its batch script ran there:
-# until the time limit nobody would be in it.
+# until the time limit nobody would be in it. RESTARTS: a host that was cut off may still run the guard of an earlier
+# start, which must not touch this one. JOURNAL: chain.jsonl, where the next job of the chain learns that no user has
+# cancelled this one.
 set -euo pipefail
 
 field() { # <name>: that field of JOB, or nothing
@@ -13,8 +15,18 @@ field() { # <name>: that field of JOB, or nothing
 
 while sleep 10; do
     JOB=$(scontrol show job "$1" 2>/dev/null) || continue
+    [[ $(field Restarts) == "$2" ]] || exit 0
     [[ $(field JobState) == RUNNING && -n $(field BatchHost) ]] || continue
     hosts=" $(scontrol show hostnames "$(field NodeList)" | paste -sd' ') "
     [[ $hosts != *" $(field BatchHost) "* ]] || continue
-    scontrol requeue "$1" 2>/dev/null || scancel "$1" # of --no-requeue
+
+    # Two guards look at the same moment: when one is refused because the other was first, it must not cancel the job.
+    if [[ $(field Requeue) != 0 ]]; then
+        scontrol requeue "$1" 2>/dev/null || true
+    else
+        [[ -z ${3:-} ]] ||
+            printf '{"event": "lost", "chain": "%s", "link": %d, "job": "%s", "time": %(%s)T}\n' \
+                "$4" "$5" "$1" -1 >>"$3"
+        scancel "$1"
+    fi
 done

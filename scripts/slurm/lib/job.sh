@@ -2,6 +2,7 @@
 # The job as Slurm sees it.
 
 KP_JOB=${KP_JOB:-} # what scontrol said about the job last
+KP_START=''        # how often Slurm had started the job again when this script first asked
 KP_ANSWER=''       # of kp_ask
 KP_DEADLINE=''     # in SECONDS: when kp_ask gives up; empty: it waits as long as Slurm's commands do
 
@@ -29,6 +30,13 @@ kp_job_id() { # the job; of an array the one task, because the number alone may 
     else
         echo "$SLURM_JOB_ID"
     fi
+}
+
+kp_as_submitted() { # sets KP_ENVIRONMENT to the variables of the shell that submitted this job
+    # What Slurm and these scripts have set would reach the next job, and secrets Slurm's files.
+    local ours="SLURM_|KP_|KEMPNER_(EARLY_STOP|CHAIN_LINK)=${KP_SECRET_NAMES:+|(${KP_SECRET_NAMES// /|})=}"
+    mapfile -d '' -t KP_ENVIRONMENT < <(grep -zvE "^($ours)" "/proc/$$/environ")
+    [[ -z ${SLURM_CONF:-} ]] || KP_ENVIRONMENT+=("SLURM_CONF=$SLURM_CONF")
 }
 
 kp_shielded() { # <command>...: runs it so that the signals that end a job do not end it first
@@ -60,6 +68,10 @@ kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails, an
     for ((tries = 0; tries < 5; tries++)); do
         if kp_ask scontrol show job -d "$(kp_job_id)" && [[ -n $KP_ANSWER ]]; then
             KP_JOB=$KP_ANSWER
+            # While this host was cut off, Slurm may have started the job again elsewhere: this script must not end,
+            # requeue or restart that start. Not by SLURM_RESTART_COUNT, which sbatch inside another job hands on.
+            [[ ${KP_START:=$(kp_field Restarts)} == "$(kp_field Restarts)" ]] ||
+                KP_JOB=${KP_JOB/JobState=RUNNING/JobState=RESTARTED}
             return 0
         fi
         kp_shielded sleep 0.2
@@ -69,4 +81,8 @@ kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails, an
 
 kp_field() { # <name>: that field of KP_JOB, or nothing
     [[ ! $KP_JOB =~ (^|[[:space:]])"$1"=([^[:space:]]*) ]] || echo "${BASH_REMATCH[2]}"
+}
+
+kp_job_name() { # the name of KP_JOB, which may have blanks: it is the last field of its line
+    [[ ! $KP_JOB =~ [[:space:]]JobName=([^$'\n']*) ]] || echo "${BASH_REMATCH[1]% }"
 }

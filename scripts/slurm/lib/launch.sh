@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # From the script's arguments to the running ranks: the check of the configuration, the banner, srun.
 
-kp_take() { # <arguments of the script>...: sets KP_ARGUMENTS, those for train.py; --dry-run, --submit: see dry_run.sh
+kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, those for train.py; --dry-run: dry_run.sh
     local word options='--(nodes|nodelist|ntasks.*|gpus.*|gres|cpus-per-.*|mem|partition|account|qos|time)|-[NnptAqcG]'
-    KP_ARGUMENTS=("$@")
+    KP_ARGUMENTS=("$@") KP_WORDS=("$@")
     for word; do
         case $word in
             --dry-run) KP_DRY=1 ;;
@@ -35,6 +35,7 @@ kp_take_line() { # <file>: puts the line of this task of an array, a configurati
 kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_TOML, KP_RUN_DIR,
     # KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of token shards) and KP_COMMITTED_BEFORE
     local code=0 values
+    kp_check_notify
     kp_need_packages
     KP_TOML=$(kp_python "$KP_TRAIN" "$@" --check --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS") || code=$?
     if ((code != 0)); then
@@ -62,6 +63,7 @@ sys.stdout.write("\0".join(found) + "\0")' <<<"$KP_TOML"
 
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
     KP_COMMITTED_BEFORE=$(kp_committed_step)
+    kp_mark check
 }
 
 kp_banner() { # says what is about to run, and where; stops when the network that the user named is not there
@@ -73,12 +75,13 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
         return
     fi
 
-    mapfile -t nodes < <(scontrol show hostnames "$(kp_field NodeList)")
+    mapfile -t nodes < <(scontrol show hostnames "$(kp_field NodeList)" | head -n "$KP_NODES")
     KEMPNER_PEERS=$(kp_peers | paste -sd' ')
     export KEMPNER_PEERS
-    kp_log "job $(kp_job_id) ($(kp_field JobName)), restart count ${SLURM_RESTART_COUNT:-0}," \
+    kp_log "job $(kp_job_id) ($(kp_job_name)), restart count ${SLURM_RESTART_COUNT:-0}," \
         "time limit $(kp_field TimeLimit)"
     kp_log "nodes ${nodes[*]}: $KP_NODES x $KP_TASKS = world size $((KP_NODES * KP_TASKS)), $what, $KP_CPUS CPU(s) each"
+    ((${#KP_SPARES[@]} == 0)) || kp_log "spare nodes: ${KP_SPARES[*]}"
     kp_log "master ${nodes[0]} (${KEMPNER_PEERS%% *})"
     kp_profile_note
 
@@ -116,7 +119,24 @@ kp_keep_log() { # makes the batch log appear in the run directory too, as logs/b
     [[ $file -ef $target ]] || ln -f -- "$file" "$target" 2>/dev/null || ln -sf -- "$file" "$target"
 }
 
-kp_run() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, the exit code of srun or torchrun
+kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_decide has another answer; sets KP_CODE
+    while :; do
+        ((${#KP_PLACES[@]} == 0)) || kp_start_beside
+        kp_attempt "$@"
+        ((KP_RESTARTS > 0)) && [[ -z $KP_DECIDED ]] || break
+        kp_decide "the step ended with exit code $KP_CODE" || true
+        # A signal since then: it must not be lost in a start.
+        if [[ $KP_DECIDED == restart ]] && kp_asked_to_leave; then
+            KP_DECIDED=''
+            kp_decide "asked to leave between two attempts" || true
+        fi
+        [[ $KP_DECIDED == restart ]] || break
+        kp_again
+    done
+    kp_end_beside
+}
+
+kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, that of srun or torchrun
     if kp_in_job; then
         kp_srun "$KP_TRAIN" "$@"
     elif ((KP_TASKS == 1)); then
@@ -126,8 +146,12 @@ kp_run() { # <train.py arguments>...: trains until every rank has left; sets KP_
             "$KP_TRAIN" "$@"
     fi
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
+    KP_PENDING=''
     kp_early_stop
-    kp_wait
+    kp_watch
+    # In a job that survives a lost node a srun may wait for that node until the time limit.
+    if ((KP_RESTARTS > 0 || ${#KP_PLACES[@]} > 0)); then kp_await; else kp_wait; fi
+    kp_watch_end
     [[ -z $KP_EARLY_STOP ]] || kill "$KP_EARLY_STOP" 2>/dev/null || true
 }
 
@@ -139,13 +163,10 @@ kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls 
 }
 
 kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follow from this result, too
-    local environment=()
     [[ -n ${KEMPNER_PROPOSE:-} ]] && kp_is_batch || return 0
-
-    # As from the shell that submitted this job: what Slurm and this script have exported would reach the next one.
-    mapfile -d '' -t environment < <(grep -zvE '^(SLURM_|KEMPNER_EARLY_STOP=)' "/proc/$$/environ")
-    kp_shielded env -i "${environment[@]}" ${SLURM_CONF:+"SLURM_CONF=$SLURM_CONF"} \
-        "$KEMPNER_PROPOSE_PYTHON" "$KP_ROOT/scripts/sweep.py" "$KEMPNER_PROPOSE" submit --from-job ||
+    kp_as_submitted
+    kp_shielded env -i "${KP_ENVIRONMENT[@]}" "$KEMPNER_PROPOSE_PYTHON" "$KP_ORIGIN/scripts/sweep.py" \
+        "$KEMPNER_PROPOSE" submit --from-job ||
         kp_log "the sweep's next points were not submitted: see above; 'sweep.py $KEMPNER_PROPOSE submit' does so"
 }
 
@@ -161,6 +182,9 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
     # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and another job's GPUs on a shared node be taken.
     ((KP_GPUS == 0)) || KP_SRUN+=(--gpus-per-node="$KP_GPUS")
     [[ -z $KP_BESIDE ]] || KP_SRUN+=(--jobid="$SLURM_JOB_ID" --overlap)
+    ((${#KP_PLACES[@]} == 0)) || KP_SRUN+=(--nodelist="$(kp_comma "${KP_PLACES[@]}")")
+    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever.
+    [[ -z $KP_DROPPED ]] || KP_SRUN+=(--overlap)
     read -ra more <<<"${KEMPNER_SRUN:-}"
     KP_SRUN+=("${more[@]}" "${KP_CONTAINER_FLAGS[@]}")
 
@@ -178,9 +202,11 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
 kp_srun() { # <Python arguments>...: starts the step
     kp_srun_command "$@"
     KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
+    kp_mark batch-script
     # What srun says of a task that dies is looked at afterwards. The signals that end a job must not end tee: srun
     # would die of the broken pipe.
     kp_start "${KP_SRUN[@]}" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
+    [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP='' # another step of this start has not waited in the queue
 }
 
 kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this shell alone

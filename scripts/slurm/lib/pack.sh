@@ -3,6 +3,7 @@
 # with an equal part of the node. This shell waits for them, and requeues the job. Sourced by pack.sh, after all.sh.
 
 # The exit code of a subshell whose run has to go on: at once; when the job is requeued; then without this node, too.
+KP_OWN_STEPS=pack.sh
 readonly KP_NOW=100 KP_LATER=101 KP_ELSEWHERE=102
 
 kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK, how many runs fit on the node, and KP_POINTS, this job's
@@ -94,7 +95,7 @@ kp_pack_finish() { # ends the script: requeues the job when a run has to go on; 
     ! kp_show_job || [[ -z $KP_AGAIN || $(kp_field JobState) == RUNNING ]] || KP_DECIDED=leave # Slurm is ending the job
     if [[ -n $KP_AGAIN && $KP_DECIDED == end ]]; then
         if kp_shielded scontrol requeue "$(kp_job_id)"; then
-            [[ -z $KP_EXCLUDED ]] || kp_exclude
+            [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
             KP_DECIDED=requeue
         else
             kp_log "scontrol requeue was refused: the runs that have to go on must be submitted again"
@@ -141,17 +142,17 @@ kp_skip_if_ended() { # ends the subshell when an earlier start of this job has d
     exit 0
 }
 
-kp_keep_log() { # the log is in the run directory already
+kp_keep_log() { # in place of launch.sh's: the log is in the run directory already
     :
 }
 
-kp_requeue() { # the job is requeued when all runs have ended; when Slurm is ending it, there may be no time for that
+kp_requeue() { # in place of requeue.sh's: the job is requeued when all runs have ended, unless Slurm is ending it now
     [[ $(kp_field JobState) != RUNNING ]] || return 0
     kp_shielded scontrol requeue "$(kp_job_id)" && return 0
     kp_show_job && (($(kp_field Restarts) > ${SLURM_RESTART_COUNT:-0})) # another run was first
 }
 
-kp_finish() { # ends the subshell: its exit code says whether the run has to go on
+kp_finish() { # in place of requeue.sh's: ends the subshell, whose exit code says whether the run has to go on
     [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
     case $KP_DECIDED in
         requeue)

@@ -20,7 +20,7 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
         "$KP_CPUS CPU(s) each"
 }
 
-kp_committed_step() { # what is done: a point for each unit that is encoded, and another when it is in a shard
+kp_committed_step() { # in place of requeue.sh's: a point for each unit encoded, and another when it is in a shard
     local units text='' pattern='"units": ([0-9]+)' assembled=0
     { read -r -d '' text <"$KP_OUT/dataset.partial.json"; } 2>/dev/null || true
     [[ ! $text =~ $pattern ]] || assembled=${BASH_REMATCH[1]}

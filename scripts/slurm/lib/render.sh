@@ -26,7 +26,7 @@ kp_render() { # <file>: the request, the variables, all parts of the kit's scrip
             [[ $line != "source \"\$KP_LIB/"* ]] || kp_render_part "$line"
         done <"$0"
         printf '\n# ---- %s ----\n' "$(basename "$0")"
-        sed -n '/^kp_take /,$p' "$0"
+        sed -n '/^kp_take/,$p' "$0"
     } >"$fresh" || kp_die "--script=$1 cannot be written: give another name"
     mv -- "$fresh" "$1"
     echo "written: $1, to be submitted by 'sbatch $1' without any other option"

@@ -2,6 +2,7 @@
 # lowcomm.mode = steps: a srun step for each replica, started again when it is lost. Sourced by replicas.sh, after
 # all.sh. Replica 0 works in the run directory itself, replica I in RUN/replicas/I as a run of its own.
 
+KP_OWN_STEPS=replicas.sh
 readonly KP_END_S=10  # for srun to end a step that it was asked to end
 readonly KP_AGAIN_S=5 # a replica that is lost again and again waits so much longer each time
 
@@ -15,7 +16,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
     export KEMPNER_REPLICAS=$KP_REPLICAS KEMPNER_DOOR=$KP_RUN_DIR/.door-$KEMPNER_ATTEMPT_ID
     kp_open_door
-    kp_start_guard
+    kp_start_guard "${KP_HOSTS[@]:1}"
 
     for ((slot = 0; slot < KP_REPLICAS; slot++)); do
         KP_TRIES[slot]=0
@@ -30,7 +31,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     kill -KILL "$KP_CHILD" 2>/dev/null || true # it ignores the signals that end a job
     wait "$KP_CHILD" 2>/dev/null || true
     KP_CHILD=''
-    [[ -z $KP_GUARD ]] || kill -TERM "$KP_GUARD" 2>/dev/null || true # or the end of the job would wait for it
+    kp_end_guard # or the end of the job would wait for it
     rm -f -- "$KEMPNER_DOOR"*
     kp_write_status
 }
@@ -62,20 +63,6 @@ kp_open_door() { # starts the judge of who lives (kempner/lowcomm/judge.py); it 
         sleep 0.1 || true
     done
     kp_die "the store of the replicas has not started: see above"
-}
-
-kp_start_guard() { # watches, on up to two other hosts, that this one is not lost (guard.sh); sets KP_GUARD
-    local others=("${KP_HOSTS[@]:1}") on
-    KP_GUARD=''
-    ((${#others[@]} > 0)) && kp_is_batch || return 0
-    mapfile -t on < <(printf '%s\n' "${others[0]}" "${others[-1]}" | sort -u)
-    (
-        unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}"
-        exec setsid srun --job-name=guard --overlap --no-kill --mem=0 --gres=none --mpi=none --export=ALL \
-            --nodes="${#on[@]}" --ntasks="${#on[@]}" --ntasks-per-node=1 --cpus-per-task=1 \
-            --nodelist="$(IFS=, && echo "${on[*]}")" bash "$KP_LIB/guard.sh" "$(kp_job_id)"
-    ) </dev/null >"$KP_RUN_DIR/logs/guard.log" 2>&1 &
-    KP_GUARD=$!
 }
 
 kp_start_replica() { # <replica> <train.py arguments>...
@@ -192,7 +179,7 @@ kp_replica_step() { # <replica>: the step of its newest checkpoint
     kp_newest_step "$directory"
 }
 
-kp_committed_step() { # as in requeue.sh, of the replica that is furthest
+kp_committed_step() { # in place of requeue.sh's: of the replica that is furthest
     local slot newest=-1 step
     for ((slot = 0; slot < ${KP_REPLICAS:-1}; slot++)); do
         step=$(kp_replica_step "$slot")

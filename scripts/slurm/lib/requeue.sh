@@ -26,7 +26,7 @@ kp_json() { # <text>: as a JSON string
     printf '"%s"' "${text//[[:cntrl:]]/ }"
 }
 
-kp_record() { # <requeue, end or leave (to Slurm)> <why>: one line in the log, one in attempts.jsonl (history/events.py)
+kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log and in attempts.jsonl (events.py)
     local file=$KP_RUN_DIR/attempts.jsonl line
     KP_DECIDED=$1
     kp_log "$1: $2"
@@ -39,32 +39,35 @@ kp_record() { # <requeue, end or leave (to Slurm)> <why>: one line in the log, o
     # A rank that was killed may have left half a line: it must not swallow this one.
     [[ -z $(tail -c 1 -- "$file" 2>/dev/null) ]] || line=$'\n'$line
     printf '%s\n' "$line" >>"$file"
-    [[ -z ${KEMPNER_MAIL:-} || $1 != end ]] || kp_mail "$2"
-}
-
-kp_mail() { # <what happened>: one mail to KEMPNER_MAIL, once the run has ended for good
-    printf '%s\nrun directory %s\n' "$1" "$KP_RUN_DIR" |
-        kp_shielded mail -s "job $(kp_job_id) ($(kp_field JobName)): $1" -- "$KEMPNER_MAIL" ||
-        kp_log "no mail to $KEMPNER_MAIL: 'mail' has failed on $(uname -n)"
+    [[ ! $1 =~ ^(end|leave)$ ]] || kp_chain_cancel "$1: $2"
+    kp_notify "$@"
 }
 
 # --- whose fault it was ------------------------------------------------------------------------------------
 
-kp_judge() { # reads the records: sets KP_NO_PROGRESS, KP_FINAL, KP_BLAMED, and KP_EXCLUDED if the host is left out
-    local KP_DEADLINE=$((SECONDS + 20)) KP_ANSWER='' host='' again='' excluded='' before=''
+kp_judge() { # reads the records, once: sets KP_NO_PROGRESS, KP_FINAL, KP_BLAMED, KP_START_S (seconds until the first
+    # step), and KP_EXCLUDED if the host is left out, KP_REPLACED if a spare takes its place
+    local KP_DEADLINE=$((SECONDS + 20)) KP_ANSWER='' host='' again='' excluded='' before='' broken=''
+    [[ -z $KP_JUDGED ]] || return 0
+    KP_JUDGED=1
     # After an orderly end with a new checkpoint there is nothing to find out, and KillWait may be short.
     ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || [[ $KP_STATE != interrupted ]] || return 0
     if ! kp_ask "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.history.faulty_host \
-        "$KP_RUN_DIR" "$(kp_job_id)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG"; then
+        "$KP_RUN_DIR" "$(kp_chain_jobs)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG"; then
         kp_log "the records of earlier attempts could not be read: only a preflight can exclude a host"
     fi
-    { read -r before && read -r host && read -r again && read -r excluded && read -r KP_FINAL; } <<<"$KP_ANSWER" || true
+    { read -r before && read -r host && read -r again && read -r excluded && read -r KP_FINAL && read -r broken &&
+        read -r KP_START_S; } <<<"$KP_ANSWER" || true
+    [[ -z $broken || -n $KP_PREFLIGHT ]] || KP_FAULT="has a broken $broken"
     [[ -z $before ]] || ((KP_COMMITTED > KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=$((before + 1))
 
     [[ -z $KP_PREFLIGHT ]] || host=$KP_BAD again=$KP_BAD
+    [[ -z $KP_LOST ]] || host=$KP_LOST again=$KP_LOST
     [[ $KP_STATE != interrupted && -z $KP_FINAL ]] || return 0
     KP_BLAMED=$host
-    [[ -z $again ]] || kp_leave_out "$host" "${excluded:-0}"
+    [[ -n $again ]] || return 0
+    # Slurm itself keeps the next start off a node that is lost.
+    kp_replace "$host" || [[ -n $KP_LOST ]] || kp_leave_out "$host" "${excluded:-0}"
 }
 
 kp_leave_out() { # <hosts> <how many the job already does without>: sets KP_EXCLUDED, unless too few others are left
@@ -81,11 +84,24 @@ kp_leave_out() { # <hosts> <how many the job already does without>: sets KP_EXCL
         [[ $out == *" $node "* ]] || left=$((left + 1))
     done < <(sinfo -h -N -p "$(kp_field Partition)" -o '%N %t' |
         awk '$2 !~ /down|drain|drng|fail|maint|unk/ { print $1 }' | sort -u)
-    if ((left < KP_NODES)); then
+    if ((left < KP_NODES + ${KEMPNER_SPARES:-0})); then
         kp_log "$1: $KP_FAULT, not excluded: the other nodes of the partition, $left, are too few"
         return 0
     fi
     KP_EXCLUDED=$1
+}
+
+kp_leave_out_spent() { # adds the hosts that spares have replaced to KP_EXCLUDED: Slurm would take them again
+    local host pattern already
+    ((${#KP_SPENT[@]} > 0)) || return 0
+    pattern=$(kp_chain_jobs)
+    pattern='"decision": "(requeue|chain)".* "job": "('${pattern//,/|}')".* "excluded": "[^"]'
+    already=$(kp_shielded grep -csE "$pattern" "$KP_RUN_DIR/attempts.jsonl") || true
+    [[ -n $KP_EXCLUDED ]] || KP_FAULT="was replaced by a spare node"
+    for host in "${KP_SPENT[@]}"; do
+        kp_leave_out "${KP_EXCLUDED:+$KP_EXCLUDED,}$host" "${already:-0}"
+        already=$((already + 1))
+    done
 }
 
 kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or nothing
@@ -94,11 +110,11 @@ kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or n
     [[ $list == '(null)' ]] || echo "$list"
 }
 
-kp_exclude() { # keeps the requeued job off KP_EXCLUDED: Slurm takes this only once the job is pending again
+kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes this only once the job is pending again
     local tries list
     list=$(kp_excluded)
     for ((tries = 0; tries < 30; tries++)); do
-        if scontrol update JobId="$(kp_job_id)" ExcNodeList="${list:+$list,}$KP_EXCLUDED" 2>/dev/null; then
+        if scontrol update JobId="$1" ExcNodeList="${list:+$list,}$KP_EXCLUDED" 2>/dev/null; then
             kp_log "$KP_EXCLUDED: $KP_FAULT, excluded from the next starts of this job (KEMPNER_EXCLUDE=0: never)"
             return 0
         fi
@@ -111,27 +127,35 @@ kp_exclude() { # keeps the requeued job off KP_EXCLUDED: Slurm takes this only o
 # --- the decision ------------------------------------------------------------------------------------------
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
-    local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state=''
-    trap '' TERM INT HUP USR1 USR2   # a requeue signals this shell, and its subshells would die of it
+    local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state pending=$KP_PENDING
+    # Between two attempts a signal must not be lost: kp_on_signal keeps it.
+    [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_deaf
     [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
-    KP_BLAMED='' KP_EXCLUDED='' KP_FINAL='' KP_NO_PROGRESS='' KP_FAULT="failed twice in a row"
-    [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
-    kp_verdict
-    KP_COMMITTED=$(kp_committed_step)
-    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
+    kp_look
+    if kp_may_restart && [[ $KP_PENDING == "$pending" ]]; then
+        kp_record restart "$what (${KP_MEASURE:-newest checkpoint: step} $KP_COMMITTED)"
+        return
+    fi
+
+    kp_deaf
+    [[ $KP_PENDING == "$pending" ]] || kp_look # a subshell may have died of the signal
+    [[ -z $KP_REPLACED ]] || KP_REPLACED='' KP_EXCLUDED=''
     [[ $KP_STATE != interrupted ]] || what="interrupted and saved"
     what+=" (${KP_MEASURE:-newest checkpoint: step} $KP_COMMITTED)"
-    ! kp_show_job || state=$(kp_field JobState)
-
+    state=$KP_JOB_STATE
     if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
         kp_record end "the run is $KP_STATE"
     elif [[ ${KP_CODE:-} == 2 ]]; then
         kp_record end "bad input"
+    elif [[ $state != RUNNING && $(kp_field Reason) != TimeLimit ]] && kp_chain_survives; then
+        kp_record chain "Slurm is ending the job ($state, $(kp_field Reason)); job $KP_SUCCESSOR continues it"
     elif [[ $state != RUNNING && $(kp_field Reason) != TimeLimit ]]; then
         kp_record leave "Slurm is ending the job (${state:-no answer}), and decides whether it starts again"
     elif ! kp_is_batch; then
         kp_record end "$what; only a batch job is requeued"
-    elif [[ $(kp_field Requeue) == 0 ]]; then
+    elif [[ $KP_PENDING == INT ]]; then
+        kp_record end "$what; SIGINT between two attempts"
+    elif [[ -z $KP_CHAIN && $(kp_field Requeue) == 0 ]]; then
         kp_record end "$what; the job was submitted with --no-requeue"
     elif kp_judge && [[ -n $KP_FINAL ]]; then
         kp_record end "$KP_FINAL; another attempt would end in the same way"
@@ -139,29 +163,49 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         kp_record end "$what; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
     elif [[ -n $KP_PREFLIGHT && -z $KP_EXCLUDED ]]; then
         kp_record end "$what; there are no other nodes to take"
+    elif [[ -n $KP_CHAIN ]]; then
+        kp_chain_on "$what"
     elif kp_requeue; then
-        kp_record requeue "$what"
+        kp_record requeue "$what${KP_EXCLUDED:+; without $KP_EXCLUDED: $KP_FAULT}"
     else
         kp_record end "$what; scontrol requeue was refused"
     fi
 }
 
+kp_deaf() { # a requeue signals this shell, and its subshells would die of it
+    trap '' TERM INT HUP USR1 USR2
+}
+
+kp_look() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE; forgets what kp_judge found
+    KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_FINAL='' KP_NO_PROGRESS='' KP_START_S='' KP_JUDGED='' KP_JOB_STATE=''
+    KP_FAULT="failed twice in a row"
+    [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
+    kp_verdict
+    KP_COMMITTED=$(kp_committed_step)
+    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
+    ! kp_show_job || KP_JOB_STATE=$(kp_field JobState)
+}
+
 kp_requeue() { # starts the job again, without KP_EXCLUDED; fails when Slurm refuses
+    kp_leave_out_spent
     kp_shielded scontrol requeue "$(kp_job_id)" || return 1
-    [[ -z $KP_EXCLUDED ]] || kp_exclude
+    [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
 }
 
 kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code
     if kp_in_job; then
         [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
-        [[ $KP_DECIDED != end ]] || { kp_unstage && kp_propose; }
+        # The next job of a chain has a directory of its own.
+        [[ $KP_DECIDED != end && ($KP_DECIDED != chain || $KP_JOB_STATE != RUNNING) ]] || kp_unstage
+        [[ $KP_DECIDED != end ]] || kp_propose
     else
         kp_verdict
     fi
     case $KP_DECIDED,$KP_STATE in
-        requeue,* | *,done | *,stopped) exit 0 ;;
+        requeue,* | chain,* | *,done | *,stopped) exit 0 ;;
         *,interrupted) exit $((KP_CODE == 2 ? 2 : 75)) ;; # 2: of another part of the job
-        *,failed | *,running) exit $((KP_CODE ? KP_CODE : 1)) ;;
+        # srun's code is 0, too, when a node has failed.
+        *,failed | *,running | end,* | leave,*) exit $((KP_CODE ? KP_CODE : 1)) ;;
     esac
     exit "$KP_CODE"
 }
@@ -173,5 +217,6 @@ kp_stay_ended() { # the EXIT trap: makes sure that an end is the end
 
     # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which must stay possible.
     [[ -n $KP_DECIDED ]] || { kp_show_job && [[ $(kp_field JobState) == RUNNING ]]; } || return 0
+    kp_chain_cancel "the job has ended before its run began"
     ! kp_is_batch || kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
 }

@@ -3,11 +3,14 @@
 
 kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives one GPU
     local asked cpus
+    kp_chain_check
     if ! kp_in_job; then
         KP_NODES=1 KP_GPUS=$(kp_gpus_here)
         KP_TASKS=${KEMPNER_NPROC:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
         return
     fi
+    [[ -z $(kp_field HetJobId) ]] || kp_die "a heterogeneous job (its parts are separated by ':' on sbatch's command" \
+        "line): a run needs one kind of node: give one request, without ':'"
     KP_NODES=$(kp_field NumNodes)
     kp_gpus
     asked=$(kp_tasks_asked)
@@ -28,12 +31,16 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     ((cpus >= KP_TASKS)) ||
         kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS --cpus-per-task=N"
     KP_CPUS=${SLURM_CPUS_PER_TASK:-$((cpus / KP_TASKS))}
+    kp_places # from here on KP_NODES are those that train
 }
 
 kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
     local pattern='NtasksPerN:B:S:C=([1-9][0-9]*)' tasks=${SLURM_NTASKS:-0}
     if [[ $KP_JOB =~ $pattern ]]; then
         echo "${BASH_REMATCH[1]}"
+    elif [[ $KP_GPUS_ASKED == --gpus-per-socket=* ]]; then
+        # Slurm has made the number of sockets that of the tasks.
+        return 0
     elif ((tasks > KP_NODES)) || { ((tasks > 0)) && kp_is_batch; }; then # salloc sets it unasked
         ((tasks % KP_NODES == 0)) || kp_die "--ntasks=$tasks on $KP_NODES nodes: give --ntasks-per-node=N instead"
         echo $((tasks / KP_NODES))
@@ -51,6 +58,14 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     if [[ $asked == *gpu* ]]; then
         KP_GPUS=$(kp_count_gpus "$asked")
         KP_GPUS_ASKED=--gpus-per-node=$KP_GPUS
+        return
+    fi
+
+    asked=$(kp_field TresPerSocket)
+    if [[ $asked == *gpu* ]]; then
+        asked=$(kp_count_gpus "$asked")
+        KP_GPUS=$((asked * $(kp_field Socks/Node))) # without --sockets-per-node sbatch refuses it
+        KP_GPUS_ASKED=--gpus-per-socket=$asked
         return
     fi
 

@@ -3,12 +3,20 @@
 
 readonly KP_PATIENCE=5 # seconds that a handler may wait for Slurm's answers, all of them together
 
+kp_listen() { # to the signals that end a job, or ask for a save
+    # "|| true": a command that fails in there must not end this shell, as errexit would have it
+    trap 'kp_on_signal TERM || true' TERM USR1 HUP
+    trap 'kp_on_signal INT || true' INT
+    trap 'kp_on_signal USR2 || true' USR2
+}
+
 kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is already ending the job
     # A controller that is away lets each question wait for 20 s: the warning would be spent on them.
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
     if [[ -z $KP_CHILD ]]; then
-        [[ $1 != INT ]] || exit 130
-        KP_PENDING=$1 # the ranks get it as soon as they are there
+        [[ $1 != INT || -n $KP_SRUN_LOG ]] || exit 130
+        # The ranks get it as soon as they are there; between two attempts kp_decide looks at it.
+        [[ $1 == USR2 && -n $KP_PENDING ]] || KP_PENDING=$1
         return
     fi
     [[ -z $KP_DECIDED ]] || return 0
@@ -40,6 +48,11 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
         ((KP_TASKS == 1)) || read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children" || true
         kill -s "$1" "${ranks[@]}" 2>/dev/null || true
         return
+    fi
+
+    # run.sh: the supervisors look for this file.
+    if [[ -n ${KP_ASKS:-} && $1 != KILL ]]; then
+        ! echo "$1" >"$KP_RUN_DIR/.ask-$KEMPNER_ATTEMPT_ID" || return 0
     fi
 
     # Slurm refuses the signal while the step is still being started on some node: try again.

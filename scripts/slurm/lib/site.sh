@@ -2,20 +2,34 @@
 # Where the script runs: the repository, its Python, site.env, the secrets.
 
 kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
-    # "|| true": a command that fails in there must not end this shell, as errexit would have it
-    trap 'kp_on_signal TERM || true' TERM USR1 HUP
-    trap 'kp_on_signal INT || true' INT
-    trap 'kp_on_signal USR2 || true' USR2
+    kp_listen
     trap 'kp_stay_ended || true' EXIT
     kp_begin
+    [[ $KP_ROOT != "$KP_ORIGIN" ]] || kp_check_variables # in the copy it would be said twice
     kp_enter
     kp_allocator
+    ! kp_in_job || [[ -n ${KP_DRY}${KP_BESIDE} ]] || kp_startup
 }
 
-kp_begin() { # sets KP_ROOT and the names of this attempt; reads site.env
+kp_startup() { # exports KEMPNER_STARTUP, the times of the parts of this start: src/kempner/startup.py
+    local submitted
+    submitted=$(date -d "$(kp_field SubmitTime)" +%s 2>/dev/null) || submitted=$KEMPNER_BATCH_BEGAN
+    export KEMPNER_STARTUP="submitted=$submitted queue=$KEMPNER_BATCH_BEGAN"
+}
+
+kp_mark() { # <part>: has just ended
+    local now=${EPOCHREALTIME:-$(date +%s.%N)}
+    [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP+=" $1=${now/,/.}"
+}
+
+kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attempt; reads site.env
     KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
+    KP_ORIGIN=$KP_ROOT
+    [[ ! -e $KP_ROOT/.kempner-origin ]] || KP_ORIGIN=$(<"$KP_ROOT/.kempner-origin")
     [[ $KP_DRY != submit ]] || { kp_read_site && kp_submit; }
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
+    KEMPNER_BATCH_BEGAN=${KP_BEGAN:-$KEMPNER_BATCH_BEGAN}
+    export -n KP_BEGAN KP_PENDING
     KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
     KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
@@ -23,6 +37,7 @@ kp_begin() { # sets KP_ROOT and the names of this attempt; reads site.env
 }
 
 kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
+    kp_check_settings
     kp_read_secrets
     KP_TRAIN=${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}
     kp_choose_python
@@ -42,7 +57,7 @@ kp_allocator() { # exports PyTorch's allocator settings, unless the user has
 }
 
 kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is exported
-    local file=${KEMPNER_SITE:-$KP_ROOT/site.env} profile
+    local file=${KEMPNER_SITE:-${KP_ORIGIN:-$KP_ROOT}/site.env} profile
     profile=$(kp_profile_file)
     if [[ -n $profile ]]; then
         kp_read_profile "$profile"

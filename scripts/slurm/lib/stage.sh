@@ -1,31 +1,78 @@
 # shellcheck shell=bash
-# KEMPNER_STAGE=DIR: the data of the run on each node's own disk, for the time of the job.
+# KEMPNER_STAGE=DIR: the data of the run, and its environment, on each node's own disk, for the time of the job.
 
 kp_on_each_node() { # <name> <command>...: runs it in a step with one task on each node; fails when a task does
     local KP_TASKS=1 KP_GPUS=0 KP_SRUN_NAME=$1-$KEMPNER_ATTEMPT_ID
+    local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
     kp_srun_command "${@:2}"
     KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # a full disk concerns its own node alone
     KP_SRUN=("${KP_SRUN[@]/#--wait=300/--wait=0}")
     "${KP_SRUN[@]}" </dev/null
 }
 
-kp_stage() { # copies the data sets KP_DATA to DIR/kempner-JOB on each node; exports KEMPNER_STAGED
-    local jobs='' environment=()
-    [[ -n ${KEMPNER_STAGE:-} ]] && kp_in_job && ((${#KP_DATA[@]} > 0)) || return 0
+kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on each node; exports KEMPNER_STAGED
+    local jobs=''
+    [[ -n ${KEMPNER_STAGE:-} ]] && kp_in_job || return 0
+    ((${#KP_DATA[@]} > 0 || ${KEMPNER_STAGE_ENVIRONMENT:=0})) || return 0
     export KEMPNER_STAGED=$KEMPNER_STAGE/kempner-$SLURM_JOB_ID
     ! kp_ask squeue --me -h -o %A || jobs=$(paste -sd, <<<"$KP_ANSWER")
-    # In a container Python belongs to the image.
-    if [[ ${KEMPNER_STAGE_ENVIRONMENT:-0} != 0 && ${KEMPNER_CONTAINER:-none} == none ]]; then
-        environment=(--environment)
+    # Also without data: it removes what jobs that were killed have left.
+    kp_on_each_node stage -m kempner.data.stage --jobs "$jobs" "$KEMPNER_STAGED" "${KP_DATA[@]}" ||
+        kp_log "staging has failed (exit code $?): what was not copied is read from where it is"
+    ((KEMPNER_STAGE_ENVIRONMENT == 0)) || kp_stage_environment
+    kp_mark stage
+}
+
+kp_stage_environment() { # the container's image, or the virtual environment as one file, to each node: see task.sh
+    local file sum='' KP_PACKED=''
+    if [[ ${KEMPNER_CONTAINER:-none} != none ]]; then
+        file=$KEMPNER_CONTAINER
+        if [[ ! -f $file ]]; then
+            kp_log "KEMPNER_CONTAINER=$file is no file: it is not copied to the nodes"
+            return
+        fi
+        export KEMPNER_STAGED_IMAGE=$file
+    else
+        kp_pack_environment || {
+            kp_log "the environment of $KP_PYTHON is not copied to the nodes: it is no virtual environment, or there" \
+                "is no room for its archive in $KP_RUN_DIR"
+            return
+        }
+        file=$KP_PACKED sum=$(<"$KP_PACKED.sum")
         export KEMPNER_STAGED_PYTHON=$KP_PYTHON
     fi
-    kp_on_each_node stage -m kempner.data.stage "${environment[@]}" --jobs "$jobs" "$KEMPNER_STAGED" "${KP_DATA[@]}" ||
-        kp_log "staging has failed (exit code $?): what was not copied is read from where it is"
+    kp_on_each_host "$KEMPNER_STAGED" || true
+    # A tree of the nodes hands the file on. It fails for all when one disk is full; then each reads the file itself.
+    ((KP_NODES == 1)) || sbcast --jobid="$SLURM_JOB_ID" --force --preserve "$file" "$KEMPNER_STAGED/sent" 2>/dev/null ||
+        kp_log "sbcast of $file has failed: the nodes read it from where it is"
+    kp_on_each_host "$KEMPNER_STAGED" "$file" ${sum:+"$sum"} ||
+        kp_log "staging has failed (exit code $?): what was not copied is used where it is"
+}
+
+kp_on_each_host() { # <arguments of stage_node.sh>...: outside of the container
+    local KP_INSIDE=() KP_CONTAINER_FLAGS=() KP_PYTHON=bash
+    kp_on_each_node stage "$KP_LIB/stage_node.sh" "$@"
+}
+
+kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, made once for each state of its packages
+    local prefix state fresh
+    prefix=$("$KP_PYTHON" -c 'import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")')
+    [[ -n $prefix ]] || return 1
+    state=$(stat -c '%n %Y' -- "$prefix"/lib/python*/site-packages/* | sha256sum)
+    KP_PACKED=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
+    [[ ! -e $KP_PACKED ]] || return 0
+    rm -f -- "$KP_RUN_DIR"/.environment-*
+    if ! { tar -C "$prefix" -cf - . | tee -- "$fresh" | sha256sum | cut -d' ' -f1 >"$KP_PACKED.sum"; }; then
+        rm -f -- "$KP_RUN_DIR"/.environment-*
+        return 1
+    fi
+    mv -- "$fresh" "$KP_PACKED"
 }
 
 kp_unstage() { # removes these copies: the job has ended for good
     [[ -n ${KEMPNER_STAGED:-} ]] || return 0
-    unset KEMPNER_STAGED_PYTHON
+    unset KEMPNER_STAGED_PYTHON KEMPNER_STAGED_IMAGE
+    [[ -z ${KP_RUN_DIR:-} || $KP_DECIDED == chain ]] || rm -f -- "$KP_RUN_DIR"/.environment-*
     kp_on_each_node unstage -c 'import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)' "$KEMPNER_STAGED" ||
         kp_log "the copies in $KEMPNER_STAGED could not be removed (exit code $?): your next job there removes them"
 }

@@ -283,4 +283,12 @@ if [[ -n ${KEMPNER_STAGED_PYTHON:-} && ${1:-} == "$KEMPNER_STAGED_PYTHON" ]]; th
     python=$KEMPNER_STAGED/environment/bin/python
     [[ ! -e $KEMPNER_STAGED/environment/.complete ]] || set -- "$python" "${@:2}"
 fi
+if [[ -n ${KEMPNER_STAGED_IMAGE:-} && -e $KEMPNER_STAGED/image.sif ]]; then # see stage.sh
+    for ((i = 1; i <= $#; i++)); do
+        [[ ${!i} != "$KEMPNER_STAGED_IMAGE" ]] || {
+            set -- "${@:1:i-1}" "$KEMPNER_STAGED/image.sif" "${@:i+1}"
+            break
+        }
+    done
+fi
 (($# == 0)) || exec "$@"

@@ -147,10 +147,12 @@ class RandomState:
 
 def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateProvider]:
     """The providers of a plain training run."""
+    spikes = getattr(optimizer, "spikes", None)
     return {
         "model": ModelState(model, optimizer),
         "optim": OptimizerState(model, optimizer),
         "rng": RandomState(),
+        **({"spikes": spikes} if spikes is not None else {}),
     }
 
 

@@ -1,11 +1,10 @@
 """Copies of data sets on a host's own disk, for the time of a job: KEMPNER_STAGE=DIR.
 
-    python -m kempner.data.stage [--environment] --jobs 17,18 DIR/kempner-17 DATASET...
+    python -m kempner.data.stage --jobs 17,18 DIR/kempner-17 DATASET...
 
-runs once on each host before the training. `--environment` copies the virtual environment of this
-Python too, to DIR/kempner-17/environment, where task.sh looks for it. It removes what jobs that are
-no longer there have left in DIR, keeps what an earlier attempt of this job has copied, and copies
-the rest. What cannot be copied is read from where it is: one warning, exit code 0.
+runs once on each host before the training. It removes what jobs that are no longer there have left
+in DIR, keeps what an earlier attempt of this job has copied, and copies the rest. What cannot be
+copied is read from where it is: one warning, exit code 0.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from kempner.files import fsync
 
 COPIERS = 8  # threads: files from a parallel file system
 CHUNK = 16 << 20
-COMPLETE = ".complete"  # a file in the copy of an environment
 OWN = re.compile(r"kempner-(\d+)")
 
 
@@ -82,39 +80,6 @@ def stage(path: Path, root: Path) -> str:
     return f"{path}: copied to {copy}, {total / 1e9:.3g} GB in {seconds:.1f} s"
 
 
-def stage_environment(root: Path) -> str:
-    """Copy the virtual environment of this Python unless it is there. Raises OSError."""
-    source, copy, began = Path(sys.prefix), root / "environment", time.monotonic()
-    if sys.prefix == sys.base_prefix:
-        raise OSError("it is no virtual environment")
-    if (copy / COMPLETE).is_file():
-        return f"{source}: its copy in {copy} is kept"
-    shutil.rmtree(copy, ignore_errors=True)
-    try:
-        files = []
-        for folder, _, names in os.walk(source):
-            target = copy / Path(folder).relative_to(source)
-            target.mkdir(parents=True)
-            files += [(Path(folder, name), target / name) for name in names]
-        for link in (path for path in source.rglob("*") if path.is_symlink() and path.is_dir()):
-            (copy / link.relative_to(source)).symlink_to(link.readlink())  # lib64 -> lib
-        with ThreadPoolExecutor(COPIERS) as pool:
-            list(pool.map(lambda pair: _copy_with_mode(*pair), files))
-        (copy / COMPLETE).touch()
-    except OSError:
-        shutil.rmtree(copy, ignore_errors=True)
-        raise
-    return f"{source}: copied to {copy}, {len(files)} files in {time.monotonic() - began:.1f} s"
-
-
-def _copy_with_mode(source: Path, target: Path) -> None:
-    if source.is_symlink():  # bin/python, which leads out of the environment
-        target.symlink_to(source.readlink())
-    else:
-        _copy(source, target)
-        shutil.copystat(source, target)  # bytecode is valid for one time of writing
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
@@ -148,7 +113,6 @@ def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # see task.sh
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--jobs", default="", help="the user's jobs, separated by commas")
-    parser.add_argument("--environment", action="store_true", help="this Python's packages too")
     parser.add_argument("root", type=Path, help="the directory of this job")
     parser.add_argument("datasets", type=Path, nargs="*")
     options = parser.parse_args(argv)
@@ -156,8 +120,6 @@ def main(argv: list[str]) -> int:
         remove_old(options.root.parent, set(options.jobs.split(",")))
     for path in options.datasets:
         attempt(path, options.root, functools.partial(stage, path.expanduser(), options.root))
-    if options.environment:
-        attempt(sys.prefix, options.root, functools.partial(stage_environment, options.root))
     return 0
 
 

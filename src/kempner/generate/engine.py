@@ -48,12 +48,14 @@ class Engine(Generic[R]):
     rotary positions beyond those of the training are noise to the model.
     """
 
-    def __init__(self, model: Decoder, vocab_size: int, window: int, slots: int) -> None:
+    def __init__(
+        self, model: Decoder, vocab_size: int, window: int, slots: int, fixed: bool = False
+    ) -> None:
         """`vocab_size`: of the tokenizer; the model may have more rows. `window`: tokens that the
-        model sees at most. `slots`: requests at a time."""
+        model sees at most. `slots`: requests at a time. `fixed`: see KVCache."""
         weight = model.embed.weight
         self.model, self.vocab_size = model, vocab_size
-        self.cache = KVCache(model.cfg, slots, window, weight.device, weight.dtype)
+        self.cache = KVCache(model.cfg, slots, window, weight.device, weight.dtype, fixed)
         self.requests: list[R] = []  # number i has row i of the cache
         self.version = 0  # of the weights
         self.prefilled = 0  # tokens that were read when requests joined
@@ -69,7 +71,8 @@ class Engine(Generic[R]):
         return request.context(self.cache.length) in self._held
 
     def join(self, requests: Sequence[R]) -> list[R]:
-        """Read the prompts, and draw the first token of each; returns these requests.
+        """Read the prompts, and draw the first token of each; returns these requests. With fixed
+        shapes none is drawn yet.
 
         A prompt that another row holds is copied, so that it is read once for all samples of it.
         Its last token is left out: the request is in the next step with it.
@@ -84,7 +87,10 @@ class Engine(Generic[R]):
                 self._copy(request, context)
             else:
                 fresh[context] = request
-        if fresh:
+        if self.cache.fixed:
+            for context, request in fresh.items():
+                self._read(request, context)
+        elif fresh:
             first, counts = len(self.requests), [len(context) for context in fresh]
             padded = [[*context] + [0] * (max(counts) - len(context)) for context in fresh]
             self._held[first : first + len(fresh)] = fresh
@@ -93,7 +99,19 @@ class Engine(Generic[R]):
             self._draw([*fresh.values()], torch.tensor(padded), self.cache.join(counts))
         for request, context in again:
             self._copy(request, context)
-        return [*fresh.values()]
+        return [] if self.cache.fixed else [*fresh.values()]
+
+    @torch.inference_mode()
+    def _read(self, request: R, context: tuple[int, ...]) -> None:
+        """Alone, padded to the window, and without its last token, which the next step reads: what
+        it draws first is drawn as all the rest."""
+        row, length = len(self.requests), self.cache.length
+        self._held[row] = context
+        self.requests.append(request)
+        self.prefilled += len(context)
+        padded = torch.tensor([[*context] + [0] * (length - len(context))])
+        self.model(padded.to(self.cache.keys.device), cache=self.cache.join([length]))
+        self.cache.lengths[row] = len(context) - 1
 
     def _copy(self, request: R, context: tuple[int, ...]) -> None:
         self.cache.copy(self._held.index(context), len(context) - 1)
@@ -108,7 +126,8 @@ class Engine(Generic[R]):
             self.leave(request)
         grown = list(self.requests)
         if grown:
-            tokens = torch.tensor([[request.last] for request in grown])
+            free = [[0]] * (self.free if self.cache.fixed else 0)
+            tokens = torch.tensor([[request.last] for request in grown] + free)
             self._draw(grown, tokens, self.cache.step())
         return grown + self.join(full)
 
@@ -129,7 +148,7 @@ class Engine(Generic[R]):
     def _draw(self, requests: Sequence[R], tokens: Tensor, rows: Rows) -> None:
         """One token for each, after tokens [B, T]."""
         device = self.cache.keys.device
-        logits = self.model(tokens.to(device), cache=rows)[:, 0, : self.vocab_size]  # [B, V]
+        logits = self.model(tokens.to(device), cache=rows)[: len(requests), 0, : self.vocab_size]
         uniform = torch.tensor([request.uniforms[len(request.new)] for request in requests])
         samplings = [request.sampling for request in requests]
         drawn, logprobs = draw_rows(logits, samplings, uniform.to(device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from kempner.history.events import (
@@ -14,6 +14,7 @@ from kempner.history.events import (
     Fault,
     FirstStep,
     GoBack,
+    GpuFault,
     Start,
     of_kind,
     parse,
@@ -24,6 +25,11 @@ AttemptState = Literal[
     "running", "done", "interrupted", "stopped", "failed", "crashed", "hung", "killed"
 ]
 ENDS = get_args(get_type_hints(End)["state"])  # orderly ones
+AFTER = {  # by decision
+    "restart": "restarted in place",
+    "requeue": "requeued",
+    "chain": "continued by the next job of its chain",
+}
 REASON_WIDTH = 100  # characters of a reason in one line; the logs have the whole
 
 
@@ -32,6 +38,7 @@ class Attempt:
     """One start of the run. Times are unix seconds, steps are counts of steps done."""
 
     number: int  # -1: it died before it had one
+    attempt_id: str | None
     job: str | None
     restart: int
     hosts: tuple[str, ...]
@@ -45,14 +52,27 @@ class Attempt:
     last_step: int  # as far as is known
     state: AttemptState  # "killed" where nothing says how it ended: only the judge knows if it runs
     reason: str
-    decision: str  # of the batch script: requeue, end, leave; "" where there is none
+    spares: tuple[str, ...]  # nodes of the job that were idle when it began
+    decision: (
+        str  # of the batch script: restart, requeue, chain, end, leave; "" where there is none
+    )
     why: str
     excluded: str  # the host that it left out of the next attempt
+    gpu_faults: tuple[GpuFault, ...]
     committed: int | None  # step of the newest checkpoint after it
+    changed: tuple[str, ...] = ()  # since the attempt before: configuration, code, packages
+    startup: dict[str, float] = field(default_factory=dict)  # seconds of its parts: startup.py
 
     @property
     def name(self) -> str:
         return "-" if self.number < 0 else str(self.number)
+
+    @property
+    def gpu_warning(self) -> str:
+        """What somebody should know of the GPUs, in one line."""
+        told = [f"{f.host}: {f.reason}" for f in self.gpu_faults if f.answer != "note"]
+        more = f" and {len(told) - 1} more" if len(told) > 1 else ""
+        return f"{told[-1]}{more}" if told else ""
 
     @property
     def cause(self) -> str:
@@ -65,8 +85,8 @@ class Attempt:
     def ending(self) -> str:
         """How it ended, and what the batch script did then."""
         text = self.cause
-        if self.decision == "requeue":
-            text += f"; requeued without {self.excluded}" if self.excluded else "; requeued"
+        if done := AFTER.get(self.decision):
+            text += f"; {done} without {self.excluded}" if self.excluded else f"; {done}"
         elif self.decision == "end" and self.state not in ("done", "stopped", "failed"):
             text += f"; not requeued: {self.why}"
         return text
@@ -89,12 +109,16 @@ def is_known(record: Record, *keys: str) -> bool:
 def attempts_of(events: Sequence[Event], lines: Sequence[Record], status: Record) -> list[Attempt]:
     """The attempts in order, each from its events and lines; status.json has the end of the last
     one even where a full disk has kept it out of attempts.jsonl."""
-    groups, of = _by_attempt(_with_end_of(status, events)), by_number(lines)
+    # Those of the samplers are no signs of life, and may come before the start.
+    own = [event for event in events if not isinstance(event, GpuFault)]
+    groups, of = _by_attempt(_with_end_of(status, own)), by_number(lines)
+    gpus = of_kind(events, GpuFault)
     found = []
     for group, after in zip(groups, [*groups[1:], []], strict=False):
         number = next((event.attempt for event in group if event.attempt is not None), -1)
         resumed = [start.step for start in of_kind(after, Start)]
-        found.append(_attempt(number, group, of.get(number, []), resumed))
+        faults = tuple(fault for fault in gpus if fault.attempt == number)
+        found.append(_attempt(number, group, of.get(number, []), resumed, faults))
     return found
 
 
@@ -129,7 +153,11 @@ def by_number(lines: Sequence[Record]) -> dict[int, list[Record]]:
 
 
 def _attempt(
-    number: int, events: list[Event], lines: list[Record], resumed: list[int | None]
+    number: int,
+    events: list[Event],
+    lines: list[Record],
+    resumed: list[int | None],
+    gpu_faults: tuple[GpuFault, ...],
 ) -> Attempt:
     """`resumed`: the step from which the next attempt continued, if there is one."""
     start = next(iter(of_kind(events, Start)), None)
@@ -139,6 +167,7 @@ def _attempt(
     first = start.step or 0 if start else 0
     return Attempt(
         number=number,
+        attempt_id=next((event.attempt_id for event in events if event.attempt_id), None),
         job=events[0].job,
         restart=events[0].restart,
         hosts=start.nodes if start else (),
@@ -152,11 +181,21 @@ def _attempt(
         last_step=_last_step(first, events, lines, resumed) if start else first,
         state=state,
         reason=reason,
+        spares=start.spares if start else (),
         decision=decision.decision if decision else "",
         why=decision.why if decision else "",
         excluded=decision.excluded if decision else "",
+        gpu_faults=gpu_faults,
         committed=decision.step if decision else None,
+        changed=start.changed if start else (),
+        startup=_startup(start, stepped),
     )
+
+
+def _startup(start: Start | None, stepped: FirstStep | None) -> dict[str, float]:
+    if start is None or not start.parts:
+        return {}
+    return {**start.parts, **({"first step": stepped.time - start.time} if stepped else {})}
 
 
 def _opened(events: list[Event]) -> float:

@@ -12,13 +12,15 @@ import json
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from kempner.files import end_torn_line, read_jsonl
 
 E = TypeVar("E", bound="Event")
+
+LATEST = 1e11  # Unix seconds, the year 5138; no count is larger either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,12 @@ class Start(Event):
     process_began: float | None = None  # unix seconds
     batch_began: float | None = None  # of the batch script; None without one
     lineage: tuple[str, ...] = ()  # RUN@STEP that the run is a fork of, and those before that
+    spares: tuple[str, ...] = ()  # idle nodes of the job, for a node that is lost
+    code: str = ""  # RUN/code/CODE is what it runs; "": the repository itself
+    commit: str = ""
+    versions: tuple[str, ...] = ()  # of packages, "NAME VERSION"
+    changed: tuple[str, ...] = ()  # since the last attempt, in words
+    parts: dict[str, float] = field(default_factory=dict)  # of the start-up, seconds: startup.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +64,8 @@ class FirstStep(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GoBack(Event):
-    """Too many steps in a row were not finite: back to the checkpoint of `to`, from where the
-    samples numbered skip[0] to skip[1] - 1 are left out."""
+    """Too many steps in a row were skipped: back to the checkpoint of `to`, from where the samples
+    numbered skip[0] to skip[1] - 1 are left out."""
 
     kind_of_event = "go_back"
     to: int = 0
@@ -79,6 +87,22 @@ class Fault(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuFault(Event):
+    """What the sampler of a node has found at a GPU (gpu/findings.py), once an attempt."""
+
+    kind_of_event = "gpu"
+    kind: Literal["xid", "lost", "ecc", "memory", "throttled", "link", "silent"] = "xid"
+    answer: Literal["end", "exclude", "warn", "note"] = "note"
+    reason: str = ""  # with the GPU
+    host: str = ""
+    gpu: int = -1  # its number in the node, -1: not known
+    uuid: str = ""
+    pci: str = ""  # of its bus, as 0000:3b:00
+    serial: str = ""
+    xid: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class End(Event):
     """An orderly end; `state` as in status.json."""
 
@@ -92,7 +116,8 @@ class Decision(Event):
     """What the batch script did after the attempt, and why."""
 
     kind_of_event = "decision"
-    decision: Literal["requeue", "end", "leave"] = "end"  # leave: to Slurm
+    # restart: at once, in the same job; leave: to Slurm
+    decision: Literal["restart", "requeue", "chain", "end", "leave"] = "end"
     why: str = ""
     # Attempts of this job in a row, with this one, without a new checkpoint; None: not counted.
     no_progress: int | None = None
@@ -102,8 +127,10 @@ class Decision(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    cls.kind_of_event: cls for cls in (Start, FirstStep, GoBack, Fault, End, Decision)
+    cls.kind_of_event: cls for cls in (Start, FirstStep, GoBack, Fault, GpuFault, End, Decision)
 }
+
+HINTS = {name: typing.get_type_hints(cls) for name, cls in KINDS.items()}
 
 
 def append(path: Path, event: Event) -> None:
@@ -117,7 +144,12 @@ def append(path: Path, event: Event) -> None:
 def read(path: Path) -> list[Event]:
     """The events of attempts.jsonl in order; lines that are torn, of unknown kind or without a time
     are left out."""
-    found = (parse(record) for record in read_jsonl(path))
+    return known(read_jsonl(path))
+
+
+def known(records: Sequence[dict[str, Any]]) -> list[Event]:
+    """The events among the objects of attempts.jsonl."""
+    found = (parse(record) for record in records)
     return [event for event in found if event is not None]
 
 
@@ -125,31 +157,48 @@ def parse(record: dict[str, Any]) -> Event | None:
     """An event from its JSON object, None when it is none."""
     name = record.get("event")
     cls = KINDS.get(name) if isinstance(name, str) else None
-    if cls is None or not _fits(float, record.get("time")):
+    if cls is None or not is_time(record.get("time")):
         return None
-    hints = typing.get_type_hints(cls)
-    known: dict[str, Any] = {
+    hints = HINTS[cls.kind_of_event]
+    values: dict[str, Any] = {
         field.name: tuple(value) if isinstance(value, list) else value
         for field in dataclasses.fields(cls)
-        if _fits(hints[field.name], value := record.get(field.name))
+        if fits(hints[field.name], value := record.get(field.name))
     }
-    return cls(**known)
+    return cls(**values)
+
+
+def is_event(record: dict[str, Any]) -> bool:
+    """Whether an object has what all events have, also those of a kind that is not known here."""
+    named = isinstance(record.get("event"), str) and fits(str | None, record.get("attempt_id"))
+    return named and is_time(record.get("time"))
+
+
+def is_time(value: Any) -> TypeGuard[float]:
+    """Whether it can be a Unix time: a damaged or hostile file may have NaN, or 1e300."""
+    return fits(float, value) and 0 <= value < LATEST
 
 
 def of_kind(events: Sequence[Event], kind: type[E]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def _fits(hint: Any, value: Any) -> bool:
+def fits(hint: Any, value: Any) -> bool:
     """Whether a value from JSON may stand in a field of this type."""
+    if hint is object:
+        return True
     if isinstance(hint, types.UnionType):
-        return any(_fits(kind, value) for kind in hint.__args__)
+        return any(fits(kind, value) for kind in hint.__args__)
     origin = typing.get_origin(hint)
     if origin is Literal:
         return value in typing.get_args(hint)
     if origin is tuple:
         item = typing.get_args(hint)[0]
-        return isinstance(value, list) and all(_fits(item, each) for each in value)
+        return isinstance(value, list) and all(fits(item, each) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(float, each) for each in value.values())
+    if isinstance(value, int | float) and not abs(value) < LATEST:  # NaN, too
+        return False
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

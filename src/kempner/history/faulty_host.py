@@ -1,21 +1,28 @@
 """What the batch script asks the records before it decides on another attempt. No torch.
 
-    python -m kempner.history.faulty_host RUN_DIR JOB ATTEMPT_ID SRUN_LOG
+    python -m kempner.history.faulty_host RUN_DIR JOBS ATTEMPT_ID SRUN_LOG
 
-prints five lines: how many attempts of the job in a row, before this one, made no progress; the
-host that this attempt failed on, or nothing; "again" when the job's previous attempt failed on it
-too; how often the job has excluded a host; and why no other attempt can succeed, or nothing.
+prints seven lines: how many attempts of the jobs (12, or those of a chain: 12,13) in a row, before
+this one, made no progress; the host that this attempt failed on, or nothing; "again" when it is to
+be left out: the previous attempt failed on it too, or one of its GPUs is broken; how often the jobs
+have excluded a host; why no other attempt can succeed, or nothing; what is wrong with the GPU, or
+nothing; and the seconds that the attempt took until its first step was done or, without one, has
+taken in all.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kempner.files import read_jsonl
+from kempner.history.events import is_time
+from kempner.history.tables import visible
 
 Record = dict[str, Any]
 
@@ -25,6 +32,8 @@ Record = dict[str, Any]
 DEATH = re.compile(
     r"^srun: error: (\S+): tasks? [\d,-]+: (?!Terminated|Exited|Aborted)", re.MULTILINE
 )
+
+ENDING = "kempner: ending the other ranks"  # restart.sh kills those that are left
 
 
 def host_of(faults: Sequence[Record], srun_log: str) -> str:
@@ -38,7 +47,7 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
         if fault.get("kind") == "hang":
             hosts = fault.get("hosts", [])
             return str(hosts[0]) if len(hosts) == 1 else ""
-    killed = DEATH.findall(srun_log)
+    killed = DEATH.findall(srun_log.partition(ENDING)[0])
     if not faults and len(set(killed)) > 1:  # all at once: the cause is not on one host
         return ""
     if killed:
@@ -68,16 +77,45 @@ def final_reason(faults: Sequence[Record]) -> str:
     return " ".join(found.split())
 
 
-def main(run_dir: Path, job: str, attempt_id: str, srun_log: Path) -> None:
+def start_up(events: Sequence[Record], batch_began: float) -> int:
+    """Seconds of an attempt until its first step was done, or until now."""
+    stepped = (e.get("time") for e in events if e.get("event") == "first_step")
+    ended = next((float(t) for t in stepped if is_time(t)), time.time())
+    return max(0, round(ended - batch_began))
+
+
+def broken_gpu(faults: Sequence[Record]) -> tuple[str, str]:
+    """The host with the first GPU that was found broken, and what it is; of two empty strings
+    without one."""
+    for fault in faults:
+        if fault.get("event") == "gpu" and fault.get("answer") in ("end", "exclude"):
+            return str(fault.get("host", "")), " ".join(str(fault.get("reason", "")).split())
+    return "", ""
+
+
+def main(run_dir: Path, jobs: str, attempt_id: str, srun_log: Path) -> None:
     records = read_jsonl(run_dir / "attempts.jsonl")
-    made = [r for r in records if r.get("event") == "decision" and r.get("job") == job]
-    faults = [r for r in records if r.get("event") == "fault" and r.get("attempt_id") == attempt_id]
-    host = host_of(faults, srun_log.read_text(errors="replace") if srun_log.is_file() else "")
-    print(no_progress(made))
-    print(host)
-    print("again" if host and host == blamed_before(made) else "")
-    print(sum(bool(decision.get("excluded")) for decision in made))
-    print(final_reason(faults))
+    decisions = [r for r in records if r.get("event") == "decision"]
+    made = [r for r in decisions if r.get("job") in jobs.split(",")]
+    ours = [r for r in records if r.get("attempt_id") == attempt_id]
+    faults = [record for record in ours if record.get("event") == "fault"]
+    for path in sorted(run_dir.glob("replicas/*/attempts.jsonl")):
+        ours += [r for r in read_jsonl(path) if r.get("attempt_id") == attempt_id]
+    broken, why = broken_gpu(ours)
+    host = broken or host_of(
+        faults, srun_log.read_text(errors="replace") if srun_log.is_file() else ""
+    )
+    answers = (
+        no_progress(made),
+        host,
+        "again" if broken or (host and host == blamed_before(made)) else "",
+        sum(bool(d.get("excluded")) for d in made if d.get("decision") != "restart"),
+        final_reason(faults),
+        why,
+        start_up(ours, float(os.environ.get("KEMPNER_BATCH_BEGAN") or time.time())),
+    )
+    for answer in answers:  # one line each, whatever the records hold
+        print(visible(" ".join(str(answer).split())))
 
 
 if __name__ == "__main__":

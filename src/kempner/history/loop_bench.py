@@ -27,7 +27,8 @@ def main(run: Path) -> int:
     seconds = sum(line["step_time"] for line in lines)
 
     def mean(name: str) -> float:
-        return float(statistics.mean(line.get(name, 0.0) for line in lines))
+        """Over the steps that have it."""
+        return float(statistics.mean([line[name] for line in lines if name in line] or [0.0]))
 
     figures = {
         "steps": len(lines),
@@ -42,6 +43,7 @@ def main(run: Path) -> int:
         "publish_seconds": mean("publish_seconds"),
         "update_seconds": mean("update_seconds"),
         "mismatch": mean("mismatch"),
+        "drift": mean("drift"),
     }
     write_atomic(run / "bench.json", json.dumps(figures, indent=2) + "\n")
     rows = [[name.replace("_", " "), f"{value:.4g}"] for name, value in figures.items()]

@@ -1,18 +1,15 @@
-"""The pictures of report.py: the curves of runs, and the timeline of one with several attempts."""
+"""A picture of report.py: the curves of runs over their steps. The other one: timeline.py."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kempner.history.attempts import Record
-from kempner.history.results import PREFIX
-from kempner.history.run_history import History
-from kempner.history.wall_time import WallTime
+from kempner.history.run_history import History, is_number, main_figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,27 +21,6 @@ if TYPE_CHECKING:
 SMOOTH_FROM = 150  # points; fewer are shown as they are
 MARK_UNTIL = 25  # points; fewer get a dot each: a line through a single point is invisible
 LOG_FROM = 3.0  # largest loss over smallest
-STOP_ROWS = 5  # of numbers above the timeline
-REASONS_UNTIL = 12  # attempts; with more, only the table has the reasons
-PART_COLORS = {
-    "training": "tab:blue",
-    "validation": "tab:cyan",
-    "saving": "tab:orange",
-    "lost": "tab:red",
-    "stalled": "tab:purple",
-    "start-up": "0.45",
-    "shutdown": "burlywood",
-    "not running": "0.88",
-}
-STATE_COLORS = {
-    "done": "tab:green",
-    "interrupted": "0.35",
-    "stopped": "tab:olive",
-    "failed": "tab:brown",
-    "crashed": "tab:red",
-    "hung": "tab:purple",
-    "killed": "black",
-}
 
 
 def draw(runs: list[History], out: Path) -> None:
@@ -106,21 +82,13 @@ def draw(runs: list[History], out: Path) -> None:
     figure.savefig(out)
 
 
-def main_figures(line: Record) -> dict[str, float]:
-    """The figures of a result that lie from 0 to 1, such as accuracies: without their errors."""
-    return {
-        name.removeprefix(PREFIX): value
-        for name, value in line.items()
-        if name.startswith(PREFIX) and "stderr" not in name and 0 <= value <= 1
-    }
-
-
 def draw_rewards(axes: Axes, runs: list[History]) -> None:
     """The mean reward of each step's samples (reinforcement learning)."""
     for run, name in zip(runs, short_names(runs), strict=True):
         lines = [line for line in run.losses if "reward" in line]
         steps = [line["step"] for line in lines]
-        axes.plot(steps, [line["reward"] for line in lines], linewidth=1.2, label=name)
+        rewards = [math.nan if line["reward"] is None else line["reward"] for line in lines]
+        axes.plot(steps, rewards, linewidth=1.2, label=name)
     axes.set(ylabel="mean reward")
     if len(runs) > 1:
         axes.legend(fontsize=8, frameon=False)
@@ -138,7 +106,7 @@ def draw_results(axes: Axes, runs: list[History], tasks: list[str]) -> None:
             if points:
                 label = task if len(runs) == 1 else f"{name}: {task}"
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, label=label)
-    axes.set(ylim=(0, None), ylabel="tasks")
+    axes.set(ylim=(0, None), ylabel="evaluation")
     axes.legend(loc="best", framealpha=0.9, fontsize=8)
 
 
@@ -147,7 +115,7 @@ def curve(
 ) -> None:
     """Plot the values against the step; a long series is drawn pale under its moving average."""
     steps = [line["step"] for line in lines]
-    values = [math.nan if line[key] is None else line[key] for line in lines]  # a gap
+    values = [line[key] if is_number(line.get(key)) else math.nan for line in lines]  # a gap
     if len(steps) >= SMOOTH_FROM:
         axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
         steps, values = smoothed(steps, values, average)
@@ -186,7 +154,8 @@ def scale_loss(axes: Axes, runs: list[History]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     values = [line["loss"] for run in runs for line in run.losses if line["loss"] is not None]
-    axes.set_ylabel("loss (nats per token)")
+    rewarded = any("reward" in line for run in runs for line in run.losses[:1])
+    axes.set_ylabel("policy loss" if rewarded else "loss (nats per token)")
     if values and min(values) > 0 and max(values) / min(values) >= LOG_FROM:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
@@ -207,118 +176,6 @@ def legend(axes: Axes, runs: list[History]) -> None:
             handles.append(Line2D([], [], color="0.45", linestyle=style, linewidth=1.2))
             labels.append(label)
     axes.legend(handles, labels, loc="upper right", framealpha=0.9, fontsize=9)
-
-
-def draw_timeline(run: History, out: Path) -> None:
-    """Plot the step against time, with every stop, above a bar of how the time was spent. Raises
-    what draw() raises."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    time = run.wall_time
-    zero = time.phases[0].began
-    unit, size = next(
-        (unit, size)
-        for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-        if time.total >= 3 * size or size == 1
-    )
-    reasons = [f"{a.name} {a.short_ending}" for a in run.attempts if a.state != "running"]
-    if len(reasons) > REASONS_UNTIL:
-        reasons = ["how each attempt ended: see the table of report.py"]
-    figure = Figure(figsize=(11, 6 + 0.16 * len(reasons)), dpi=130, layout="constrained")
-    steps, bar = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    draw_steps(steps, time, lambda at: (at - zero) / size)
-    draw_phases(bar, time, size)
-    mark_stops(steps, run, [(a.ended - zero) / size for a in run.attempts])
-    steps.set(ylabel="step", ylim=(0, None), xlim=(0, time.total / size))
-    steps.yaxis.set_major_locator(MaxNLocator(integer=True))
-    steps.yaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    steps.grid(color="0.92", linewidth=0.7)
-    steps.spines[["top", "right"]].set_visible(False)
-    lines = (textwrap.shorten(text, 140, placeholder=" ...") for text in reasons)
-    bar.set_xlabel("\n".join((f"{unit} since the first start", "", *lines)), loc="left")
-    ratio = f"effective training time ratio {time.effective:.1%}"
-    figure.suptitle(f"{run.path}: {run.state.word}, step {run.step:,}; {ratio}", fontsize=11)
-    handles, labels = (
-        a + b
-        for a, b in zip(*(panel.get_legend_handles_labels() for panel in (bar, steps)), strict=True)
-    )
-    figure.legend(handles, labels, loc="outside right upper", fontsize=9)
-    figure.savefig(out)
-
-
-def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:
-    """Plot the step against time. The line drops where a resume has undone steps."""
-    kept: list[tuple[float, float]] = []
-    lost: list[tuple[float, float]] = []
-    gone: list[tuple[float, float]] = []  # between attempts, and back
-    gap = (math.nan, math.nan)
-    before = None
-    for s in time.stretches:
-        kept_to = s.last - s.lost
-        middle = s.began + (s.ended - s.began) * (kept_to - s.first) / (s.last - s.first)
-        kept += [(x(s.began), s.first), (x(middle), kept_to), gap]
-        lost += [(x(middle), kept_to), (x(s.ended), s.last), gap] if s.lost else []
-        if before is not None and (before.ended, before.last) != (s.began, s.first):
-            corner = (x(s.began), before.last)
-            gone += [(x(before.ended), before.last), corner, (x(s.began), s.first), gap]
-        before = s
-    axes.plot(*zip(*(gone or [gap]), strict=True), color="0.6", linewidth=0.8, linestyle=":")
-    axes.plot(*zip(*(kept or [gap]), strict=True), color=PART_COLORS["training"], linewidth=2)
-    axes.plot(*zip(*(lost or [gap]), strict=True), color=PART_COLORS["lost"], linewidth=2)
-
-
-def draw_phases(axes: Axes, time: WallTime, size: float) -> None:
-    """Stack the share of each part in every 600th of the time, so that phases shorter than a pixel
-    still show in proportion."""
-    zero = time.phases[0].began
-    edges = np.linspace(0, time.total, 601)
-    base = np.zeros(600)
-    for part, seconds in time.parts.items():
-        times, spent = [0.0], [0.0]
-        for phase in time.phases:
-            if phase.part == part:
-                times += [phase.began - zero, phase.ended - zero]
-                spent += [spent[-1], spent[-1] + phase.ended - phase.began]
-        top = base + np.diff(np.interp(edges, times, spent)) / np.diff(edges)
-        label = f"{part} {seconds / time.total:.1%}"
-        axes.stairs(
-            top, edges / size, baseline=base, fill=True, color=PART_COLORS[part], label=label
-        )
-        base = top
-    axes.set(ylim=(0, 1), yticks=(), ylabel="time spent")
-
-
-def mark_stops(axes: Axes, run: History, ends: list[float]) -> None:
-    """Draw a line at each stop and, above it, the number of the attempt in the color of its end.
-    Numbers that would overlap are placed in several rows."""
-    width = max(ends) / 38  # of a number
-    rows: list[float] = []  # the position of the last number of each row
-    for attempt, end in zip(run.attempts, ends, strict=True):
-        if attempt.state == "running":
-            continue
-        row = next((i for i, last in enumerate(rows) if end - last > width), len(rows))
-        if row == STOP_ROWS:  # all rows are full here: move it to the right
-            row = rows.index(min(rows))
-        place = max([end, *(last + width for last in rows[row : row + 1])])
-        rows[row : row + 1] = [place]
-        color = STATE_COLORS.get(attempt.state, "0.35")
-        axes.axvline(end, color=color, linewidth=0.8, alpha=0.5, zorder=1)
-        axes.annotate(
-            attempt.name,
-            (end, 1),
-            xytext=(place, 1.03 + 0.055 * row),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="center",
-            color="white",
-            fontsize=7.5,
-            bbox={"boxstyle": "circle,pad=0.25", "facecolor": color, "edgecolor": "none"},
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8, "alpha": 0.5},
-        )
-    for state, color in STATE_COLORS.items():
-        if count := sum(attempt.state == state for attempt in run.attempts):
-            axes.plot([], [], "o", color=color, label=f"{state}: {count}")
 
 
 def short_names(runs: list[History]) -> list[str]:

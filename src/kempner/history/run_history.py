@@ -9,20 +9,39 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from kempner.files import read_jsonl, step_of
 from kempner.history import events
-from kempner.history.attempts import Attempt, Record, attempts_of, is_known
+from kempner.history.attempts import Attempt, Record, attempts_of
 from kempner.history.results import PREFIX
 from kempner.history.state import State, job_of, judge, read_lock
 from kempner.history.wall_time import WallTime, wall_time_of
 from kempner.slurm import Job
 
+# What a record must be where it is there: files may be damaged, or written by somebody else.
+STATUS = {"step": int, "max_steps": int, "attempt": int, "state": str, "reason": str}
+NONE = (
+    "loss",
+    "val_loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "tokens_per_s",
+    "step_time",
+    "reward",
+    "mfu",
+)
+FIGURES = dict.fromkeys(NONE) | {"checkpoint_time": 0.0, "eval_time": 0.0}
+ROUND = ("round", "replicas", "bytes_sent", "bytes_data_parallel", "outer_time")
+LARGEST = 1e300  # a larger number is damage; the sum of many smaller ones is still finite
+SAMPLE, BLOCK, TAIL = 64, 1 << 12, 1 << 15  # blocks, bytes of one, bytes at the end
 RECORDS = ("status.json", "attempts.jsonl", "metrics.jsonl", "lock")
 
 
@@ -38,6 +57,9 @@ class History:
     attempts: list[Attempt]
     state: State
     job: Job | None  # as Slurm shows it; None where that is not known
+    successor: Job | None = None  # waits for its end, to continue the run
+    records: list[Record] = field(default_factory=list, repr=False)  # attempts.jsonl as it is
+    share: float = 1.0  # of metrics.jsonl that was read
 
     @cached_property
     def losses(self) -> list[Record]:
@@ -50,7 +72,9 @@ class History:
     @cached_property
     def rounds(self) -> list[Record]:
         """Of a run whose replicas meet once a round (lowcomm/)."""
-        return counting([line for line in self.lines if "round_loss" in line], self.attempts)
+        found = [line for line in self.lines if "round_loss" in line]
+        whole = [line for line in found if all(is_number(line.get(key)) for key in ROUND)]
+        return counting(whole, self.attempts)
 
     @cached_property
     def wall_time(self) -> WallTime:
@@ -71,33 +95,108 @@ class History:
 
 
 def is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in RECORDS)
+    """False for a directory that this user may not read, too."""
+    return any(os.path.isfile(path / name) for name in RECORDS)
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The run itself, or the runs in a directory."""
+    if is_run(path):
+        return [path]
+    with contextlib.suppress(OSError):
+        return sorted(run for run in path.iterdir() if is_run(run))
+    return []
 
 
 def load_history(
-    path: Path, jobs: dict[str, Job] | None = None, tail: int | None = None
+    path: Path,
+    jobs: dict[str, Job] | None = None,
+    tail: int | None = None,
+    *,
+    sample: bool = False,
 ) -> History:
     """Read a run directory; files that are not there count as empty. `jobs`: slurm.my_jobs();
-    `tail`: read only so many bytes at the end of metrics.jsonl."""
+    `tail`: read only so many bytes at the end of metrics.jsonl; `sample`: of a long one, lines here
+    and there, and the last ones."""
     status: Record = {}
     with contextlib.suppress(OSError, ValueError, TypeError):
         file = path / "status.json"
         status = {"time": file.stat().st_mtime, **json.loads(file.read_text())}
-    found = read_jsonl(path / "metrics.jsonl", tail)
-    known = [line for line in found if is_known(line, "step", "time")]
+        status = {k: v for k, v in status.items() if events.fits(STATUS.get(k, object), v)}
+    metrics = path / "metrics.jsonl"
+    share = min(1.0, SAMPLE * BLOCK / max(1, size_of(metrics))) if sample else 1.0
+    found = sampled(metrics) if share < 1 else read_jsonl(metrics, tail)
+    known = [*filter(is_sound, found)]
     lines = [line for line in known if not is_result(line)]
-    attempts = attempts_of(events.read(path / "attempts.jsonl"), lines, status)
+    records = [*filter(events.is_event, read_jsonl(path / "attempts.jsonl"))]
+    attempts = attempts_of(events.known(records), lines, status)
     name = next((a.job for a in reversed(attempts) if a.job), None) or status.get("job")
+    after = successor_of(path, jobs or {})
+    if after and after.why != "Dependency":  # it is its turn; it may not have written a word yet
+        name, after = after.number, None
     job = job_of(path, name, jobs)
     state = judge(attempts, lines, read_lock(path, time.time()), job)
     if state.word in ("running", "silent") and attempts:
         attempts[-1] = replace(attempts[-1], state="running")
-    return History(path, status, lines, results_of(known), attempts, state, job)
+    return History(
+        path, status, lines, results_of(known), attempts, state, job, after, records, share
+    )
+
+
+def successor_of(path: Path, jobs: dict[str, Job]) -> Job | None:
+    """The job in the queue that continues the last one or will (KEMPNER_CHAIN), by its journal."""
+    last: Record = next(reversed(read_jsonl(path / "chain.jsonl")), {})
+    return jobs.get(str(last.get("job"))) if last.get("event") == "submitted" else None
+
+
+def size_of(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def sampled(path: Path) -> list[Record]:
+    """Lines of a long file: those in SAMPLE blocks, equally far apart, and the last ones. The time
+    that this takes does not grow with the file."""
+    text = b""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for k in range(SAMPLE):
+            file.seek(k * size // SAMPLE)
+            text += file.read(BLOCK) + b"\n"
+        file.seek(max(0, size - TAIL))
+        text += file.read()
+    found: dict[bytes, Record] = {}
+    for line in text.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                found[line] = record
+    return list(found.values())
+
+
+def is_sound(line: Record) -> bool:
+    """Whether a line has a step and a time; what is no number where one belongs becomes None."""
+    step, attempt = line.get("step"), line.get("attempt", 0)
+    if type(step) is not int or type(attempt) is not int or not 0 <= step < events.LATEST:
+        return False
+    if not events.is_time(line.get("time")):
+        return False
+    for name in FIGURES:
+        value = line.get(name, 0)  # is_number in one line: there may be 100,000 of them
+        if type(value) not in (int, float) or not -LARGEST < value < LARGEST:
+            line[name] = FIGURES[name]
+    return True
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number: null stands for one that is not, and a damaged file may have
+    anything."""
+    return type(value) in (int, float) and -LARGEST < value < LARGEST
 
 
 def is_result(line: Record) -> bool:
     """Results come from another process, at any time: they are no sign of life of an attempt."""
-    return any(key.startswith(PREFIX) for key in line)
+    return "loss" not in line and any(key.startswith(PREFIX) for key in line)
 
 
 def results_of(lines: Sequence[Record]) -> list[Record]:
@@ -106,6 +205,16 @@ def results_of(lines: Sequence[Record]) -> list[Record]:
     for line in filter(is_result, lines):
         found[line["step"]] = found.get(line["step"], {}) | line
     return [found[step] for step in sorted(found)]
+
+
+def main_figures(line: Record) -> dict[str, float]:
+    """The figures of a result that lie from 0 to 1, such as accuracies, by task: without their
+    errors."""
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in line.items()
+        if name.startswith(PREFIX) and "stderr" not in name and is_number(value) and 0 <= value <= 1
+    }
 
 
 def newest_checkpoint(checkpoints: Path) -> int | None:

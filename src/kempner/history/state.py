@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.history.attempts import Attempt, Record
+from kempner.history.attempts import AFTER, Attempt, Record
 from kempner.process import birth
 from kempner.slurm import Job, host_name
 
@@ -93,7 +93,7 @@ def judge(
         return State("starting") if lives else _ended(last, job)
     if last.state != "killed" or last.decision:  # it has ended; does a new one load already?
         again = lock.holder and lock.beat > last.ended
-        again = again or (queued and last.decision in ("requeue", "leave"))
+        again = again or (queued and last.decision in (*AFTER, "leave"))
         return State("starting") if again else _ended(last, job)
     if lives is False:
         return _ended(last, job)

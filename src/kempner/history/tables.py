@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Collection, Sequence
 
 WIDTH = 160  # columns, where the output is not a terminal
 INDENT = 4
+# Control characters, but for the tab and the end of a line, and those that turn the direction of
+# text: with them a name can look like another one, or move the cursor of a terminal.
+UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    """Text whose every character can be seen: the others are shown as their numbers."""
+    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def aligned(
@@ -16,6 +27,7 @@ def aligned(
     """Rows of equally many cells as columns, `gap` spaces apart; those numbered in `right` are
     aligned to the right. `wrap`: a last cell that does not fit beside the others goes below
     them."""
+    rows = [[visible(" ".join(cell.split("\n"))) for cell in row] for row in rows]
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -34,3 +46,12 @@ def aligned(
             )
             lines += [row.rstrip(), *below]
     return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{max(seconds, 0.0):.1f} s"
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    return (
+        f"{minutes} min {int(seconds) % 60} s" if minutes < 60 else f"{hours} h {minutes % 60} min"
+    )

@@ -13,6 +13,7 @@ from kempner.lowcomm.steps import open_steps
 from kempner.optim.build import build_optimizer
 from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import parameter_names
+from kempner.resilience.spikes import Spikes
 
 if TYPE_CHECKING:
     from kempner.process_group import World
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 def open_replicas(cfg: RunConfig, world: World, model: nn.Module) -> tuple[Optimizer, Replicas]:
     """The optimizer of this replica, and what it has to do with the others."""
     optimizer = build_optimizer(model, cfg.optimizer)
+    if cfg.resilience.spike_sigma is not None:
+        optimizer.spikes = Spikes(cfg.resilience.spike_sigma, cfg.resilience.spike_window)
     if not cfg.lowcomm.on:
         return optimizer, Replicas()
     named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}

@@ -26,14 +26,24 @@ class KVCache:
     elements."""
 
     def __init__(
-        self, cfg: ModelConfig, slots: int, length: int, device: torch.device, dtype: torch.dtype
+        self,
+        cfg: ModelConfig,
+        slots: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        fixed: bool = False,
     ) -> None:
+        """`fixed`: every forward pass has the same shape, that of a full cache. A product of
+        matrices adds in another order when it has more rows, and attention when it has more keys:
+        so nothing that a row computes depends on who else is there."""
         shape = (cfg.n_layers, slots, cfg.kv_heads, length, cfg.resolved_head_dim)
         # Zeros, not what the memory happens to hold: what is masked counts 0 times, and 0 times
         # NaN is NaN.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.slots, self.length, self.window = slots, length, cfg.sliding_window
+        self.fixed = fixed
         self.lengths: list[int] = []  # tokens that each row holds
 
     def join(self, counts: Sequence[int]) -> Rows:
@@ -74,14 +84,16 @@ class Rows:
 
     def __init__(self, cache: KVCache, first: int, counts: Sequence[int] | None) -> None:
         """`counts`: tokens of each new row; None: one more token for each."""
-        rows = slice(first, len(cache.lengths))
+        rows = slice(first, cache.slots if cache.fixed and counts is None else len(cache.lengths))
         self._keys, self._values = cache.keys[:, rows], cache.values[:, rows]
         self._last: Tensor | None = None  # [B]: each text's last token, where there is padding
         self.positions: Tensor | None = None  # int64 [B, T]; None: each row from 0
         self.step: Step | None = None
         device = cache.keys.device
         if counts is None:
-            self.positions = torch.tensor(cache.lengths, device=device).unsqueeze(1) - 1
+            # A free row writes to the last position: what is there is never copied.
+            free = [cache.length] * (cache.slots - len(cache.lengths)) if cache.fixed else []
+            self.positions = torch.tensor([*cache.lengths, *free], device=device).unsqueeze(1) - 1
             self.step = next_step(cache, self.positions)
         elif len(set(counts)) > 1:
             self._last = torch.tensor(counts, device=device) - 1
@@ -108,7 +120,9 @@ def next_step(cache: KVCache, positions: Tensor) -> Step:
     """positions [B, 1]: of the new tokens."""
     lengths, window, device = cache.lengths, cache.window, positions.device
     low, high = 0 if window is None else max(0, min(lengths) - window), max(lengths)
-    if len(set(lengths)) == 1:
+    if cache.fixed:
+        low, high = 0, cache.length
+    elif len(set(lengths)) == 1:
         return Step(high - 1, slice(low, high), None)
     keys = torch.arange(low, high, device=device)
     hidden = keys > positions  # [B, C]
@@ -116,7 +130,7 @@ def next_step(cache: KVCache, positions: Tensor) -> Step:
         hidden |= keys <= positions - window
     mask = torch.zeros(hidden.shape, device=device, dtype=cache.keys.dtype)
     mask.masked_fill_(hidden, -torch.inf)
-    rows = torch.arange(len(lengths), device=device)
+    rows = torch.arange(len(positions), device=device)
     return Step((rows, slice(None), positions.squeeze(1)), slice(low, high), mask[:, None, None])
 
 

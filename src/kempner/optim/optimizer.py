@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box, ranks_of
 from kempner.optim.rounding import hashed, to_bf16
+from kempner.resilience.spikes import Spikes
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -83,6 +84,7 @@ class Optimizer(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    spikes: Spikes | None = None  # judges each step before its update, as found_inf says
     # Parameters of which other weights are published than these, by somebody else's decision.
     published: Mapping[Tensor, Callable[[], Tensor]] = {}
 

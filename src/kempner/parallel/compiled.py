@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
+import os
+import platform
+import shutil
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from kempner.model.decoder import Decoder
+from kempner.process_group import World
+from kempner.slurm import host_name
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # Triton's is inside it
 
 
 def compile_model(model: Decoder, scope: str) -> None:
@@ -26,6 +37,52 @@ def compile_model(model: Decoder, scope: str) -> None:
     for block in model.blocks:
         block.compile()
     model.loss = torch.compile(model.loss)
+
+
+def keep_compiled(run_dir: Path, world: World) -> None:
+    """What this host compiles stays in run_dir/.cache/compile, for the next start of the run there:
+    a directory for each host, because two never wait for each other's locks. A host that is new to
+    the run begins with a copy of another's. All ranks call it.
+
+    Unless the user names another place, or the file system there has no locks.
+    """
+    if CACHE in os.environ:
+        return
+    own = run_dir / ".cache" / "compile" / f"{_kind_of_cpu()}-{host_name()}"
+    usable = True
+    if world.local_rank == 0:
+        usable = _prepare(own)
+    failed = torch.tensor(float(not usable))
+    dist.all_reduce(failed)  # also: no rank compiles into it before it is there
+    if not failed:
+        os.environ[CACHE] = str(own)
+
+
+def _prepare(own: Path) -> bool:
+    try:
+        if not own.is_dir():
+            others = sorted(own.parent.glob(f"{own.name.split('-')[0]}-*"), key=os.path.getmtime)
+            fresh = own.with_name(f".{own.name}.new")
+            shutil.rmtree(fresh, ignore_errors=True)
+            if others:
+                shutil.copytree(others[-1], fresh)
+            else:
+                fresh.mkdir(parents=True)
+            fresh.rename(own)
+        with open(own / ".lock", "w") as file:  # some parallel file systems are mounted without
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, shutil.Error):
+        return False
+    return True
+
+
+def _kind_of_cpu() -> str:
+    """Kernels for the CPU are compiled for this very kind of it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return f"{zlib.crc32(line.encode()):08x}"
+    return platform.machine()
 
 
 class _LateCompiler(ModuleType):

@@ -7,12 +7,11 @@ The first task of each node describes the node; all tasks take part in the all-r
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,24 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kempner.gpu.findings import at_rest
+from kempner.gpu.reading import NoAnswer, open_reader
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
 from kempner.preflight.channel import Task
 from kempner.process_group import World, discover, gpu_on_the_bus
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
-# Queried one by one, because nvidia-smi refuses a whole query for one name that it does not know.
-# Any value other than these is a fault.
-GPU_FAULTS = {
-    "ecc.errors.uncorrected.volatile.total": ("0",),
-    "remapped_rows.failure": ("No", "0"),
-    "remapped_rows.pending": ("No", "0"),
-    "retired_pages.pending": ("No", "0"),
-    "clocks_event_reasons.hw_slowdown": ("Not Active",),
-    "clocks_event_reasons.hw_thermal_slowdown": ("Not Active",),
-    "clocks_event_reasons.hw_power_brake_slowdown": ("Not Active",),
-}
-UNKNOWN = ("[N/A]", "N/A", "[Not Supported]", "[Unknown Error]")
 
 
 def main() -> int:
@@ -84,10 +73,11 @@ def describe_node(local_rank: int) -> dict[str, Any]:
     node: dict[str, Any] = {"host": socket.gethostname(), "local_rank": local_rank}
     if local_rank:
         return node
+    gpus, faults = gpus_seen()
     return node | {
-        "gpus": gpus_seen(),
+        "gpus": gpus,
         "real_gpus": torch.cuda.is_available() or gpu_on_the_bus() is not None,
-        "gpu_faults": gpu_faults(),
+        "gpu_faults": faults,
         "memory_free": memory_free(),
         "network": os.environ.get("KEMPNER_NETWORK", ""),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
@@ -107,40 +97,17 @@ def packages() -> dict[str, str]:
     return found
 
 
-def gpus_seen() -> int | None:
-    """How many GPUs nvidia-smi lists; without it, how many Slurm gave to the task, or None where
-    Slurm set nothing."""
-    if listed := query_gpus("index"):
-        return len(listed)
+def gpus_seen() -> tuple[int | None, list[str]]:
+    """How many GPUs the driver lists; without it, how many Slurm gave to the task, or None where
+    Slurm set nothing. And the errors that they report, one line each."""
+    reader = open_reader()
+    with contextlib.suppress(NoAnswer):
+        if reader is not None:
+            gpus = reader.read()
+            faults = [f"{gpu.label}: {n} = {v}" for gpu in gpus for n, v in at_rest(gpu)]
+            return len(gpus), faults
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len([gpu for gpu in given.split(",") if gpu]) if given is not None else None
-
-
-def gpu_faults() -> list[str]:
-    """The errors that the GPUs of this node report, one line each."""
-    faults = []
-    for name, good in GPU_FAULTS.items():
-        old_name = name.replace("event", "throttle")  # before driver 535
-        for gpu, value in enumerate(query_gpus(name) or query_gpus(old_name)):
-            if value not in (*good, *UNKNOWN):
-                faults.append(f"GPU {gpu}: {name} = {value}")
-    return faults
-
-
-def query_gpus(name: str) -> list[str]:
-    """nvidia-smi's value of `name` for each GPU; empty without nvidia-smi, or where it does not
-    know the name."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return []
-    try:
-        done = subprocess.run(
-            [program, f"--query-gpu={name}", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines()]
+    return len([gpu for gpu in given.split(",") if gpu]) if given is not None else None, []
 
 
 def memory_free() -> int:

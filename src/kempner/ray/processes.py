@@ -23,11 +23,24 @@ class Processes:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.codes: dict[int, int] = {}
 
-    def start(self, command: list[str], fds: tuple[int, ...] = (), **env: str) -> int:
-        """Start a command that inherits `fds` and has `env` on top of ours; returns its pid."""
+    def start(
+        self,
+        command: list[str],
+        fds: tuple[int, ...] = (),
+        output: int | None = None,
+        **env: str,
+    ) -> int:
+        """Start a command that inherits `fds` and has `env` on top of ours; returns its pid.
+        `output`: where it writes to, unless it is to our own."""
         # In its own session: a signal that it sends to its process group must not reach us.
-        variables = {**os.environ, **env}
-        process = subprocess.Popen(command, pass_fds=fds, env=variables, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            pass_fds=fds,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
         return process.pid
 
     def exit_code(self, pid: int) -> int | None:
@@ -37,12 +50,16 @@ class Processes:
                 self.codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
         return self.codes.get(pid)
 
-    def descendants(self, pid: int) -> Iterator[int]:
+    @staticmethod
+    def children(pid: int) -> list[int]:
         text = ""
         with contextlib.suppress(OSError):
             for task in os.listdir(f"/proc/{pid}/task"):
                 text += Path(f"/proc/{pid}/task/{task}/children").read_text()
-        for child in map(int, text.split()):
+        return [int(child) for child in text.split()]
+
+    def descendants(self, pid: int) -> Iterator[int]:
+        for child in self.children(pid):
             yield child
             yield from self.descendants(child)
 

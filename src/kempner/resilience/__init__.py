@@ -1,1 +1,2 @@
-"""Surviving: requests to stop, hangs, slow ranks, non-finite steps, two jobs in one directory."""
+"""Surviving: requests to stop, hangs, slow ranks, steps that are not finite, spikes, two jobs in
+one directory."""

@@ -17,7 +17,23 @@ class ResilienceConfig:
     )
     max_skipped: int = option(
         10,
-        "consecutive non-finite steps (each is skipped) before the run returns to its last "
-        "checkpoint and leaves those batches out; it does so once, then it stops",
+        "consecutive non-finite steps (each is skipped) and spikes before the run returns to its "
+        "last checkpoint and leaves those batches out; it does so once, then it stops",
         minimum=1,
+    )
+    spike_sigma: float | None = option(
+        None,
+        "skip a step whose loss or gradient norm is so many standard deviations above its mean "
+        "over the last spike_window steps, such as 6; unset: skip none",
+        minimum=3.0,
+    )
+    spike_window: int = option(
+        128, "steps that a spike is compared with; until there are as many none is", minimum=8
+    )
+    gpu_interval: float = option(
+        30.0,
+        "seconds between two looks at the GPUs of each node, by a process beside its first rank; "
+        "0: never",
+        minimum=0.0,
+        maximum=3600.0,
     )

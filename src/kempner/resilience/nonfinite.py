@@ -1,4 +1,5 @@
-"""Steps whose loss or gradient is not finite: each is skipped, too many in a row are answered."""
+"""Steps that are skipped, because their loss or gradient is not finite or a spike (spikes.py): too
+many in a row are answered."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class NonFinite:
-    """Counts the non-finite steps in a row; the same on all ranks."""
+    """Counts the skipped steps in a row; the same on all ranks."""
 
     def __init__(self, cfg: ResilienceConfig) -> None:
         self.max_skipped = cfg.max_skipped
         self.in_a_row = 0
+        self.spikes = 0  # among them
         self.since: Progress  # after the first of them
 
     def judge(self, result: StepResult, may_go_back: bool) -> Verdict | None:
@@ -27,10 +29,13 @@ class NonFinite:
         if result.bad and not self.in_a_row:
             self.since = result.after
         self.in_a_row = self.in_a_row + 1 if result.bad else 0
+        self.spikes = self.spikes + result.spike if result.bad else 0
         if self.in_a_row < self.max_skipped:
             return None
+        what = "spikes or " if 0 < self.spikes < self.in_a_row else ""
+        what = "spikes" if self.spikes == self.in_a_row else f"{what}not finite"
         self.in_a_row = 0
-        reason = f"{self.max_skipped} steps in a row were not finite (resilience.max_skipped)"
+        reason = f"{self.max_skipped} steps in a row were {what} (resilience.max_skipped)"
         if may_go_back:
             return Verdict(go_back=True, reason=reason)
         return Verdict(state="failed", reason=f"{reason}, again after going back once")

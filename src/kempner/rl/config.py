@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import FAKE
@@ -211,7 +212,20 @@ def _sizes(cfg: RunConfig) -> list[str]:
         family_of(cfg.model)
     except ConfigError as error:
         found += [f"{text}, and engines get their weights by one" for text in error.problems]
+    found += [
+        f"rl.inference.urls: {url}: must be http://HOST:PORT, each once"
+        for url in cfg.rl_inference.urls
+        if not _is_server(url) or cfg.rl_inference.urls.count(url) > 1
+    ]
     if (problem := sampling.sampling(0).problem()) is not None:
         name, allowed = problem
         found.append(f"rl.sampling.{name} = {getattr(sampling, name)}: {allowed}")
     return found
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.scheme == "http" and parts.hostname and parts.port) and parts.path in "/"
+    except ValueError:  # of the port
+        return False

@@ -32,6 +32,10 @@ class Lost(Exception):
     """The engine does not answer, or not as an engine of this job; says why."""
 
 
+class Silent(Lost):
+    """Nothing answers, or not in time."""
+
+
 class Busy(Exception):
     """The engine takes no request now."""
 
@@ -125,6 +129,14 @@ class KitEngine:
     def update(self, body: dict[str, Any]) -> int:
         return self._version_in(self._ask("/update_weights", body, self._timeout))
 
+    def words(self) -> tuple[int, list[int]]:
+        """Of its tokenizer: how many tokens it has, and those that end a text."""
+        try:
+            (about,) = self._ask("/v1/models", None, BEAT_S)["data"]
+            return int(about["vocab_size"]), list(about["ends"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Lost(f"its answer is not an engine's: {error!r}") from None
+
     def tokens_read(self) -> int | None:
         _, text = self._exchange("/metrics", None, BEAT_S)
         found = re.search(rb"^kempner_prefill_tokens_total ([0-9.e+]+)$", text, re.MULTILINE)
@@ -163,7 +175,9 @@ class KitEngine:
             connection.request("GET" if body is None else "POST", path, data, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
+        except OSError as error:
+            raise Silent(f"{path}: {str(error) or type(error).__name__}") from None
+        except http.client.HTTPException as error:
             raise Lost(f"{path}: {str(error) or type(error).__name__}") from None
         finally:
             with self._lock:
@@ -234,7 +248,7 @@ class VllmEngine(KitEngine):
 
     def version(self) -> int:
         if not self._probed:
-            missing = ROUTES - set(self._ask("/openapi.json", None, self._timeout)["paths"])
+            missing = ROUTES - set(self._ask("/openapi.json", None, self._timeout).get("paths", ()))
             if missing:
                 raise Lost(f"this vLLM has no {', '.join(sorted(missing))}")
             self._probed = True

@@ -6,6 +6,7 @@
     rollouts/step_00000008/   rank_0.safetensors ...; batch.json in it comes last
     engines/                  engine-K: the URL of each engine
     token                     what requests to engines must have, mode 600
+    orchestrator, trainer     PART's sign of life; PART.full while it waits for room on a full disk
 
 Each is written, then renamed. Version k is what step k has made; step n trains version n - 1. An
 attempt is one start of a job: nothing of an earlier one is ever read. Who has read something
@@ -15,12 +16,18 @@ version when a newer one is in use on all engines.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kempner.files import write_atomic
+
+BEAT_S = 2.0  # between two signs of life
+DISK_S = 600.0  # that a full disk may stay full
+AGAIN_S = 5.0  # between two looks whether there is room
 
 State = dict[str, Any]
 """Of the orchestrator, after the batch of some step: JSON, a part of that step's checkpoint."""
@@ -99,6 +106,35 @@ class Exchange:
     def hand_over(self, batch: Batch) -> None:
         """All rank files are there."""
         write_atomic(self.rollouts(batch.step) / "batch.json", json.dumps(batch._asdict()))
+
+
+class Beat:
+    """A file whose time says that a part of the run lives, and whose name says whether it waits for
+    room: both can still be changed on a full disk. The batch script and status.py look at it."""
+
+    def __init__(self, exchange: Exchange, part: str) -> None:
+        self._name = exchange.root / part
+        self._full, self._next = exchange.root / f"{part}.full", 0.0
+        with contextlib.suppress(OSError):
+            self._full.unlink(missing_ok=True)
+            self._name.touch()
+
+    def alive(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + BEAT_S
+        with contextlib.suppress(OSError):
+            os.utime(self._name)
+
+    def full(self) -> None:
+        """It waits for room."""
+        with contextlib.suppress(OSError):
+            self._name.rename(self._full)
+
+    def room(self) -> None:
+        """It goes on."""
+        with contextlib.suppress(OSError):
+            self._full.rename(self._name)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -14,20 +14,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kempner.checkpoint.ranks import Ranks
+from kempner.checkpoint.ranks import PeerFailed, Ranks
 from kempner.data.config import FAKE
 from kempner.data.fake import FakeDataset
 from kempner.data.stream import Shape
+from kempner.files import FULL
 from kempner.parallel.layout import Layout
 from kempner.resilience.requests import FLAGS, INTERRUPT, StopRequests, Verdict, asked
 from kempner.rl.batch import Rollouts, micro_batches, read
-from kempner.rl.exchange import Batch, Exchange
+from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, Exchange
 from kempner.rl.publish import Publisher
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
-LOOK_S = 0.1  # between two looks for a batch, and for requests to leave; the first ones come sooner
+LOOK_S = 0.01, 0.1  # between two looks for a batch, and for requests to leave: from, to
+SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by more
 
 
 class Feed:
@@ -48,13 +50,17 @@ class Feed:
         stop: StopRequests,
         publisher: Publisher,
         samples: int,
+        say: Callable[[str], None],
     ) -> None:
         """`samples`: trained on so far."""
         self._exchange, self._layout = exchange, layout
-        self._stop, self._publisher = stop, publisher
+        self._stop, self._publisher, self._say = stop, publisher, say
         self._seq_len, self._micro = cfg.train.seq_len, cfg.train.micro_batch
         self._pin = layout.mesh.device_type == "cuda"
         self._ranks = Ranks(dist.new_group(backend="gloo"))
+        self._beat = Beat(exchange, "trainer") if self._ranks.rank == 0 else None
+        self._tries = 0  # of the newest version, for which the disk had no room
+        self._again = 0.0  # when the next one is due; on rank 0
         self.position = samples
         self.tokens = 0  # of the newest batch: targets that count, of all ranks
         self.places = 0  # and all that are in its rows
@@ -65,11 +71,11 @@ class Feed:
         """This rank's micro-batches of a step; or, when any rank was asked to leave meanwhile, the
         verdict of all."""
         found: Batch | Verdict | None = None
-        pause = 0.0
+        began, pause = time.monotonic(), 0.0
         while found is None:
             with self.waiting(0.0):
                 found = self._look(step, pause)
-            pause = min(LOOK_S, 2 * pause + 0.005)
+            pause = pause_after(time.monotonic() - began)
         if isinstance(found, Verdict):
             return found
         self.tokens, self._metrics = found.tokens, found.metrics
@@ -86,6 +92,7 @@ class Feed:
         if self._ranks.rank == 0:
             time.sleep(pause)
             batch, wanted = self._exchange.batch(step), self._exchange.wanted.exists()
+            wanted = wanted or (self._tries > 0 and time.monotonic() > self._again)
         flags = torch.tensor([batch is not None, wanted, *self._stop.flags[INTERRUPT:]])
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group)
         ready, wants, *leaving = flags.tolist()
@@ -96,12 +103,34 @@ class Feed:
             if self._ranks.rank == 0:
                 with contextlib.suppress(FileNotFoundError):
                     self._exchange.wanted.unlink()
-            self._publisher.publish(step - 1)
+            self.publish(step - 1)
         if not ready:
             return None
         told = [batch._replace(state={}) if batch else None]  # the state may be long
         dist.broadcast_object_list(told, 0, self._ranks.group)
         return batch or told[0]
+
+    def publish(self, version: int) -> None:
+        """To the engines, on all ranks. When the disk is full, next() tries again until there is
+        room: nobody asks for the step's weights before. Raises what else goes wrong."""
+        try:
+            self._publisher.publish(version)
+        except (OSError, PeerFailed) as error:
+            full = torch.tensor(isinstance(error, OSError) and error.errno in FULL)
+            dist.all_reduce(full, dist.ReduceOp.MAX, self._ranks.group)
+            self._tries += 1
+            if not full or self._tries > DISK_S / AGAIN_S:
+                raise
+            self._again = time.monotonic() + AGAIN_S
+            if self._tries == 1:
+                self._say(f"{error}; waits for room")
+                if self._beat:
+                    self._beat.full()
+            return
+        if self._tries and self._beat:
+            self._beat.room()
+            self._say(f"version {version} of the weights is published")
+        self._tries = 0
 
     # --- For the recorder ---
 
@@ -114,11 +143,13 @@ class Feed:
     def record(self, values: Mapping[str, float], lap: Mapping[str, float]) -> dict[str, Any]:
         """For the line of the newest batch's step: what the orchestrator has said of it, and what
         the trainer has. `values`: the sums of the step; `lap`: its seconds."""
-        tokens = max(1.0, values["tokens"])
-        fresh = values["fresh_tokens"]
-        mismatch = values["fresh_sum"] / fresh if fresh else values["mismatch_sum"] / tokens
+        tokens, fresh = max(1.0, values["tokens"]), values["fresh_tokens"]
+        distance = {  # nobody has the weights any more that the others were sampled with
+            "mismatch": (values["fresh_sum"], fresh),
+            "drift": (values["mismatch_sum"] - values["fresh_sum"], values["tokens"] - fresh),
+        }
         own = {
-            "mismatch": mismatch,
+            **{name: total / count for name, (total, count) in distance.items() if count},
             "ratio_clipped": values["held_back"] / tokens,
             "kl": values["kl_sum"] / tokens,
             "wait": lap.get("data", 0.0) / max(lap["total"], 1e-9),
@@ -129,6 +160,12 @@ class Feed:
 
     def close(self) -> None:
         pass
+
+
+def pause_after(waited: float) -> float:
+    """Seconds until the next look."""
+    least, most = LOOK_S
+    return min(most, max(least, SHARE * waited))
 
 
 class FakeFeed(Feed):
@@ -142,8 +179,9 @@ class FakeFeed(Feed):
         layout: Layout,
         stop: StopRequests,
         publisher: Publisher,
+        say: Callable[[str], None],
     ) -> None:
-        super().__init__(cfg, exchange, layout, stop, publisher, 0)
+        super().__init__(cfg, exchange, layout, stop, publisher, 0, say)
         separate = cfg.bench.length == "variable"
         shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, separate, False, False)
         self._source, self._guess = FakeDataset("fake", shape), -math.log(cfg.model.vocab_size)
@@ -179,7 +217,8 @@ def open_feed(
     stop: StopRequests,
     publisher: Publisher,
     samples: int,
+    say: Callable[[str], None],
 ) -> Feed:
     if cfg.data.dataset_path == FAKE:
-        return FakeFeed(cfg, exchange, layout, stop, publisher)
-    return Feed(cfg, exchange, layout, stop, publisher, samples)
+        return FakeFeed(cfg, exchange, layout, stop, publisher, say)
+    return Feed(cfg, exchange, layout, stop, publisher, samples, say)

@@ -6,6 +6,7 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,8 @@ from kempner.files import write_atomic
 from kempner.history.tables import aligned
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Closed, NoEngines
-from kempner.rl.environments.protocol import Score
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.protocol import Score, Task
 from kempner.rl.groups import Group
 from kempner.rl.rollout import Sampler
 from kempner.rl.router import Router
@@ -30,11 +32,11 @@ RESULT = "bench-engines.json"
 class NoRewards:
     """In place of a scorer: conversations have one turn, and nobody waits for rewards."""
 
-    def score(self, *_: object) -> Score:
-        return Score(0.0)
+    def score(self, env: Tasks, task: Task, talks: Sequence[object]) -> list[Score]:
+        return [Score(0.0)] * len(talks)
 
-    def reply(self, *_: object) -> None:
-        return None
+    def reply(self, env: Tasks, task: Task, talks: Sequence[object]) -> list[None]:
+        return [None] * len(talks)
 
     def close(self) -> None: ...
 

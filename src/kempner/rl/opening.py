@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kempner.config.option import ConfigError
 from kempner.rl.conversation import Writer, open_words
 from kempner.rl.curriculum import Curriculum
-from kempner.rl.engines import Engine, KitEngine, VllmEngine
+from kempner.rl.engines import Busy, Engine, KitEngine, Lost, Rejected, Silent, VllmEngine
 from kempner.rl.environments.opening import Tasks, open_environments
 from kempner.rl.exchange import Exchange
 from kempner.rl.router import Router
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 32  # tasks of each environment, whether they fit
 TOKEN = "KEMPNER_SERVE_TOKEN"
+LOOK_S = 10.0  # that a server may take to say what it is
 QUEUED = 2  # groups that wait in an engine, so that it never runs out of work
 
 
-def open_parts(cfg: RunConfig) -> tuple[dict[str, Tasks], Words]:
+def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks], Words]:
     """The environments by label, and the tokenizer. Raises ConfigError with all that is wrong,
-    before any node is held."""
+    before any node is held; with `servers`, also with those that run already."""
     problems: list[str] = []
     envs: list[Tasks] = []
     words = None
@@ -47,6 +48,7 @@ def open_parts(cfg: RunConfig) -> tuple[dict[str, Tasks], Words]:
         problems += check_words(cfg, words)
         for env in envs:
             problems += check_prompts(cfg, env, Writer(words))
+        problems += check_servers(cfg, words) if servers and cfg.rl_inference.urls else []
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     assert words is not None
@@ -86,6 +88,43 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
     ]
 
 
+def check_servers(cfg: RunConfig, words: Words) -> list[str]:
+    """Whether engines of this run are at rl.inference.urls. One that is silent may come; when all
+    are, nobody has started them."""
+    problems, silent = [], []
+    token = os.environ.get(TOKEN, "").strip()
+    for url in cfg.rl_inference.urls:
+        engine = make_engine(cfg, url, token, words.ends, LOOK_S)
+        try:
+            engine.version()
+            problem = other_words(engine, words)
+        except Busy:
+            problem = ""
+        except Silent as error:
+            silent.append(f"rl.inference.urls: {url}: no engine answers: {error}; start it first")
+            continue
+        except (Lost, Rejected) as error:
+            problem = f"{error}"
+        problems += [f"rl.inference.urls: {url}: {problem}"] if problem else []
+    if problems or len(silent) == len(cfg.rl_inference.urls):
+        problems += silent
+    return problems
+
+
+def other_words(engine: KitEngine, words: Words) -> str:
+    """Why its texts would be other ones than those of the run's tokenizer; empty: they are not.
+    vLLM is told what ends a text."""
+    if isinstance(engine, VllmEngine):
+        return ""
+    (size, ends), own = engine.words(), words.tokenizer.vocab_size
+    if (size, set(ends)) == (own, set(words.ends)):
+        return ""
+    return (
+        f"the tokenizer of its model has {size} tokens, of which {sorted(ends)} end a text; that "
+        f"of the run has {own}, and {sorted(words.ends)}; serve the model that the run starts from"
+    )
+
+
 def open_curriculum(
     cfg: RunConfig, envs: Mapping[str, Tasks], say: Callable[[str], None]
 ) -> Curriculum:
@@ -114,12 +153,18 @@ def open_router(
         return {path.name: url for path in paths if (url := read(path))}
 
     def make(url: str) -> Engine:
-        if inference.engine == "vllm":
-            return VllmEngine(url, token(), inference.timeout, ends)
-        return KitEngine(url, token(), inference.timeout)
+        return make_engine(cfg, url, token(), ends, inference.timeout)
 
-    capacity = inference.slots + QUEUED * cfg.rl.group_size
-    return Router(find, make, capacity, say, inference.timeout if urls else None)
+    queued = QUEUED * cfg.rl.group_size
+    return Router(find, make, inference.slots, queued, say, inference.timeout if urls else None)
+
+
+def make_engine(
+    cfg: RunConfig, url: str, token: str, ends: Collection[int], timeout: float
+) -> KitEngine:
+    if cfg.rl_inference.engine == "vllm":
+        return VllmEngine(url, token, timeout, ends)
+    return KitEngine(url, token, timeout)
 
 
 def read(path: os.PathLike[str]) -> str:

@@ -24,9 +24,8 @@ from kempner.rl.batches import Failed, Groups
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Closed
 from kempner.rl.environments.opening import Tasks
-from kempner.rl.exchange import Batch, Exchange, Start, State
+from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, Exchange, Start, State
 from kempner.rl.groups import Group, Place
-from kempner.rl.packing import Arrays
 from kempner.rl.rollout import Sampler
 from kempner.rl.router import Router
 from kempner.rl.samples import SampleLog, figures, mean
@@ -34,9 +33,7 @@ from kempner.rl.samples import SampleLog, figures, mean
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
-LOOK_S = 0.05  # between two looks for a new version
-DISK_S = 600.0  # that a full disk may stay full
-AGAIN_S = 5.0
+LOOK_S = 0.02  # between two looks for a new version
 TIDY_S = 1.0
 
 
@@ -54,7 +51,7 @@ class Orchestrator:
     ) -> None:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
-        self._curriculum = curriculum
+        self._curriculum, self._beat = curriculum, Beat(exchange, "orchestrator")
         self._come: SimpleQueue[Group | Exception] = SimpleQueue()
         self._again: deque[Place] = deque()  # asked before the last stop, and not trained
         self._flying: dict[int, Place] = {}  # asked, by place
@@ -106,6 +103,7 @@ class Orchestrator:
         }
 
     def _pause(self) -> None:
+        self._beat.alive()
         if self._stop.wait(LOOK_S):
             raise Closed
 
@@ -113,6 +111,7 @@ class Orchestrator:
 
     def _look(self) -> None:
         """For a new version, and what follows from it."""
+        self._beat.alive()
         if self._stop.is_set():
             raise Closed
         newest = self._exchange.newest()
@@ -175,7 +174,8 @@ class Orchestrator:
             if reward is not None:
                 rewards.setdefault(label, []).append(reward)
         found = {label: mean(each) for label, each in rewards.items()}
-        results.put(Path(self._cfg.run.dir), version, found)
+        folder = Path(self._cfg.run.dir)
+        self._write(f"evaluation of step {version}", lambda: results.put(folder, version, found))
         text = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
         self._say(f"step {version}: evaluation: {text or 'no rewards'}")
         self._evaluated = version
@@ -183,6 +183,7 @@ class Orchestrator:
     def _next_of(self, queue: SimpleQueue[Any]) -> Any:
         """Waits; raises what a thread has raised."""
         while True:
+            self._beat.alive()
             if self._stop.is_set():
                 raise Closed
             try:
@@ -240,20 +241,31 @@ class Orchestrator:
             self._cfg.train.micro_batch or 1,
         )
         tokens = packing.tokens_that_count(arrays)
-        self._write(Batch(self._step, tokens, metrics, self._state()), arrays)
+        batch = Batch(self._step, tokens, metrics, self._state())
+
+        def write() -> None:
+            packing.write(self._exchange.rollouts(batch.step), arrays)
+            self._exchange.hand_over(batch)
+
+        self._write(f"batch of step {self._step}", write)
         self._log.add(self._step, chosen)
 
-    def _write(self, batch: Batch, arrays: list[Arrays]) -> None:
+    def _write(self, what: str, write: Callable[[], None]) -> None:
         """A full disk may be cleared: what was sampled is not thrown away at once."""
-        until = time.monotonic() + DISK_S
+        until, waits = time.monotonic() + DISK_S, False
         while True:
             try:
-                packing.write(self._exchange.rollouts(batch.step), arrays)
-                self._exchange.hand_over(batch)
-                return
+                write()
+                break
             except OSError as error:
                 if time.monotonic() > until:
-                    raise Failed(f"the batch of step {batch.step}: {error}") from None
-                self._say(f"the batch of step {batch.step} cannot be written: {error}; again soon")
+                    raise Failed(f"the {what}: {error}") from None
+                if not waits:
+                    self._beat.full()
+                    self._say(f"the {what} cannot be written: {error}; waits for room")
+                waits = True
             if self._stop.wait(AGAIN_S):
                 raise Closed
+        if waits:
+            self._beat.room()
+            self._say(f"the {what} is written")

@@ -131,7 +131,8 @@ def main(argv: Sequence[str]) -> int:
     for line in describe(placement, inference, options.gpus, options.names.split(",")):
         print(line)
     print("--")
-    print("\n".join(inference.args))
+    same = ["--deterministic"] if values["train"]["deterministic"] else []
+    print("\n".join([*(same if inference.engine == "kit" else []), *inference.args]))
     return 0
 
 

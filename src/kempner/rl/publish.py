@@ -113,7 +113,9 @@ class DirectoryPublisher:
         if (folder / "manifest.json").exists():
             return True
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(self._exchange.root / BESIDE, folder)
+        folder.mkdir(parents=True)
+        for path in (self._exchange.root / BESIDE).iterdir():  # the error of copytree has no number
+            shutil.copyfile(path, folder / path.name)
         if len(self._files) > 1:
             where = {
                 name: self._files[self._writer[ours]]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kempner.generate.config import Sampling
 from kempner.rl.conversation import Conversation, Writer
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from kempner.rl.measure import NoRewards
     from kempner.run import RunConfig
 
-R = TypeVar("R")
-
 
 class Sampler:
     """Its methods wait for engines and for rewards; each group has a thread of its own."""
@@ -32,18 +29,12 @@ class Sampler:
         writer: Writer,
         router: Router,
         scorer: Scorer | NoRewards,
-        judges: int,
         say: Callable[[str], None],
     ) -> None:
-        """`judges`: that the scorer has."""
         self._envs, self._writer, self._router, self._scorer = envs, writer, router, scorer
         self._sampling, self._seq_len, self._seed = cfg.rl_sampling, cfg.train.seq_len, cfg.rl.seed
         self._say = say
-        self._judges = ThreadPoolExecutor(judges, "judge")
         self._said: set[str] = set()  # environments whose failures were reported
-
-    def close(self) -> None:
-        self._judges.shutdown(wait=False, cancel_futures=True)
 
     def group(self, at: Place, size: int, least: int) -> Group:
         """`size` samples of one task, by weights of version `least` or later."""
@@ -85,7 +76,7 @@ class Sampler:
             going = self._replies(env, task, going, why)
             turn += 1
         kept = [talk for talk in talks if id(talk) not in why]
-        scores = self._side_by_side(lambda talk: self._scorer.score(env, task, talk.messages), kept)
+        scores = self._scorer.score(env, task, [talk.messages for talk in kept])
         rewards = {id(talk): score for talk, score in zip(kept, scores, strict=True)}
         found = []
         for talk in talks:
@@ -99,9 +90,7 @@ class Sampler:
         self, env: Tasks, task: Task, talks: Sequence[Conversation], why: dict[int, str]
     ) -> list[Conversation]:
         """What the environment says; those conversations that go on."""
-        replies = self._side_by_side(
-            lambda talk: self._scorer.reply(env, task, talk.messages), talks
-        )
+        replies = self._scorer.reply(env, task, [talk.messages for talk in talks])
         going = []
         for talk, reply in zip(talks, replies, strict=True):
             if isinstance(reply, Score):
@@ -116,11 +105,6 @@ class Sampler:
 
     def _room(self, tokens: Sequence[int]) -> bool:
         return len(tokens) + self._sampling.max_tokens <= self._seq_len
-
-    def _side_by_side(
-        self, action: Callable[[Conversation], R], talks: Iterable[Conversation]
-    ) -> list[R]:
-        return list(self._judges.map(action, talks))
 
     def _tell(self, env: Tasks, why: str) -> None:
         """Once for each environment: the metrics count them."""

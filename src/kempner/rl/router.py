@@ -8,44 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from kempner.generate.config import Sampling
 from kempner.rl.engines import Busy, Closed, Completion, Engine, Lost, NoEngines, Rejected
+from kempner.rl.members import Member, Waiter
 
 BEAT_EVERY_S = 2.0
 MISSES = 2  # beats in a row without an answer in time; a refused connection is enough by itself
 BUSY_S = 0.2  # before an engine that takes nothing now is asked again
 TRIES = 5  # of an update that an engine refuses
+RECENT = 0.1  # weight of a request in the mean of those so far
 SAY_EVERY_S = 60.0  # that there is no engine
-
-
-@dataclass
-class Member:
-    """One engine, as the router sees it. Changed under the router's lock."""
-
-    name: str
-    engine: Engine
-    version: int = -1  # -1: not known
-    alive: bool = False
-    trusted: bool = True  # that its version is one of this run
-    load: int = 0  # samples that it was asked for
-    life: int = 0  # times that it was lost
-    misses: int = 0
-    updating: bool = False
-    refused: int = 0  # updates in a row
-    why: str = ""  # it is not alive
-    seconds: dict[str, float] = field(default_factory=lambda: {"idle": 0.0, "busy": 0.0})
-    since: float = field(default_factory=time.monotonic)
-
-    def account(self) -> None:
-        """The time since the last call was spent as it is now."""
-        now = time.monotonic()
-        if self.alive:
-            self.seconds["busy" if self.load else "idle"] += now - self.since
-        self.since = now
 
 
 class Router:
@@ -53,18 +29,22 @@ class Router:
         self,
         find: Callable[[], Mapping[str, str]],
         make: Callable[[str], Engine],
-        capacity: int,
+        slots: int,
+        queued: int,
         say: Callable[[str], None],
         patience: float | None = None,
     ) -> None:
-        """`find`: the URLs of the engines, by name; `capacity`: samples that an engine has at a
-        time; `patience`: seconds without any engine before the run gives up, None: others see to
-        it that one comes, and engines come with weights of this run."""
-        self._find, self._make, self._capacity = find, make, capacity
+        """`find`: the URLs of the engines, by name; `slots`: samples that an engine works on at a
+        time; `queued`: samples that wait there, so that it never runs out of them; `patience`:
+        seconds without any engine before the run gives up, None: others see to it that one comes,
+        and engines come with weights of this run."""
+        self._find, self._make, self._slots, self._queued = find, make, slots, queued
         self._say, self._patience = say, patience
         self._members: dict[str, Member] = {}
+        self._held = 1.0  # share of a request's time that each of its samples holds a slot, mean
         self._target: tuple[int, dict[str, Any]] = (-1, {})
-        self._change = threading.Condition()
+        self._change = threading.RLock()
+        self._waiting: deque[Waiter] = deque()  # requests, in the order in which they get engines
         self._wake: dict[str, threading.Event] = {}
         self._closed = False
         self._failure: Exception | None = None
@@ -80,7 +60,7 @@ class Router:
         with self._change:
             self._closed = True
             members = list(self._members.values())
-            self._change.notify_all()
+            self._hand_out()
         for member in members:
             self._wake[member.name].set()
             member.engine.abort()
@@ -92,9 +72,10 @@ class Router:
     ) -> list[list[Completion]]:
         """`n` samples of each prompt, by weights of version `least` or later; waits for an engine
         for as long as there may be one. Raises Closed, NoEngines, Rejected."""
-        size = len(prompts) * n
+        size, again = len(prompts) * n, False
         while True:
-            member, engine, life = self._take(size, least)
+            member, engine, life = self._take(size, least, again)
+            again = True
             try:
                 found = engine.complete(prompts, n, sampling)
             except Busy:
@@ -107,38 +88,53 @@ class Router:
                 with self._change:
                     member.account()
                     member.load -= size
-                    self._change.notify_all()
+                    self._hand_out()
             texts = [text for each in found for text in each]
             oldest = min(min(text.versions, default=-1) for text in texts)
             with self._change:
                 if oldest >= least:
-                    self._tokens += sum(len(text.token_ids) for text in texts)
+                    self._learn([len(text.token_ids) for text in texts])
                     return found
                 # It was started again with older weights, between a beat and this request.
                 if member.life == life:
                     member.version, member.trusted = -1, False
                     self._wake[member.name].set()
 
-    def _take(self, size: int, least: int) -> tuple[Member, Engine, int]:
+    def _take(self, size: int, least: int, again: bool) -> tuple[Member, Engine, int]:
+        """An engine for a request; one that was lost with its engine goes before the others."""
+        waiter = Waiter(size, least, threading.Condition(self._change))
         with self._change:
-            while True:
+            (self._waiting.appendleft if again else self._waiting.append)(waiter)
+            self._hand_out()
+            while waiter.member is None:
                 if self._closed:
                     raise Closed
                 if self._failure:
                     raise self._failure
-                free = [
-                    each
-                    for each in self._members.values()
-                    if each.alive
-                    and each.version >= least
-                    and (each.load == 0 or each.load + size <= self._capacity)
-                ]
-                if free:
-                    member = min(free, key=lambda each: each.load)
-                    member.account()
-                    member.load += size
-                    return member, member.engine, member.life
-                self._change.wait(1.0)
+                waiter.given.wait()
+            return waiter.member, waiter.engine, waiter.life
+
+    def _hand_out(self) -> None:
+        """Something has changed: who gets an engine? Each request is woken by itself: thousands
+        may wait. The lock is held."""
+        if self._closed or self._failure:
+            for waiter in self._waiting:
+                waiter.given.notify()
+            return
+        capacity = self._slots / self._held + self._queued
+        alive = [each for each in self._members.values() if each.alive]
+        left: deque[Waiter] = deque()
+        for waiter in self._waiting:
+            member = waiter.choose(alive, capacity)
+            if member is None:
+                left.append(waiter)
+        self._waiting = left
+
+    def _learn(self, lengths: Sequence[int]) -> None:
+        """A request ends with its longest sample; the slots of the others are free before."""
+        self._tokens += sum(lengths)
+        held = sum(lengths) / max(1, len(lengths) * max(lengths))
+        self._held += RECENT * (held - self._held)
 
     # --- weights ---
 
@@ -212,7 +208,7 @@ class Router:
             why = "; ".join(reasons) or "none has published its address"
             if self._patience is not None and silent > self._patience and not self._failure:
                 self._failure = NoEngines(f"no engine for {silent:.0f} s: {why}")
-                self._change.notify_all()
+                self._hand_out()
         if silent > SAY_EVERY_S and now - self._said > SAY_EVERY_S:
             self._said = now
             self._say(f"no engine for {silent:.0f} s: {why}")
@@ -251,7 +247,7 @@ class Router:
             target, body = self._target
             begin = not member.updating and member.version < target
             member.updating = member.updating or begin
-            self._change.notify_all()
+            self._hand_out()
         if begin:
             work = (member, engine, member.life, target, body)
             threading.Thread(target=self._update, args=work, daemon=True).start()
@@ -283,7 +279,7 @@ class Router:
                 taken = any(each.version >= target for each in self._members.values())
                 if member.refused >= TRIES and not taken:
                     self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
-            self._change.notify_all()
+            self._hand_out()
 
     def _lose(self, member: Member, life: int, why: str) -> None:
         with self._change:
@@ -296,5 +292,5 @@ class Router:
             member.trusted = self._patience is None
             member.life += 1
             engine = member.engine
-            self._change.notify_all()
+            self._hand_out()
         engine.abort()

@@ -44,15 +44,26 @@ ON_A_CPU = {
 }
 
 
-async def allowed(request: Any, call_next: Any) -> Any:
-    """The middleware."""
-    given, token = request.headers.get("authorization", ""), os.environ.get(TOKEN, "")
-    if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-        from starlette.responses import JSONResponse  # type: ignore[import-not-found,unused-ignore]
+class Allowed:
+    """The middleware, of all that an application of ASGI may be asked: a function would not see
+    websockets."""
 
-        message = "give the token of this engine: Authorization: Bearer TOKEN"
-        return JSONResponse({"error": {"message": message, "code": 401}}, 401)
-    return await call_next(request)
+    def __init__(self, app: Any) -> None:
+        self.app, self.wanted = app, f"Bearer {os.environ.get(TOKEN, '')}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] not in ("http", "websocket") or hmac.compare_digest(given, self.wanted):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = "give the token of this engine: Authorization: Bearer TOKEN"
+            body = json.dumps({"error": {"message": message, "code": 401}}).encode()
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            headers += [(b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
 
 def main(argv: list[str]) -> int:
@@ -65,9 +76,11 @@ def main(argv: list[str]) -> int:
     if "KEMPNER_VLLM" not in os.environ and importlib.util.find_spec("vllm") is None:
         return fail("no vLLM in this Python; set KEMPNER_VLLM to one that has it: docs/rl.md")
     try:
-        token = options.token_file.read_text().strip() if options.token_file else ""
+        token = options.token_file.read_text().strip()
     except OSError as error:
         return fail(f"--token-file {options.token_file}: {error.strerror}")
+    if not token or options.token_file.stat().st_mode & 0o077:
+        return fail(f"--token-file {options.token_file}: must have a token, and mode 600")
     while (found := newest(options.weights)) is None:
         if end.wait(LOOK_S):
             return 0
@@ -100,7 +113,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="vllm_engine", allow_abbrev=False)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--publish", type=Path, required=True)
-    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--slots", type=int, default=16)
@@ -118,7 +131,7 @@ def words(model: Path, options: argparse.Namespace, port: int) -> list[str]:
     gpus = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     found = ["serve", str(model), "--host", options.host, "--port", str(port)]
     found += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
-    found += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.allowed"]
+    found += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{__spec__.name}.Allowed"]
     if not gpus:  # bf16 where the trainer computes in fp32 would be another policy
         return [*found, "--dtype", "float32", "--enforce-eager"]
     return [*found, "--tensor-parallel-size", str(len(gpus))]

@@ -44,6 +44,7 @@ class Server(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         self.model, self.token, self.began = model, token, int(time.time())
         self.active = 0  # requests that are being answered
+        self.heads: dict[Handler, float] = {}  # whose line and headers are not there yet; since
         self.lock = threading.Lock()
         super().__init__((host, port), Handler)
 
@@ -57,6 +58,14 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # that a connection breaks is no error here
             super().handle_error(request, client_address)
+
+    def service_actions(self) -> None:
+        """Twice a second: whoever sends a request byte by byte, and no token yet, may not keep a
+        thread."""
+        for handler, since in list(self.heads.items()):
+            if time.monotonic() > since + SILENT_S:
+                with contextlib.suppress(OSError):
+                    handler.connection.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -80,6 +89,13 @@ class Handler(BaseHTTPRequestHandler):
     timeout = SILENT_S
     disable_nagle_algorithm = True  # a token is sent when it is there
 
+    def handle_one_request(self) -> None:
+        self.server.heads[self] = time.monotonic()
+        try:
+            super().handle_one_request()
+        finally:
+            self.server.heads.pop(self, None)
+
     def log_message(self, format: str, *args: object) -> None:
         """No line for each request."""
 
@@ -90,6 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(POST)
 
     def _answer(self, routes: dict[str, Callable[[Handler, bytes], None]]) -> None:
+        self.server.heads.pop(self)
         with self.server.answering():
             try:
                 self._allowed()
@@ -120,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             return b""
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MOST_BYTES:
+        if not length.isdecimal() or len(length) > 12 or int(length) > MOST_BYTES:
             self.close_connection = True
             raise BadRequest(f"Content-Length: must be given, at most {MOST_BYTES}")
         body = self.rfile.read(int(length))
@@ -151,7 +168,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def models(self, _: bytes) -> None:
         one: Json = {"id": self.server.model, "object": "model", "owned_by": "kempner"}
-        one |= {"created": self.server.began, "max_model_len": self.server.worker.window}
+        worker = self.server.worker
+        one |= {"created": self.server.began, "max_model_len": worker.window}
+        one |= {"vocab_size": worker.words.tokenizer.vocab_size, "ends": sorted(worker.words.ends)}
         self._say(200, {"object": "list", "data": [one | self._version()]})
 
     def metrics(self, _: bytes) -> None:

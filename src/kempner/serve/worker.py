@@ -48,13 +48,19 @@ class Worker:
     """Other threads use call(), take() and drop(); a job's news arrive in its queue."""
 
     def __init__(
-        self, loaded: Loaded, slots: int, window: int, queue: int, version: int = 0
+        self,
+        loaded: Loaded,
+        slots: int,
+        window: int,
+        queue: int,
+        version: int = 0,
+        fixed: bool = False,
     ) -> None:
         """`slots`: texts at a time; `window`: the most tokens of one; `queue`: texts that wait at
-        most; `version`: of the weights."""
+        most; `version`: of the weights; `fixed`: see KVCache."""
         self.words, self.window, self.queue = loaded.words, window, queue
         vocab_size = loaded.words.tokenizer.vocab_size
-        self.texts = Texts(Engine(loaded.model, vocab_size, window, slots))
+        self.texts = Texts(Engine(loaded.model, vocab_size, window, slots, fixed))
         self.texts.engine.version = version
         self.paused = False
         self.broken = ""  # why there are no weights

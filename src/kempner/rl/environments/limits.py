@@ -144,11 +144,14 @@ def subreaper() -> None:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def reap() -> None:
-    """Take the exit codes of all children that have ended."""
-    with contextlib.suppress(ChildProcessError):
+def reap() -> bool:
+    """Take the exit codes of all children that have ended; True when no child is left."""
+    try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _kill(pid: int, number: int) -> None:

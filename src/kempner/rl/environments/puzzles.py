@@ -33,7 +33,12 @@ class Arithmetic(Environment):
     """3+4= is followed by 7."""
 
     def __init__(
-        self, below: int = 10, operations: str = "+", modulo: int = 0, partial: float = 0.0
+        self,
+        below: int = 10,
+        operations: str = "+",
+        modulo: int = 0,
+        partial: float = 0.0,
+        held_out: float = Environment.held_out,
     ) -> None:
         """Of two numbers that are `below` this. `modulo` over 0: the result is taken modulo it."""
         if below < 2 or modulo < 0:
@@ -42,6 +47,7 @@ class Arithmetic(Environment):
             raise ConfigError(f"operations must be some of {''.join(OPERATIONS)}")
         self.below, self.operations, self.modulo = below, operations, modulo
         self.partial = fraction("partial", partial)
+        self.held_out = fraction("held_out", held_out)
 
     def task(self, number: int, rng: random.Random) -> Task:
         left, right = (rng.randrange(self.below) for _ in range(2))
@@ -57,12 +63,19 @@ class Arithmetic(Environment):
 class Letters(Environment):
     """A word, >, and what becomes of it."""
 
-    def __init__(self, length: int = 3, alphabet: int = 26, partial: float = 0.0) -> None:
+    def __init__(
+        self,
+        length: int = 3,
+        alphabet: int = 26,
+        partial: float = 0.0,
+        held_out: float = Environment.held_out,
+    ) -> None:
         """Words of so many of the first `alphabet` letters."""
         if length < 1 or not 2 <= alphabet <= 26:
             raise ConfigError("length must be at least 1, and alphabet from 2 to 26")
         self.length, self.letters = length, string.ascii_lowercase[:alphabet]
         self.partial = fraction("partial", partial)
+        self.held_out = fraction("held_out", held_out)
 
     def change(self, word: str) -> str:
         raise NotImplementedError

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.pipes import Ended, Late, receive, send
 from kempner.rl.environments.protocol import Message, Reply, Score, Task
-from kempner.rl.environments.worker import OPEN_S, Request
+from kempner.rl.environments.worker import OPEN_S, QUICK_S, Request
 
 START_S = 60.0  # of a process, on a node that is busy
 # Whatever else is in our environment, tokens and Slurm's variables among it, stays with us.
@@ -33,8 +34,11 @@ SET = {
 
 
 class Scorer:
-    """Processes that ask the environments. All of its methods may be called from any thread; one
-    call takes one process, and waits for one that is free."""
+    """Processes that ask the environments. All of its methods may be called from any thread.
+
+    One process takes all conversations of a group, because to ask it costs more than most rewards.
+    Where rewards take longer, the rest of the group is spread over all processes.
+    """
 
     def __init__(
         self, workers: int, tell: Callable[[str], object] = print, namespaces: bool = True
@@ -45,40 +49,46 @@ class Scorer:
         self._all = [_Process(self._tell_once, namespaces) for _ in range(workers)]
         for process in self._all:
             self._free.put(process)
+        self._threads = ThreadPoolExecutor(workers, "judge")
         self._tell, self._told, self._lock = tell, False, threading.Lock()
 
-    def score(self, env: Tasks, task: Task, completion: str | Sequence[Message]) -> Score:
-        """The reward of a text, or of a conversation that begins with the task's messages."""
-        if isinstance(completion, str):
-            completion = [*task.messages, {"role": "assistant", "content": completion}]
-        answer = self._ask("judge", env, task, completion)
-        return Score(answer.get("reward"), answer.get("why", ""))
+    def score(self, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]) -> list[Score]:
+        """The rewards of conversations that begin with the task's messages."""
+        answers = self._ask("judge", env, task, talks)
+        return [Score(answer.get("reward"), answer.get("why", "")) for answer in answers]
 
-    def reply(self, env: Tasks, task: Task, messages: Sequence[Message]) -> Reply | Score | None:
-        """What follows the model's last turn; None: the conversation is over, ask for its score.
-        A Score without a reward: the environment has failed, and the sample is left out."""
-        ours = messages[len(task.messages) :]
-        if sum(message["role"] == "assistant" for message in ours) >= env.environment.turns:
-            return None
-        answer = self._ask("reply", env, task, messages)
-        if "why" in answer:
-            return Score(None, answer["why"])
-        return Reply(*answer["reply"]) if answer["reply"] else None
+    def reply(
+        self, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]
+    ) -> list[Reply | Score | None]:
+        """What follows the model's last turn of each conversation; None: it is over, ask for its
+        score. A Score without a reward: the environment has failed, and the sample is left out."""
+        turns = [sum(each["role"] == "assistant" for each in talk) for talk in talks]
+        before = sum(each["role"] == "assistant" for each in task.messages)
+        going = [turn - before < env.environment.turns for turn in turns]
+        asked = [talk for talk, goes in zip(talks, going, strict=True) if goes]
+        answers = iter(self._ask("reply", env, task, asked))
+        return [_reply(next(answers)) if goes else None for goes in going]
 
     def close(self) -> None:
         """Ends all processes, also while they are at work."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.end()
 
     def _ask(
-        self, call: str, env: Tasks, task: Task, messages: Sequence[Message]
-    ) -> dict[str, Any]:
-        request = Request(env.cfg, call, pickle.dumps((task, list(messages))))
-        process = self._free.get()
-        try:
-            return process.ask(request)
-        finally:
-            self._free.put(process)
+        self, call: str, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]
+    ) -> list[dict[str, Any]]:
+        def ask(part: Sequence[Sequence[Message]]) -> list[dict[str, Any]]:
+            request = Request(env.cfg, call, len(part), pickle.dumps((task, part)))
+            process = self._free.get()
+            try:
+                return process.ask(request)
+            finally:
+                self._free.put(process)
+
+        found = ask(talks) if talks else []
+        left = talks[len(found) :]
+        return found + [each for (each,) in self._threads.map(lambda talk: ask([talk]), left)]
 
     def _tell_once(self, lacks: list[str]) -> None:
         with self._lock:
@@ -92,19 +102,20 @@ class _Process:
         self._tell, self._process = tell, None  # type: Any, subprocess.Popen[bytes] | None
         self._words = [] if namespaces else ["--no-namespaces"]
 
-    def ask(self, request: Request) -> dict[str, Any]:
+    def ask(self, request: Request) -> list[dict[str, Any]]:
+        """The answers for its first conversations, one at least: the others are asked again."""
         try:
             process = self._process or self._start()
             assert process.stdin and process.stdout
             # It answers in time itself; this is for one that somebody has stopped.
-            end = time.monotonic() + OPEN_S + request.env.timeout + START_S
+            end = time.monotonic() + OPEN_S + QUICK_S + request.env.timeout + START_S
             send(process.stdin.fileno(), pickle.dumps(request), end)
-            answer: dict[str, Any] = json.loads(receive(process.stdout.fileno(), end))
+            answers: list[dict[str, Any]] = json.loads(receive(process.stdout.fileno(), end))
         except (Late, Ended):
-            answer = {"why": "lost its process", "last": True}
-        if "last" in answer:
+            answers = [{"why": "lost its process", "last": True}]
+        if "last" in answers[-1]:
             self.end()
-        return answer
+        return answers
 
     def _start(self) -> subprocess.Popen[bytes]:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
@@ -133,3 +144,9 @@ class _Process:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def _reply(answer: dict[str, Any]) -> Reply | Score | None:
+    if "why" in answer:
+        return Score(None, answer["why"])
+    return Reply(*answer["reply"]) if answer["reply"] else None

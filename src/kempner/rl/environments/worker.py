@@ -27,17 +27,19 @@ from kempner.rl.config import EnvConfig
 from kempner.rl.environments import limits
 from kempner.rl.environments.opening import make
 from kempner.rl.environments.pipes import EVER, Ended, Late, receive, send
-from kempner.rl.environments.protocol import Environment
+from kempner.rl.environments.protocol import Environment, Message, Task
 
 OPEN_S = 120.0  # that an environment may take to be made
 LOOK_S = 0.05  # between two looks at a reward that takes longer
+QUICK_S = 0.05  # for the conversations of one request; then other processes take a part of the rest
 BEGIN = b"begin"  # the environment is there: from now on the limits of the reward hold
 
 
 class Request(NamedTuple):
     env: EnvConfig
     call: str  # judge or reply
-    arguments: bytes  # pickled: a task may hold what only the environment's module defines
+    size: int  # conversations
+    arguments: bytes  # pickled task and conversations: only the environment may know their classes
 
 
 class Outer:
@@ -47,7 +49,7 @@ class Outer:
         self.scratch = limits.SCRATCH
         if lacks:
             self.scratch = tempfile.mkdtemp(prefix="kempner-reward-")
-        os.environ["TMPDIR"] = self.scratch
+        os.environ["TMPDIR"] = tempfile.tempdir = self.scratch
         self.inner, self.to_inner, self.from_inner = self._start()
         lacks += json.loads(receive(self.from_inner, EVER))
         send(self.answers, json.dumps(lacks).encode(), EVER)
@@ -56,17 +58,17 @@ class Outer:
         try:
             last = False
             while not last:
-                message = receive(self.requests, EVER)
-                answer = self._ask(message)
-                last = "last" in answer
-                send(self.answers, json.dumps(answer).encode(), EVER)
+                answers = self._ask(receive(self.requests, EVER))
+                last = "last" in answers[-1]
+                send(self.answers, json.dumps(answers).encode(), EVER)
         except Ended:
             pass
         finally:
             self._end()
 
-    def _ask(self, message: bytes) -> dict[str, Any]:
-        """The inner process's answer, or why there is none; "last" when it is gone."""
+    def _ask(self, message: bytes) -> list[dict[str, Any]]:
+        """The inner process's answers for the first conversations, or why there is none for the
+        next one; "last" when it is gone."""
         request: Request = pickle.loads(message)
         try:
             answer: dict[str, Any] = json.loads(self._watch(request.env, message))
@@ -76,10 +78,18 @@ class Outer:
         if not fine:
             self._end()
             answer["last"] = True
-        return answer
+        return [*self._noted()[: request.size - 1], answer]
+
+    def _noted(self) -> list[dict[str, Any]]:
+        text = b""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.notes, 1 << 16):
+                text += part
+        return [json.loads(line) for line in text.splitlines()]
 
     def _watch(self, env: EnvConfig, message: bytes) -> bytes:
-        """Raises Late with the reason when it has gone over a limit, or has ended."""
+        """The last answer that it gives. Raises Late with the reason when it has gone over a limit,
+        or has ended."""
         end, reason = time.monotonic() + OPEN_S, f"was not open within {OPEN_S:.0f} s"
         before = 0
         try:
@@ -89,7 +99,7 @@ class Outer:
                     answer = receive(self.from_inner, end)
                     if answer != BEGIN:
                         return answer
-                    end = time.monotonic() + env.timeout
+                    end = time.monotonic() + QUICK_S + env.timeout
                     reason = f"took more than {env.timeout:g} s"
                     before = limits.memory([self.inner])
                     continue
@@ -119,19 +129,21 @@ class Outer:
     def _start(self) -> tuple[int, int, int]:
         theirs, requests = os.pipe()
         answers, ours = os.pipe()
+        self.notes, notes = os.pipe()
+        os.set_blocking(self.notes, False)
         pid = os.fork()
         if pid:
-            os.close(theirs)
-            os.close(ours)
+            for fd in (theirs, ours, notes):
+                os.close(fd)
             return pid, requests, answers
         code = 1
         try:
-            for fd in (requests, answers, self.requests, self.answers):
+            for fd in (requests, answers, self.notes, self.requests, self.answers):
                 os.close(fd)
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in range(3):  # what an environment prints is nobody's
                 os.dup2(nothing, fd)
-            serve(theirs, ours, self.scratch, self.isolated)
+            serve(theirs, ours, notes, self.scratch, self.isolated)
             code = 0
         finally:
             os._exit(code)
@@ -145,9 +157,10 @@ class Outer:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def serve(requests: int, answers: int, scratch: str, isolated: bool) -> None:
+def serve(requests: int, answers: int, notes: int, scratch: str, isolated: bool) -> None:
     """The inner process."""
     send(answers, json.dumps(limits.confine(isolated)).encode(), EVER)
+    os.set_blocking(notes, False)
     environments: dict[EnvConfig, Environment] = {}
     with contextlib.suppress(Ended):
         while True:
@@ -156,27 +169,51 @@ def serve(requests: int, answers: int, scratch: str, isolated: bool) -> None:
             try:
                 if request.env not in environments:
                     environments[request.env] = make(request.env.id, request.env.args)
-                send(answers, BEGIN, EVER)
-                with limits.address_space(request.env.memory):
-                    answer = ask(environments[request.env], request)
-            except ConfigError as error:
-                answer = {"why": str(error)}
-            except BaseException as error:  # also SystemExit, MemoryError, RecursionError
-                answer = {"why": f"{type(error).__name__}: {error}"[:1500]}
-            send(answers, json.dumps(answer).encode(), EVER)
-            for path in Path(scratch).iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                environment = environments[request.env]
+                task, talks = pickle.loads(request.arguments)
+            except BaseException as error:
+                send(answers, json.dumps({"why": _why(error)}).encode(), EVER)
+                continue
+            send(answers, BEGIN, EVER)
+            until = time.monotonic() + QUICK_S
+            for number, talk in enumerate(talks, 1):
+                answer = json.dumps(ask(environment, request, task, talk)).encode()
+                for path in Path(scratch).iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                last = number == len(talks) or time.monotonic() > until
+                # A process that it has left behind must be gone before the next one begins.
+                if last or not limits.reap() or not note(notes, answer):
+                    send(answers, answer, EVER)
+                    break
 
 
-def ask(environment: Environment, request: Request) -> dict[str, Any]:
-    task, messages = pickle.loads(request.arguments)
-    if request.call == "reply":
-        reply = environment.reply(task, messages)
-        return {"reply": reply and [str(reply.content), str(reply.role)]}
-    reward = float(environment.judge(task, messages))
-    if not math.isfinite(reward):
-        return {"why": f"its reward is {reward}"}
-    return {"reward": reward}
+def note(notes: int, answer: bytes) -> bool:
+    """Put it where the outer process finds it, also when this one is gone, and does not wake up
+    for it: that takes longer than most rewards. False: there is no room."""
+    try:
+        return len(answer) < select.PIPE_BUF and os.write(notes, answer + b"\n") > 0
+    except BlockingIOError:
+        return False
+
+
+def ask(
+    environment: Environment, request: Request, task: Task, talk: list[Message]
+) -> dict[str, Any]:
+    try:
+        with limits.address_space(request.env.memory):
+            if request.call == "reply":
+                reply = environment.reply(task, talk)
+                return {"reply": reply and [str(reply.content), str(reply.role)]}
+            reward = float(environment.judge(task, talk))
+    except BaseException as error:  # also SystemExit, MemoryError, RecursionError
+        return {"why": _why(error)}
+    return {"reward": reward} if math.isfinite(reward) else {"why": f"its reward is {reward}"}
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"[:1500]
 
 
 def _how(status: int) -> str:

@@ -1,0 +1,70 @@
+"""What a start costs, and what the kit keeps for the next one.
+
+    python -m benchmarks.startup            kernels: cold, restarted, and on a host new to the run
+    python -m benchmarks.startup --files    files of Python's environment that one rank opens
+
+The first starts scripts/train.py with train.compile on this machine, three times in one run
+directory, and prints the parts of each start; a "new host" is this one under another name. The
+second needs strace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kempner.history import events
+from kempner.history.events import FirstStep, Start
+
+ROOT = Path(__file__).parents[1]
+MODEL = ["--model.dim=64", "--model.n_layers=2", "--model.ffn_dim=96", "--train.seq_len=32"]
+STARTS = {"cold": "a", "restarted": "a", "on a new host": "b"}
+
+
+def kernels(folder: Path) -> None:
+    run = folder / "run"
+    for number, (name, host) in enumerate(STARTS.items(), 1):
+        command = [sys.executable, "scripts/train.py", "configs/train/debug.toml", *MODEL]
+        command += ["--data.dataset_path=data/stdlib", f"--run.dir={run}", "--train.compile"]
+        command += ["--train.global_batch=8", "--eval.interval=0", "--metrics.log_interval=1"]
+        command += [f"--train.max_steps={number}", "--schedule.name=constant"]
+        env = {**os.environ, "SLURMD_NODENAME": host}
+        env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+        found = events.read(run / "attempts.jsonl")
+        start, first = events.of_kind(found, Start)[-1], events.of_kind(found, FirstStep)[-1]
+        print(f"{name:15} imports {start.parts['imports']:6.1f} s, first step "
+              f"{first.time - start.time:6.1f} s", flush=True)  # fmt: skip
+
+
+def files(folder: Path) -> None:
+    trace = folder / "trace"
+    program = "import torch, torch.distributed, torch._dynamo, torch.distributed.fsdp"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = ["strace", "-f", "-e", "trace=%file", "-o", str(trace), sys.executable, "-c", program]
+    subprocess.run(command, check=True, env=env)
+    calls = [line for line in trace.read_text().splitlines() if f'"{sys.prefix}/' in line]
+    opened = {
+        match[1]
+        for line in calls
+        if "open" in line and " = -1 " not in line and (match := re.search(r'"([^"]+)"', line))
+    }
+    there = sum(len(names) for _, _, names in os.walk(sys.prefix))
+    print(f"a rank opens {len(opened):,} of the {there:,} files of {sys.prefix}, in {len(calls):,} "
+          "calls to the file system; from a copy on its node's disk, none of them")  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--files", action="store_true")
+    chosen = files if parser.parse_args().files else kernels
+    if chosen is files and not shutil.which("strace"):
+        parser.error("--files needs strace")
+    with tempfile.TemporaryDirectory() as temporary:
+        chosen(Path(temporary))

@@ -1,0 +1,279 @@
+# shellcheck shell=bash
+# KEMPNER_CHAIN=K: where Slurm may not start a job again, another job waits in the queue to continue it.
+#
+# The dependency is afterany, not singleton: that one goes by the job's name, and would put all runs of this name, one
+# user's whole day, into one line. RUN_DIR/chain.jsonl has a line before each sbatch and one after it, so that whatever
+# ends this script in between, no second successor is submitted.
+
+KP_CHAIN_ARGUMENTS=("$@") # of the script, as sbatch got them: kp_take puts the line of a task in place of @FILE
+KP_CHAIN=''               # this job's chain, by its first job; empty: it has none
+KP_LINK=0                 # how many jobs were before it
+KP_SUCCESSOR=''           # the job that continues it
+KP_REQUEST=()             # sbatch's options
+
+# What a successor has in common with this job; NumNodes is compared apart.
+KP_CHAIN_SAME=(Partition Account QOS TimeLimit Features Reservation Licenses Network CoreSpec Contiguous ReqNodeList
+    ExcNodeList Nice MinTmpDiskNode MinMemoryNode MinMemoryCPU CPUs/Task NtasksPerN:B:S:C OverSubscribe TresPerNode
+    TresPerJob TresPerTask TresPerSocket TresBind TresFreq CpusPerTres MemPerTres BurstBuffer)
+
+kp_chain_check() { # stops at a KEMPNER_CHAIN that makes no sense
+    local most=${KEMPNER_CHAIN:=0}
+    [[ $most =~ ^(0|[1-9][0-9]{0,2})$ ]] ||
+        kp_die "KEMPNER_CHAIN=$most: must be the number of jobs that may follow this one, 1 to 999, or 0 for none"
+    ((most > 0)) && kp_in_job || return 0
+    [[ -z $(kp_field ArrayTaskThrottle) ]] || kp_die "KEMPNER_CHAIN: the jobs that follow the tasks of this array" \
+        "would not keep its limit of $(kp_field ArrayTaskThrottle) at once: leave %$(kp_field ArrayTaskThrottle) out"
+}
+
+kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; submits the successor, sets KP_SUCCESSOR
+    kp_is_batch || return 0
+    if ((${KEMPNER_CHAIN:-0} == 0)); then
+        kp_chain_note
+        return
+    fi
+    KP_JOURNAL=$KP_RUN_DIR/chain.jsonl
+    kp_chain_place
+    # One way to go on, not two: Slurm would requeue this job after a lost node, and the successor would start, too.
+    kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 2>/dev/null || true
+    if ((KP_LINK >= KEMPNER_CHAIN)); then
+        kp_log "the last job of its chain: $KP_LINK were before it (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
+    elif kp_chain_submit; then
+        kp_chain_compare
+        kp_log "job $KP_SUCCESSOR continues this one: $((KP_LINK + 1)) of at most $KEMPNER_CHAIN (KEMPNER_CHAIN)"
+    else
+        kp_log "no job continues this one yet: sbatch is tried again at the end"
+    fi
+}
+
+kp_chain_note() { # says what a job that has no chain must expect
+    local name='PreemptMode=([A-Z]+)' mode
+    if [[ $(kp_field Requeue) == 0 ]]; then
+        kp_log "note: this job cannot be requeued (--no-requeue, or JobRequeue=0): it ends at its time limit;" \
+            "KEMPNER_CHAIN=K lets up to K jobs continue it"
+    elif kp_ask scontrol show partition "$(kp_field Partition)" && [[ $KP_ANSWER =~ $name ]]; then
+        mode=${BASH_REMATCH[1]}
+        [[ $mode != CANCEL ]] || kp_log "note: partition $(kp_field Partition) cancels the jobs that it preempts" \
+            "(PreemptMode=CANCEL): this one may not come back; KEMPNER_CHAIN=K lets up to K jobs continue it"
+    fi
+}
+
+kp_chain_tell() { # for --dry-run
+    ((${KEMPNER_CHAIN:-0} == 0)) || echo "chain: up to $KEMPNER_CHAIN job(s) continue this one, each submitted while" \
+        "the one before it runs (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
+}
+
+# --- the journal -------------------------------------------------------------------------------------------
+
+kp_chain_write() { # <event> <job> <link> [why]: a line that is on the disk before this returns
+    local line
+    printf -v line '{"event": "%s", "chain": "%s", "link": %d, "job": "%s", "why": %s, "time": %(%s)T}' \
+        "$1" "$KP_CHAIN" "$3" "$2" "$(kp_json "${4:-}")" -1
+    [[ -z $(tail -c 1 -- "$KP_JOURNAL" 2>/dev/null) ]] || line=$'\n'$line
+    kp_shielded printf '%s\n' "$line" >>"$KP_JOURNAL" && kp_shielded sync -- "$KP_JOURNAL" || true
+}
+
+kp_chain_line() { # <pattern of chain> <of link>: event, chain, link and job of the last such line that names a job
+    local pattern='s/^\{"event": "([a-z]+)", "chain": "('$1')", "link": ('$2'), "job": "([^"]+)".*/\1 \2 \3 \4/p'
+    kp_shielded sed -nE "$pattern" "$KP_JOURNAL" 2>/dev/null | tail -n 1
+}
+
+kp_chain_jobs() { # the jobs of the chain, with commas; without one this job
+    local pattern
+    if [[ -n $KP_CHAIN ]]; then
+        pattern='s/^\{"event": "submitted", "chain": "'$KP_CHAIN'".* "job": "([^"]+)".*/\1/p'
+        { echo "$KP_CHAIN" && kp_shielded sed -nE "$pattern" "$KP_JOURNAL"; } | paste -sd,
+    else
+        kp_job_id
+    fi
+}
+
+# --- whose turn it is --------------------------------------------------------------------------------------
+
+kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was cancelled, or another job goes on
+    local chain link after event job
+    read -r chain link after <<<"${KEMPNER_CHAIN_LINK:-}" || true
+    if [[ -n $after ]] && grep -qsF "\"chain\": \"$chain\", \"link\": $link," "$KP_JOURNAL"; then
+        KP_CHAIN=$chain KP_LINK=$link
+        # Whoever killed our predecessor between sbatch and this line, it is there now.
+        [[ -n $(kp_chain_line "$chain" "$link") ]] || kp_chain_write submitted "$(kp_job_id)" "$link"
+        kp_chain_look_back "$after"
+    else
+        KP_CHAIN=$(kp_job_id) KP_LINK=0
+    fi
+
+    read -r event chain link job <<<"$(kp_chain_line '[^"]+' '[0-9]+')" || true
+    [[ $event != submitted || $job == "$(kp_job_id)" ]] || ! kp_chain_queued "$job" ||
+        kp_die "job $job goes on with $KP_RUN_DIR already (KEMPNER_CHAIN of job $chain): scancel $job, or wait for it"
+}
+
+kp_chain_look_back() { # <predecessor>: ends this job when the user has cancelled that one, or it ended for good
+    local state='' last why
+    # Slurm forgets a job some minutes after its end (MinJobAge); then its accounting may know, and our own records.
+    if kp_ask scontrol show job "$1" && [[ $KP_ANSWER =~ JobState=([A-Z_]+) ]]; then
+        state=${BASH_REMATCH[1]}
+    elif kp_ask sacct -X -n -P -j "$1" -o State; then
+        state=${KP_ANSWER%%[[:space:]]*}
+    fi
+    last=$(kp_shielded grep -sE "\"event\": \"decision\".*\"job\": \"$1\"" "$KP_RUN_DIR/attempts.jsonl" | tail -n 1) ||
+        true
+    if [[ $state == CANCELLED ]] && ! kp_shielded grep -qsE '"event": "lost".*"job": "'"$1"'"' "$KP_JOURNAL"; then
+        why="was cancelled"
+    elif [[ $last == *'"decision": "leave"'* || $last == *'"decision": "end"'* ]]; then
+        why="has ended for good"
+    else
+        return 0
+    fi
+    kp_chain_write ended "$(kp_job_id)" "$KP_LINK" "job $1 $why"
+    kp_log "end: job $1, which this one was to continue, $why"
+    exit 0
+}
+
+kp_chain_queued() { # <job>: true when it is in the queue, or nobody says
+    ! kp_ask squeue --me -r -h -o %i || [[ $'\n'$KP_ANSWER$'\n' == *$'\n'"$1"$'\n'* ]]
+}
+
+kp_chain_find() { # sets KP_SUCCESSOR to the job in the queue with the successor's comment; fails when there is none
+    local job comment name="kempner-chain=$KP_CHAIN.$((KP_LINK + 1))"
+    kp_ask squeue --me -r -h -o '%i %k' || return 1
+    while read -r job comment; do
+        [[ " $comment " != *" $name "* ]] || { KP_SUCCESSOR=$job && return 0; }
+    done <<<"$KP_ANSWER"
+    return 1
+}
+
+# --- the successor -----------------------------------------------------------------------------------------
+
+kp_rest() { # <name>: that field of KP_JOB where it fills the rest of its line
+    [[ ! $KP_JOB =~ $'\n'[[:space:]]*"$1"=([^$'\n']*) ]] || echo "${BASH_REMATCH[1]% }"
+}
+
+kp_chain_script() { # sets KP_SCRIPT to the script to submit: sbatch runs a copy, and one of the user's may run ours
+    local name=${0##*/}
+    if [[ $name == slurm_script ]]; then
+        name=$(kp_rest Command) name=${name#*/scripts/slurm/} name=${name%% *}
+    fi
+    KP_SCRIPT=$KP_ROOT/scripts/slurm/$name
+    [[ -f $KP_SCRIPT ]] || kp_die "KEMPNER_CHAIN: this job's script, $(kp_rest Command), is none of" \
+        "$KP_ROOT/scripts/slurm, which alone can be continued: submit one of them"
+}
+
+kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the request of this job once more
+    # The command line of sbatch is gone. What it asked for is in Slurm's record of the job and, in the same words, in
+    # the variables SLURM_*; the header and the variables SBATCH_* are read again.
+    local pair name value task="${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}"
+    KP_REQUEST=(--export=ALL --job-name="$(kp_job_name)" --nodes="$(kp_field NumNodes)" --chdir="$(kp_rest WorkDir)")
+    for pair in mem=MinMemoryNode mem-per-cpu=MinMemoryCPU; do
+        value=$(kp_field "${pair#*=}")
+        [[ -z $value || -n ${SLURM_MEM_PER_GPU:-} ]] || KP_REQUEST+=("--${pair%%=*}=$value")
+    done
+    for pair in partition=Partition account=Account qos=QOS reservation=Reservation \
+        constraint=Features licenses=Licenses time=TimeLimit nodelist=ReqNodeList exclude=ExcNodeList nice=Nice \
+        core-spec=CoreSpec network=Network tmp=MinTmpDiskNode mail-user=MailUser mail-type=MailType gpu-freq=TresFreq \
+        sockets-per-node=Socks/Node bb=BurstBuffer; do
+        value=$(kp_field "${pair#*=}")
+        [[ -z $value || $value =~ ^(\(null\)|N/A|\*|0)$ ]] || KP_REQUEST+=("--${pair%%=*}=$value")
+    done
+    value=$(kp_field OverSubscribe)
+    case $value in
+        NO) ;; # --exclusive, in the header
+        USER | MCS | TOPO) KP_REQUEST+=("--exclusive=${value,,}") ;;
+        *) KP_REQUEST+=(--exclusive=oversubscribe) ;;
+    esac
+    [[ $(kp_field Contiguous) != 1 ]] || KP_REQUEST+=(--contiguous)
+
+    while IFS='=' read -r -d '' name value; do
+        [[ -n $value ]] || continue
+        case $name in
+            SLURM_NTASKS | SLURM_NTASKS_PER_* | SLURM_GPUS | SLURM_GPUS_PER_* | SLURM_CPUS_PER_TASK | \
+                SLURM_CPUS_PER_GPU | SLURM_MEM_PER_GPU | SLURM_TRES_PER_TASK | SLURM_GPU_BIND | \
+                SLURM_HINT | SLURM_THREADS_PER_CORE)
+                name=${name#SLURM_} name=${name,,}
+                KP_REQUEST+=("--${name//_/-}=$value")
+                ;;
+            KEMPNER_SIGNAL_LEAD) KP_REQUEST+=("--signal=B:SIGTERM@$value") ;; # given where --signal was
+        esac
+    done <"/proc/$$/environ"
+
+    value=$(kp_field TresPerNode) value=${value//gres[:\/]/}
+    [[ -z $value || " ${KP_REQUEST[*]}" == *" --gpus-per-node="* ]] ||
+        KP_REQUEST+=("--gres=$value")
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || KP_REQUEST+=("--array=$SLURM_ARRAY_TASK_ID")
+    for pair in output=StdOut error=StdErr; do
+        value=$(kp_rest "${pair#*=}")
+        [[ -n $value && ($pair == output=* || $value != "$(kp_rest StdOut)") ]] || continue # empty: as the output
+        value=${value//%/%%}
+        [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || value=${value//"$task"/%A_%a}
+        [[ ! ${value##*/} =~ ^(.*[^0-9])?"$SLURM_JOB_ID"([^0-9].*)?$ ]] ||
+            value=${value%/*}/${BASH_REMATCH[1]}%j${BASH_REMATCH[2]}
+        KP_REQUEST+=("--${pair%%=*}=$value")
+    done
+    value=$(kp_rest Comment) value=${value%%kempner-c[oh]*} # after the user's own
+    KP_REQUEST+=("--comment=${value:+${value% } }kempner-chain=$KP_CHAIN.$((KP_LINK + 1))")
+}
+
+kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatch does
+    local link=$((KP_LINK + 1)) said code=0
+    kp_chain_script
+    ((${#KP_REQUEST[@]} > 0)) || kp_chain_request # once: the record of a job that has lost a node asks for fewer
+    kp_as_submitted
+    kp_chain_write intent "" "$link"
+    said=$(cd -- "${SLURM_SUBMIT_DIR:-.}" && kp_shielded env -i "${KP_ENVIRONMENT[@]}" \
+        "KEMPNER_CHAIN_LINK=$KP_CHAIN $link $(kp_job_id)" sbatch --parsable \
+        --dependency="afterany:$(kp_job_id)" "${KP_REQUEST[@]}" "$KP_SCRIPT" "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
+    if ((code == 0)); then
+        said=${said##*$'\n'} # warnings come first
+        KP_SUCCESSOR=${said%%;*}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+    elif ! kp_chain_find; then # an answer that was lost is no refusal
+        kp_chain_write refused "" "$link" "$said"
+        kp_log "sbatch: ${said//$'\n'/; }"
+        return 1
+    fi
+    kp_chain_write submitted "$KP_SUCCESSOR" "$link"
+}
+
+kp_chain_compare() { # stops when Slurm's record of the successor asks for something else than this job
+    local name there here=$KP_JOB wrong=''
+    kp_ask scontrol show job "$KP_SUCCESSOR" || return 0
+    there=$KP_ANSWER
+    for name in NumNodes "${KP_CHAIN_SAME[@]}"; do
+        local KP_JOB=$here mine yours
+        mine=$(kp_field "$name") KP_JOB=$there yours=$(kp_field "$name")
+        [[ ${yours/#(null)/} == "${mine/#(null)/}" || ($name == NumNodes && ${yours%%-*} == "$mine") ]] ||
+            wrong+="${wrong:+, }$name=$mine here and ${yours:-nothing} there"
+    done
+    KP_JOB=$here
+    [[ -n $wrong ]] || return 0
+    kp_chain_cancel "it would not have the request of this job"
+    kp_die "KEMPNER_CHAIN: the next job would not have the request of this one ($wrong): give what is missing to" \
+        "sbatch as an SBATCH_ variable, which the job can see, not on its command line; or unset KEMPNER_CHAIN"
+}
+
+# --- the end -----------------------------------------------------------------------------------------------
+
+kp_chain_cancel() { # <why>: takes the successor out of the queue
+    [[ -n $KP_SUCCESSOR ]] || return 0
+    kp_chain_write cancelled "$KP_SUCCESSOR" $((KP_LINK + 1)) "$1"
+    kp_ask scancel "$KP_SUCCESSOR" ||
+        kp_log "job $KP_SUCCESSOR, which was to continue this one, could not be cancelled: it will end by itself"
+    kp_log "job $KP_SUCCESSOR, which was to continue this one, is cancelled"
+    KP_SUCCESSOR=''
+}
+
+kp_chain_survives() { # true when Slurm is ending this job, and not because somebody has cancelled it
+    [[ -n $KP_SUCCESSOR ]] && [[ ! $(kp_field PreemptTime) =~ ^(None)?$ || ! $(kp_field Reason) =~ ^(None)?$ ]]
+}
+
+kp_chain_on() { # <what happened>: records whether the successor goes on
+    [[ -n $KP_SUCCESSOR ]] || ((KP_LINK >= KEMPNER_CHAIN)) || kp_chain_submit || true
+    if ((KP_LINK >= KEMPNER_CHAIN)); then
+        kp_record end "$1; it was the last job of its chain (KEMPNER_CHAIN=$KEMPNER_CHAIN): submit it again to go on"
+    elif [[ -z $KP_SUCCESSOR ]]; then
+        kp_record end "$1; sbatch has refused the job that was to continue it"
+    elif ! kp_chain_queued "$KP_SUCCESSOR"; then
+        kp_record end "$1; job $KP_SUCCESSOR, which was to continue it, was cancelled"
+    else
+        kp_leave_out_spent
+        [[ -z $KP_EXCLUDED ]] || kp_exclude "$KP_SUCCESSOR"
+        kp_record chain "$1; job $KP_SUCCESSOR continues it"
+    fi
+}

@@ -1,0 +1,157 @@
+# shellcheck shell=bash
+# The code of the submission: a job runs from a copy of the repository, RUN/code/HASH, not from the checkout, which
+# its user goes on editing. scripts/slurm/submit.sh makes the copy before sbatch; otherwise the batch script does, at
+# its first start, and notes it in the job's Comment, where its next start finds it.
+
+readonly KP_LARGEST=20000000 KP_MOST=200000000 # bytes of a file, and of all of them, that are copied
+
+kp_code() { # <launch script> [program in scripts/]: the repository becomes the copy, by exec of its launch script
+    local copy program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${2:-train.py}}
+    [[ ${KEMPNER_CODE:=1} =~ ^[01]$ ]] ||
+        kp_die "KEMPNER_CODE=$KEMPNER_CODE: 1, or unset, copies the code for the run; 0 runs the repository itself"
+    KP_CODE_NOTE="the code is $KP_ROOT itself"
+    if [[ $KP_ROOT != "$KP_ORIGIN" ]]; then
+        KP_CODE_NOTE="the code is ${KP_ROOT##*/}, a copy of $KP_ORIGIN"
+        kp_code_inputs
+        kp_mark code
+        return
+    fi
+    [[ $KEMPNER_CODE == 1 && -z $KP_BESIDE && " ${KP_WORDS[*]} " != *" --bench "* ]] || return 0
+    KP_CODE_NOTE="the code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
+    [[ -z $KP_DRY ]] && kp_is_batch || return 0
+
+    copy=$(kp_code_of_job)
+    if [[ ! -e $copy/scripts/slurm/$1 ]]; then
+        kp_code_find "$program" "${KP_ARGUMENTS[@]}" 2>/dev/null || return 0 # kp_check says what is wrong
+        if ! kp_code_copy "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}"; then
+            kp_log "the code is not copied: the run uses $KP_ROOT as it is, also after a requeue"
+            return 0
+        fi
+        copy=$KP_COPY
+        kp_code_later "$copy"
+        kp_code_note "$copy" "$(kp_job_id)" ||
+            kp_log "the job's Comment cannot be set: after a requeue the code is again that of $KP_ROOT"
+    fi
+    export KP_BEGAN=$KEMPNER_BATCH_BEGAN KP_PENDING
+    PYTHONPATH=${PYTHONPATH#"$KP_ROOT/src"} PYTHONPATH=${PYTHONPATH#:}
+    exec bash "$copy/scripts/slurm/$1" "${KP_WORDS[@]}"
+}
+
+kp_code_of_job() { # the copy that the job's Comment names, or nothing
+    local copy
+    [[ $KP_JOB == *kempner-code=* ]] || return 0
+    copy=${KP_JOB##*kempner-code=} copy=${copy%%$'\n'*}
+    echo "${copy% }"
+}
+
+kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the user has there
+    local comment=''
+    [[ ! $KP_JOB =~ (^|[[:space:]])Comment=([^$'\n']*) ]] || comment=${BASH_REMATCH[2]%% }
+    comment=${comment%%kempner-code=*}
+    kp_shielded scontrol update JobId="$2" Comment="${comment:+${comment% } }kempner-code=$1" 2>/dev/null
+}
+
+kp_code_find() { # <program> <its arguments>...: sets KP_CODE_DIR, RUN/code, and KP_CODE_INPUTS, the files with --base
+    local toml values=()
+    toml=$(kp_python "$1" "${@:2}" --check) || return
+    mapfile -d '' -t values < <(kp_python -m kempner.code "${@:2}" <<<"$toml")
+    [[ -n ${values[0]:-} ]] || return 1
+    KP_CODE_DIR=$(realpath -m -- "${values[0]}")/code KP_CODE_INPUTS=("${values[@]:1}")
+}
+
+kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB name NUL"
+    {
+        {
+            git -C "$KP_ROOT" ls-files -z --cached --recurse-submodules
+            git -C "$KP_ROOT" ls-files -z --others --exclude-standard
+        } 2>/dev/null | grep -z . || (cd "$KP_ROOT" && find . -name '.?*' -prune -o \
+            \( -path ./runs -o -path ./data -o -path ./logs -o -name __pycache__ -o -name '*.out' \) -prune -o \
+            ! -type d -printf '%P\0')
+    } | sort -zu | (cd "$KP_ROOT" && xargs -0 -r stat --printf '%F\t%s\t%n\0' -- 2>/dev/null) || true
+}
+
+kp_code_copy() { # <directory> <input files>...: makes DIRECTORY/HASH, unless it is there; sets KP_COPY
+    local fresh kind size name total=0 out='' file
+    fresh=$1/.new.$(uname -n).$$
+    { rm -rf -- "$fresh" && mkdir -p -- "$fresh"; } || return 1
+    while IFS=$'\t' read -r -d '' kind size name; do
+        case $kind,/$name in
+            directory,*) out+=", $name" && continue ;;                   # another repository
+            *,*/.env | *,*/.env.* | */site.env | *,*/.netrc) continue ;; # secrets
+        esac
+        [[ -z ${KEMPNER_SECRETS:-} || ! $KP_ROOT/$name -ef $KEMPNER_SECRETS ]] || continue
+        if ((size > KP_LARGEST)); then
+            out+=", $name" && continue
+        fi
+        total=$((total + size))
+        printf '%s\0' "$name"
+    done < <(kp_code_list) >"$fresh.list"
+    if ((total > KP_MOST || total == 0)); then
+        kp_log "the files of $KP_ROOT have $((total / 1000000)) MB; a copy may have $((KP_MOST / 1000000)): add what" \
+            "is not code to .gitignore"
+        rm -rf -- "$fresh" "$fresh.list"
+        return 1
+    fi
+    [[ -z $out ]] || kp_log "not in the copy of the code, over $((KP_LARGEST / 1000000)) MB or no file: ${out#, }"
+
+    if ! { tar -C "$KP_ROOT" --null --no-recursion --verbatim-files-from -T "$fresh.list" -cf - |
+        tar -C "$fresh" --no-same-owner -xf - && printf '%s\n' "$KP_ROOT" >"$fresh/.kempner-origin"; }; then
+        rm -rf -- "$fresh" "$fresh.list"
+        return 1
+    fi
+    rm -f -- "$fresh.list"
+    for file in "${@:2}"; do
+        [[ $file == "$KP_ROOT"/* && -e $fresh/${file#"$KP_ROOT/"} ]] && continue
+        kp_code_inputs_to "$fresh/.inputs" "${@:2}" || return 1
+        break
+    done
+    kp_code_name "$fresh" "$1"
+}
+
+kp_code_inputs_to() { # <directory> <files>...: configurations of which one is not in the repository, or ignored by git
+    # All of them, each under its whole path: their "base" is relative to the file that names it.
+    local file
+    for file in "${@:2}"; do
+        mkdir -p -- "$1$(dirname "$file")" && cp -p -- "$file" "$1$file" || return 1
+    done
+}
+
+kp_code_name() { # <copy> <directory>: gives it the name of its content; beside it, commit and difference; sets KP_COPY
+    local hash commit
+    hash=$(tar -C "$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - . | sha256sum) || return 1
+    KP_COPY=$2/${hash:0:12}
+    if [[ ! -d $KP_COPY ]]; then
+        commit=$(git -C "$KP_ROOT" rev-parse HEAD 2>/dev/null) || commit=''
+        printf '{"hash": "%s", "commit": "%s", "origin": %s, "time": %(%s)T}\n' "${hash:0:12}" "$commit" \
+            "$(kp_json "$KP_ROOT")" -1 >"$1.json"
+        [[ -z $commit ]] || git -C "$KP_ROOT" diff HEAD -- . ':(exclude,glob)**/.env*' ':(exclude)site.env' >"$1.patch"
+        mv -f -- "$1.json" "$KP_COPY.json"
+        [[ ! -e $1.patch ]] || mv -f -- "$1.patch" "$KP_COPY.patch"
+        mv -T -- "$1" "$KP_COPY" 2>/dev/null || [[ -d $KP_COPY ]] || return 1
+    fi
+    rm -rf -- "$1" # another one was first
+}
+
+kp_code_later() { # <copy>: says what has changed between sbatch and now
+    local since late=()
+    since=$(date -d "$(kp_field SubmitTime)" +%s) || return 0
+    mapfile -d '' -t late < <(find "$1" -type f ! -name .kempner-origin -newermt "@$since.999999" -printf '%P\0')
+    ((${#late[@]} == 0)) ||
+        kp_log "note: ${#late[@]} file(s) changed since sbatch (${late[*]:0:5}): the run has them as they are now;" \
+            "scripts/slurm/submit.sh keeps them as they are when you submit"
+}
+
+kp_code_inputs() { # makes the program and the configurations those in the copy, whatever became of the others
+    local i file
+    [[ ${KEMPNER_TRAIN:-} != "$KP_ORIGIN"/* || ! -e $KP_ROOT/${KEMPNER_TRAIN#"$KP_ORIGIN/"} ]] ||
+        KP_TRAIN=$KP_ROOT/${KEMPNER_TRAIN#"$KP_ORIGIN/"}
+    for i in "${!KP_ARGUMENTS[@]}"; do
+        [[ ${KP_ARGUMENTS[i]} == [!-]*.toml ]] || continue
+        file=$(realpath -ms -- "${KP_ARGUMENTS[i]}")
+        if [[ -e $KP_ROOT/.inputs$file ]]; then
+            KP_ARGUMENTS[i]=$KP_ROOT/.inputs$file
+        elif [[ $file == "$KP_ORIGIN"/* && -e $KP_ROOT/${file#"$KP_ORIGIN/"} ]]; then
+            KP_ARGUMENTS[i]=$KP_ROOT/${file#"$KP_ORIGIN/"}
+        fi
+    done
+}

@@ -1,0 +1,298 @@
+# shellcheck shell=bash
+# After a crash or a hang the job keeps its nodes: the next attempt is another step of the same job. Where a node is
+# lost or to blame, a spare takes its place (KEMPNER_SPARES). kp_decide says when this is right (requeue.sh).
+
+readonly KP_LAST_S=5  # once a rank has failed, the others have so long to record what they have seen
+readonly KP_OVER_S=60 # after an orderly end: a srun that misses it, as after a host came back, must not keep the job
+readonly KP_PROBE_S=3 # for the slurmd of a host to take a connection
+
+KP_RESTARTS=0             # restarts in place that are left
+KP_PLACES=() KP_SPARES=() # where Slurm lets the job survive a lost node: those that train, and those that wait
+KP_LOST='' KP_REPLACED='' # nodes that do not answer; nodes whose places spares take (by commas)
+KP_SPENT=()               # of those, the ones that were to blame: no later start of the job takes them
+KP_STUCK=''               # not empty: a task could not be killed
+KP_DROPPED=''             # not empty: the job has lost a node
+KP_TOO_LATE=''            # not empty: the log has said that a restart would run into the time limit
+KP_GUARD='' KP_SPARE=''   # the sruns of guard.sh and of KEMPNER_SPARE_COMMAND
+
+kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLACES, KP_SPARES; takes them off KP_NODES
+    local most=${KEMPNER_RESTARTS:-10} spares=${KEMPNER_SPARES:-0}
+    [[ $most =~ ^(0|[1-9][0-9]{0,5})$ ]] ||
+        kp_die "KEMPNER_RESTARTS=$most: must be a number of restarts, such as 10, or 0 for none"
+    [[ $spares =~ ^(0|[1-9][0-9]{0,3})$ ]] || kp_die "KEMPNER_SPARES=$spares: must be a number of nodes, such as 1"
+    ((spares > 0)) || [[ -z ${KEMPNER_SPARE_COMMAND:-} ]] ||
+        kp_die "KEMPNER_SPARE_COMMAND runs on spare nodes, and there are none: give KEMPNER_SPARES, or unset it"
+    [[ -n $KP_DRY ]] || kp_is_batch || return 0
+    if [[ -n $KP_OWN_STEPS ]]; then
+        ((spares == 0)) || kp_die "KEMPNER_SPARES=$spares: $KP_OWN_STEPS takes no spare nodes: unset it"
+        return 0
+    fi
+    KP_RESTARTS=$most
+    if ((spares > 0)); then
+        ((most > 0)) || kp_die "KEMPNER_SPARES=$spares takes restarts in place: KEMPNER_RESTARTS must not be 0"
+        ((spares < KP_NODES)) ||
+            kp_die "KEMPNER_SPARES=$spares, but the job has $KP_NODES node(s): give --nodes=N, those that train and" \
+                "the spares together, such as --nodes=$((spares + 2))"
+        kp_survives ||
+            kp_die "KEMPNER_SPARES=$spares: this job would end with the first node that it loses: export" \
+                "SBATCH_NO_KILL=set before sbatch (of --no-kill on sbatch's command line a job is not told)"
+    fi
+    if [[ -z $KP_DRY ]] && kp_survives; then
+        mapfile -t KP_PLACES < <(scontrol show hostnames "$(kp_field NodeList)")
+        KP_SPARES=("${KP_PLACES[@]:KP_NODES-spares}") KP_PLACES=("${KP_PLACES[@]:0:KP_NODES-spares}")
+    fi
+    KP_NODES=$((KP_NODES - spares))
+}
+
+kp_survives() { # true when the job was submitted with --no-kill, as far as that can be known: Slurm does not show it
+    [[ -z $KP_DRY || -z ${KP_ASKED[no_kill]+set}${KP_ASKED[k]+set} ]] || return 0
+    [[ ${SBATCH_NO_KILL-off} =~ ^(set)?$ ]] || grep -qE '^#SBATCH +(-k|--no-kill)(=set)? *$' "$0" 2>/dev/null
+}
+
+kp_comma() { # <word>...: joined by commas
+    local IFS=,
+    echo "$*"
+}
+
+# --- while a step runs ---------------------------------------------------------------------------------------------
+
+kp_await() { # waits for the step; once a rank has failed, the others end soon. Sets KP_CODE, KP_LOST, KP_STUCK
+    local line fd failed='' over='' ended='' next=0 due patience=$KP_LAST_S
+    KP_LOST='' KP_STUCK=''
+    : >>"$KP_SRUN_LOG"
+    exec {fd}<"$KP_SRUN_LOG"
+    while kill -0 "$KP_CHILD" 2>/dev/null; do
+        while IFS= read -r line <&"$fd"; do
+            [[ $line == 'srun: error: '*': task'* || $line == 'srun: error: Node failure'* ]] || continue
+            # Those that have been asked to leave may be in a long save.
+            [[ -z $failed && ${KP_SIGNAL:-USR2} == USR2 ]] || continue
+            failed=$SECONDS
+            kp_find_lost
+            [[ -z $KP_LOST ]] || patience=1
+        done
+        if ((SECONDS >= next)); then
+            next=$((SECONDS + 5))
+            kp_verdict
+            ! kp_is_over || over=${over:-$SECONDS}
+        fi
+
+        due=''
+        [[ -z $over ]] || due=$((over + KP_OVER_S))
+        [[ -z $failed ]] || due=$((failed + patience))
+        if [[ -n $ended ]]; then
+            if ((SECONDS >= ended + patience)); then
+                # It waits for a host that is lost, until Slurm notices: minutes. Or for a task that nothing can end.
+                [[ -n $KP_LOST ]] || KP_STUCK=1
+                kill -KILL "$KP_CHILD" 2>/dev/null || true
+            fi
+        elif [[ -n $due ]] && ((SECONDS >= due)); then
+            ended=$SECONDS
+            echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG" # faulty_host.py blames none that die after this
+            kill -TERM "$KP_CHILD" 2>/dev/null || true              # srun then kills its tasks
+        fi
+        sleep 0.2 || true
+    done
+    exec {fd}<&-
+    kp_wait
+    kp_verdict
+    [[ -n $failed ]] || kp_is_over || kp_find_lost
+}
+
+kp_is_over() { # true when the run has recorded an orderly end
+    [[ $KP_STATE =~ ^(done|stopped|interrupted|failed)$ ]]
+}
+
+kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; such spares are dropped
+    local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER='' hosts=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
+    local host left gone=() spares=() lost=()
+    # A host may be back, and still be of no use: Slurm has taken it out of the job, or late orders to end an earlier
+    # start of the job have revoked its credentials there.
+    mapfile -t gone < <(sed -nE 's/^srun: error: Task launch for .* failed on node ([^:]+): .*/\1/p' "$KP_SRUN_LOG" 2>/dev/null)
+    if kp_show_job; then
+        mapfile -t left < <(scontrol show hostnames "$(kp_field NodeList)")
+        for host in "${hosts[@]}"; do
+            [[ " ${left[*]} " == *" $host "* ]] || gone+=("$host")
+        done
+        ((${#hosts[@]} > 0)) || hosts=("${left[@]}")
+    fi
+    ((${#hosts[@]} < 2)) || kp_find_silent "${hosts[@]}"
+    ((${#gone[@]} > 0)) || return 0
+
+    KP_DROPPED=1
+    for host in "${KP_SPARES[@]}"; do
+        if [[ " ${gone[*]} " == *" $host "* ]]; then
+            kp_log "the spare node $host does not answer: it is dropped"
+        else
+            spares+=("$host")
+        fi
+    done
+    KP_SPARES=("${spares[@]}")
+    for host in "${hosts[@]}"; do
+        [[ " ${gone[*]} " != *" $host "* ]] || [[ ${#KP_PLACES[@]} != 0 && " ${KP_PLACES[*]} " != *" $host "* ]] ||
+            lost+=("$host")
+    done
+    KP_LOST=$(kp_comma "${lost[@]}")
+    [[ -z $KP_LOST ]] || kp_log "$KP_LOST: no answer from its slurmd, or it starts no task"
+}
+
+kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to gone
+    local default='' host at_port word
+    local -A address=() ports=() pids=()
+    kp_ask scontrol show config || return 0
+    [[ ! $KP_ANSWER =~ SlurmdPort[[:space:]]*=[[:space:]]*([0-9]+) ]] || default=${BASH_REMATCH[1]}
+    kp_ask scontrol show node "$(kp_comma "$@")" || return 0
+    for word in $KP_ANSWER; do
+        case $word in
+            NodeName=*) host=${word#*=} ;;
+            NodeAddr=*) address[$host]=${word#*=} ;;
+            Port=*) ports[$host]=${word#*=} ;;
+        esac
+    done
+
+    for host; do
+        [[ -n ${address[$host]:-} ]] || continue
+        at_port=${ports[$host]:-${default:-6818}}
+        # shellcheck disable=SC2016 # the inner shell's
+        kp_shielded timeout "$KP_PROBE_S" bash -c ': <"/dev/tcp/$0/$1"' "${address[$host]}" "$at_port" 2>/dev/null &
+        pids[$host]=$!
+    done
+    for host in "${!pids[@]}"; do
+        # A signal ends a wait early, with a code of its own: that host would pass for lost.
+        while kill -0 "${pids[$host]}" 2>/dev/null; do wait "${pids[$host]}" || true; done
+        wait "${pids[$host]}" || gone+=("$host")
+    done
+}
+
+# --- between two attempts --------------------------------------------------------------------------------------------
+
+kp_asked_to_leave() { # true after a signal that is more than a wish for a save
+    [[ ${KP_SIGNAL:-USR2} != USR2 || ${KP_PENDING:-USR2} != USR2 ]]
+}
+
+kp_could_restart() { # true when the job itself allows another step, whatever has happened to the last one
+    local end now left lead=${KEMPNER_SIGNAL_LEAD:-120}
+    ((KP_RESTARTS > 0)) && kp_is_batch && ! kp_asked_to_leave || return 1
+    [[ -z $KP_STUCK && $KP_JOB_STATE == RUNNING ]] || return 1
+    ! kp_is_over && [[ ${KP_CODE:-} != 2 ]] || return 1
+
+    # Less than a start-up and as much training before the warning comes: a requeue has the whole time limit again.
+    end=$(kp_field EndTime)
+    [[ $end == [0-9]* ]] && end=$(date -d "$end" +%s 2>/dev/null) || return 0
+    printf -v now '%(%s)T' -1
+    left=$((end - lead - now))
+    ((left < 2 * ${KP_START_S:-0})) || return 0
+    [[ -n $KP_TOO_LATE ]] ||
+        kp_log "no restart in place: the warning before the time limit is due in $left s, the last start took" \
+            "${KP_START_S:-0} s"
+    KP_TOO_LATE=1
+    return 1
+}
+
+kp_replace() { # <nodes, by commas>: true when spares can take the places of all of them; sets KP_REPLACED, KP_EXCLUDED
+    local nodes
+    IFS=, read -ra nodes <<<"$1"
+    ((${#nodes[@]} > 0 && ${#nodes[@]} <= ${#KP_SPARES[@]})) && kp_could_restart || return 1
+    KP_REPLACED=$1 KP_EXCLUDED=$1
+}
+
+kp_may_restart() { # true when the next attempt begins in this job, at once; see kp_decide
+    kp_could_restart && kp_judge && kp_could_restart || return 1
+    [[ -z $KP_FINAL ]] && ((KP_NO_PROGRESS < ${KEMPNER_MAX_CRASHES:-3})) || return 1
+    # A node that is lost, faulty or excluded from the next start must be replaced.
+    [[ -z $KP_LOST$KP_PREFLIGHT$KP_EXCLUDED || -n $KP_REPLACED ]] || return 1
+
+    # What fails at once, for want of a file system or of a GPU that Slurm knows, would use up all attempts in seconds.
+    # A requeue waits, and may bring other nodes.
+    [[ -n $KP_REPLACED || (-z $KP_CHAIN && $(kp_field Requeue) == 0) ]] && return 0
+    ((KP_NO_PROGRESS < 2)) && ! grep -q '^srun: error: Unable to create step' "$KP_SRUN_LOG" 2>/dev/null
+}
+
+kp_again() { # after the decision to restart: the next attempt has a name of its own, and its nodes
+    local host places=()
+    if [[ -n $KP_REPLACED ]]; then
+        kp_end_spare_command
+        for host in "${KP_PLACES[@]}"; do
+            if [[ ,$KP_REPLACED, == *",$host,"* ]]; then
+                kp_log "$host is replaced by the spare node ${KP_SPARES[0]}"
+                [[ -n $KP_LOST ]] || KP_SPENT+=("$host")
+                host=${KP_SPARES[0]} KP_SPARES=("${KP_SPARES[@]:1}")
+            fi
+            places+=("$host")
+        done
+        KP_PLACES=("${places[@]}")
+        [[ -z $KP_LOST ]] || kp_end_guard # it may have been there
+    fi
+    KP_RESTARTS=$((KP_RESTARTS - 1)) KP_ATTEMPT=$((KP_ATTEMPT + 1)) KP_COMMITTED_BEFORE=$KP_COMMITTED
+    KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' KP_LOST='' KP_REPLACED='' KP_SIGNAL=''
+    [[ $KEMPNER_ATTEMPT_ID == *.*.*.* ]] || KP_FIRST_ID=$KEMPNER_ATTEMPT_ID
+    KEMPNER_ATTEMPT_ID=$KP_FIRST_ID.$KP_ATTEMPT KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
+    printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
+}
+
+# --- beside the run --------------------------------------------------------------------------------------------------
+
+kp_start_beside() { # what runs beside the ranks, unless it runs already: the guard, and what the idle spares do
+    local host others=()
+    export KEMPNER_IDLE="${KP_SPARES[*]}"
+    for host in "${KP_PLACES[@]}" "${KP_SPARES[@]}"; do
+        [[ $host == "$(kp_field BatchHost)" ]] || others+=("$host")
+    done
+    kill -0 "${KP_GUARD:-none}" 2>/dev/null || kp_start_guard "${others[@]}"
+    kill -0 "${KP_SPARE:-none}" 2>/dev/null || kp_start_spare_command
+}
+
+kp_end_beside() { # or the end of the job would wait for them
+    kp_end_guard
+    kp_end_spare_command
+}
+
+kp_start_guard() { # <other host>...: watches, on up to two of them, that this one is not lost (guard.sh); sets KP_GUARD
+    local on
+    KP_GUARD=''
+    (($# > 0)) && kp_is_batch || return 0
+    mapfile -t on < <(printf '%s\n' "$1" "${!#}" | sort -u)
+    kp_beside guard --no-kill --mem=0 --gres=none --cpus-per-task=1 "${on[@]}" -- bash "$KP_LIB/guard.sh" \
+        "$(kp_job_id)" "$KP_START" ${KP_CHAIN:+"$KP_JOURNAL" "$KP_CHAIN" "$KP_LINK"}
+    KP_GUARD=$!
+}
+
+kp_end_guard() {
+    [[ -z $KP_GUARD ]] || kill -TERM "$KP_GUARD" 2>/dev/null || true
+    KP_GUARD=''
+}
+
+kp_start_spare_command() { # with KEMPNER_SPARE_COMMAND: runs it once on each idle spare; sets KP_SPARE
+    local cpus=$((KP_TASKS * KP_CPUS)) gpus=()
+    KP_SPARE=''
+    [[ -n ${KEMPNER_SPARE_COMMAND:-} ]] && ((${#KP_SPARES[@]} > 0)) || return 0
+    ((KP_GPUS == 0)) || gpus=(--gpus-per-node="$KP_GPUS")
+    kp_log "${KP_SPARES[*]}: idle, and run KEMPNER_SPARE_COMMAND (logs/spare.log)"
+    kp_beside spare "${gpus[@]}" --cpus-per-task="$cpus" "${KP_SPARES[@]}" -- \
+        nice -n 19 bash -c "$KEMPNER_SPARE_COMMAND"
+    KP_SPARE=$!
+}
+
+kp_end_spare_command() { # its node is needed
+    local tries
+    [[ -n $KP_SPARE ]] || return 0
+    kill -TERM "$KP_SPARE" 2>/dev/null || true # srun then kills its tasks
+    for ((tries = 0; tries < 20; tries++)); do
+        kill -0 "$KP_SPARE" 2>/dev/null || break
+        sleep 0.1 || true
+    done
+    kill -KILL "$KP_SPARE" 2>/dev/null || true
+    KP_SPARE=''
+}
+
+kp_beside() { # <name> <srun's options>... <host>... -- <command>...: a step with a task on each host, in the background
+    local name=$1 options=() hosts=()
+    shift
+    while [[ $1 == --* && $1 != -- ]]; do options+=("$1") && shift; done
+    while [[ $1 != -- ]]; do hosts+=("$1") && shift; done
+    (
+        unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN
+        exec setsid srun --job-name="$name" --overlap --mpi=none --export=ALL "${options[@]}" \
+            --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --nodelist="$(kp_comma "${hosts[@]}")" \
+            "${@:2}"
+    ) </dev/null >>"$KP_RUN_DIR/logs/$name.log" 2>&1 &
+}

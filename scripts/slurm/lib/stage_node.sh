@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# One task on each node: the environment of the tasks, one file, becomes a copy on this node's own disk.
+#
+#   stage_node.sh DIR                   makes DIR
+#   stage_node.sh DIR IMAGE.sif         DIR/image.sif
+#   stage_node.sh DIR ARCHIVE.tar SUM   DIR/environment, unpacked
+#
+# sbcast has sent the file to DIR/sent; where it has not, it is read from where it is. A node whose disk is full uses
+# what the others have copied: one warning, exit code 0.
+set -euo pipefail
+
+readonly DIR=$1 FILE=${2:-} SUM=${3:-}
+
+give_up() { # <why>
+    rm -rf -- "$DIR/sent" "$DIR/environment" "$DIR/image.sif"
+    echo "stage: WARNING: $(uname -n): $FILE is not copied to $DIR ($1); it is used where it is" >&2
+    exit 0
+}
+
+kept() {
+    rm -f -- "$DIR/sent"
+    echo "stage: $(uname -n): $1: its copy in $DIR is kept"
+    exit 0
+}
+
+fetch() { # makes DIR/sent the file, unless it is that already
+    [[ -f $DIR/sent && $(stat -c %s -- "$DIR/sent") == $(stat -L -c %s -- "$FILE") ]] && return 0
+    cp -fL --preserve=timestamps -- "$FILE" "$DIR/sent" 2>/dev/null || give_up "no room, or not readable"
+}
+
+mkdir -p -- "$DIR" 2>/dev/null || give_up "it cannot be made"
+[[ -n $FILE ]] || exit 0
+if [[ -z $SUM ]]; then
+    [[ ! -e $DIR/image.sif || $(stat -c '%s %Y' -- "$DIR/image.sif") != $(stat -L -c '%s %Y' -- "$FILE") ]] ||
+        kept "$FILE"
+    fetch
+    mv -f -- "$DIR/sent" "$DIR/image.sif"
+else
+    [[ $(cat -- "$DIR/environment/.complete" 2>/dev/null) != "$SUM" ]] || kept "$FILE"
+    fetch
+    [[ $(sha256sum <"$DIR/sent") == "$SUM "* ]] || give_up "what is there is not what was sent"
+    rm -rf -- "$DIR/environment"
+    { mkdir -- "$DIR/environment" && tar -C "$DIR/environment" --no-same-owner -xf "$DIR/sent"; } 2>/dev/null ||
+        give_up "no room"
+    echo "$SUM" >"$DIR/environment/.complete" || give_up "no room"
+    rm -f -- "$DIR/sent"
+fi
+echo "stage: $(uname -n): $FILE: copied to $DIR"

@@ -1,0 +1,48 @@
+# shellcheck shell=bash
+# The variables that a user may set, and what is wrong with them; docs/slurm.md and docs/rl.md say what each does.
+# Source lib/all.sh.
+
+KP_VARIABLES=(SITE PYTHON TRAIN MAX_CRASHES RESTARTS SPARES SPARE_COMMAND EXCLUDE CHAIN SIGNAL_LEAD PREFLIGHT
+    PREFLIGHT_LEAST CODE STAGE STAGE_ENVIRONMENT CONTAINER MOUNTS CONTAINER_RUNTIME SECRETS MAIL NOTIFY WEBHOOK PAGE
+    SRUN NPROC ORCHESTRATE SERVE SERVE_TOKEN VLLM)
+
+kp_is_setting() { # <variable>: true when it is one of them
+    [[ " ${KP_VARIABLES[*]} " == *" ${1#KEMPNER_} "* ]]
+}
+
+kp_check_variables() { # warns of each KEMPNER_ variable that no file of the kit mentions
+    # Only a warning: the name is also that of a cluster, whose modules may have variables of their own.
+    local name
+    while read -r name; do
+        ! kp_is_setting "$name" || continue
+        ! grep -rqwF -- "$name" "$KP_ROOT/scripts" "$KP_ROOT/src" || continue
+        kp_log "warning: nothing reads $name$(kp_nearest "$name"): docs/slurm.md has the list"
+    done < <(compgen -A export KEMPNER_)
+}
+
+kp_nearest() { # <name>: suggests the variable that shares the longest beginning with it, of two letters or more
+    local name length beginning=KEMPNER_. nearest=''
+    for name in "${KP_VARIABLES[@]/#/KEMPNER_}"; do
+        for ((length = ${#name}; length > ${#beginning}; length--)); do
+            [[ $1 != "${name:0:length}"* ]] || beginning=${name:0:length} nearest=$name
+        done
+    done
+    echo "${nearest:+ (did you mean $nearest?)}"
+}
+
+kp_check_settings() { # stops at values that make no sense: later they would end the job in the middle of its run
+    local name
+    for name in KEMPNER_MAX_CRASHES KEMPNER_NPROC; do
+        [[ ${!name:-1} =~ ^[1-9][0-9]{0,5}$ ]] || kp_die "$name=${!name}: must be a number from 1"
+    done
+    for name in KEMPNER_EXCLUDE KEMPNER_SIGNAL_LEAD; do
+        [[ ${!name:-0} =~ ^(0|[1-9][0-9]{0,5})$ ]] || kp_die "$name=${!name}: must be a number from 0"
+    done
+    for name in KEMPNER_PREFLIGHT KEMPNER_STAGE_ENVIRONMENT; do
+        [[ ${!name:-0} =~ ^[01]$ ]] || kp_die "$name=${!name}: must be 1, or 0, which is the same as unset"
+    done
+    [[ ${KEMPNER_STAGE:-/} == /* ]] ||
+        kp_die "KEMPNER_STAGE=$KEMPNER_STAGE: must be an absolute path, of a directory on each node's own disk"
+    [[ ${KEMPNER_STAGE_ENVIRONMENT:-0} == 0 || -n ${KEMPNER_STAGE:-} ]] ||
+        kp_die "KEMPNER_STAGE_ENVIRONMENT=1 needs KEMPNER_STAGE, a directory on each node's own disk"
+}

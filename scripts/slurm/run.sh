@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Run any program on whole nodes, one process per GPU, with the care that the trainer gets: docs/any-program.md.
+#
+#   sbatch scripts/slurm/run.sh -- python my_train.py --lr 3e-4
+#   sbatch --nodes=16 --time=24:00:00 scripts/slurm/run.sh --checkpoints='out/ckpt-*' -- python my_train.py
+#   bash scripts/slurm/run.sh [OPTIONS] -- COMMAND    outside Slurm: the same on this machine
+#   bash scripts/slurm/run.sh [OPTIONS] --dry-run [SBATCH OPTIONS] -- COMMAND    shows what sbatch would do
+#
+#   --run-dir=DIR          logs and records; the same directory is the same run (runs/NAME of the program)
+#   --checkpoints=GLOB     the program's checkpoints: a new one is progress
+#   --steps=REGEX          what the program prints about a step, with one group for its number: 'step (\d+)'
+#   --heartbeat=SECONDS    a rank that does not touch $KEMPNER_HEARTBEAT for so long hangs
+#   --signal=NAME          what asks the program to save and leave (the one it handles: TERM, else USR1)
+#
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+#SBATCH --job-name=kempner
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:SIGTERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
+lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+if [[ ! -e $lib ]]; then
+    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
+    [[ -e $lib ]] || { echo "kempner: error: run.sh was copied out of its repository: submit" \
+        "REPOSITORY/scripts/slurm/run.sh itself, or from the root of the repository" >&2 && exit 2; }
+fi
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$lib"
+# shellcheck source-path=SCRIPTDIR source=lib/program.sh
+source "$KP_LIB/program.sh"
+
+kp_take_program "$@"                # the options, and the command after "--"; --dry-run
+kp_setup                            # the repository, its Python, site.env
+kp_tasks                            # nodes, GPUs, one task per GPU
+kp_check_program                    # options and command, before any GPU works
+kp_banner                           # what runs where
+kp_chain                            # with KEMPNER_CHAIN=K: submits the job that continues this one
+kp_preflight                        # with KEMPNER_PREFLIGHT=1: checks the nodes first
+kp_run_program "${KP_ARGUMENTS[@]}" # srun; passes signals on
+kp_finish                           # requeue or not; the exit code

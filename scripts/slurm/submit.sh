@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Submit a run with the code as it is now, whatever becomes of the repository until the job starts, or starts again.
+#
+#   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/multinode.sh CONFIG [OVERRIDES]
+#   bash scripts/slurm/submit.sh --refresh JOB    the job has the code as it is now from its next start on
+#
+# It is sbatch, but for the script: that of RUN/code/HASH, a copy of the repository: docs/startup.md
+set -euo pipefail
+
+# shellcheck source-path=SCRIPTDIR source=lib/all.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+
+kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch script, and KP_ARGUMENTS, those after it
+    KP_REQUEST=() KP_NAME='' KP_ARGUMENTS=()
+    while (($# > 0)); do
+        if [[ $1 == *.sh && $1 -ef $KP_LIB/../${1##*/} ]]; then
+            KP_NAME=${1##*/}
+            shift && KP_ARGUMENTS=("$@")
+            break
+        fi
+        KP_REQUEST+=("$1")
+        shift
+    done
+    [[ -n $KP_NAME ]] ||
+        kp_die "no launch script of $KP_LIB/.. among the words: submit.sh [SBATCH OPTIONS] .../multinode.sh CONFIG"
+    KP_PROGRAM=$(sed -nE 's/^kp_code [a-z]+\.sh *([a-z]+\.py)? *#.*/\1 found/p' "$KP_LIB/../$KP_NAME")
+    [[ -n $KP_PROGRAM ]] || kp_die "$KP_NAME runs the repository itself: sbatch scripts/slurm/$KP_NAME"
+    KP_PROGRAM=${KP_PROGRAM% found} KP_PROGRAM=${KP_PROGRAM:-train.py}
+    ((${#KP_ARGUMENTS[@]} > 0)) || kp_die "no configuration given: name one after $KP_NAME"
+    [[ ${KP_ARGUMENTS[0]} != @* ]] ||
+        kp_die "${KP_ARGUMENTS[0]}: the tasks of an array copy the code at their starts: use sbatch"
+}
+
+kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch must not hand on what the kit exports
+    kp_begin >&2
+    [[ $KP_ROOT == "$KP_ORIGIN" ]] || kp_die "$KP_ROOT is a copy: submit from $KP_ORIGIN"
+    kp_enter >&2
+    kp_need_packages
+    kp_code_find "${KEMPNER_TRAIN:-$KP_ROOT/scripts/$KP_PROGRAM}" "${KP_ARGUMENTS[@]}" || exit 2
+    kp_code_copy "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}" >&2 || kp_die "the code could not be copied to $KP_CODE_DIR"
+    echo "$KP_COPY"
+}
+
+kp_refresh() { # <job>: gives it a copy of the code as it is now
+    local old words
+    SLURM_JOB_ID=$1
+    kp_show_job || kp_die "no job '$1': squeue --me lists yours"
+    old=$(kp_code_of_job)
+    [[ -n $old || ! $KP_JOB =~ Command=([^$'\n']*/code/[0-9a-f]{12})/scripts/slurm/ ]] || old=${BASH_REMATCH[1]}
+    [[ -n $old ]] || kp_die "job $1 has no copy of the code: it is not of this kit, or has not started yet"
+    mapfile -t words < <(cd "$old/.inputs" 2>/dev/null && find . -type f -printf '/%P\n')
+    kp_begin
+    kp_code_copy "$(dirname "$old")" "${words[@]}" || kp_die "the code could not be copied"
+    kp_code_note "$KP_COPY" "$1" || kp_die "scontrol does not set the Comment of job $1"
+    kp_log "job $1: its next start has the code $KP_COPY (before: $old)"
+}
+
+if [[ ${1:-} == --refresh ]]; then
+    (($# == 2)) || kp_die "usage: submit.sh --refresh JOB"
+    kp_refresh "$2"
+    exit 0
+fi
+! kp_in_job || kp_die "this is job $(kp_job_id) already: submit from a login node"
+kp_options "$@"
+copy=$(kp_copy_now) || exit
+kp_log "code: $copy" >&2
+KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
+kp_read_site
+exec sbatch "${KP_REQUEST[@]}" "$copy/scripts/slurm/$KP_NAME" "${KP_ARGUMENTS[@]}"

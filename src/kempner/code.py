@@ -1,0 +1,126 @@
+"""Which code and which packages a run has: RUN/code/HASH, a copy of the repository that the batch
+script has made (scripts/slurm/lib/code.sh), or the repository itself. No torch.
+
+    python -m kempner.code [ARGUMENTS of the trainer] <TOML
+
+says what to copy for a run, each with a NUL behind it: run.dir of the checked configuration on
+standard input, and the configuration files among the arguments with all that they build upon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from kempner.config import toml
+
+ROOT = Path(__file__).parents[2]
+ORIGIN = ".kempner-origin"  # in a copy: the repository that it is of
+PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+SHOWN = 3  # names of files that differ
+
+
+class Code(NamedTuple):
+    """What an attempt runs; "" and () where it is not known."""
+
+    hash: str  # the name of the copy; "": the repository itself
+    commit: str
+    versions: tuple[str, ...]  # of packages, each "NAME VERSION"
+
+
+def this(root: Path = ROOT) -> Code:
+    """That of this process."""
+    found = [f"python {platform.python_version()}"]
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    copy = (root / ORIGIN).exists()
+    return Code(root.name if copy else "", _commit(root, copy), tuple(found))
+
+
+def _commit(root: Path, copy: bool) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, subprocess.TimeoutExpired):
+        if copy:
+            return str(json.loads(root.with_name(f"{root.name}.json").read_text())["commit"])
+        git = ("git", "-C", str(root), "rev-parse", "HEAD")
+        done = subprocess.run(git, capture_output=True, text=True, timeout=5)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def differences(before: Code, now: Code, root: Path = ROOT) -> str:
+    """In words, what is other code or another version, "" for nothing."""
+    found = []
+    if before.hash and now.hash and before.hash != now.hash:
+        files = differing(root.with_name(before.hash), root)
+        found.append(f"code {before.hash} -> {now.hash}{_shown(files)}")
+    elif before.commit and now.commit and before.commit != now.commit:
+        found.append(f"commit {before.commit[:7]} -> {now.commit[:7]}")
+    had, has = (
+        {name: number for name, _, number in (text.rpartition(" ") for text in each.versions)}
+        for each in (before, now)
+    )
+    for name in dict.fromkeys([*had, *has]) if had and has else ():
+        one, other = had.get(name, "none"), has.get(name, "none")
+        if one != other:
+            found.append(f"{name} {one} -> {other}")
+    return "; ".join(found)
+
+
+def _shown(files: list[str] | None) -> str:
+    if files is None:
+        return ""
+    count = "1 file differs" if len(files) == 1 else f"{len(files)} files differ"
+    return f", {count}: {', '.join(files[:SHOWN])}{', ...' if len(files) > SHOWN else ''}"
+
+
+def differing(one: Path, other: Path) -> list[str] | None:
+    """The files that two copies do not share, None where one of them is gone."""
+    if not (one.is_dir() and other.is_dir()):
+        return None
+    names = sorted({*files_of(one), *files_of(other)})
+    return [
+        name
+        for name in names
+        if not ((one / name).is_file() and (other / name).is_file())
+        or not filecmp.cmp(one / name, other / name, shallow=False)
+    ]
+
+
+def files_of(root: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            if name != ORIGIN:
+                yield str((Path(folder) / name).relative_to(root))
+
+
+def inputs(arguments: Sequence[str]) -> list[Path]:
+    """The configuration files among these words, and those that they name as their base."""
+    words = [word for word in arguments if word.endswith(".toml") and not word.startswith("-")]
+    found: list[Path] = []
+    left = [Path(os.path.abspath(word)) for word in words]
+    while left:
+        path = left.pop()
+        if path in found or not path.is_file():
+            continue
+        found.append(path)
+        with contextlib.suppress(OSError, ValueError):
+            base = toml.loads(path.read_text()).get("base", [])
+            names = [base] if isinstance(base, str) else base
+            left += [Path(os.path.abspath(path.parent / name)) for name in names]
+    return found
+
+
+if __name__ == "__main__":
+    run_dir = toml.loads(sys.stdin.read())["run"]["dir"]
+    print(*(f"{text}\0" for text in (run_dir, *inputs(sys.argv[1:]))), sep="", end="")

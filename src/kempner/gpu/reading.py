@@ -1,0 +1,289 @@
+"""One look at the GPUs of this node: through NVML (the extra `gpu`), else nvidia-smi. No torch.
+
+Neither makes a CUDA context. Both may hang with the driver: look from a process, or at least a
+thread, that nobody waits for. Names and units: `nvidia-smi --help-query-gpu`, NVML's API reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+LOOK_S = 20.0  # of nvidia-smi, which takes seconds on a node of eight GPUs without persistence mode
+LOST = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
+# What slows a GPU down, as nvidia-smi names it, and its bit in NVML. A power cap that somebody has
+# set (sw_power_cap) is not among them: most GPUs reach it in most steps.
+SLOWDOWNS = {
+    "hw_slowdown": 0x8,
+    "sw_thermal_slowdown": 0x20,
+    "hw_thermal_slowdown": 0x40,
+    "hw_power_brake_slowdown": 0x80,
+}
+REASONS = [f"clocks_event_reasons.{name}" for name in SLOWDOWNS]
+NUMBERS = [
+    "temperature.gpu",
+    "power.draw",
+    "utilization.gpu",
+    "ecc.errors.uncorrected.volatile.total",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "pcie.link.gen.current",
+    "pcie.link.gen.max",
+]
+SWITCHES = ["remapped_rows.failure", "remapped_rows.pending", "retired_pages.pending"]
+QUERY = ["index", "uuid", "pci.bus_id", "serial", *NUMBERS, *SWITCHES, *REASONS]
+
+
+class NoAnswer(Exception):
+    """The driver says nothing, or nothing that can be read."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What one GPU says; what it does not know is None, or not there."""
+
+    index: int
+    uuid: str = ""
+    pci: str = ""  # of its bus, as 0000:3b:00
+    serial: str = ""
+    lost: bool = False
+    numbers: Mapping[str, float | None] = field(default_factory=dict)  # of NUMBERS
+    switches: tuple[str, ...] = ()  # of SWITCHES, those that are on
+    slowdowns: tuple[str, ...] = ()  # that are active
+    nvlinks: tuple[int, ...] = ()  # that are up; none where only nvidia-smi is asked
+
+    def number(self, name: str) -> float | None:
+        return self.numbers.get(name)
+
+    @property
+    def label(self) -> str:
+        if self.index >= 0:
+            return f"GPU {self.index}"
+        return f"GPU at {self.pci}" if self.pci else "GPU"
+
+
+class Reader(Protocol):
+    name: str
+
+    def read(self) -> list[Gpu]:
+        """All GPUs that the driver shows. Raises NoAnswer."""
+
+    def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
+        """Bus and number of the next error, waited for so long."""
+
+
+def open_reader() -> Reader | None:
+    """None on a node without a driver, or without both of these."""
+    with contextlib.suppress(ImportError, NoAnswer):
+        return Nvml()
+    program = shutil.which("nvidia-smi")
+    return NvidiaSmi(program) if program else None
+
+
+def bus(text: str) -> str:
+    """0000:3b:00, from what NVML, nvidia-smi and the kernel log write in three ways."""
+    found = re.search(r"([0-9a-fA-F]+):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})", text)
+    return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}".lower() if found else ""
+
+
+def of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """On a node that is shared, those that the job was given. Where the others are hidden from the
+    job the driver counts from 0, so that their numbers say nothing: then all are."""
+    given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    mine = [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]
+    return mine if 0 < len(names) < len(gpus) and mine else list(gpus)
+
+
+# --- nvidia-smi -------------------------------------------------------------------------------
+
+
+class NvidiaSmi:
+    name = "nvidia-smi"
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+        self._known: dict[str, str] = {}  # what this driver calls each name; none: not yet asked
+
+    def read(self) -> list[Gpu]:
+        if not self._known:
+            self._known = self._learn()
+        rows = self._ask(list(self._known.values()))
+        return [_from_row(dict(zip(self._known, row, strict=True))) for row in rows]
+
+    def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
+        """It tells of none."""
+        time.sleep(seconds)
+        return iter(())
+
+    def _learn(self) -> dict[str, str]:
+        """It refuses a whole query for one name that it does not know: then each is asked."""
+        with contextlib.suppress(NoAnswer):
+            self._ask(QUERY)
+            return dict(zip(QUERY, QUERY, strict=True))
+        self._ask(["index"])  # no answer at all
+        known: dict[str, str] = {}
+        for name in QUERY:
+            for called in (name, name.replace("event", "throttle")):  # before driver 535
+                with contextlib.suppress(NoAnswer):
+                    self._ask([called])
+                    known.setdefault(name, called)
+        return known
+
+    def _ask(self, names: list[str]) -> list[list[str]]:
+        command = [self._program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=LOOK_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise NoAnswer(f"nvidia-smi did not answer within {LOOK_S:.0f} s") from None
+        except OSError as error:
+            raise NoAnswer(f"nvidia-smi: {error}") from None
+        said = (done.stdout + done.stderr).strip()
+        if lost := LOST.search(said):
+            return self._of_lost(said, lost[0], names)
+        rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+        if done.returncode or not rows or any(len(row) != len(names) for row in rows):
+            raise NoAnswer(f"nvidia-smi: exit code {done.returncode}: {said[:200]}")
+        return rows
+
+    def _of_lost(self, said: str, why: str, names: list[str]) -> list[list[str]]:
+        """It says nothing else then, not even of the others."""
+        row = {"index": "-1", "pci.bus_id": bus(said), "lost": why}
+        back = {called: name for name, called in self._known.items()}
+        return [[row.get(back.get(name, name), "lost") for name in names]]
+
+
+def _from_row(row: dict[str, str]) -> Gpu:
+    index = _number(row.get("index", ""))
+    return Gpu(
+        index=-1 if index is None else int(index),
+        uuid=row.get("uuid", ""),
+        pci=bus(row.get("pci.bus_id", "")),
+        serial=row.get("serial", ""),
+        lost=index == -1,
+        numbers={name: _number(row.get(name, "")) for name in NUMBERS},
+        switches=tuple(name for name in SWITCHES if row.get(name) in ("Yes", "1")),
+        slowdowns=tuple(
+            name
+            for name, reason in zip(SLOWDOWNS, REASONS, strict=True)
+            if row.get(reason) == "Active"
+        ),
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+# --- NVML -------------------------------------------------------------------------------------
+
+
+class Nvml:
+    """Through nvidia-ml-py, whose module is pynvml."""
+
+    name = "NVML"
+
+    def __init__(self) -> None:
+        import pynvml
+
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        except pynvml.NVMLError as error:
+            raise NoAnswer(str(error)) from None
+        self._about = [self._identity(index) for index in range(count)]
+        self._events = self._maybe(pynvml.nvmlEventSetCreate)
+        xid = pynvml.nvmlEventTypeXidCriticalError
+        for handle in self._handles if self._events is not None else ():
+            self._maybe(partial(pynvml.nvmlDeviceRegisterEvents, handle, xid, self._events))
+
+    def read(self) -> list[Gpu]:
+        return [self._read(index) for index in range(len(self._handles))]
+
+    def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
+        """The driver tells of an error without a readable kernel log, too."""
+        if self._events is None:
+            time.sleep(seconds)
+            return
+        data = self._maybe(lambda: self._nvml.nvmlEventSetWait_v2(self._events, int(seconds * 1e3)))
+        if data is None:
+            return
+        index = self._maybe(lambda: self._nvml.nvmlDeviceGetIndex(data.device))
+        yield self._about[index].pci if index is not None else "", int(data.eventData)
+
+    def _identity(self, index: int) -> Gpu:
+        nvml, handle = self._nvml, self._handles[index]
+        return Gpu(
+            index=index,
+            uuid=str(self._maybe(lambda: nvml.nvmlDeviceGetUUID(handle)) or ""),
+            pci=bus(str(self._maybe(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId) or "")),
+            serial=str(self._maybe(lambda: nvml.nvmlDeviceGetSerial(handle)) or ""),
+        )
+
+    def _read(self, index: int) -> Gpu:
+        nvml, handle, about = self._nvml, self._handles[index], self._about[index]
+        uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        try:
+            temperature = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+                return replace(about, lost=True)
+            temperature = None
+        power = self._maybe(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        figures = [
+            temperature,
+            None if power is None else power / 1000,
+            self._maybe(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            self._maybe(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile)),
+            self._maybe(lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
+            self._maybe(lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
+            self._maybe(lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
+            self._maybe(lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+        ]
+        rows = self._maybe(lambda: nvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0)
+        pages = self._maybe(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle))
+        on = dict(zip(SWITCHES, (rows[3], rows[2], pages), strict=True))
+        # The older one of two names, which all versions have.
+        slow = self._maybe(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
+        return replace(
+            about,
+            numbers=dict(zip(NUMBERS, figures, strict=True)),
+            switches=tuple(name for name, value in on.items() if value),
+            slowdowns=tuple(name for name, bit in SLOWDOWNS.items() if slow & bit),
+            nvlinks=tuple(self._links(handle)),
+        )
+
+    def _links(self, handle: Any) -> Iterator[int]:
+        for link in range(self._nvml.NVML_NVLINK_MAX_LINKS):
+            state = self._maybe(lambda n=link: self._nvml.nvmlDeviceGetNvLinkState(handle, n))
+            if state is None:  # no more of them
+                return
+            if state:
+                yield link
+
+    def _maybe(self, ask: Callable[..., Any]) -> Any:
+        """None where this GPU, or this driver, does not know."""
+        try:
+            return ask()
+        except (self._nvml.NVMLError, AttributeError):
+            return None

@@ -1,0 +1,225 @@
+"""Watches the GPUs of one node for a rank, in a process of its own. No torch, no CUDA.
+
+    python -m kempner.gpu.sampler RUN_DIR ATTEMPT SECONDS
+
+The rank that starts it holds its standard input: it looks once more and ends when that is closed,
+or when the rank is gone. What it finds becomes events in attempts.jsonl; RUN_DIR/gpu/HOST.jsonl
+gets a line a minute, one with each of these events, and one at the end. The driver is asked in
+threads, which may hang with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from kempner.files import LineFile
+from kempner.gpu.findings import ECC, Finding, Watch, of_xid
+from kempner.gpu.kernel_log import KernelLog
+from kempner.gpu.reading import Gpu, NoAnswer, Reader, of_this_job, open_reader
+from kempner.history import events
+from kempner.history.events import Event, Fault, GpuFault
+from kempner.slurm import host_name, job_name
+
+POLL_S = 1.0  # between two looks at the kernel log, and at the rank
+SOON_S = 2.0  # a second look at what is in doubt
+LAST_LOOK_S = 4.0
+SILENT_S = 60.0  # without an answer of the driver, which takes seconds when it is slow
+LINE_S = 60.0  # between two lines of the figures
+
+Look = list[Gpu] | str  # or why there is none
+
+
+class Sampler:
+    def __init__(self, run_dir: Path, attempt: int, interval: float, reader: Reader) -> None:
+        self.run_dir, self.attempt, self.interval = run_dir, attempt, interval
+        self.host, self.rank = host_name(), os.getppid()
+        self.reader, self.log, self.watch = reader, KernelLog(), Watch()
+        self.known: set[tuple[object, ...]] = set()
+        self.gpus: dict[str, Gpu] = {}
+        self.figures = Figures(run_dir, self.host, attempt)
+        self._looks: queue.Queue[Look] = queue.Queue()
+        self._errors: queue.Queue[tuple[str, int]] = queue.Queue()
+        self._due = threading.Event()
+        self._answered = time.monotonic()
+
+    def run(self) -> None:
+        for work in (self._read, self._listen):
+            threading.Thread(target=work, daemon=True).start()
+        self._due.set()
+        following = time.monotonic() + self.interval
+        while self._rank_lives():
+            self._take()
+            if self.watch.in_doubt:
+                following = min(following, time.monotonic() + SOON_S)
+            if time.monotonic() >= following:
+                self._due.set()
+                following = time.monotonic() + self.interval
+        self._due.set()  # why has it ended?
+        end = time.monotonic() + LAST_LOOK_S
+        while self._due.is_set() and time.monotonic() < end:
+            time.sleep(0.05)
+        self._take()
+        self.close()
+
+    def close(self) -> None:
+        self.figures.write()
+        self.log.close()
+
+    def _rank_lives(self) -> bool:
+        readable, _, _ = select.select([sys.stdin], [], [], min(POLL_S, self.interval))
+        return not readable and os.getppid() == self.rank
+
+    def _read(self) -> None:
+        while self._due.wait():
+            try:
+                self._looks.put(of_this_job(self.reader.read()))
+            except NoAnswer as error:
+                self._looks.put(str(error))
+            self._due.clear()
+
+    def _listen(self) -> None:
+        while True:
+            for error in self.reader.xids(POLL_S):
+                self._errors.put(error)
+            time.sleep(0.01)  # NVML answers at once when a GPU is lost
+
+    def _take(self) -> None:
+        """What has come since the last time."""
+        while not self._looks.empty():
+            look = self._looks.get()
+            if isinstance(look, str):
+                continue
+            self._answered = time.monotonic()
+            self.gpus |= {gpu.pci: gpu for gpu in look if gpu.pci and not gpu.lost}
+            self.figures.add(look)
+            for finding in self.watch.look(look):
+                self._found(finding)
+        if time.monotonic() - self._answered > max(SILENT_S, 3 * self.interval):
+            text = f"{self.reader.name} does not answer"
+            self._found(Finding("silent", "warn", text))
+        errors = [(*self._errors.get(), "") for _ in range(self._errors.qsize())]
+        for pci, xid, text in (*self.log.xids(), *errors):
+            if pci in self.gpus or not pci:  # not another job's
+                self._found(of_xid(xid, text, self.gpus.get(pci)))
+            elif not self.gpus:  # whose it is is not known
+                finding = of_xid(xid, text, Gpu(index=-1, pci=pci))
+                harmless = finding.answer in ("warn", "note")
+                self._found(finding if harmless else replace(finding, answer="warn"))
+
+    def _found(self, finding: Finding) -> None:
+        if finding.key in self.known:
+            return
+        self.known.add(finding.key)
+        gpu = finding.gpu or Gpu(index=-1)
+        head = {
+            "attempt": self.attempt,
+            "time": round(time.time(), 3),
+            "job": job_name(),
+            "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            "attempt_id": os.environ.get("KEMPNER_ATTEMPT_ID"),
+        }
+        about = {"gpu": gpu.index, "uuid": gpu.uuid, "pci": gpu.pci, "serial": gpu.serial}
+        kind, answer, reason = finding.kind, finding.answer, finding.what
+        self._record(
+            GpuFault(
+                **head,  # type: ignore[arg-type]
+                **about,  # type: ignore[arg-type]
+                kind=kind,
+                answer=answer,
+                reason=reason,
+                xid=finding.xid,
+                host=self.host,
+            ),
+        )
+        if answer == "note":
+            return
+        self.figures.write()  # how was it then? Nothing may be left of the minute
+        ends = answer == "end"
+        print(
+            f"WARNING: {self.host}: {reason}{': the run is ended here' if ends else ''}",
+            file=sys.stderr,
+            flush=True,
+        )
+        if ends and os.getppid() == self.rank:
+            # No collective will come back, and the watchdogs of the others would wait for minutes.
+            text = f"{self.host}: {reason}"
+            self._record(Fault(**head, kind="crash", hosts=(self.host,), reason=text))  # type: ignore[arg-type]
+            os.kill(self.rank, signal.SIGKILL)
+
+    def _record(self, event: Event) -> None:
+        with contextlib.suppress(OSError):  # a full disk: what follows does not need the record
+            events.append(self.run_dir / "attempts.jsonl", event)
+
+
+class Figures:
+    """A line a minute, or sooner: of each GPU the mean of the looks since the line before."""
+
+    def __init__(self, run_dir: Path, host: str, attempt: int) -> None:
+        self.path, self.head = run_dir / "gpu" / f"{host}.jsonl", {"host": host, "attempt": attempt}
+        self.looks: list[list[Gpu]] = []
+        self.written = -LINE_S  # the first look is a line
+
+    def add(self, look: list[Gpu]) -> None:
+        self.looks.append(look)
+        if time.monotonic() - self.written >= LINE_S:
+            self.write()
+
+    def write(self) -> None:
+        by_index: dict[int, list[Gpu]] = {}
+        for gpu in (gpu for look in self.looks for gpu in look if not gpu.lost):
+            by_index.setdefault(gpu.index, []).append(gpu)
+        if by_index:
+            line = {"time": round(time.time(), 3), **self.head, "looks": len(self.looks)}
+            line["gpus"] = [_figures(index, looks) for index, looks in sorted(by_index.items())]
+            with contextlib.suppress(OSError):
+                self.path.parent.mkdir(exist_ok=True)
+                LineFile(self.path).write(json.dumps(line))
+        self.looks, self.written = [], time.monotonic()
+
+
+def _figures(index: int, looks: list[Gpu]) -> dict[str, object]:
+    def mean(name: str) -> float | None:
+        found = [value for gpu in looks if (value := gpu.number(name)) is not None]
+        return round(statistics.fmean(found), 1) if found else None
+
+    slowed = Counter(name for gpu in looks for name in gpu.slowdowns)
+    return {
+        "gpu": index,
+        "temperature_c": mean("temperature.gpu"),
+        "power_w": mean("power.draw"),
+        "utilization": mean("utilization.gpu"),
+        "uncorrected": looks[-1].number(ECC),
+        "slowed": {name: round(count / len(looks), 2) for name, count in slowed.items()},
+    }
+
+
+def main(run_dir: Path, attempt: int, interval: float) -> None:
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # the rank's
+        signal.signal(number, signal.SIG_IGN)
+    if (reader := open_reader()) is None:
+        return
+    sampler = Sampler(run_dir, attempt, interval, reader)
+
+    def leave(*_: object) -> None:
+        sampler.close()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)  # the run has ended as it should, or Slurm ends the step
+    sampler.run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    os._exit(0)  # a thread may hang in the driver

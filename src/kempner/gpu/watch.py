@@ -1,0 +1,54 @@
+"""The sampler of a node as the rank that starts it sees it. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+LAST_LOOK_S = 6.0
+END_S = 2.0
+
+
+class GpuWatch:
+    """One a node: of its first rank. It ends with this process, however that ends."""
+
+    def __init__(self, run_dir: Path, attempt: int, interval: float, stderr: int) -> None:
+        """Raises OSError."""
+        command = [sys.executable, "-m", "kempner.gpu.sampler", str(run_dir), str(attempt)]
+        self._process = subprocess.Popen(
+            [*command, str(interval)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,  # signals to the ranks are not for it
+        )
+
+    def look_once_more(self) -> None:
+        """This rank has failed: is it the GPU's fault?"""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LAST_LOOK_S)
+        self.end()
+
+    def end(self) -> None:
+        for stop in (self._process.terminate, self._process.kill):
+            if self._process.poll() is None:
+                stop()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_S)
+
+
+def start_watch(run_dir: Path, attempt: int, interval: float, stderr: int = 2) -> GpuWatch | None:
+    """`stderr`: where it says what it has found. None where there is nothing to ask, or the node
+    has no room for another process."""
+    there = shutil.which("nvidia-smi") or importlib.util.find_spec("pynvml")
+    if not interval or not there:
+        return None
+    with contextlib.suppress(OSError):
+        return GpuWatch(run_dir, attempt, interval, stderr)
+    return None

@@ -1,0 +1,109 @@
+"""The facts of a run as one JSON object: what `status.py --json` prints, a notification carries,
+and the page begins with. The fields are described in docs/monitoring.md. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kempner.history.attempts import Attempt, Record
+from kempner.history.run_history import History
+from kempner.slurm import Job
+
+PACE_LINES = 100  # lines of metrics.jsonl whose pace the expected end follows from
+
+
+def facts(run: History, now: float) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: what is not known, or not finite, is None."""
+    started = [attempt for attempt in run.attempts if attempt.began is not None]
+    decisions = Counter(str(r.get("decision")) for r in run.records if r.get("event") == "decision")
+    step, most = step_of(run), run.status.get("max_steps")
+    left = max(0, most - step) if most else None
+    pace = seconds_per_step(run.lines, run.attempts)
+    lives = run.state.word == "running"
+    eta = left * pace if lives and left is not None and pace else None
+    last = newest(run.lines, "tokens_per_s")
+    return {
+        "run": str(run.path),
+        "state": run.state.word,
+        "attention": bool(why := trouble(run)),
+        "why": why or run.state.reason or None,
+        "warning": (run.attempts[-1].gpu_warning or None) if run.attempts else None,
+        "step": step,
+        "max_steps": most,
+        "progress": min(1.0, step / most) if most else None,
+        "eta_s": None if eta is None else round(eta, 1),
+        "eta": None if eta is None else round(now + eta),
+        "loss": newest(run.lines, "loss").get("loss"),
+        "val_loss": newest(run.lines, "val_loss").get("val_loss"),
+        "reward": last.get("reward"),
+        "tokens": last.get("tokens"),
+        "tokens_per_s": last.get("tokens_per_s"),
+        "seconds_per_step": pace,
+        "began": run.attempts[0].opened if run.attempts else None,
+        "last_sign": last_sign(run),
+        "attempts": len(started),
+        "requeues": decisions["requeue"],
+        "decisions": dict(decisions),
+        "no_progress": no_progress(run.records),
+        "hosts": list(started[-1].hosts) if started else [],
+        "world_size": started[-1].world_size if started else None,
+        "excluded": sorted({host for a in run.attempts for host in a.excluded.split(",") if host}),
+        "last_end": last_end(run.attempts),
+        "job": job_of(run),
+    }
+
+
+def trouble(run: History) -> str:
+    """Why somebody has to look at it, "" where all is well."""
+    if full := sorted(each.stem for each in run.path.glob("rl/*/*.full")):
+        return f"disk full: {', '.join(full)} waits"
+    return (run.state.reason or run.state.word) if run.state.attention else ""
+
+
+def job_of(run: History) -> dict[str, Any] | None:
+    """As Slurm shows it; without an answer the number alone."""
+    number = next((attempt.job for attempt in reversed(run.attempts) if attempt.job), None)
+    job = run.job or (Job(number, "") if number else None)
+    return asdict(job) if job else None
+
+
+def step_of(run: History) -> int:
+    last = run.lines[-1]["step"] if run.lines else 0
+    return int(max(run.step, run.status.get("step", 0), last))
+
+
+def newest(lines: Sequence[Record], key: str) -> Record:
+    """The last line with a number under this key, {} without one."""
+    return next((line for line in reversed(lines) if line.get(key) is not None), {})
+
+
+def last_sign(run: History) -> float | None:
+    """Unix time of the last line or event."""
+    times = [*(attempt.ended for attempt in run.attempts), *(line["time"] for line in run.lines)]
+    return max(times, default=None)
+
+
+def seconds_per_step(lines: Sequence[Record], attempts: Sequence[Attempt]) -> float | None:
+    """Of the last attempt's last steps by the clock: with its saves and validations."""
+    number = attempts[-1].number if attempts else 0
+    own = [line for line in lines[-PACE_LINES:] if line.get("attempt", 0) == number]
+    steps = own[-1]["step"] - own[0]["step"] if own else 0
+    if steps > 0 and own[-1]["time"] > own[0]["time"]:
+        return float(own[-1]["time"] - own[0]["time"]) / steps
+    known = newest(own, "step_time").get("step_time")
+    return float(known) if known and math.isfinite(known) else None
+
+
+def no_progress(records: Sequence[Record]) -> int:
+    """How many attempts in a row, up to the last decision, made no new checkpoint."""
+    counts = [r["no_progress"] for r in records if type(r.get("no_progress")) is int]
+    return counts[-1] if counts else 0
+
+
+def last_end(attempts: Sequence[Attempt]) -> str | None:
+    """How the last attempt that is over ended, and what was done then."""
+    return next((a.short_ending for a in reversed(attempts) if a.state != "running"), None)

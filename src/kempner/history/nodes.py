@@ -1,0 +1,140 @@
+"""What each host did to the runs: which hosts failed whom, over any number of runs, for the admin.
+No torch.
+
+An event counts against the hosts that it names: a fault, unless it only says that a peer is gone;
+the batch script's blame, where no rank of that host recorded an error itself (it was killed, or the
+host was lost); and every other kind of event that names a host, by its own name, unless it is only
+noted: Xid 13, 31 and the like are mostly of the program itself (gpu/findings.py). A GPU for which
+the sampler has ended the attempt counts once, and the crash that follows from it does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kempner.history.attempts import Record
+from kempner.history.run_history import History
+
+PEACEFUL = frozenset(("start", "first_step", "go_back", "end"))
+DIED = "died"  # blamed by the batch script, without a record of its own
+
+
+class Sin(NamedTuple):
+    """A fault of a host. `run`: the path of the run that it struck; `time`: Unix seconds."""
+
+    kind: str
+    time: float
+    run: str
+    reason: str
+
+
+@dataclass
+class Node:
+    """A host over all runs. `seconds`: of attempts that trained on it."""
+
+    host: str
+    runs: set[str] = field(default_factory=set)
+    attempts: int = 0
+    seconds: float = 0.0
+    excluded: int = 0
+    sins: list[Sin] = field(default_factory=list)
+
+    @property
+    def last(self) -> Sin | None:
+        return max(self.sins, key=lambda sin: sin.time, default=None)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        return dict(Counter(sin.kind for sin in self.sins).most_common())
+
+    def as_json(self) -> dict[str, Any]:
+        last = self.last
+        return {
+            "host": self.host,
+            "runs": len(self.runs),
+            "attempts": self.attempts,
+            "hours": round(self.seconds / 3600, 2),
+            "faults": self.kinds,
+            "excluded": self.excluded,
+            "last_fault": last._asdict() if last else None,
+        }
+
+
+def nodes_of(runs: Iterable[History]) -> list[Node]:
+    """The hosts of these runs, those with the most faults first."""
+    found: dict[str, Node] = {}
+
+    def at(host: str) -> Node:
+        return found.setdefault(host, Node(host))
+
+    for run in runs:
+        for attempt in run.attempts:
+            for host in set(attempt.hosts):
+                node = at(host)
+                node.runs.add(str(run.path))
+                node.attempts += attempt.began is not None
+                node.seconds += max(0.0, attempt.ended - attempt.began) if attempt.began else 0.0
+        accused: dict[tuple[object, str], object] = {}
+        for record in run.records:
+            for host, kind in sins(record, accused):
+                reason = record.get("reason") or record.get("why") or ""
+                at(host).sins.append(Sin(kind, record["time"], str(run.path), str(reason)))
+                accused[record.get("attempt_id"), host] = record.get("answer")
+            for host in names(record.get("excluded")):
+                at(host).excluded += record.get("event") == "decision"
+    return ranked(found.values())
+
+
+def merged(several: Iterable[list[Node]]) -> list[Node]:
+    """The same over what was found of each run alone."""
+    found: dict[str, Node] = {}
+    for node in itertools.chain(*several):
+        one = found.setdefault(node.host, Node(node.host))
+        one.runs |= node.runs
+        one.attempts += node.attempts
+        one.seconds += node.seconds
+        one.excluded += node.excluded
+        one.sins += node.sins
+    return ranked(found.values())
+
+
+def ranked(nodes: Iterable[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: (-len(node.sins), -node.excluded, node.host))
+
+
+def sins(record: Record, accused: dict[tuple[object, str], object]) -> Iterator[tuple[str, str]]:
+    """(host, kind) of each that an event counts against. `accused`: (attempt id, host) so far, and
+    the sampler's answer where it was that."""
+    event, attempt = record.get("event"), record.get("attempt_id")
+    if event == "fault":
+        if not record.get("lost_peer"):
+            kind = str(record.get("kind", "crash"))
+            hosts = hosts_of(record)
+            yield from ((host, kind) for host in hosts if accused.get((attempt, host)) != "end")
+    elif event == "decision":
+        for host in names(record.get("blamed")):
+            if (attempt, host) not in accused:
+                yield host, DIED
+    elif event not in PEACEFUL and record.get("answer") != "note":
+        yield from ((host, kind_of(record)) for host in hosts_of(record))
+
+
+def kind_of(record: Record) -> str:
+    """`gpu_fault` of the kind `xid` -> "gpu_fault xid"."""
+    kind = record.get("kind")
+    return f"{record.get('event')} {kind}" if isinstance(kind, str) else str(record.get("event"))
+
+
+def hosts_of(record: Record) -> list[str]:
+    return [name for key in ("hosts", "host", "node") for name in names(record.get(key))]
+
+
+def names(value: object) -> list[str]:
+    """Hosts, from a list of them or from "node1,node2"."""
+    if isinstance(value, str):
+        return [name for name in value.split(",") if name]
+    return [x for x in value if isinstance(x, str)] if isinstance(value, list) else []

@@ -1,0 +1,269 @@
+"""What `report.py` says of runs: one column of figures a run, one row an attempt. No torch.
+
+A figure may be None, which is not finite, and a line that is damaged may lack it: `values` leaves
+both out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+from kempner.history.attempts import Attempt, Record
+from kempner.history.replicas import Replicas
+from kempner.history.results import PREFIX
+from kempner.history.run_history import History, is_number
+from kempner.history.tables import aligned, duration
+from kempner.startup import PARTS
+
+STEP_PARTS = ("data", "compute", "checkpoint", "eval")
+IDLE = ("wait", "engine_idle")  # of reinforcement learning: both sides
+
+
+def table(runs: list[History]) -> str:
+    """One row per figure, one column per run."""
+    several = any(len(run.attempts) > 1 for run in runs)
+    forks = any(run.lineage for run in runs)
+    columns = [
+        {
+            "run": str(run.path),
+            **({"fork of": " <- ".join(run.lineage) or "-"} if forks else {}),
+            **facts(run),
+            **wall_time(run, several),
+        }
+        for run in runs
+    ]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return aligned(
+        [[name, *(column.get(name, "-") for column in columns)] for name in names], gap=3
+    )
+
+
+def facts(run: History) -> dict[str, str]:
+    if not run.losses:
+        return {"state": run.state.word, "step": f"{run.step:,}"}
+    losses = [line for line in run.losses if line["loss"] is not None]  # None: not finite
+    return {
+        "state": state(run),
+        "step": f"{run.step:,} of {run.status.get('max_steps', 0):,}",
+        "loss, first": at_step(losses[:1], "loss"),
+        "loss, last": at_step(losses[-1:], "loss"),
+        "loss, best": at_step(best(losses, "loss"), "loss"),
+        "validation, last": at_step(run.validations[-1:], "val_loss"),
+        "validation, best": at_step(best(run.validations, "val_loss"), "val_loss"),
+        **results(run),
+        "skipped steps": f"{skipped(run.losses):,}",
+        "tokens": f"{max(values(run.losses, 'tokens'), default=0):,}",
+        "tokens/s, median": median(run.losses, "tokens_per_s", ",.0f"),
+        "step time, median": median(run.losses, "step_time", ".3g", " s"),
+        **shares(run.losses),
+        "MFU, median": median(run.losses, "mfu", ".1%"),
+        **replicas(run),
+        **rewards(run),
+        "memory, most": f"{max(values(run.losses, 'memory_gib'), default=0.0):.2f} GiB",
+    }
+
+
+def state(run: History) -> str:
+    if run.state.word not in ("running", "silent"):
+        return run.state.word
+    return f"{run.state.word}, last line {duration(time.time() - run.lines[-1]['time'])} ago"
+
+
+def values(lines: list[Record], key: str) -> list[float]:
+    """The numbers under this key."""
+    return [value for line in lines if is_number(value := line.get(key))]
+
+
+def at_step(lines: list[Record], key: str) -> str:
+    """That of the first of these lines; "-" without one."""
+    if not lines:
+        return "-"
+    value = lines[0][key]
+    return f"{f'{value:.4f}' if is_number(value) else 'not finite'} at step {lines[0]['step']:,}"
+
+
+def best(lines: list[Record], key: str, choose: Callable[..., Record] = min) -> list[Record]:
+    finite = [line for line in lines if is_number(line[key])]
+    return [choose(finite, key=lambda line: line[key])] if finite else []
+
+
+def replicas(run: History) -> dict[str, str]:
+    """Of a run whose replicas meet once a round; bytes and time are those of the first one."""
+    if not run.rounds:
+        return {}
+    last = run.rounds[-1]
+    sent, others = (sum(r[f"bytes_{x}"] for r in run.rounds) for x in ("sent", "data_parallel"))
+    loss = f"{last['round_loss']:.4f}" if is_number(last["round_loss"]) else "not finite"
+    return {
+        "replicas": f"{last['replicas']:,}",
+        "rounds": f"{last['round']:,}, loss of all {loss}",
+        "sent by a replica": f"{size(sent)}"
+        + (f", {sent / others:.2%} of data parallel's {size(others)}" if others else ""),
+        "  outer steps": f"{sum(r['outer_time'] for r in run.rounds):.1f} s",
+    }
+
+
+def rewards(run: History) -> dict[str, str]:
+    """Of reinforcement learning. Shares of time are those of the wall time of the steps."""
+    lines = [line for line in run.losses if "reward" in line]
+    if not lines:
+        return {}
+    idle = [math.fsum(values(lines, name)) / len(lines) for name in IDLE]
+    dropped, failed = (sum(values(lines, name)) for name in ("dropped_stale", "failed_rewards"))
+    return {
+        "reward, first": at_step(lines[:1], "reward"),
+        "reward, last": at_step(lines[-1:], "reward"),
+        "reward, best": at_step(best(lines, "reward", max), "reward"),
+        "sampled tokens, mean": f"{mean(lines, 'length'):.1f}; {mean(lines, 'truncated'):.1%} cut",
+        "versions behind, mean": f"{mean(lines, 'staleness'):.2f}; {dropped:,.0f} groups dropped",
+        "rewards that failed": f"{failed:,.0f}",
+        "trainer - sampler": f"{distance(lines)} (mean |log ratio|)",
+        "the trainer waits": f"{idle[0]:.1%}",
+        "the engines are idle": f"{idle[1]:.1%}",
+    }
+
+
+def mean(lines: list[Record], key: str) -> float:
+    """0 without one."""
+    return statistics.fmean(values(lines, key) or [0.0])
+
+
+def distance(lines: list[Record]) -> str:
+    """Of the log-probabilities of trainer and sampler."""
+    parts = []
+    for name, weights in (("mismatch", "the same weights"), ("drift", "older ones")):
+        if found := values(lines, name):
+            parts.append(f"{statistics.fmean(found):.2g} for {weights}")
+    return ", ".join(parts)
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def results(run: History) -> dict[str, str]:
+    """The last figures of each task that eval.py has run, without their errors."""
+    last = {name: line for line in run.results for name in line if name.startswith(PREFIX)}
+    return {
+        name.removeprefix(PREFIX): at_step([line], name)
+        for name, line in last.items()
+        if "stderr" not in name
+    }
+
+
+def median(lines: list[Record], key: str, form: str, unit: str = "") -> str:
+    """`form`: as in a format string."""
+    found = values(lines, key)
+    return f"{statistics.median(found):{form}}{unit}" if found else "-"
+
+
+def shares(lines: list[Record]) -> dict[str, str]:
+    """Where the time of the steps went. A median would hide a part that comes every 100th line."""
+    total = sum(values(lines, "step_time"))
+    times = {part: sum(values(lines, f"{part}_time")) for part in STEP_PARTS} if total else {}
+    return {f"  {part}": f"{seconds / total:.1%}" for part, seconds in times.items()}
+
+
+def skipped(lines: list[Record]) -> int:
+    """Steps that were not finite, or spikes: every attempt counts its own."""
+    counts: dict[int, int] = {}
+    for line in lines:
+        attempt, count = line.get("attempt", 0), line.get("skipped", 0)
+        if type(count) is int:
+            counts[attempt] = max(count, counts.get(attempt, 0))
+    return sum(counts.values())
+
+
+def wall_time(run: History, several: bool) -> dict[str, str]:
+    """From the first start to the last sign of life. `several`: and what each part of it went
+    to."""
+    spent = run.wall_time
+    parts = {
+        f"  {part}": f"{duration(seconds)}, {seconds / max(spent.total, 1e-9):.1%}"
+        for part, seconds in spent.parts.items()
+    }
+    recomputed = f"{sum(spent.lost):,}" + more(*run.attempts)
+    return {
+        "wall time": duration(spent.total),
+        **(parts if several else {}),
+        "effective training time ratio": f"{spent.effective:.1%}",
+        **({"steps recomputed": recomputed} if several else {}),
+        "attempts": f"{len(run.attempts):,}",
+        **({"  started again": again(run)} if several else {}),
+    }
+
+
+def again(run: History) -> str:
+    """What the batch scripts did after the attempts."""
+    made = [attempt.decision for attempt in run.attempts]
+    return f"{made.count('restart'):,} in place, {made.count('requeue'):,} by a requeue"
+
+
+def more(*attempts: Attempt) -> str:
+    """One that was killed has done steps after its last line, fewer than metrics.log_interval."""
+    return " or more" if any(a.state == "killed" and a.began for a in attempts) else ""
+
+
+def attempt_table(run: History) -> str:
+    """One row an attempt; a run with one attempt needs fewer columns."""
+    rows = [["", "job", "ranks", "hosts", "steps", "recomputed", "start-up", "time", "end"]]
+    spent = run.wall_time
+    for attempt, startup, lost in zip(run.attempts, spent.startups, spent.lost, strict=True):
+        began, hosts = attempt.began, attempt.hosts
+        job = attempt.job and f"{attempt.job}.{attempt.restart}"
+        rows.append([
+            attempt.name,
+            job or "-",
+            str(attempt.world_size or "-"),
+            (f"{hosts[0]} and {len(hosts) - 1} more" if len(hosts) > 2 else ",".join(hosts) or "-")
+            + (f"; spare: {','.join(attempt.spares)}" if attempt.spares else ""),
+            f"{attempt.first_step:,} to {attempt.last_step:,}" if began else "-",
+            f"{lost:,}{more(attempt)}",
+            "-" if startup is None else duration(startup),
+            duration(attempt.ended - attempt.opened),
+            attempt.ending,
+        ])  # fmt: skip
+    alone = len(run.attempts) == 1
+    return aligned([row[:5] + row[7:] if alone else row for row in rows], gap=3, wrap=True)
+
+
+def starts(run: History) -> str:
+    """What each start took, and did in another way than the one before; "" where that is not
+    known."""
+    lines = []
+    if any(attempt.startup for attempt in run.attempts):
+        lines.append(f"\nstart-up of {run.path}, seconds\n{startup_table(run)}")
+    for attempt in run.attempts:
+        lines += [f"attempt {attempt.name}, changed: {text}" for text in attempt.changed]
+    return "".join(f"\n{line}" for line in lines)
+
+
+def startup_table(run: History) -> str:
+    """One row an attempt that has trained, one column a part of its start-up."""
+    begun = [attempt for attempt in run.attempts if attempt.startup]
+    known = [part for part in PARTS if any(part in attempt.startup for attempt in begun)]
+    rows = [["", *known, "all but the queue"]]
+    for attempt in begun:
+        spent = attempt.startup
+        total = sum(spent.values()) - spent.get("queue", 0.0)
+        cells = [f"{spent[part]:.1f}" if part in spent else "-" for part in known]
+        rows.append([attempt.name, *cells, f"{total:.1f}"])
+    return aligned(rows, gap=3)
+
+
+def replica_table(found: Replicas) -> str:
+    rows = [["replica", "starts", "rounds", "lost"]]
+    for number, replica in found.by_number.items():
+        rows.append([str(number), str(replica.starts), str(replica.rounds), replica.losses])
+    last = max(found.rounds, default=0)
+    return (
+        f"{aligned(rows, gap=3, wrap=True)}\n"
+        f"{last:,} rounds; {found.sent / 1e6:,.1f} MB sent by all replicas"
+    )

@@ -1,0 +1,61 @@
+"""Beside the ranks, started by the batch script: writes the page of the run again and again
+(KEMPNER_PAGE), and tells of a stall. No torch, and nothing is asked of Slurm.
+
+    python -m kempner.history.watch RUN_DIR [SECONDS]     SECONDS: between two pages; none: no page
+
+A hang is the watchdog's; what it cannot see (it is off, or waits for a file system) is seen here:
+the run has had no line for ten times the usual interval (history/state.py). The process ends with
+the batch script.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kempner.history import notify
+from kempner.history.page.write import write_page
+from kempner.history.run_history import load_history
+
+LOOK_S = 60.0  # between two looks for a stall
+
+
+def main(run_dir: Path, every: int | None) -> None:
+    """`every`: seconds between two pages; None: no page."""
+    parent, now = os.getppid(), time.monotonic()
+    due: dict[Callable[[Path, int | None], list[str]], float] = {}
+    if every:
+        due[page] = now
+    if notify.ways():
+        due[stall] = now + LOOK_S
+    said: set[str] = set()  # each problem once: it may last for hours
+    while due and os.getppid() == parent:
+        for act in [act for act, at in due.items() if at <= time.monotonic()]:
+            due[act] = time.monotonic() + (LOOK_S if act is stall else every or LOOK_S)
+            for problem in act(run_dir, every):
+                if problem not in said:
+                    print(f"kempner: {problem}", flush=True)
+                said.add(problem)
+        time.sleep(max(0.0, min(LOOK_S, min(due.values()) - time.monotonic())))
+
+
+def page(run_dir: Path, every: int | None) -> list[str]:
+    """Write it; the problems, one line each."""
+    try:
+        write_page([run_dir], run_dir / "report.html", None, every)
+    except OSError as error:  # a full disk; the next one may succeed
+        return [f"no page: {error.strerror}"]
+    return []
+
+
+def stall(run_dir: Path, _: int | None) -> list[str]:
+    """Tell of one, once; the problems. Any other end is the batch script's to tell."""
+    run = load_history(run_dir, None, notify.TAIL)
+    return notify.tell_if_new(run, time.time()) if notify.event_of(run, 0) == "stall" else []
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

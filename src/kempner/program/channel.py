@@ -1,0 +1,74 @@
+"""Messages between the ranks of a program and their coordinator: a JSON object a line. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from typing import Any
+
+Message = dict[str, Any]
+LONGEST = 1 << 20  # bytes of a message; more is a stranger's
+SEND_S = 10.0
+
+
+class Channel:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.open = True
+        self._text = b""
+        connection.settimeout(SEND_S)
+
+    @classmethod
+    def connect(cls, address: str, port: int, seconds: float) -> Channel:
+        """Raises OSError."""
+        return cls(socket.create_connection((address, port), timeout=seconds))
+
+    def send(self, **message: Any) -> None:
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.open = False
+
+    def receive(self) -> list[Message]:
+        """What has come, once select() says that something has; closes at the other's end."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self.socket.recv(1 << 16)
+        self._text += data
+        self.open = self.open and bool(data) and len(self._text) < LONGEST
+        *lines, self._text = self._text.split(b"\n")
+        found = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if isinstance(message, dict):
+                found.append(message)
+            else:
+                self.open = False
+        return found
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def serve() -> socket.socket:
+    """A socket that listens on a free port of all of this host's addresses."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+        )
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def reserve_port() -> socket.socket:
+    """A bound socket that never listens. The kernel gives its port to nobody else, but a program
+    that binds it with SO_REUSEADDR, as TCPStore does, gets it while this socket is open."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder

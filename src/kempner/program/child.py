@@ -1,0 +1,171 @@
+"""The program of one rank: its variables, its processes, the signals that it wants. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.process_group import World
+from kempner.program.options import Options
+from kempner.ray.processes import Processes
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # the first of these that the program handles
+# Nothing is left when this process is killed. Slurm sees to that, too; elsewhere nobody does.
+DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--") if shutil.which("setpriv") else ()
+STACKS_S = 2.0  # for the stacks of a hang
+
+
+class Place:
+    """What this rank and its program tell each other: small files on the node's own disk, which a
+    program may look at in every step.
+
+    heartbeat   touched by the program; its text is the step, if it says so
+    stop        there when the program is asked to leave
+    asks        there when the program looks for `stop`: it needs no signal then
+    end         when the job ends, unix seconds
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"kempner-rank{rank}-"))
+        self.heartbeat, self.stop = self.path / "heartbeat", self.path / "stop"
+        self.asks, self.end = self.path / "asks", self.path / "end"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def beat(self) -> tuple[float | None, int | None]:
+        """When the program touched its heartbeat, unix seconds, and its step; None: never."""
+        step = None
+        try:
+            at = self.heartbeat.stat().st_mtime
+            step = int(self.heartbeat.read_text())
+        except FileNotFoundError:
+            return None, None
+        except (OSError, ValueError):
+            pass
+        return at, step
+
+    def write(self, path: Path, text: str) -> None:
+        """A full disk must not end the rank."""
+        with contextlib.suppress(OSError):
+            path.write_text(text)
+
+
+def variables(
+    world: World, start: Mapping[str, Any], options: Options, place: Place
+) -> dict[str, str]:
+    """torchrun's variables, and the kit's own. With TORCHELASTIC_RUN_ID, Lightning and others read
+    these rather than Slurm's."""
+    local_rank = world.local_rank
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if world.per_node > 1 and gpus and "," not in gpus:  # Slurm has bound one GPU to each task
+        local_rank = 0
+    node = world.rank // world.per_node
+    values: dict[str, object] = {
+        "RANK": world.rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": world.per_node,
+        "GROUP_RANK": os.environ.get("SLURM_NODEID", node),
+        "NODE_RANK": os.environ.get("SLURM_NODEID", node),
+        "GROUP_WORLD_SIZE": -(-world.size // world.per_node),
+        "ROLE_RANK": world.rank,
+        "ROLE_WORLD_SIZE": world.size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": start["address"],
+        "MASTER_PORT": start["port"],
+        "TORCHELASTIC_RUN_ID": os.environ.get("KEMPNER_ATTEMPT_ID", "kempner"),
+        "TORCHELASTIC_RESTART_COUNT": start["attempt"],
+        "TORCHELASTIC_MAX_RESTARTS": os.environ.get("KEMPNER_MAX_CRASHES", "3"),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "KEMPNER_RUN_DIR": options.run_dir,
+        "KEMPNER_HEARTBEAT": place.heartbeat,
+        "KEMPNER_STOP_FILE": place.stop,
+        # A crash, and the end of a hang, then leave the stacks of all threads in the log.
+        "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+class Child:
+    """The running program, and all that it starts."""
+
+    def __init__(self, options: Options, environment: dict[str, str], output: int) -> None:
+        """`output`: the descriptor that it writes to. Raises ConfigError when it cannot start."""
+        self.options, self._processes = options, Processes()
+        self.code: int | None = None
+        self.began = time.monotonic()
+        try:
+            words = [*DIES_WITH_US, *options.command]
+            self.pid = self._processes.start(words, (), output, **environment)
+        except OSError as error:
+            raise ConfigError(f"{options.command[0]}: {error.strerror}") from None
+
+    def poll(self) -> int | None:
+        """Its exit code once it has ended, negative for a signal."""
+        if self.code is None:
+            self.code = self._processes.exit_code(self.pid)
+        return self.code
+
+    def tell(self, number: signal.Signals) -> bool:
+        """Send a signal to those processes that handle it, the outermost ones: a shell or another
+        wrapper around the program would die of it, and so would its data loader's workers. False
+        when none does."""
+        found = list(self._handlers(self.pid, number))
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return bool(found)
+
+    def _handlers(self, pid: int, number: signal.Signals) -> Iterator[int]:
+        if _handles(pid, number):
+            yield pid
+        else:
+            for child in self._processes.children(pid):
+                yield from self._handlers(child, number)
+
+    def warn(self) -> bool:
+        """Ask it to save and leave. False when it handles no signal for this."""
+        chosen = self.options.signal
+        return any(self.tell(n) for n in ((chosen,) if chosen else WARNINGS))
+
+    def condition(self) -> str:
+        """Of its main process, from /proc: R runs, S sleeps, D waits for a disk, T is stopped."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return ""
+
+    def write_stacks(self) -> None:
+        """Python writes the stacks of its threads on SIGABRT (PYTHONFAULTHANDLER). A core of all
+        its memory would take minutes."""
+        found = list(self._handlers(self.pid, signal.SIGABRT))
+        for pid in found:
+            with contextlib.suppress(OSError):
+                _, most = resource.prlimit(pid, resource.RLIMIT_CORE)
+                resource.prlimit(pid, resource.RLIMIT_CORE, (0, most))
+                os.kill(pid, signal.SIGABRT)
+        end = time.monotonic() + STACKS_S
+        while found and self.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """End it, and all that it has started."""
+        self._processes.terminate(0 if self.poll() is not None else self.pid)
+        self.poll()
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path(f"/proc/{pid}/status").read_text()
+        caught = int(text.split("SigCgt:")[1].split()[0], 16)
+        return bool(caught >> (number - 1) & 1)
+    return False

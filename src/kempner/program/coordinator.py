@@ -1,0 +1,302 @@
+"""What rank 0's supervisor does for all ranks of a program: the run directory and its records, the
+order of start and end, and the verdict on how the attempt has ended. No torch."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+from typing import Any
+
+from kempner import slurm
+from kempner.config.option import ConfigError
+from kempner.program.book import Book
+from kempner.program.channel import Channel, Message, reserve_port
+from kempner.program.deadline import Deadline, last_warning
+from kempner.program.options import Options
+from kempner.program.verdict import BAD_INPUT, Ending, Outcome, crash_faults, hang_fault, judge
+from kempner.program.watch import Watch
+from kempner.rendezvous import forget_rendezvous
+
+START_S = 600.0  # for all ranks to come
+KINDS = {
+    "TERM": "interrupt",
+    "USR1": "interrupt",
+    "INT": "stop",
+    "STOP file": "stop",
+    "USR2": "save",
+}
+LEAVE_S = 3.0  # for all ranks to hear that they may leave
+ANSWER_S = 5.0  # for what the ranks have to say of a hang
+ENDED_S = 15.0  # for the other ranks to end once one has crashed
+CROWD_S = 0.3  # after a crash: the ranks that crash at the same moment
+DEAF_S = 2.0  # for a program that has not come to its signal handler yet
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] kempner: {text}", flush=True)
+
+
+class Coordinator:
+    """Runs in a thread of rank 0's process. `code` is what every rank exits with."""
+
+    def __init__(self, options: Options, size: int, server: socket.socket, address: str) -> None:
+        self.options, self.size, self.server, self.address = options, size, server, address
+        self.code = 1
+        self._peers: dict[int, Channel] = {}
+        self._new: list[Channel] = []
+        self._hosts: dict[int, str] = {}
+        self._endings: dict[int, Ending] = {}
+        self._hung: dict[int, Message] = {}  # what the ranks say of a hang
+        self._asked, self._count_before = "", 0
+        self._deadline: Deadline | None = None
+        self._deaf: set[int] = set()  # the ranks whose program listens to no request
+        self._asked_at = 0.0
+        self._began, self._finishing, self._hang_at = time.monotonic(), 0.0, 0.0
+        self._started = self._over = False
+        self._sent_end = ""  # why the ranks were told to end their programs
+        self._alive = False
+        self._told_end: float | None = None  # of the job
+
+    def run(self) -> None:
+        """All of an attempt, from the lock to the last record."""
+        try:
+            self._book = Book(self.options)
+        except ConfigError as error:
+            self._refuse(str(error))
+        except OSError as error:
+            self._refuse(
+                f"--run-dir={self.options.run_dir}: cannot be written: {error.strerror} "
+                f"({error.filename}); make room, or give another one"
+            )
+        else:
+            self._watch = Watch(self.options.run_dir, self.options.checkpoints)
+            try:
+                while not self._over:
+                    self._turn()
+            finally:
+                self._book.close()
+        finally:
+            self._dismiss()
+
+    def _refuse(self, problem: str) -> None:
+        """Bad input: no rank starts, and the records stay as they were."""
+        print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
+        self.code = BAD_INPUT
+        end = time.monotonic() + START_S
+        while not self._started and len(self._peers) < self.size and time.monotonic() < end:
+            self._receive(0.2)
+
+    def _dismiss(self) -> None:
+        for channel in self._peers.values():
+            channel.send(do="leave", code=self.code)
+        end = time.monotonic() + LEAVE_S
+        while any(c.open for c in self._peers.values()) and time.monotonic() < end:
+            self._receive(0.1)
+
+    # --- the ranks ---
+
+    def _turn(self) -> None:
+        self._receive(0.2)
+        if not self._started:
+            self._await_ranks()
+            return
+        self._look()
+        if self._hang_at:
+            self._end_hang()
+        elif bad := [e for e in self._endings.values() if e.code != 0]:
+            self._after_bad(bad)
+        self._end_in_time()
+        late = self._finishing and time.monotonic() > self._finishing + ENDED_S
+        if len(self._endings) == self.size or late:
+            self._finish()
+
+    def _receive(self, seconds: float) -> None:
+        channels = [c for c in (*self._peers.values(), *self._new) if c.open]
+        ready = select.poll()
+        of = {c.socket.fileno(): c for c in channels}
+        for fd in (*of, self.server.fileno()):
+            ready.register(fd, select.POLLIN)
+        for fd, _ in ready.poll(seconds * 1000):
+            if fd == self.server.fileno():
+                self._new.append(Channel(self.server.accept()[0]))
+            else:
+                self._hear(of[fd])
+
+    def _hear(self, channel: Channel) -> None:
+        rank = next((r for r, c in self._peers.items() if c is channel), None)
+        for message in channel.receive():
+            if rank is None:
+                rank = self._meet(channel, message)
+            else:
+                self._answer(rank, message)
+        if not channel.open and rank is None:
+            self._new = [c for c in self._new if c is not channel]
+        elif not channel.open and rank is not None and rank not in self._endings:
+            self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
+
+    def _meet(self, channel: Channel, message: Message) -> int | None:
+        rank, name = message.get("rank"), message.get("attempt_id")
+        if not isinstance(rank, int) or name != os.environ.get("KEMPNER_ATTEMPT_ID"):
+            channel.open = False  # a stranger
+            return None
+        self._new = [c for c in self._new if c is not channel]
+        self._peers[rank], self._hosts[rank] = channel, str(message.get("host"))
+        return rank
+
+    def _answer(self, rank: int, message: Message) -> None:
+        match message.get("say"):
+            case "asked":
+                self._ask(message["kind"], message["why"])
+            case "told":
+                (self._deaf.discard if message["heard"] else self._deaf.add)(rank)
+            case "alive":
+                self._alive = True
+                self._book.at_step(message["step"])
+            case "hung":
+                self._hung[rank] = message
+                self._hang_at = self._hang_at or time.monotonic()
+            case "condition":
+                self._hung.setdefault(rank, message)
+            case "ended":
+                words = message["words"], message["lost_peer"]
+                self._endings[rank] = Ending(rank, self._hosts[rank], message["code"], *words)
+
+    def _tell(self, **message: Any) -> None:
+        for rank, channel in self._peers.items():
+            if rank not in self._endings:
+                channel.send(**message)
+
+    def _await_ranks(self) -> None:
+        if self._asked:
+            self._close(judge((), self._asked, unheard=False, hung=False, progressed=False))
+        elif self._endings:
+            self._give_up(f"ranks {[*self._endings][:32]} of {self.size} left before the start")
+        elif len(self._peers) == self.size:
+            self._start()
+        elif time.monotonic() > self._began + START_S:
+            missing = [rank for rank in range(self.size) if rank not in self._peers][:32]
+            self._give_up(f"ranks {missing} of {self.size} did not come within {START_S:.0f} s")
+
+    def _give_up(self, why: str) -> None:
+        print(f"kempner: error: {why}: see srun's messages", file=sys.stderr, flush=True)
+        self._over = True
+
+    def _start(self) -> None:
+        self._started = True
+        hosts = [self._hosts[rank] for rank in range(self.size)]
+        forget_rendezvous(self.options.run_dir)
+        self._book.start(hosts)
+        say(
+            f"attempt {self._book.attempt} in {self.options.run_dir}: "
+            f"{' '.join(self.options.command)}: {self.size} process(es) on "
+            f"{', '.join(dict.fromkeys(hosts))}"
+        )
+        self._watch.start()
+        self._port = reserve_port()
+        port = self._port.getsockname()[1]
+        self._tell(do="start", attempt=self._book.attempt, address=self.address, port=port)
+
+    # --- requests to leave ---
+
+    def _ask(self, kind: str, why: str) -> None:
+        """`kind`: save and go on; interrupt; or stop for good, which wins."""
+        if kind == "save":
+            say(f"{why}: the program is asked to save")
+            self._tell(do="save")
+            return
+        if self._asked in (kind, "stop"):
+            return
+        self._asked, self._asked_at = kind, time.monotonic()
+        self._count_before = self._watch.count
+        if kind == "interrupt":
+            self._book.at_warning()
+        say(f"{why}: the program is asked to leave")
+        self._tell(do="ask", kind=kind)
+        self._deadline = Deadline()
+
+    def _end_in_time(self) -> None:
+        if self._deadline is None or self._sent_end:
+            return
+        now = time.monotonic()
+        if now > (self._deadline.of_deaf if self._deaf else self._deadline.of_listening):
+            self._end("there is no more time")
+        elif self._deaf and now > self._asked_at + DEAF_S and not self._may_go_on():
+            self._end("it listens to no signal")
+        elif self._deaf and self._watch.count > self._count_before:
+            self._end(f"its next checkpoint is complete: {self._watch.complete.path}")
+
+    def _may_go_on(self) -> bool:
+        """One that does not listen trains on until it has saved, where Slurm says how long."""
+        return self._asked == "interrupt" and slurm.job_name() is not None
+
+    def _end(self, why: str) -> None:
+        self._sent_end = why
+        self._finishing = time.monotonic()
+        say(f"the program is ended: {why}")
+        self._tell(do="end")
+
+    # --- faults ---
+
+    def _after_bad(self, bad: list[Ending]) -> None:
+        """While it leaves, each rank has its time; otherwise the others have lost it."""
+        if self._asked or self._sent_end:
+            return
+        self._finishing = self._finishing or time.monotonic()
+        if time.monotonic() > self._finishing + CROWD_S:
+            self._sent_end = "crash"
+            self._tell(do="end")
+
+    def _end_hang(self) -> None:
+        if not self._hung.get(-1):
+            self._hung[-1] = {}
+            self._tell(do="report")
+        answered = len(self._hung) - 1 + len(self._endings) >= self.size
+        if not self._sent_end and (answered or time.monotonic() > self._hang_at + ANSWER_S):
+            self._hung.pop(-1)
+            fault = hang_fault(self._hung, self._hosts, self._endings, self._book.head())
+            self._book.event(fault)
+            self._sent_end, self._finishing = "hang", time.monotonic()
+            say(fault.reason)
+            self._tell(do="end", stacks=True)
+            self._hung[-1] = {"done": True}
+
+    # --- what the watching thread has found ---
+
+    def _look(self) -> None:
+        watch = self._watch
+        while watch.asked:
+            why = watch.asked.pop(0)
+            self._ask(KINDS.get(why, "interrupt"), why if " " in why else f"SIG{why}")
+        end = watch.end
+        if end is not None:
+            if time.time() > end - last_warning() and not self._asked:
+                self._ask("interrupt", f"the job ends in {end - time.time():.0f} s")
+            if end != self._told_end:
+                self._told_end = end
+                self._tell(do="job_end", time=end)
+        self._book.at_checkpoint(watch)
+        if self._book.write_line(self._alive):
+            self._alive = False
+
+    # --- the end ---
+
+    def _finish(self) -> None:
+        ended = list(self._endings.values())  # in the order of their ends
+        if not self._sent_end:
+            self._watch.look_at_last()
+            self._book.at_checkpoint(self._watch)
+        hung = self._sent_end == "hang"
+        # One that was ended did not end by itself, even where it left in order, with exit code 0.
+        unheard = bool(self._deaf) and not self._sent_end
+        outcome = judge(ended, self._asked, unheard, hung, self._book.progressed)
+        for fault in crash_faults(ended, outcome, self._book.head()):
+            self._book.event(fault)
+        self._close(outcome)
+
+    def _close(self, outcome: Outcome) -> None:
+        self._over, self.code = True, outcome.code
+        say(f"{outcome.state or 'the attempt has ended'}: {outcome.reason}")
+        self._book.end(outcome.state, outcome.reason)

@@ -1,0 +1,43 @@
+"""How long a program has once it is asked to leave. No torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from kempner import slurm
+
+MARGIN_S = 5.0  # for the records
+NO_WARNING_S = 60.0  # before the end of the job: a warning without a signal, at the latest
+
+
+def last_warning() -> float:
+    """Seconds before the end of the job, when no signal has come: half of what was to be its
+    time."""
+    try:
+        return min(float(os.environ["KEMPNER_SIGNAL_LEAD"]) / 2, NO_WARNING_S)
+    except (KeyError, ValueError):
+        return NO_WARNING_S / 2
+
+
+class Deadline:
+    """In time.monotonic(), as soon as Slurm has told it: a thread asks. One that listens has until
+    Slurm's SIGKILL. One that does not is ended before the time limit, so that the batch script is
+    told in time how it has ended."""
+
+    def __init__(self) -> None:
+        self.of_listening = self.of_deaf = float("inf")
+        threading.Thread(target=self._ask, daemon=True, name="deadline").start()
+
+    def _ask(self) -> None:
+        now, job = time.monotonic(), slurm.job_name()
+        fields = slurm.job_fields(job) if job else {}
+        if not fields:
+            return
+        wait, end = slurm.kill_wait(), slurm.end_of(fields)
+        left = 0.0  # Slurm is ending the job
+        if fields.get("JobState") == "RUNNING":  # without a limit: somebody wants the nodes
+            left = end - time.time() if end is not None else 2 * last_warning()
+        self.of_listening = now + left + wait - min(MARGIN_S, wait / 2)
+        self.of_deaf = now + max(left - MARGIN_S, wait / 2)

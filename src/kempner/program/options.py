@@ -1,0 +1,128 @@
+"""The options of scripts/slurm/run.sh: all that comes before `--`. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kempner.config.option import ConfigError
+
+# Options by name, with what stands after the "=".
+NAMES = {
+    "run-dir": "DIR",
+    "checkpoints": "GLOB",
+    "steps": "REGEX",
+    "heartbeat": "SECONDS",
+    "signal": "NAME",
+}
+SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")
+USAGE = f"run.sh {' '.join(f'[--{n}={v}]' for n, v in NAMES.items())} -- COMMAND [ARGUMENTS]"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`signal` is None where the supervisor chooses; `checkpoints` is empty, `steps` and
+    `heartbeat` are None where the user has not said."""
+
+    command: tuple[str, ...]
+    run_dir: Path
+    checkpoints: str = ""
+    steps: re.Pattern[bytes] | None = None
+    heartbeat: float | None = None
+    signal: signal.Signals | None = None
+
+
+def parse(words: Sequence[str]) -> Options:
+    """Raises ConfigError with everything that is wrong."""
+    own = list(words[: words.index("--")]) if "--" in words else list(words)
+    command = tuple(words[len(own) + 1 :])
+    problems = [] if command else [f"no command given: {USAGE}"]
+    given: dict[str, str] = {}
+    for word in own:
+        name, _, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in NAMES:
+            problems.append(f"'{word}': {_advice(word, name)}")
+        elif not value:
+            problems.append(f"--{name}: write --{name}={NAMES[name]}")
+        else:
+            given[name] = value
+    made = {
+        "steps": _steps(given.get("steps"), problems),
+        "heartbeat": _heartbeat(given.get("heartbeat"), problems),
+        "signal": _signal(given.get("signal"), problems),
+    }
+    if problems:
+        raise ConfigError(problems)
+    run_dir = Path(given.get("run-dir") or f"runs/{name_of(command)}").absolute()
+    return Options(command, run_dir, given.get("checkpoints", ""), **made)  # type: ignore[arg-type]
+
+
+def _advice(word: str, name: str) -> str:
+    if not word.startswith("-"):
+        return f"the command comes after '--': {USAGE}"
+    near = difflib.get_close_matches(name, NAMES, 1)
+    meant = f"did you mean --{near[0]}={NAMES[near[0]]}? " if near else ""
+    return f"no option of run.sh; {meant}{USAGE}; options of sbatch come before run.sh"
+
+
+def _steps(text: str | None, problems: list[str]) -> re.Pattern[bytes] | None:
+    if text is None:
+        return None
+    try:
+        pattern = re.compile(text.encode())
+    except re.error as error:
+        problems.append(f"--steps={text}: no regular expression: {error}")
+        return None
+    if pattern.groups != 1:
+        problems.append(
+            f"--steps={text}: must have one group, around the number: --steps='step (\\d+)'"
+        )
+    return pattern
+
+
+def _heartbeat(text: str | None, problems: list[str]) -> float | None:
+    if text is None:
+        return None
+    if re.fullmatch(r"\d+(\.\d+)?", text) and float(text) >= 1:
+        return float(text)
+    problems.append(f"--heartbeat={text}: must be seconds, a number >= 1")
+    return None
+
+
+def _signal(text: str | None, problems: list[str]) -> signal.Signals | None:
+    if text is None:
+        return None
+    name = text.upper().removeprefix("SIG")
+    if name in SIGNALS:
+        return signal.Signals[f"SIG{name}"]
+    problems.append(f"--signal={text}: must be one of {', '.join(SIGNALS)}")
+    return None
+
+
+def name_of(command: Sequence[str]) -> str:
+    """The name of a program, from its command: `python -u my_train.py` and `python -m pkg.my_train`
+    are both my_train."""
+    name = Path(command[0]).name
+    for before, word in zip(("", *command), command, strict=False):
+        if before == "-m":
+            name = word.rpartition(".")[2]
+        elif word.endswith((".py", ".sh")) and not word.startswith("-"):
+            name = Path(word).stem
+        else:
+            continue
+        break
+    return re.sub(r"[^\w.-]", "_", name).lstrip(".") or "program"
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raises ConfigError when there is nothing to start."""
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"no command '{command[0]}' here: give its path, load its module in site.env, or, for "
+            f"a script, write: -- python {command[0]}"
+        )

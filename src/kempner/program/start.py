@@ -1,0 +1,87 @@
+"""How the supervisors of a program's ranks come to be, and meet: as the tasks of a srun step, or as
+processes of this machine; rank 0's process also has the coordinator. No torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+
+from kempner import rendezvous
+from kempner.process_group import World, allow_open_files, discover
+from kempner.program.channel import Channel, serve
+from kempner.program.coordinator import START_S, Coordinator
+from kempner.program.options import Options
+from kempner.program.supervisor import KINDS, Signals, Supervisor
+from kempner.slurm import host_name, own_address
+
+JOIN_TRIES = 20
+
+
+def supervise(options: Options) -> int:
+    """A task of a srun step."""
+    return _rank(options, discover(), None)
+
+
+def supervise_here(options: Options, ranks: int) -> int:
+    """All ranks on this machine, without Slurm; signals go to each rank's process."""
+    os.environ.setdefault("KEMPNER_ATTEMPT_ID", f"{host_name()}.0.{os.getpid()}")
+    server = serve()
+    if ranks == 1:
+        return _rank(options, World(0, 0, 1, "single"), server)
+    signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            world = World(rank, rank, ranks, "single", ranks)
+            os._exit(_rank(options, world, server))
+        pids.append(pid)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a terminal that closes, ...: theirs too
+    server.close()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return max((128 - code if code < 0 else code for code in codes), default=0)
+
+
+def _rank(options: Options, world: World, server: socket.socket | None) -> int:
+    """`server`: where the ranks of one machine meet; those of a step meet in the run directory."""
+    signals = Signals()
+    supervisor = Supervisor(options, world, signals)
+    here = server is not None
+    if world.rank:
+        address = ("127.0.0.1", server.getsockname()[1]) if server is not None else None
+        code = supervisor.main(_join(options, world, address))
+        if not here and world.local_rank == 0:
+            rendezvous.copy_of(options.run_dir).unlink(missing_ok=True)
+        return code
+    allow_open_files()  # a connection for each rank, here and in torch's store
+    server = server or serve()
+    port = server.getsockname()[1]
+    coordinator = Coordinator(options, world.size, server, "127.0.0.1" if here else own_address())
+    thread = threading.Thread(target=coordinator.run, name="coordinator")
+    thread.start()
+    if not here and world.size > 1:
+        rendezvous.publish(options.run_dir, port)
+    code = supervisor.main(_join(options, world, ("127.0.0.1", port)))
+    thread.join(10.0)
+    rendezvous.copy_of(options.run_dir).unlink(missing_ok=True)
+    return code
+
+
+def _join(options: Options, world: World, known: tuple[str, int] | None) -> Channel:
+    """The connection to rank 0. Raises OSError."""
+    copy = rendezvous.copy_of(options.run_dir)
+    for tries in range(JOIN_TRIES):
+        address, port = known or rendezvous.find(options.run_dir, world.local_rank, START_S)
+        try:
+            channel = Channel.connect(address, port, START_S)
+        except OSError:
+            if tries == JOIN_TRIES - 1:
+                raise
+            copy.unlink(missing_ok=True)  # it may be another cluster's
+            time.sleep(1.0)
+        else:
+            break
+    return channel

@@ -1,0 +1,240 @@
+"""One rank of a program: starts it, passes requests on, looks after its heartbeat, and tells the
+coordinator how it goes. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+
+from kempner.config.option import ConfigError
+from kempner.files import swap_link
+from kempner.process_group import World
+from kempner.program.channel import Channel, Message
+from kempner.program.child import Child, Place, variables
+from kempner.program.options import Options
+from kempner.program.output import Output
+from kempner.run_log import log_path
+from kempner.slurm import host_name
+
+KINDS = {
+    signal.SIGTERM: "interrupt",
+    signal.SIGUSR1: "interrupt",
+    signal.SIGINT: "stop",
+}
+HANDLED = (*KINDS, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
+TICK_S = 0.5
+TELL_S = 2.0  # between two signs of life
+OUTPUT_S = 2.0  # for the last output of a program that has ended
+# Rank 0 has so long for its first heartbeat: it may compile, or load data.
+FIRST_BEAT_S = 1800.0
+# What a program says last when it has only lost another rank.
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exited",
+    "Socket Timeout",
+)
+TORN_DOWN = 1
+
+
+class Signals:
+    """The signals of this process, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.read, self._write = socket.socketpair()
+        self.read.setblocking(False)
+        self._write.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in HANDLED:
+            signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # task.sh lets them wait until here
+
+    def take(self) -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return self.read.recv(64)
+        return b""
+
+
+class Supervisor:
+    """`main` returns the exit code of this rank: the same on all of them."""
+
+    def __init__(self, options: Options, world: World, signals: Signals) -> None:
+        self.options, self.world, self._signals = options, world, signals
+        self._place = Place(world.rank)
+        self._child: Child | None = None
+        self._output: Output | None = None
+        self._code: int | None = None  # that of this rank, once it may leave
+        self._reported = self._hung = False
+        self._unheard = ""  # the request that the program has not listened to
+        self._began, self._told, self._lines = time.monotonic(), 0.0, 0
+
+    def main(self, channel: Channel) -> int:
+        self._channel = channel
+        channel.send(
+            rank=self.world.rank,
+            host=host_name(),
+            attempt_id=os.environ.get("KEMPNER_ATTEMPT_ID"),
+        )
+        try:
+            while self._code is None:
+                self._turn()
+        finally:
+            if self._child is not None:
+                self._child.end()
+            self._place.remove()
+            channel.close()
+            # srun ends the others as soon as one has left with an error: that must not change the
+            # exit code, which says whether it was bad input.
+            for number in KINDS:
+                signal.signal(number, signal.SIG_IGN)
+        return self._code
+
+    def _turn(self) -> None:
+        ready = select.poll()
+        ready.register(self._channel.socket, select.POLLIN)
+        ready.register(self._signals.read, select.POLLIN)
+        found = {fd for fd, _ in ready.poll(TICK_S * 1000)}
+        for number in self._signals.take():
+            self._on_signal(number)
+        if self._channel.socket.fileno() in found:
+            for message in self._channel.receive():
+                self._do(message)
+        if not self._channel.open and self._code is None:
+            self._code = TORN_DOWN  # rank 0's supervisor is gone
+        if self._child is not None and not self._reported and self._child.poll() is not None:
+            self._report_end(self._child)
+        elif self._child is not None and not self._reported:
+            if self._unheard:
+                self._warn(self._unheard)
+            self._look_after(self._child)
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGUSR2:
+            self._save()
+        elif number in KINDS:
+            name = signal.Signals(number).name
+            self._channel.send(say="asked", kind=KINDS[signal.Signals(number)], why=name)
+
+    def _do(self, message: Message) -> None:
+        match message.get("do"):
+            case "start":
+                self._start(message)
+            case "ask":
+                self._warn(str(message["kind"]))
+            case "save":
+                self._save()
+            case "job_end":
+                self._place.write(self._place.end, str(message["time"]))
+            case "report":
+                self._channel.send(say="condition", **self._condition())
+            case "end":
+                self._end_child(bool(message.get("stacks")))
+            case "leave":
+                self._code = int(message["code"])
+
+    def _start(self, message: Message) -> None:
+        run_dir, attempt = self.options.run_dir, message["attempt"]
+        path = log_path(run_dir, attempt, self.world)
+        if self.world.rank == 0:
+            with contextlib.suppress(OSError):
+                swap_link(run_dir / "logs" / "latest", f"attempt-{attempt}")
+        source, target = os.pipe()
+        self._output = Output(source, self.world.rank, path, self.options)
+        environment = variables(self.world, message, self.options, self._place)
+        try:
+            self._child = Child(self.options, environment, target)
+        except ConfigError as error:
+            self._output.say(f"error: {error}")
+            self._reported = True
+            self._channel.send(say="ended", code=127, words=str(error), lost_peer=False)
+        finally:
+            os.close(target)
+        self._output.start()
+
+    def _warn(self, kind: str) -> None:
+        """Ask the program to leave: by the file where it looks for it, else by a signal. One that
+        does not listen yet, because it is still importing, is asked again."""
+        self._place.write(self._place.stop, kind)
+        self._unheard = ""
+        if self._child is None or self._reported:
+            return
+        heard = self._place.asks.exists() or self._child.warn()
+        if kind == "stop" and not heard:
+            heard = self._child.tell(signal.SIGINT)  # Python: KeyboardInterrupt
+        self._unheard = "" if heard else kind
+        self._channel.send(say="told", heard=heard)
+
+    def _save(self) -> None:
+        if self._child is not None:
+            self._child.tell(signal.SIGUSR2)  # save and go on, where it knows that
+
+    def _end_child(self, stacks: bool) -> None:
+        if self._child is not None:
+            if stacks:
+                self._child.write_stacks()
+            self._child.end()
+
+    # --- while it runs ---
+
+    def _look_after(self, child: Child) -> None:
+        now = time.monotonic()
+        if self.options.heartbeat is not None and not self._hung:
+            silence = self._silence()
+            if silence is not None:
+                self._hung = True
+                self._channel.send(say="hung", **self._condition())
+        if self.world.rank == 0 and now - self._told > TELL_S:
+            self._told = now
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        """Rank 0 speaks for all."""
+        at, step = self._place.beat()
+        assert self._output is not None
+        if self.options.steps is not None:
+            step = self._output.step
+        lines, self._lines = self._lines, self._output.lines
+        if step is not None or lines != self._lines or at is not None:
+            self._channel.send(say="alive", step=step)
+
+    def _silence(self) -> float | None:
+        """Seconds since the last heartbeat, once that is too long. A rank that has never touched
+        it is not watched, but for rank 0."""
+        limit = self.options.heartbeat or 0.0
+        at, _ = self._place.beat()
+        if at is not None:
+            silence = time.time() - at
+        elif self.world.rank == 0:
+            limit, silence = max(limit, FIRST_BEAT_S), time.monotonic() - self._began
+        else:
+            return None
+        return silence if silence > limit else None
+
+    def _condition(self) -> Message:
+        at, step = self._place.beat()
+        return {
+            "condition": self._child.condition() if self._child is not None else "",
+            "step": step,
+            "silence": time.time() - at if at is not None else time.monotonic() - self._began,
+        }
+
+    def _report_end(self, child: Child) -> None:
+        self._reported = True
+        assert self._output is not None and child.code is not None
+        self._output.join(OUTPUT_S)  # a process that it has left behind may keep it open
+        child.end()
+        self._output.join(OUTPUT_S)
+        if self.world.rank == 0:
+            self._tell_progress()
+        if self._unheard and self._place.asks.exists():  # it has looked at last
+            self._channel.send(say="told", heard=True)
+        tail = self._output.tail.decode(errors="replace")
+        words = self._output.last_words()
+        lost = any(text in tail for text in LOST_PEER)
+        self._channel.send(say="ended", code=child.code, words=words, lost_peer=lost)

@@ -1,0 +1,71 @@
+"""What the router knows of each engine, and of each request that waits for one. No torch.
+
+Both change under the router's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kempner.rl.engines import Engine
+
+
+@dataclass
+class Member:
+    """One engine."""
+
+    name: str
+    engine: Engine
+    version: int = -1  # -1: not known
+    alive: bool = False
+    trusted: bool = True  # that its version is one of this run
+    load: int = 0  # samples that it was asked for
+    life: int = 0  # times that it was lost
+    misses: int = 0
+    updating: bool = False
+    refused: int = 0  # updates in a row
+    why: str = ""  # it is not alive
+    seconds: dict[str, float] = field(default_factory=lambda: {"idle": 0.0, "busy": 0.0})
+    since: float = field(default_factory=time.monotonic)
+
+    def account(self) -> None:
+        """The time since the last call was spent as it is now."""
+        now = time.monotonic()
+        if self.alive:
+            self.seconds["busy" if self.load else "idle"] += now - self.since
+        self.since = now
+
+
+@dataclass
+class Waiter:
+    """One request."""
+
+    size: int  # samples
+    least: int  # version of the weights
+    given: threading.Condition  # of the router's lock
+    member: Member | None = None
+    life: int = 0  # of the member when it was given
+
+    @property
+    def engine(self) -> Engine:
+        assert self.member is not None
+        return self.member.engine
+
+    def choose(self, members: Iterable[Member], capacity: float) -> Member | None:
+        """Take the one with the least work, where one has room, and wake the request."""
+        free = [
+            each
+            for each in members
+            if each.version >= self.least and (each.load == 0 or each.load + self.size <= capacity)
+        ]
+        if not free:
+            return None
+        self.member = min(free, key=lambda each: each.load)
+        self.life = self.member.life
+        self.member.account()
+        self.member.load += self.size
+        self.given.notify()
+        return self.member

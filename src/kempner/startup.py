@@ -1,0 +1,37 @@
+"""How long the parts of a start take, from the queue to the first step. No torch.
+
+The batch script hands its own parts on in KEMPNER_STARTUP ("submitted=5 queue=17.25 check=19.5":
+when each has ended, in unix seconds); rank 0 marks the ends of those that come after.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+
+from kempner import process
+
+# In their order; "first step" ends with the event of that name.
+PARTS = (
+    "queue", "code", "check", "preflight", "stage", "batch script", "srun", "imports",
+    "process group", "model", "checkpoint", "first step",
+)  # fmt: skip
+_ends: dict[str, float] = {}
+
+
+def mark(part: str) -> None:
+    """This part has just ended. Only the first time counts."""
+    _ends.setdefault(part, time.time())
+
+
+def parts() -> dict[str, float]:
+    """The seconds of each part of this start that is known."""
+    words = (word.partition("=") for word in os.environ.get("KEMPNER_STARTUP", "").split())
+    ends = {name.replace("-", " "): float(at) for name, _, at in words}
+    began = process.began()
+    ends |= ({"srun": began} if began else {}) | _ends
+    return {
+        name: round(max(0.0, ends[name] - ends[before]), 3)
+        for before, name in itertools.pairwise(ends)
+    }

@@ -1,0 +1,229 @@
+"""The code of the submission: a run has the repository as it was, whatever becomes of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kempner.code import ORIGIN
+from tests.cluster import FAKE_TRAINER, Cluster
+from tests.conftest import ROOT, status
+
+PARTS = ("scripts", "src", "configs", "constraints.txt", "pyproject.toml", ".gitignore")
+BROKEN = ("scripts/train.py", "src/kempner/run.py", "scripts/slurm/lib/launch.sh", "configs/a.toml")
+COPY = {"KEMPNER_CODE": "1"}
+WORDS = ["--train.max_steps=100000", "--checkpoint.interval=20"]
+REQUEST = ["--nodes=1", "--gpus-per-node=1"]
+
+
+def git(repository: Path, *words: str) -> str:
+    given = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(["git", *given, *words], cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository of its own, with a configuration that is not committed yet, and a secret."""
+    path = tmp_path / "my checkout"
+    path.mkdir()
+    for name in PARTS:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, path / name)
+    git(path, "init", "-q")
+    git(path, "add", "-A")
+    git(path, "commit", "-q", "-m", "first")
+    (path / "configs/a.toml").write_text('base = "../../outside.toml"\n[metrics]\nlog_interval=1\n')
+    (tmp_path / "outside.toml").write_text('base = "my checkout/configs/train/debug.toml"\n')
+    (path / ".env").write_text("TOKEN=hf_secret")
+    (path / "notes.bin").write_bytes(bytes(20_000_001))
+    return path
+
+
+def breaks(checkout: Path) -> None:
+    """As an editor leaves it in the middle of a word."""
+    for name in BROKEN:
+        (checkout / name).write_text("if [[ (\n")
+    (checkout.parent / "outside.toml").write_text("=")
+
+
+def words(cluster: Cluster, tmp_path: Path, *more: str) -> list[object]:
+    return ["configs/a.toml", *cluster.debug_run(tmp_path / "run", *WORDS, *more)[1:]]
+
+
+def copies(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "code").iterdir() if path.is_dir())
+
+
+def starts(run: Path) -> list[dict[str, object]]:
+    records = map(json.loads, (run / "attempts.jsonl").read_text().splitlines())
+    return [record for record in records if record["event"] == "start"]
+
+
+def resume(cluster: Cluster, job: str, log: Path, meanwhile: Callable[[], object]) -> None:
+    """Interrupt a job that trains, and wait until its next start trains."""
+    cluster.wait_for("step", log)
+    meanwhile()
+    cluster.ask("scancel", "--batch", "--signal=TERM", job)
+    text = cluster.wait_for("requeue: interrupted and saved", log)
+    while cluster.state(job) != "PENDING":
+        time.sleep(0.1)
+    time.sleep(2.1)  # as in Cluster.wait
+    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    count = text.count("continues after step")
+    while cluster.wait_for("continues after step", log).count("continues after step") == count:
+        assert cluster.state(job) in ("PENDING", "RUNNING", "COMPLETING"), log.read_text()
+        time.sleep(0.1)
+
+
+def submit(cluster: Cluster, checkout: Path, *command: object) -> str:
+    done = cluster.run(*command, cwd=checkout, env=COPY)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def test_a_checkout_that_is_broken_after_sbatch(
+    cluster: Cluster, tmp_path: Path, checkout: Path
+) -> None:
+    """Plain sbatch: from the start of the job on nothing of the checkout is read. The resumed run,
+    which is told to have the code as it is now, names the difference."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    shutil.copytree(checkout, whole)
+    script = checkout / "scripts/slurm/multinode.sh"
+    options = [*REQUEST, "--comment=mine"]
+    job = cluster.sbatch(script, *words(cluster, tmp_path), options=options, cwd=checkout, env=COPY)
+    log = checkout / f"kempner-{job}.out"
+    resume(cluster, job, log, lambda: breaks(checkout))
+    (first,) = copies(run)
+    text = log.read_text()
+    assert "changed since the last attempt" not in text and "changed since sbatch" not in text
+    assert "not in the copy of the code, over 20 MB or no file: notes.bin\n" in text
+    comment = f"Comment=mine kempner-code={run}/code/{first}"
+    assert comment in cluster.ask("scontrol", "show", "job", job)
+
+    copy, about = run / "code" / first, json.loads((run / f"code/{first}.json").read_text())
+    assert (copy / ORIGIN).read_text().strip() == about["origin"] == str(checkout)
+    assert about["commit"] == git(whole, "rev-parse", "HEAD")
+    assert (
+        not list(copy.rglob(".env"))
+        and "hf_secret" not in (run / f"code/{first}.patch").read_text()
+    )
+    assert (copy / f".inputs{tmp_path}/outside.toml").is_file()
+
+    for name in BROKEN:
+        shutil.copy(whole / name, checkout / name)
+    (tmp_path / "outside.toml").write_text('base = "my checkout/configs/train/debug.toml"\n')
+    train = checkout / "scripts/train.py"
+    train.write_text(train.read_text() + "# another one\n")
+
+    def refresh() -> None:
+        (run / "STOP").unlink(missing_ok=True)
+        submit(cluster, checkout, "bash", checkout / "scripts/slurm/submit.sh", "--refresh", job)
+
+    resume(cluster, job, log, refresh)
+    second = next(name for name in copies(run) if name != first)
+    changed = f"code {first} -> {second}, 1 file differs: scripts/train.py"
+    cluster.wait_for(f"changed since the last attempt: {changed}", log)
+    (run / "STOP").touch()
+    assert cluster.wait(job) == 0, log.read_text()
+    assert status(run)["state"] == "stopped"
+    assert [start["code"] for start in starts(run)] == [first, first, second]
+    assert starts(run)[2]["changed"] == [changed]
+    manifest = json.loads((run / "checkpoints/latest/manifest.json").read_text())
+    assert manifest["code"]["hash"] == second and manifest["code"]["commit"] == about["commit"]
+    assert any(text.startswith("torch ") for text in manifest["code"]["versions"])
+    told = cluster.ask(cluster.env["KEMPNER_PYTHON"], "scripts/report.py", run)
+    assert f"attempt 2, changed: {changed}" in told
+    assert "start-up of " in told and "queue   code   check   " in told
+    parts = starts(run)[2]["parts"]
+    assert {"queue", "check", "batch script", "srun", "imports", "model", "checkpoint"} < {*parts}
+
+
+def test_submit_copies_before_the_job_waits(
+    cluster: Cluster, tmp_path: Path, checkout: Path
+) -> None:
+    """The checkout is broken while the job waits; the same submission again has the same copy."""
+    command = ["bash", "scripts/slurm/submit.sh", "--hold", *REQUEST, "scripts/slurm/singlenode.sh"]
+    arguments = [*words(cluster, tmp_path, "--train.max_steps=3")]
+    job = submit(cluster, checkout, *command, *arguments)
+    again = submit(cluster, checkout, *command, *arguments)
+    cluster.ask("scancel", again)
+    (name,) = copies(tmp_path / "run")
+    before = (tmp_path / "run/code" / name / "scripts/train.py").read_text()
+    breaks(checkout)
+    shutil.rmtree(checkout / "scripts")
+    cluster.ask("scontrol", "release", job)
+    log = checkout / f"kempner-{job}.out"
+    assert cluster.wait(job) == 0, log.read_text()
+    assert status(tmp_path / "run")["state"] == "done"
+    assert before == (ROOT / "scripts/train.py").read_text()
+
+
+def test_what_was_edited_while_the_job_waited_is_named(
+    cluster: Cluster, tmp_path: Path, checkout: Path
+) -> None:
+    """sbatch alone cannot keep it. Without git the directory itself says what is code."""
+    shutil.rmtree(checkout / ".git")
+    (checkout / "data").mkdir()
+    (checkout / "data/large").write_text("x")
+    script = checkout / "scripts/slurm/singlenode.sh"
+    arguments = words(cluster, tmp_path, "--train.max_steps=3")
+    options = [*REQUEST, "--begin=now+2"]
+    job = cluster.sbatch(script, *arguments, options=options, cwd=checkout, env=COPY)
+    subprocess.run(["sleep", "1.1"], check=True)
+    (checkout / "src/kempner/loss.py").touch()
+    log = checkout / f"kempner-{job}.out"
+    assert cluster.wait(job) == 0, log.read_text()
+    assert "note: 1 file(s) changed since sbatch (src/kempner/loss.py): " in log.read_text()
+    (name,) = copies(tmp_path / "run")
+    copy = tmp_path / "run/code" / name
+    assert not (copy / "data").exists() and not list(copy.rglob(".env"))
+
+
+def test_too_much_is_not_copied(cluster: Cluster, tmp_path: Path, checkout: Path) -> None:
+    """Over 200 MB in all: submit.sh refuses, and a job of plain sbatch runs the checkout itself."""
+    for k in range(11):
+        with open(checkout / f"data-{k}.bin", "wb") as file:
+            file.truncate(19_000_000)  # of holes
+    words = [f"--run.dir={tmp_path / 'run'}", "--plan=done"]
+    env = {**COPY, "KEMPNER_TRAIN": str(FAKE_TRAINER)}
+    script = checkout / "scripts/slurm/singlenode.sh"
+    why = f"the files of {checkout} have 2"
+    done = cluster.run("bash", script.with_name("submit.sh"), script, *words, cwd=checkout, env=env)
+    assert done.returncode == 2 and why in done.stderr, done.stderr
+    assert f"the code could not be copied to {tmp_path}/run/code" in done.stderr
+    job = cluster.sbatch(script, *words, options=REQUEST, cwd=checkout, env=env)
+    log = checkout / f"kempner-{job}.out"
+    assert cluster.wait(job) == 0, log.read_text()
+    assert why in log.read_text()
+    assert f"the run uses {checkout} as it is, also after a requeue" in log.read_text()
+    assert list((tmp_path / "run/code").iterdir()) == []
+
+
+def test_dry_run_and_bad_words(cluster: Cluster, tmp_path: Path, checkout: Path) -> None:
+    script = ["bash", "scripts/slurm/multinode.sh", *words(cluster, tmp_path), "--dry-run"]
+    done = cluster.run(*script, cwd=checkout, env=COPY)
+    assert f"the code would be a copy of {checkout}, RUN/code/HASH" in done.stdout, done.stderr
+    done = cluster.run(*script, cwd=checkout, env={"KEMPNER_CODE": "0"})
+    assert f"the code is {checkout} itself" in done.stdout
+    done = cluster.run(*script, cwd=checkout, env={"KEMPNER_CODE": "yes"})
+    assert done.returncode == 2 and "KEMPNER_CODE=yes: 1, or unset, copies" in done.stderr
+    assert not (tmp_path / "run").exists()
+    for bad, why in (
+        (["scripts/slurm/eval.sh", "x"], "eval.sh runs the repository itself"),
+        (["nothing.sh", "x"], "no launch script"),
+        (["scripts/slurm/multinode.sh", "nowhere.toml"], "nowhere.toml: no such file"),
+        (["--refresh", "999999"], "no job '999999'"),
+    ):
+        done = cluster.run("bash", "scripts/slurm/submit.sh", *bad, cwd=checkout, env=COPY)
+        assert done.returncode == 2 and why in done.stderr, done.stderr

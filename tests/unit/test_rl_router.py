@@ -1,0 +1,66 @@
+"""Who gets which engine, and how much an engine has at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from kempner.generate.config import Sampling
+from kempner.rl.engines import Completion
+from kempner.rl.router import Router
+
+SLOTS = 8
+
+
+class Uneven:
+    """Of each request of four samples one is as long as it, and the others are short."""
+
+    url = "http://engine"
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.now = self.most = 0  # requests at a time
+        self.lock, self.go = threading.Lock(), threading.Event()
+
+    def complete(self, prompts: Any, n: int, sampling: Sampling) -> list[list[Completion]]:
+        with self.lock:
+            self.asked.append(sampling.seed)
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.go.wait()
+        time.sleep(0.005)
+        with self.lock:
+            self.now -= 1
+        lengths = [20, 1, 1, 2]
+        return [[Completion([48] * k, [-1.0] * k, [0], "stop") for k in lengths] for _ in prompts]
+
+    def version(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        self.go.set()
+
+
+def test_slots_stay_in_use_when_lengths_vary() -> None:
+    """A request of few long samples takes few slots: as many more are asked; in the order of the
+    requests."""
+    engine = Uneven()
+    router = Router(lambda: {"engine-0": engine.url}, lambda url: engine, SLOTS, 0, print)  # type: ignore[arg-type,return-value]
+    router.start()
+    threads = []
+    for seed in range(40):
+        asked = [[1]], 4, Sampling(seed=seed), 0
+        threads.append(threading.Thread(target=router.ask, args=asked))
+        threads[-1].start()
+        time.sleep(0.002)
+    while len(engine.asked) < SLOTS // 4:
+        time.sleep(0.01)
+    assert engine.most == SLOTS // 4  # nothing is known of the lengths yet
+    engine.go.set()
+    for thread in threads:
+        thread.join(30)
+    router.close()
+    assert engine.most >= 2 * SLOTS // 4
+    places = {seed: place for place, seed in enumerate(engine.asked)}
+    assert len(places) == 40 and all(abs(places[seed] - seed) <= 8 for seed in places)
