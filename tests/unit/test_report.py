@@ -424,18 +424,20 @@ def test_events_with_damaged_values(tmp_path: Path, capsys: pytest.CaptureFixtur
             assert capsys.readouterr().out.count("\n") == 7, (key, value)
 
 
-def test_directories_that_this_user_may_not_read(tmp_path: Path) -> None:
+def test_directories_that_this_user_may_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of somebody else, among the runs of a project."""
-    run = write_run(tmp_path / "mine", step_line(10))
+    write_run(tmp_path / "mine", step_line(10))
     write_run(tmp_path / "theirs", step_line(10)).chmod(0)
+    # Relative paths: pytest's own directories, above this one, are for their owner alone.
+    monkeypatch.chdir(tmp_path)
     was = os.geteuid()
     if was == 0:
         tmp_path.chmod(0o755)
-        for parent in tmp_path.parents[:2]:
-            parent.chmod(0o755)
         os.seteuid(65534)
     try:
-        assert runs_in(tmp_path) == [run] and runs_in(tmp_path / "theirs") == []
+        assert runs_in(Path()) == [Path("mine")] and runs_in(Path("theirs")) == []
     finally:
         os.seteuid(was)
         (tmp_path / "theirs").chmod(0o755)

@@ -48,8 +48,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Handed]:
     return found
 
 
-def samples(handed: list[Handed]) -> list[tuple[int, ...]]:
-    """Inputs of each document that counts, over all batches."""
+def samples(handed: list[Handed]) -> list[tuple[object, ...]]:
+    """Inputs of each document that counts, over all batches, and their log-probabilities: two
+    samples of a task may be the same short text."""
     found = []
     for each in handed:
         for rank in each.ranks:
@@ -57,7 +58,8 @@ def samples(handed: list[Handed]) -> list[tuple[int, ...]]:
                 for number in np.unique(rank["documents"][row]):
                     there = rank["documents"][row] == number
                     if (rank["targets"][row][there] >= 0).any():
-                        found.append(tuple(rank["inputs"][row][there].tolist()))
+                        inputs, logprobs = (rank[n][row][there] for n in ("inputs", "logprobs"))
+                        found.append((*inputs.tolist(), *logprobs.tolist()))
     return found
 
 
@@ -104,8 +106,7 @@ def code(number: int) -> Fault:
 def dies(engine: FakeEngine, path: str) -> str | None:
     if len(engine.requests) < 2:
         return None
-    engine.ended.set()
-    engine.socket.close()
+    engine.end()
     return LOST
 
 
@@ -154,8 +155,7 @@ def test_an_engine_that_comes_back_has_the_newest_weights(
         if engine.version < 1 or not path.startswith("/v1"):
             return None
         loop.place(0, second)
-        engine.ended.set()
-        engine.socket.close()
+        engine.end()
         return LOST
 
     loop = Loop(config(tmp_path), [make(dies_once)])
