@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 
 from kempner.config.option import ConfigError
+from kempner.program.copy import check_code
 from kempner.program.options import check_command, parse
 from kempner.program.start import supervise, supervise_here
 
@@ -21,6 +22,8 @@ def main(words: list[str]) -> int:
         options = parse(words[1 if check else 2 if here else 0 :])
         check_command(options.command)
         if check:
+            if options.code:
+                check_code(options.code, options.command)
             print(options.run_dir)
             return 0
         return supervise_here(options, int(words[1])) if here else supervise(options)

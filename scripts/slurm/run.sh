@@ -7,6 +7,7 @@
 #   bash scripts/slurm/run.sh [OPTIONS] --dry-run [SBATCH OPTIONS] -- COMMAND    shows what sbatch would do
 #
 #   --run-dir=DIR          logs and records; the same directory is the same run (runs/NAME of the program)
+#   --code=DIR             the program's repository: what runs is a copy of it as it is now, whatever becomes of it
 #   --checkpoints=GLOB     the program's checkpoints: a new one is progress
 #   --steps=REGEX          what the program prints about a step, with one group for its number: 'step (\d+)'
 #   --heartbeat=SECONDS    a rank that does not touch $KEMPNER_HEARTBEAT for so long hangs

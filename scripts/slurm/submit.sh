@@ -2,9 +2,10 @@
 # Submit a run with the code as it is now, whatever becomes of the repository until the job starts, or starts again.
 #
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/multinode.sh CONFIG [OVERRIDES]
+#   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/run.sh --code=DIR [OPTIONS] -- COMMAND
 #   bash scripts/slurm/submit.sh --refresh JOB    the job has the code as it is now from its next start on
 #
-# It is sbatch, but for the script: that of RUN/code/HASH, a copy of the repository: docs/startup.md
+# It is sbatch, but for the code: that of RUN/code/HASH, a copy of the repository, or of the program's: docs/startup.md
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
@@ -23,6 +24,10 @@ kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch scri
     done
     [[ -n $KP_NAME ]] ||
         kp_die "no launch script of $KP_LIB/.. among the words: submit.sh [SBATCH OPTIONS] .../multinode.sh CONFIG"
+    if [[ $KP_NAME == run.sh ]]; then
+        KP_PROGRAM=program.py
+        return
+    fi
     KP_PROGRAM=$(sed -nE 's/^kp_code [a-z]+\.sh *([a-z]+\.py)? *#.*/\1 found/p' "$KP_LIB/../$KP_NAME")
     [[ -n $KP_PROGRAM ]] || kp_die "$KP_NAME runs the repository itself: sbatch scripts/slurm/$KP_NAME"
     KP_PROGRAM=${KP_PROGRAM% found} KP_PROGRAM=${KP_PROGRAM:-train.py}
@@ -35,10 +40,38 @@ kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch mu
     kp_begin >&2
     [[ $KP_ROOT == "$KP_ORIGIN" ]] || kp_die "$KP_ROOT is a copy: submit from $KP_ORIGIN"
     kp_enter >&2
+    if [[ $KP_NAME == run.sh ]]; then
+        kp_copy_program
+        return
+    fi
     kp_need_packages
     kp_code_find "${KEMPNER_TRAIN:-$KP_ROOT/scripts/$KP_PROGRAM}" "${KP_ARGUMENTS[@]}" || exit 2
     kp_code_copy "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}" >&2 || kp_die "the code could not be copied to $KP_CODE_DIR"
     echo "$KP_COPY"
+}
+
+kp_copy_program() { # as kp_copy_now, of the directory of run.sh's --code
+    local run directory
+    # shellcheck source-path=SCRIPTDIR source=lib/program.sh
+    source "$KP_LIB/program.sh"
+    directory=$(kp_program_directory)
+    [[ -n $directory ]] || kp_die "run.sh: nothing to copy; give --code=DIR, the program's repository, or use sbatch"
+    run=$(kp_python "$KP_ROOT/scripts/$KP_PROGRAM" --check "${KP_ARGUMENTS[@]}") || exit 2
+    KP_ROOT=$directory
+    kp_code_copy "$run/code" >&2 || kp_die "the code could not be copied to $run/code"
+    echo "$KP_COPY"
+}
+
+kp_comment() { # <copy>: adds a comment to KP_REQUEST that names the copy, after the user's own
+    local i value=${SBATCH_COMMENT:-} left=()
+    for ((i = 0; i < ${#KP_REQUEST[@]}; i++)); do
+        case ${KP_REQUEST[i]} in
+            --comment=*) value=${KP_REQUEST[i]#*=} ;;
+            --comment) value=${KP_REQUEST[++i]:-} ;;
+            *) left+=("${KP_REQUEST[i]}") ;;
+        esac
+    done
+    KP_REQUEST=("${left[@]}" "--comment=${value:+$value }kempner-code=$1")
 }
 
 kp_refresh() { # <job>: gives it a copy of the code as it is now
@@ -50,6 +83,7 @@ kp_refresh() { # <job>: gives it a copy of the code as it is now
     [[ -n $old ]] || kp_die "job $1 has no copy of the code: it is not of this kit, or has not started yet"
     mapfile -t words < <(cd "$old/.inputs" 2>/dev/null && find . -type f -printf '/%P\n')
     kp_begin
+    [[ -e $old/scripts/slurm/submit.sh ]] || KP_ROOT=$(<"$old/.kempner-origin") # a program's, not the kit's
     kp_code_copy "$(dirname "$old")" "${words[@]}" || kp_die "the code could not be copied"
     kp_code_note "$KP_COPY" "$1" || kp_die "scontrol does not set the Comment of job $1"
     kp_log "job $1: its next start has the code $KP_COPY (before: $old)"
@@ -66,4 +100,8 @@ copy=$(kp_copy_now) || exit
 kp_log "code: $copy" >&2
 KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
 kp_read_site
+if [[ $KP_NAME == run.sh ]]; then
+    kp_comment "$copy"
+    exec sbatch "${KP_REQUEST[@]}" "$KP_ROOT/scripts/slurm/run.sh" "${KP_ARGUMENTS[@]}"
+fi
 exec sbatch "${KP_REQUEST[@]}" "$copy/scripts/slurm/$KP_NAME" "${KP_ARGUMENTS[@]}"

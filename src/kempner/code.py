@@ -44,10 +44,11 @@ def this(root: Path = ROOT) -> Code:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     copy = (root / ORIGIN).exists()
-    return Code(root.name if copy else "", _commit(root, copy), tuple(found))
+    return Code(root.name if copy else "", commit_of(root, copy), tuple(found))
 
 
-def _commit(root: Path, copy: bool) -> str:
+def commit_of(root: Path, copy: bool) -> str:
+    """That a repository has checked out, or that it had when a copy of it was made; "": none."""
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.TimeoutExpired):
         if copy:
             return str(json.loads(root.with_name(f"{root.name}.json").read_text())["commit"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.background import Background
-from kempner.code import Code, differences
+from kempner.code import ROOT, Code, differences
 from kempner.files import FULL, write_atomic
 from kempner.history import events
 from kempner.history.events import Event, Start
@@ -47,11 +47,11 @@ class RunRecords:
             "step": step,
         }
 
-    def other_code(self, now: Code) -> list[str]:
-        """In words, what is other than at the last start, if anything is."""
+    def other_code(self, now: Code, root: Path = ROOT) -> list[str]:
+        """In words, what is other than at the last start, if anything is. `root`: what runs now."""
         for last in events.of_kind(events.read(self._events), Start)[-1:]:
             before = Code(last.code, last.commit, last.versions)
-            return [text] if (text := differences(before, now)) else []
+            return [text] if (text := differences(before, now, root)) else []
         return []
 
     def event(self, event: Event) -> None:

@@ -227,3 +227,130 @@ def test_dry_run_and_bad_words(cluster: Cluster, tmp_path: Path, checkout: Path)
     ):
         done = cluster.run("bash", "scripts/slurm/submit.sh", *bad, cwd=checkout, env=COPY)
         assert done.returncode == 2 and why in done.stderr, done.stderr
+
+
+# --- the code of any program ---------------------------------------------------------------------
+
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+import helper
+
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+config = Path(sys.argv[1].removeprefix("--config=")).read_text().strip()
+print(f"began with helper {helper.VERSION}, {config}, {Path('data.txt').read_text()}", flush=True)
+for step in range(1, 10**6):
+    print(f"step {step}", flush=True)
+    time.sleep(0.1)
+    if asked or helper.VERSION == "last":
+        break
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The repository of a program, installed as editable: its package is found by PYTHONPATH, as by
+    a .pth file. Its data are beside it, ignored by git."""
+    path = tmp_path / "a project"
+    (path / "src").mkdir(parents=True)
+    (path / "src/helper.py").write_text("VERSION = 'one'\n")
+    (path / "train.py").write_text(PROGRAM)
+    (path / "conf.txt").write_text("conf one")
+    (path / "data.txt").write_text("data")
+    (path / ".gitignore").write_text("data.txt\nruns\n*.out\n__pycache__\n")
+    git(path, "init", "-q")
+    git(path, "add", "-A")
+    git(path, "commit", "-q", "-m", "first")
+    return path
+
+
+def test_any_program_runs_as_it_was_submitted(
+    cluster: Cluster, tmp_path: Path, project: Path
+) -> None:
+    """submit.sh and run.sh --code: the job waits, is edited, starts, comes back with the same code,
+    and comes back once more with that of --refresh. Data and results are where they were."""
+    env = {**COPY, "PYTHONPATH": str(project / "src")}
+    words = ["--code=.", r"--steps=step (\d+)", "--", cluster.env["KEMPNER_PYTHON"], "train.py"]
+    command = ["bash", ROOT / "scripts/slurm/submit.sh", "--hold", "--comment", "mine", *REQUEST]
+    done = cluster.run(
+        *command, ROOT / "scripts/slurm/run.sh", *words, "--config=conf.txt", cwd=project, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]
+    run, log = project / "runs/train", project / f"kempner-{job}.out"
+    (first,) = copies(run)
+    assert f"Comment=mine kempner-code={run}/code/{first}" in cluster.ask(
+        "scontrol", "show", "job", job
+    )
+
+    def edit(version: str) -> None:
+        (project / "src/helper.py").write_text(f"VERSION = '{version}'\n")
+
+    edit("broken'")
+    (project / "conf.txt").write_text("conf two")
+    (project / "train.py").rename(project / "other.py")
+    cluster.ask("scontrol", "release", job)
+    cluster.wait_for("[0] began with helper one, conf one, data\n", log)
+    (project / "other.py").rename(project / "train.py")
+
+    def come_back(count: int, meanwhile: Callable[[], object]) -> None:
+        cluster.wait_for("step 3", log)
+        meanwhile()
+        cluster.ask("scancel", "--batch", "--signal=TERM", job)
+        while cluster.state(job) != "PENDING":
+            time.sleep(0.1)
+        time.sleep(2.1)  # as in Cluster.wait
+        cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        while log.read_text().count("began with") != count:
+            assert cluster.state(job) in ("PENDING", "RUNNING", "CONFIGURING"), log.read_text()
+            time.sleep(0.1)
+
+    come_back(2, lambda: None)
+    assert log.read_text().count("began with helper one, conf one, data\n") == 2
+    assert "changed since the last attempt" not in log.read_text()
+    edit("last")
+    refresh = ["bash", ROOT / "scripts/slurm/submit.sh", "--refresh", job]
+    come_back(3, lambda: cluster.ask(*refresh))
+    assert cluster.wait(job) == 0, log.read_text()
+    text = log.read_text()
+    second = next(name for name in copies(run) if name != first)
+    changed = f"code {first} -> {second}, 2 files differ: conf.txt, src/helper.py"
+    assert "began with helper last, conf two, data\n" in text
+    assert text.count(f"changed since the last attempt: {changed}\n") == 1
+    assert [start["code"] for start in starts(run)] == [first, first, second]
+    assert starts(run)[0]["commit"] == git(project, "rev-parse", "HEAD")
+    assert f"attempt 2, changed: {changed}" in cluster.ask(
+        cluster.env["KEMPNER_PYTHON"], ROOT / "scripts/report.py", run
+    )
+
+
+def test_the_code_of_a_program_is_checked(cluster: Cluster, project: Path, tmp_path: Path) -> None:
+    """Before a node is held; the dry run says where the code would be. Plain sbatch copies when the
+    job starts; KEMPNER_CODE=0 does not."""
+    python = cluster.env["KEMPNER_PYTHON"]
+    run = ["bash", ROOT / "scripts/slurm/run.sh", "--dry-run"]
+    for words, why in (
+        (["--code=nowhere", "--", python, "train.py"], "--code=nowhere: no such directory"),
+        (["--code=src", "--", python, "train.py"], "no word of the command names a file in it"),
+        (["--code=.", "--", python, "-m", "train"], "of '-m train' from the working directory"),
+    ):
+        done = cluster.run(*run, *words, cwd=project, env=COPY)
+        assert done.returncode == 2 and why in done.stderr, done.stderr
+    command = ["--code=.", "--", python, "train.py", "conf.txt"]
+    done = cluster.run(*run, *command, cwd=project, env=COPY)
+    assert f"the program's code would be a copy of {project}, RUN/code/HASH" in done.stdout
+    submit = ["bash", ROOT / "scripts/slurm/submit.sh", ROOT / "scripts/slurm/run.sh"]
+    done = cluster.run(*submit, "--", python, "train.py", cwd=project, env=COPY)
+    assert done.returncode == 2 and "give --code=DIR" in done.stderr
+    assert not (project / "runs").exists()
+
+    (project / "src/helper.py").write_text("VERSION = 'last'\n")
+    for code, where in (("1", str(project / "runs/train/code")), ("0", f"{python} train.py")):
+        env = {"KEMPNER_CODE": code, "PYTHONPATH": str(project / "src")}
+        job = cluster.sbatch("run.sh", *command, options=REQUEST, cwd=project, env=env)
+        assert cluster.wait(job) == 0
+        text = (project / f"kempner-{job}.out").read_text()
+        assert "began with helper last, conf one, data\n" in text
+        begins = next(line for line in text.splitlines() if "attempt " in line)
+        assert where in begins, begins

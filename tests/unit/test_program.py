@@ -7,11 +7,14 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kempner.config.option import ConfigError
 from kempner.program.channel import Channel, serve
 from kempner.program.coordinator import Coordinator
+from kempner.program.copy import Copy, check_code
 from kempner.program.options import parse
 from kempner.program.verdict import Ending, judge
 
@@ -62,3 +65,38 @@ def test_a_rank_that_leaves_before_the_start(meet: Meet, capfd: pytest.CaptureFi
 def test_a_signal_without_a_name() -> None:
     outcome = judge([Ending(0, "n1", -40, "")], "", False, False, False)
     assert (outcome.code, outcome.reason) == (168, "rank 0 on n1: killed by signal 40")
+
+
+def test_the_command_names_the_copies_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not files that are not copied, or of the same name elsewhere; a directory may be where
+    the results go."""
+    origin, root = tmp_path / "project", tmp_path / "code/0123456789ab"
+    for folder in (origin, root):
+        (folder / "src/out").mkdir(parents=True)
+        (folder / "src/train.py").touch()
+    (origin / "data.bin").touch()
+    monkeypatch.chdir(origin)
+    copy = Copy(origin, root)
+    words = ["python", "-u", "./src/train.py", "--a=src/train.py", f"--b={origin}/src/train.py"]
+    here = str(root / "src/train.py")
+    assert copy.command(words) == ("python", "-u", here, f"--a={here}", f"--b={here}")
+    for word in ("data.bin", "src/out", "--x=", "", "x=src/train.py", "../src/train.py"):
+        assert copy.command([word]) == (word,)
+    found = copy.python_path(f"{origin}/lib:/elsewhere::{origin}/src")
+    assert found.split(":") == [f"{root}/src", str(root), f"{root}/lib", "/elsewhere"]
+
+    check_code(origin, ["python", "-m", "torch.distributed.run", "src/train.py"])
+    (origin / "torch.py").touch()
+    with pytest.raises(ConfigError, match=r"'-m torch.distributed.run' from the working"):
+        check_code(origin, ["python", "-m", "torch.distributed.run", "src/train.py"])
+    with pytest.raises(ConfigError, match="no word of the command names a file"):
+        check_code(origin, ["python", "src"])
+
+
+def test_a_copy_that_is_gone(meet: Meet, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr("kempner.program.coordinator.START_S", 1.0)  # for the other rank
+    monkeypatch.setenv("KEMPNER_COPY", "/nowhere/code/0123456789ab")
+    assert meet(lambda rank: None).code == 2
+    assert "the copy of the program's code is gone: " in capfd.readouterr().err

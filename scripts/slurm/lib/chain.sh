@@ -208,7 +208,8 @@ kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the requ
         KP_REQUEST+=("--${pair%%=*}=$value")
     done
     value=$(kp_rest Comment) value=${value%%kempner-c[oh]*} # after the user's own
-    KP_REQUEST+=("--comment=${value:+${value% } }kempner-chain=$KP_CHAIN.$((KP_LINK + 1))")
+    value=${value:+${value% } }kempner-chain=$KP_CHAIN.$((KP_LINK + 1))
+    KP_REQUEST+=("--comment=$value${KEMPNER_COPY:+ kempner-code=$KEMPNER_COPY}")
 }
 
 kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatch does

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # The parts of run.sh: the words of its command line, and the supervisors (scripts/program.py) in the trainer's place.
 
-KP_PROGRAM_OPTIONS='run-dir|checkpoints|steps|heartbeat|signal' # for dry_run.sh: those that are not sbatch's
+KP_PROGRAM_OPTIONS='run-dir|code|checkpoints|steps|heartbeat|signal' # for dry_run.sh: those that are not sbatch's
 KP_MEASURE=progress
 KP_ASKS=1 # requests go by a file, see kp_signal: where Slurm tracks processes by parent, it signals the program itself
 
@@ -32,6 +32,40 @@ kp_committed_step() { # in place of requeue.sh's: the progress that the supervis
     [[ $count =~ ^[0-9]+$ ]] && echo "$count" || echo -1
 }
 
+kp_program_directory() { # the value of --code, an absolute path; nothing without it
+    local word found=''
+    for word in "${KP_ARGUMENTS[@]}"; do
+        [[ $word != -- ]] || break
+        [[ $word != --code=* ]] || found=${word#*=}
+    done
+    [[ -z $found ]] || realpath -ms -- "$found"
+}
+
+kp_program_code() {    # with --code=DIR: KEMPNER_COPY is a copy of DIR, which supervisors and later starts of the job use
+    local KP_ROOT copy # kp_code_copy takes KP_ROOT
+    unset KEMPNER_COPY
+    KP_ROOT=$(kp_program_directory)
+    [[ -n $KP_ROOT ]] || return 0
+    KP_CODE_NOTE="the program's code is $KP_ROOT itself"
+    [[ ${KEMPNER_CODE:-1} == 1 ]] || return 0
+    KP_CODE_NOTE="the program's code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
+    [[ -z $KP_DRY ]] && kp_is_batch || return 0
+
+    copy=$(kp_code_of_job)
+    if [[ ! -e $copy/.kempner-origin ]]; then
+        if ! kp_code_copy "$KP_RUN_DIR/code"; then
+            kp_log "the program's code is not copied: what runs is $KP_ROOT as it is, also after a requeue"
+            return 0
+        fi
+        copy=$KP_COPY
+        kp_code_later "$copy"
+        kp_code_note "$copy" "$(kp_job_id)" ||
+            kp_log "the job's Comment cannot be set: after a requeue the code is again that of $KP_ROOT"
+    fi
+    kp_log "the program's code: $copy"
+    export KEMPNER_COPY=$copy
+}
+
 kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR, KP_DEVICE, KP_COMMITTED_BEFORE
     local code=0
     kp_check_notify
@@ -42,6 +76,7 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
         exit "$code"
     fi
     KP_DEVICE=auto KP_DATA=()
+    kp_program_code
     [[ -z $KP_DRY ]] || kp_dry_tell # ends here
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written: give another --run-dir"
     KP_COMMITTED_BEFORE=$(kp_committed_step)

@@ -11,8 +11,10 @@ from typing import Any
 
 from kempner import process
 from kempner.background import Background
+from kempner.code import Code
 from kempner.files import LineFile, write_atomic
 from kempner.history.events import End, Event, FirstStep, Start
+from kempner.program.copy import Copy
 from kempner.program.options import Options
 from kempner.program.verdict import State
 from kempner.program.watch import Watch, is_numbered, number_in
@@ -48,8 +50,11 @@ class Book:
         self._line = (time.time(), self.step)  # the last one: when, and its step
         self._stepped = False
 
-    def start(self, hosts: list[str]) -> None:
+    def start(self, hosts: list[str], copy: Copy | None) -> list[str]:
+        """Returns what has changed in the program's code since the last attempt."""
         batch_began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
+        code = copy.code() if copy else Code("", "", ())
+        changed = self._records.other_code(code, copy.root) if copy else []
         self.event(
             Start(
                 **self.head(),
@@ -57,9 +62,13 @@ class Book:
                 world_size=len(hosts),
                 process_began=process.began(),
                 batch_began=batch_began,
+                code=code.hash,
+                commit=code.commit,
+                changed=tuple(changed),
             )
         )
         self._records.status("running", "", self.step, None)
+        return changed
 
     def head(self) -> dict[str, Any]:
         return self._records.head(self.step)

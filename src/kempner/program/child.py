@@ -15,6 +15,7 @@ from typing import Any
 
 from kempner.config.option import ConfigError
 from kempner.process_group import World
+from kempner.program.copy import Copy
 from kempner.program.options import Options
 from kempner.ray.processes import Processes
 
@@ -105,7 +106,12 @@ class Child:
         self.code: int | None = None
         self.began = time.monotonic()
         try:
-            words = [*DIES_WITH_US, *options.command]
+            copy, command = Copy.given(), options.command
+            if copy:
+                command = copy.command(command)
+                path = copy.python_path(os.environ.get("PYTHONPATH", ""))
+                environment = {**environment, "PYTHONPATH": path}
+            words = [*DIES_WITH_US, *command]
             self.pid = self._processes.start(words, (), output, **environment)
         except OSError as error:
             raise ConfigError(f"{options.command[0]}: {error.strerror}") from None

@@ -15,6 +15,7 @@ from kempner.config.option import ConfigError
 # Options by name, with what stands after the "=".
 NAMES = {
     "run-dir": "DIR",
+    "code": "DIR",
     "checkpoints": "GLOB",
     "steps": "REGEX",
     "heartbeat": "SECONDS",
@@ -26,12 +27,13 @@ USAGE = f"run.sh {' '.join(f'[--{n}={v}]' for n, v in NAMES.items())} -- COMMAND
 
 @dataclass(frozen=True)
 class Options:
-    """`signal` is None where the supervisor chooses; `checkpoints` is empty, `steps` and
+    """`signal` is None where the supervisor chooses; `checkpoints` is empty, `code`, `steps` and
     `heartbeat` are None where the user has not said."""
 
     command: tuple[str, ...]
     run_dir: Path
     checkpoints: str = ""
+    code: Path | None = None
     steps: re.Pattern[bytes] | None = None
     heartbeat: float | None = None
     signal: signal.Signals | None = None
@@ -52,6 +54,7 @@ def parse(words: Sequence[str]) -> Options:
         else:
             given[name] = value
     made = {
+        "code": _directory(given.get("code"), problems),
         "steps": _steps(given.get("steps"), problems),
         "heartbeat": _heartbeat(given.get("heartbeat"), problems),
         "signal": _signal(given.get("signal"), problems),
@@ -68,6 +71,14 @@ def _advice(word: str, name: str) -> str:
     near = difflib.get_close_matches(name, NAMES, 1)
     meant = f"did you mean --{near[0]}={NAMES[near[0]]}? " if near else ""
     return f"no option of run.sh; {meant}{USAGE}; options of sbatch come before run.sh"
+
+
+def _directory(text: str | None, problems: list[str]) -> Path | None:
+    if text is None:
+        return None
+    if not Path(text).is_dir():
+        problems.append(f"--code={text}: no such directory: give the program's repository")
+    return Path(text).absolute()
 
 
 def _steps(text: str | None, problems: list[str]) -> re.Pattern[bytes] | None:

@@ -1,0 +1,86 @@
+"""With --code=DIR, run.sh runs a copy of DIR, RUN/code/HASH, which scripts/slurm/lib/code.sh makes.
+No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kempner.code import ORIGIN, Code, commit_of
+from kempner.config.option import ConfigError
+
+NOTHING = (
+    "no word of the command names a file in it, so nothing would run from the copy; name the"
+    " program's file"
+)
+
+
+class Copy(NamedTuple):
+    """`root`: a copy of the directory `origin`."""
+
+    origin: Path
+    root: Path
+
+    @classmethod
+    def given(cls) -> Copy | None:
+        """That of the batch script; None without one. Raises ConfigError when it is gone."""
+        if not (name := os.environ.get("KEMPNER_COPY")):
+            return None
+        root = Path(name)
+        try:
+            return cls(Path((root / ORIGIN).read_text().rstrip("\n")), root)
+        except OSError as error:
+            raise ConfigError(
+                f"the copy of the program's code is gone: {error}: submit the job again"
+            ) from None
+
+    def code(self) -> Code:
+        """Without versions: the program may use another Python."""
+        return Code(self.root.name, commit_of(self.root, True), ())
+
+    def command(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The command, with each file that was copied replaced by its copy, also in --option=FILE.
+        The program still has its working directory, for data and results."""
+        return tuple(self._word(word) for word in words)
+
+    def _word(self, word: str) -> str:
+        option, _, value = word.rpartition("=") if word.startswith("-") else ("", "", word)
+        name = file_in(self.origin, value)
+        if name is None or not (self.root / name).is_file():
+            return word
+        return f"{option}={self.root / name}" if option else str(self.root / name)
+
+    def python_path(self, path: str) -> str:
+        """PYTHONPATH: what an editable installation takes from `origin` comes from the copy."""
+        entries = [
+            str(self.root / name) if (name := file_in(self.origin, entry)) is not None else entry
+            for entry in path.split(os.pathsep)
+            if entry
+        ]
+        own = [str(each) for each in (self.root / "src", self.root) if each.is_dir()]
+        return os.pathsep.join(dict.fromkeys([*own, *entries]))
+
+
+def file_in(directory: Path, word: str) -> Path | None:
+    """The path within `directory` that a word names; None where it names another place."""
+    if not word:
+        return None
+    path, root = Path(os.path.abspath(word)), Path(os.path.abspath(directory))
+    return path.relative_to(root) if path.is_relative_to(root) else None
+
+
+def check_code(directory: Path, command: Sequence[str]) -> None:
+    """Raises ConfigError when the command would not run from a copy of the directory."""
+    for before, word in zip(("", *command), command, strict=False):
+        here = Path(word.partition(".")[0])
+        inside = file_in(directory, str(here)) is not None
+        if before == "-m" and inside and (here.is_dir() or here.with_suffix(".py").is_file()):
+            raise ConfigError(
+                f"--code={directory}: Python takes the module of '-m {word}' from the working"
+                " directory, not from the copy: name its file instead"
+            )
+    values = [word.rpartition("=")[2] if word.startswith("-") else word for word in command]
+    if not any(file_in(directory, value) and Path(value).is_file() for value in values):
+        raise ConfigError(f"--code={directory}: {NOTHING}: python {directory / 'my_train.py'}")
