@@ -149,16 +149,25 @@ def test_ends_that_are_final(
 
 
 def test_any_program(chain: Chain) -> None:
-    """run.sh: the next job starts the program again."""
-    script = "[[ ! -e second ]] || exit 0; touch second; trap 'exit 1' TERM; echo here is attempt; "
-    words = ("run.sh", f"--run-dir={chain.dir}", "--", "bash", "-c", script + "sleep 60 & wait")
-    env = {"KEMPNER_CHAIN": "5"}
+    """run.sh: the next job starts the program again, with the code that the first one had."""
+    script = chain.folder / "code/program.sh"
+    script.parent.mkdir()
+    script.write_text(
+        "[[ ! -e second ]] || exit 0; touch second; trap 'exit 1' TERM; echo here is attempt\n"
+        "sleep 60 & wait\n"
+    )
+    words = ("run.sh", f"--run-dir={chain.dir}", "--code=code", "--", "bash", script)
+    env = {"KEMPNER_CHAIN": "5", "KEMPNER_CODE": "1"}
     job = chain.cluster.sbatch(*words, options=("--gpus-per-node=1",), cwd=chain.folder, env=env)
     chain.first = int(job)
+    chain.runs(job)
+    script.write_text("exit 1")
     chain.warn(job)
     chain.over()
     assert chain.decisions() == ["chain", "end"], chain.log(job)
     assert [chain.cluster.state(job) for job in chain.jobs()] == ["COMPLETED"] * 2 + ["CANCELLED"]
+    (copy,) = (path for path in (chain.dir / "code").iterdir() if path.is_dir())
+    assert all(f"the program's code: {copy}" in chain.log(job) for job in chain.jobs()[:2])
 
 
 def test_bad_input_leaves_nothing(chain: Chain) -> None:
