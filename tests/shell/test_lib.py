@@ -455,6 +455,17 @@ def test_site_file(tmp_path: Path) -> None:
     assert missing.returncode == 2 and "cannot be read" in missing.stderr
 
 
+def test_programs_of_the_repository_are_those_of_the_copy(tmp_path: Path) -> None:
+    """What KEMPNER_TRAIN, _ORCHESTRATE and _SERVE name, by whichever path, also when it is gone."""
+    (tmp_path / "code/a b").mkdir(parents=True)
+    (tmp_path / "code/a b/train.py").touch()
+    words = ("origin/a b/train.py", f"{tmp_path}/origin/a b/../a b/train.py", "other/train.py")
+    ask = "; ".join(f"kp_of_copy '{word}'" for word in (*words, "origin/b.py"))
+    done = bash(f"cd '{tmp_path}'; KP_ORIGIN=$PWD/origin KP_ROOT=$PWD/code; {ask}")
+    copy = f"{tmp_path}/code/a b/train.py"
+    assert done.stdout.splitlines() == [copy, copy, "other/train.py", "origin/b.py"], done.stderr
+
+
 @pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "interactive.sh"])
 def test_launch_scripts_are_short(name: str) -> None:
     assert len((ROOT / "scripts/slurm" / name).read_text().splitlines()) < 60

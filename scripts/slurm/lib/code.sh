@@ -141,17 +141,25 @@ kp_code_later() { # <copy>: says what has changed between sbatch and now
             "scripts/slurm/submit.sh keeps them as they are when you submit"
 }
 
-kp_code_inputs() { # makes the program and the configurations those in the copy, whatever became of the others
+kp_of_copy() { # <file>: its path in the copy, where KP_ROOT is one that has it, whatever became of the file itself
+    local file
+    file=$(realpath -ms -- "$1")
+    if [[ $file == "$KP_ORIGIN"/* && -e $KP_ROOT/${file#"$KP_ORIGIN/"} ]]; then
+        echo "$KP_ROOT/${file#"$KP_ORIGIN/"}"
+    else
+        echo "$1"
+    fi
+}
+
+kp_code_inputs() { # makes the configurations those in the copy, whatever became of the others
     local i file
-    [[ ${KEMPNER_TRAIN:-} != "$KP_ORIGIN"/* || ! -e $KP_ROOT/${KEMPNER_TRAIN#"$KP_ORIGIN/"} ]] ||
-        KP_TRAIN=$KP_ROOT/${KEMPNER_TRAIN#"$KP_ORIGIN/"}
     for i in "${!KP_ARGUMENTS[@]}"; do
         [[ ${KP_ARGUMENTS[i]} == [!-]*.toml ]] || continue
         file=$(realpath -ms -- "${KP_ARGUMENTS[i]}")
         if [[ -e $KP_ROOT/.inputs$file ]]; then
             KP_ARGUMENTS[i]=$KP_ROOT/.inputs$file
-        elif [[ $file == "$KP_ORIGIN"/* && -e $KP_ROOT/${file#"$KP_ORIGIN/"} ]]; then
-            KP_ARGUMENTS[i]=$KP_ROOT/${file#"$KP_ORIGIN/"}
+        else
+            KP_ARGUMENTS[i]=$(kp_of_copy "${KP_ARGUMENTS[i]}")
         fi
     done
 }

@@ -33,8 +33,8 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
             "addresses as rl.inference.urls"
     [[ -z ${KP_SCRIPT:-} ]] || kp_die "rl.sh does not take --script: use sbatch"
     [[ -n ${KEMPNER_TRAIN:-} ]] || KP_TRAIN=$KP_ROOT/scripts/rl.py
-    KP_ORCHESTRATE=${KEMPNER_ORCHESTRATE:-$KP_ROOT/scripts/orchestrate.py}
-    KP_SERVE=${KEMPNER_SERVE:-$KP_ROOT/scripts/serve.py}
+    KP_ORCHESTRATE=$(kp_of_copy "${KEMPNER_ORCHESTRATE:-$KP_ROOT/scripts/orchestrate.py}")
+    KP_SERVE=$(kp_of_copy "${KEMPNER_SERVE:-$KP_ROOT/scripts/serve.py}")
     kp_need_packages
     KP_TOML=$(kp_python "$KP_TRAIN" "$@" --check) || code=$?
     if ((code == 0)); then

@@ -39,7 +39,7 @@ kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attem
 kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     kp_check_settings
     kp_read_secrets
-    KP_TRAIN=${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}
+    KP_TRAIN=$(kp_of_copy "${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}")
     kp_choose_python
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
     if kp_in_job; then
