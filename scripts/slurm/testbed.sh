@@ -145,10 +145,8 @@ start() { # <host> [nsenter option]: its processes live in one PID namespace, so
 init() { # <host>: the first process of a host; when a daemon of the host ends, so do this process and the host
     hostname "$1"
     mount --bind "$STATE/hosts" /etc/hosts
+    start_munged "$1"
     if [[ $1 == head ]]; then
-        munged --foreground --force --key-file="$STATE/munge/key" --socket="$STATE/munge/socket" \
-            --pid-file="$STATE/munge/pid" --log-file="$STATE/munge/log" --seed-file="$STATE/munge/seed" &
-        until [[ -S $STATE/munge/socket ]]; do sleep 0.01; done
         slurmctld -D &
     else
         # A fresh /sys shows this host's own interfaces; Slurm needs the control groups mounted in it, too.
@@ -158,6 +156,19 @@ init() { # <host>: the first process of a host; when a daemon of the host ends, 
         slurmd -D -N "$1" &
     fi
     wait -n
+}
+
+start_munged() { # <host>: one of its own, as on a real host, because a munged takes each credential once
+    # A Slurm that was built with --enable-multiple-slurmd would take it again; others refuse.
+    if [[ $1 != head ]]; then
+        mkdir -p "$STATE/munge-$1"
+        cp -p "$STATE/munge/key" "$STATE/munge-$1/key"
+        mount --bind "$STATE/munge-$1" "$STATE/munge"
+    fi
+    rm -f "$STATE/munge/socket"
+    munged --foreground --force --key-file="$STATE/munge/key" --socket="$STATE/munge/socket" \
+        --pid-file="$STATE/munge/pid" --log-file="$STATE/munge/log" --seed-file="$STATE/munge/seed" &
+    until [[ -S $STATE/munge/socket ]]; do sleep 0.01; done
 }
 
 stop() { # <host>: kills every process on it and waits until they are gone
@@ -210,7 +221,6 @@ need_host() { # <host>: the same, for the head too
 
 revive() { # <host>
     if [[ $1 == head ]]; then
-        rm -f "$STATE/munge/socket"
         start head
         wait_for slurmctld scontrol ping
         [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER" # it knows the head by its number
