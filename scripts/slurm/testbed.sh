@@ -153,7 +153,8 @@ init() { # <host>: the first process of a host; when a daemon of the host ends, 
         mount -t sysfs sysfs "$STATE/sys"
         mount --rbind /sys/fs/cgroup "$STATE/sys/fs/cgroup"
         mount --rbind "$STATE/sys" /sys
-        slurmd -D -N "$1" &
+        # A shell's background jobs ignore SIGINT; newer slurmds would hand that on to batch scripts.
+        env --default-signal=INT,QUIT slurmd -D -N "$1" &
     fi
     wait -n
 }
