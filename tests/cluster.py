@@ -102,6 +102,9 @@ class Cluster:
         end = time.monotonic() + timeout
         pending_since = time.monotonic()
         while (state := self.state(job)) not in ENDED:
+            # Newer Slurm calls a job this that was preempted once, however its last start ends.
+            if state == "PREEMPTED" and self.field(job, "Requeue") == "0":
+                break
             assert time.monotonic() < end, f"job {job} is still {state} after {timeout} s"
             if state != "PENDING":
                 pending_since = time.monotonic()

@@ -209,9 +209,11 @@ def srun(**env: str) -> str:
         KEMPNER_ATTEMPT_ID=7.0.1 KP_ROOT=ROOT KP_PYTHON=python
         mkdir "$KP_RUN_DIR/logs"
         kp_srun train.py 'a b' '$HOME' '*'
-        echo "${!SLURM_GPU@} ${SLURM_NTASKS:-} $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" >&2
+        echo "${!SLURM_GPU@} ${!SLURM_TRES@} ${SLURM_NTASKS:-}" \\
+            "$SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" >&2
     """
     given = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1", "SLURM_NTASKS": "3"}
+    given["SLURM_TRES_PER_TASK"] = "gres/gpu:h100:1"
     with tempfile.TemporaryDirectory() as run_dir:
         done = bash(script, **given, **env, KP_RUN_DIR=run_dir)
     assert done.returncode == 0

@@ -32,6 +32,11 @@ kp_job_id() { # the job; of an array the one task, because the number alone may 
     fi
 }
 
+kp_forget_request() { # removes the job's request, which srun would read as well and contradict its flags with
+    # SLURM_TRES_PER_TASK is newer Slurm's word for --gpus-per-task.
+    unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}"
+}
+
 kp_as_submitted() { # sets KP_ENVIRONMENT to the variables of the shell that submitted this job
     # What Slurm and these scripts have set would reach the next job, and secrets Slurm's files.
     local ours="SLURM_|KP_|KEMPNER_(EARLY_STOP|CHAIN_LINK)=${KP_SECRET_NAMES:+|(${KP_SECRET_NAMES// /|})=}"

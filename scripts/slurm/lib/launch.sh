@@ -188,8 +188,7 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
     read -ra more <<<"${KEMPNER_SRUN:-}"
     KP_SRUN+=("${more[@]}" "${KP_CONTAINER_FLAGS[@]}")
 
-    # srun would read the request in other words too; the flags above say it all.
-    unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}"
+    kp_forget_request # the flags above say it all
     export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
 
     # See task.sh. A program in place of train.py unblocks them when it is ready.

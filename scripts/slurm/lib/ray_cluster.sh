@@ -71,9 +71,8 @@ ray_start() { # starts Ray on all nodes
         "$CPUS_PER_WORKER CPU(s) and $GPUS_PER_NODE GPU(s) each"
     kp_log "head ${RAY_NODES[0]} ($RAY_ADDRESS), logs $RAY_LOGS"
 
-    # The flags say everything about the request; its variables would contradict them. Labels and redirections would
-    # change the output of srun, which is read here.
-    unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}"
+    # Labels and redirections would change the output of srun, which is read here.
+    kp_forget_request
     unset SLURM_LABELIO "${!SLURM_STD@}"
 
     ray_srun "$KP_NODES"

@@ -290,7 +290,8 @@ kp_beside() { # <name> <srun's options>... <host>... -- <command>...: a step wit
     while [[ $1 == --* && $1 != -- ]]; do options+=("$1") && shift; done
     while [[ $1 != -- ]]; do hosts+=("$1") && shift; done
     (
-        unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN
+        kp_forget_request
+        unset KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN
         exec setsid srun --job-name="$name" --overlap --mpi=none --export=ALL "${options[@]}" \
             --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --nodelist="$(kp_comma "${hosts[@]}")" \
             "${@:2}"
