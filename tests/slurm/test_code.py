@@ -251,14 +251,14 @@ for step in range(1, 10**6):
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The repository of a program, installed as editable: its package is found by PYTHONPATH, as by
-    a .pth file. Its data are beside it, ignored by git."""
+    a .pth file. Git ignores its data, but not its runs."""
     path = tmp_path / "a project"
     (path / "src").mkdir(parents=True)
     (path / "src/helper.py").write_text("VERSION = 'one'\n")
     (path / "train.py").write_text(PROGRAM)
     (path / "conf.txt").write_text("conf one")
     (path / "data.txt").write_text("data")
-    (path / ".gitignore").write_text("data.txt\nruns\n*.out\n__pycache__\n")
+    (path / ".gitignore").write_text("data.txt\n")
     git(path, "init", "-q")
     git(path, "add", "-A")
     git(path, "commit", "-q", "-m", "first")
@@ -271,14 +271,15 @@ def test_any_program_runs_as_it_was_submitted(
     """submit.sh and run.sh --code: the job waits, is edited, starts, comes back with the same code,
     and comes back once more with that of --refresh. Data and results are where they were."""
     env = {**COPY, "PYTHONPATH": str(project / "src")}
-    words = ["--code=.", r"--steps=step (\d+)", "--", cluster.env["KEMPNER_PYTHON"], "train.py"]
+    words = ["--code=.", "--run-dir=here/train", r"--steps=step (\d+)", "--"]
+    words += [cluster.env["KEMPNER_PYTHON"], "train.py"]
     command = ["bash", ROOT / "scripts/slurm/submit.sh", "--hold", "--comment", "mine", *REQUEST]
     done = cluster.run(
         *command, ROOT / "scripts/slurm/run.sh", *words, "--config=conf.txt", cwd=project, env=env
     )
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[-1]
-    run, log = project / "runs/train", project / f"kempner-{job}.out"
+    run, log = project / "here/train", project / f"kempner-{job}.out"
     (first,) = copies(run)
     assert f"Comment=mine kempner-code={run}/code/{first}" in cluster.ask(
         "scontrol", "show", "job", job

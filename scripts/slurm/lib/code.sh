@@ -63,7 +63,7 @@ kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB
     {
         {
             git -C "$KP_ROOT" ls-files -z --cached --recurse-submodules
-            git -C "$KP_ROOT" ls-files -z --others --exclude-standard
+            git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ -x '*.out'
         } 2>/dev/null | grep -z . || (cd "$KP_ROOT" && find . -name '.?*' -prune -o \
             \( -path ./runs -o -path ./data -o -path ./logs -o -name __pycache__ -o -name '*.out' \) -prune -o \
             ! -type d -printf '%P\0')
@@ -71,7 +71,9 @@ kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB
 }
 
 kp_code_copy() { # <directory> <input files>...: makes DIRECTORY/HASH, unless it is there; sets KP_COPY
-    local fresh kind size name total=0 out='' file
+    local fresh kind size name total=0 out='' file root run
+    root=$(realpath -- "$KP_ROOT") run=$(dirname -- "$(realpath -m -- "$1")")
+    [[ $run != "$root" ]] || run=$run/code # a run directory is no code, wherever it is
     fresh=$1/.new.$(uname -n).$$
     { rm -rf -- "$fresh" && mkdir -p -- "$fresh"; } || return 1
     while IFS=$'\t' read -r -d '' kind size name; do
@@ -79,6 +81,7 @@ kp_code_copy() { # <directory> <input files>...: makes DIRECTORY/HASH, unless it
             directory,*) out+=", $name" && continue ;;                   # another repository
             *,*/.env | *,*/.env.* | */site.env | *,*/.netrc) continue ;; # secrets
         esac
+        [[ $root/$name != "$run"/* ]] || continue
         [[ -z ${KEMPNER_SECRETS:-} || ! $KP_ROOT/$name -ef $KEMPNER_SECRETS ]] || continue
         if ((size > KP_LARGEST)); then
             out+=", $name" && continue
