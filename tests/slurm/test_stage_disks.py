@@ -92,9 +92,8 @@ if "--check" in sys.argv:
     print(f"[run]\\ndir = {json.dumps(str(run))}")
 else:
     import only_here
-    if os.environ.get("CRASH") and not run.joinpath("crashed").exists():
-        run.joinpath("crashed").touch()
-        sys.exit(1)
+    if os.environ.get("CRASH") and "KEMPNER_CHAIN_LINK" not in os.environ:
+        sys.exit(1)  # all ranks of the chain's first job
     (run / f"rank-{os.environ['SLURM_PROCID']}").write_text(only_here.__file__)
     if os.environ["SLURM_PROCID"] == "0":
         done = {"state": "done", "attempt_id": os.environ["KEMPNER_ATTEMPT_ID"]}
