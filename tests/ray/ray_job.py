@@ -114,7 +114,7 @@ def processes(cluster: Cluster, job: str = "") -> Iterator[str]:
         try:
             if os.readlink(process / "ns/pid") in spaces:
                 words = (process / "cmdline").read_bytes().split(b"\0")
-                slurms = b"slurm" in words[0] or b"testbed.sh" in b" ".join(words)
+                slurms = re.search(b"slurm|munged$", words[0]) or b"testbed.sh" in b" ".join(words)
                 if not slurms and own.search((process / "environ").read_bytes()):
                     yield f"{process.name} {b' '.join(words).decode()[:200]}"
         except OSError:
