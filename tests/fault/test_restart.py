@@ -4,6 +4,7 @@ where one of the others is lost or to blame, and is requeued only when that cann
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -190,3 +191,19 @@ def test_a_host_that_fails_the_preflight_is_replaced(three: Cluster, pair: Submi
     ]  # fmt: skip
     assert run.events("start")[0]["nodes"] == ["node1", "node3"]
     assert run.cluster.field(run.job, "Restarts") == "0"
+
+
+def test_a_spare_that_fails_the_preflight_is_dropped(three: Cluster, tmp_path: Path) -> None:
+    words = (f"--run.dir={tmp_path}/run", "--plan=done")
+    env = {"KEMPNER_TRAIN": str(FAKE_TRAINER), "KEMPNER_PREFLIGHT": "1", **SPARE}
+    options = ["--nodes=3", "--gpus-per-node=1"]
+    three.testbed("cut", "node3")
+    try:
+        job = three.sbatch("multinode.sh", *words, options=options, cwd=tmp_path, env=env)
+        assert three.wait(job) == 0
+    finally:
+        three.testbed("join", "node3")
+    text = (tmp_path / f"kempner-{job}.out").read_text()
+    assert text.count("the spare node node3 failed the preflight: it is dropped\n") == 1, text
+    seen = json.loads((tmp_path / "run/seen.jsonl").read_text())["env"]
+    assert seen["KEMPNER_IDLE"] == "" and seen["SLURM_STEP_NODELIST"] == "node[1-2]"
