@@ -88,7 +88,8 @@ def test_a_synchronous_batch_does_not_depend_on_timing_or_engines(
 ) -> None:
     slow = [make(delay=0.4) for _ in range(count)]
     assert equal(Loop(config(tmp_path), slow).run(), plain)
-    assert all(engine.requests for engine in slow)
+    used = sum(bool(engine.requests) for engine in slow)
+    assert used > count // 2  # one that gets the weights late may find nothing left to do
 
 
 def lost(engine: FakeEngine, path: str) -> int | str | None:
