@@ -9,9 +9,10 @@ python scripts/program.py [OPTIONS] -- COMMAND [ARGUMENTS]      see docs/any-pro
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from kempner.config.option import ConfigError
-from kempner.program.copy import check_code
+from kempner.program.copy import Copy, check_code
 from kempner.program.options import check_command, parse
 from kempner.program.start import supervise, supervise_here
 
@@ -20,10 +21,12 @@ def main(words: list[str]) -> int:
     check, here = words[:1] == ["--check"], words[:1] == ["--here"]
     try:
         options = parse(words[1 if check else 2 if here else 0 :])
+        if copy := Copy.given():
+            options = replace(options, command=copy.command(options.command))
+        elif check and options.code:
+            check_code(options.code, options.command)
         check_command(options.command)
         if check:
-            if options.code:
-                check_code(options.code, options.command)
             print(options.run_dir)
             return 0
         return supervise_here(options, int(words[1])) if here else supervise(options)

@@ -289,11 +289,10 @@ def test_any_program_runs_as_it_was_submitted(
         (project / "src/helper.py").write_text(f"VERSION = '{version}'\n")
 
     edit("broken'")
-    (project / "conf.txt").write_text("conf two")
+    (project / "conf.txt").unlink()
     (project / "train.py").rename(project / "other.py")
     cluster.ask("scontrol", "release", job)
     cluster.wait_for("[0] began with helper one, conf one, data\n", log)
-    (project / "other.py").rename(project / "train.py")
 
     def come_back(count: int, meanwhile: Callable[[], object]) -> None:
         cluster.wait_for("step 3", log)
@@ -308,6 +307,8 @@ def test_any_program_runs_as_it_was_submitted(
             time.sleep(0.1)
 
     come_back(2, lambda: None)
+    (project / "other.py").rename(project / "train.py")
+    (project / "conf.txt").write_text("conf two")
     assert log.read_text().count("began with helper one, conf one, data\n") == 2
     assert "changed since the last attempt" not in log.read_text()
     edit("last")

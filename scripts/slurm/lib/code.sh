@@ -7,8 +7,6 @@ readonly KP_LARGEST=20000000 KP_MOST=200000000 # bytes of a file, and of all of 
 
 kp_code() { # <launch script> [program in scripts/]: the repository becomes the copy, by exec of its launch script
     local copy program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${2:-train.py}}
-    [[ ${KEMPNER_CODE:=1} =~ ^[01]$ ]] ||
-        kp_die "KEMPNER_CODE=$KEMPNER_CODE: 1, or unset, copies the code for the run; 0 runs the repository itself"
     KP_CODE_NOTE="the code is $KP_ROOT itself"
     if [[ $KP_ROOT != "$KP_ORIGIN" ]]; then
         KP_CODE_NOTE="the code is ${KP_ROOT##*/}, a copy of $KP_ORIGIN"
@@ -16,25 +14,29 @@ kp_code() { # <launch script> [program in scripts/]: the repository becomes the 
         kp_mark code
         return
     fi
-    [[ $KEMPNER_CODE == 1 && -z $KP_BESIDE && " ${KP_WORDS[*]} " != *" --bench "* ]] || return 0
+    [[ ${KEMPNER_CODE:-1} == 1 && -z $KP_BESIDE && " ${KP_WORDS[*]} " != *" --bench "* ]] || return 0
     KP_CODE_NOTE="the code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
 
     copy=$(kp_code_of_job)
     if [[ ! -e $copy/scripts/slurm/$1 ]]; then
         kp_code_find "$program" "${KP_ARGUMENTS[@]}" 2>/dev/null || return 0 # kp_check says what is wrong
-        if ! kp_code_copy "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}"; then
-            kp_log "the code is not copied: the run uses $KP_ROOT as it is, also after a requeue"
-            return 0
-        fi
+        kp_code_keep "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}" || return 0
         copy=$KP_COPY
-        kp_code_later "$copy"
-        kp_code_note "$copy" "$(kp_job_id)" ||
-            kp_log "the job's Comment cannot be set: after a requeue the code is again that of $KP_ROOT"
     fi
     export KP_BEGAN=$KEMPNER_BATCH_BEGAN KP_PENDING
     PYTHONPATH=${PYTHONPATH#"$KP_ROOT/src"} PYTHONPATH=${PYTHONPATH#:}
     exec bash "$copy/scripts/slurm/$1" "${KP_WORDS[@]}"
+}
+
+kp_code_keep() { # <directory> <input files>...: makes a copy for this job and its later starts; sets KP_COPY
+    if ! kp_code_copy "$@"; then
+        kp_log "the code is not copied: the run uses $KP_ROOT as it is, also after a requeue"
+        return 1
+    fi
+    kp_code_later "$KP_COPY"
+    kp_code_note "$KP_COPY" "$(kp_job_id)" ||
+        kp_log "the job's Comment cannot be set: after a requeue the code is again that of $KP_ROOT"
 }
 
 kp_code_of_job() { # the copy that the job's Comment names, or nothing

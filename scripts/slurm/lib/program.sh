@@ -41,35 +41,30 @@ kp_program_directory() { # the value of --code, an absolute path; nothing withou
     [[ -z $found ]] || realpath -ms -- "$found"
 }
 
-kp_program_code() {    # with --code=DIR: KEMPNER_COPY is a copy of DIR, which supervisors and later starts of the job use
-    local KP_ROOT copy # kp_code_copy takes KP_ROOT
-    unset KEMPNER_COPY
+kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, which later starts of the job use, too
+    local KP_ROOT   # kp_code_keep takes KP_ROOT
     KP_ROOT=$(kp_program_directory)
     [[ -n $KP_ROOT ]] || return 0
     KP_CODE_NOTE="the program's code is $KP_ROOT itself"
     [[ ${KEMPNER_CODE:-1} == 1 ]] || return 0
     KP_CODE_NOTE="the program's code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
-
-    copy=$(kp_code_of_job)
-    if [[ ! -e $copy/.kempner-origin ]]; then
-        if ! kp_code_copy "$KP_RUN_DIR/code"; then
-            kp_log "the program's code is not copied: what runs is $KP_ROOT as it is, also after a requeue"
-            return 0
-        fi
-        copy=$KP_COPY
-        kp_code_later "$copy"
-        kp_code_note "$copy" "$(kp_job_id)" ||
-            kp_log "the job's Comment cannot be set: after a requeue the code is again that of $KP_ROOT"
+    if [[ -z ${KEMPNER_COPY:-} ]]; then
+        kp_code_keep "$KP_RUN_DIR/code" || return 0
+        export KEMPNER_COPY=$KP_COPY
     fi
-    kp_log "the program's code: $copy"
-    export KEMPNER_COPY=$copy
+    kp_log "the program's code: $KEMPNER_COPY"
 }
 
 kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR, KP_DEVICE, KP_COMMITTED_BEFORE
-    local code=0
+    local code=0 copy
     kp_check_notify
     KP_TRAIN=$KP_ROOT/scripts/program.py
+    unset KEMPNER_COPY
+    if [[ ${KEMPNER_CODE:-1} == 1 && -n $(kp_program_directory) ]]; then
+        copy=$(kp_code_of_job) # of an earlier start, or of submit.sh: the repository may be gone by now
+        [[ ! -e $copy/.kempner-origin ]] || export KEMPNER_COPY=$copy
+    fi
     KP_RUN_DIR=$(kp_python "$KP_TRAIN" --check "${KP_ARGUMENTS[@]}") || code=$?
     if ((code != 0)); then
         kp_log "not started: the check of the command line ended with exit code $code"

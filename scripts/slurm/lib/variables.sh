@@ -41,6 +41,8 @@ kp_check_settings() { # stops at values that make no sense: later they would end
     for name in KEMPNER_PREFLIGHT KEMPNER_STAGE_ENVIRONMENT; do
         [[ ${!name:-0} =~ ^[01]$ ]] || kp_die "$name=${!name}: must be 1, or 0, which is the same as unset"
     done
+    [[ ${KEMPNER_CODE:-1} =~ ^[01]$ ]] ||
+        kp_die "KEMPNER_CODE=$KEMPNER_CODE: 1, or unset, copies the code for the run; 0 runs the repository itself"
     [[ ${KEMPNER_STAGE:-/} == /* ]] ||
         kp_die "KEMPNER_STAGE=$KEMPNER_STAGE: must be an absolute path, of a directory on each node's own disk"
     [[ ${KEMPNER_STAGE_ENVIRONMENT:-0} == 0 || -n ${KEMPNER_STAGE:-} ]] ||

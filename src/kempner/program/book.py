@@ -31,7 +31,9 @@ class Book:
     reads a run directory reads this one, too."""
 
     def __init__(self, options: Options) -> None:
-        """Raises ConfigError when another job works there, OSError when it cannot be written."""
+        """Raises ConfigError when another job works there, or the copy of the code is gone, OSError
+        when it cannot be written."""
+        self._copy = Copy.given()
         self._options, run_dir = options, options.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(run_dir, "--run-dir=runs/NAME")
@@ -50,9 +52,10 @@ class Book:
         self._line = (time.time(), self.step)  # the last one: when, and its step
         self._stepped = False
 
-    def start(self, hosts: list[str], copy: Copy | None) -> list[str]:
+    def start(self, hosts: list[str]) -> list[str]:
         """Returns what has changed in the program's code since the last attempt."""
         batch_began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
+        copy = self._copy
         code = copy.code() if copy else Code("", "", ())
         changed = self._records.other_code(code, copy.root) if copy else []
         self.event(

@@ -94,6 +94,8 @@ def variables(
         # A crash, and the end of a hang, then leave the stacks of all threads in the log.
         "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
+    if copy := Copy.given():
+        values["PYTHONPATH"] = copy.python_path(os.environ.get("PYTHONPATH", ""))
     return {name: str(value) for name, value in values.items()}
 
 
@@ -106,12 +108,7 @@ class Child:
         self.code: int | None = None
         self.began = time.monotonic()
         try:
-            copy, command = Copy.given(), options.command
-            if copy:
-                command = copy.command(command)
-                path = copy.python_path(os.environ.get("PYTHONPATH", ""))
-                environment = {**environment, "PYTHONPATH": path}
-            words = [*DIES_WITH_US, *command]
+            words = [*DIES_WITH_US, *options.command]
             self.pid = self._processes.start(words, (), output, **environment)
         except OSError as error:
             raise ConfigError(f"{options.command[0]}: {error.strerror}") from None

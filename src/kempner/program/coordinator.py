@@ -14,7 +14,6 @@ from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.program.book import Book
 from kempner.program.channel import Channel, Message, reserve_port
-from kempner.program.copy import Copy
 from kempner.program.deadline import Deadline, last_warning
 from kempner.program.options import Options
 from kempner.program.verdict import BAD_INPUT, Ending, Outcome, crash_faults, hang_fault, judge
@@ -64,7 +63,6 @@ class Coordinator:
     def run(self) -> None:
         """All of an attempt, from the lock to the last record."""
         try:
-            self._copy = Copy.given()
             self._book = Book(self.options)
         except ConfigError as error:
             self._refuse(str(error))
@@ -190,13 +188,11 @@ class Coordinator:
         self._started = True
         hosts = [self._hosts[rank] for rank in range(self.size)]
         forget_rendezvous(self.options.run_dir)
-        changed = self._book.start(hosts, self._copy)
-        command = self.options.command
-        if self._copy:
-            command = self._copy.command(command)
+        changed = self._book.start(hosts)
         say(
-            f"attempt {self._book.attempt} in {self.options.run_dir}: {' '.join(command)}: "
-            f"{self.size} process(es) on {', '.join(dict.fromkeys(hosts))}"
+            f"attempt {self._book.attempt} in {self.options.run_dir}: "
+            f"{' '.join(self.options.command)}: {self.size} process(es) on "
+            f"{', '.join(dict.fromkeys(hosts))}"
         )
         for text in changed:
             say(f"changed since the last attempt: {text}")

@@ -11,11 +11,6 @@ from typing import NamedTuple
 from kempner.code import ORIGIN, Code, commit_of
 from kempner.config.option import ConfigError
 
-NOTHING = (
-    "no word of the command names a file in it, so nothing would run from the copy; name the"
-    " program's file"
-)
-
 
 class Copy(NamedTuple):
     """`root`: a copy of the directory `origin`."""
@@ -46,11 +41,11 @@ class Copy(NamedTuple):
         return tuple(self._word(word) for word in words)
 
     def _word(self, word: str) -> str:
-        option, _, value = word.rpartition("=") if word.startswith("-") else ("", "", word)
+        value = _value(word)
         name = file_in(self.origin, value)
         if name is None or not (self.root / name).is_file():
             return word
-        return f"{option}={self.root / name}" if option else str(self.root / name)
+        return word.removesuffix(value) + str(self.root / name)
 
     def python_path(self, path: str) -> str:
         """PYTHONPATH: what an editable installation takes from `origin` comes from the copy."""
@@ -71,8 +66,15 @@ def file_in(directory: Path, word: str) -> Path | None:
     return path.relative_to(root) if path.is_relative_to(root) else None
 
 
+def _value(word: str) -> str:
+    """What may be a file: the word, or what it gives to an option."""
+    return word.rpartition("=")[2] if word.startswith("-") else word
+
+
 def check_code(directory: Path, command: Sequence[str]) -> None:
     """Raises ConfigError when the command would not run from a copy of the directory."""
+    if not directory.is_dir():
+        raise ConfigError(f"--code={directory}: no such directory: give the program's repository")
     for before, word in zip(("", *command), command, strict=False):
         here = Path(word.partition(".")[0])
         inside = file_in(directory, str(here)) is not None
@@ -81,6 +83,8 @@ def check_code(directory: Path, command: Sequence[str]) -> None:
                 f"--code={directory}: Python takes the module of '-m {word}' from the working"
                 " directory, not from the copy: name its file instead"
             )
-    values = [word.rpartition("=")[2] if word.startswith("-") else word for word in command]
-    if not any(file_in(directory, value) and Path(value).is_file() for value in values):
-        raise ConfigError(f"--code={directory}: {NOTHING}: python {directory / 'my_train.py'}")
+    if not any(file_in(directory, each) and Path(each).is_file() for each in map(_value, command)):
+        raise ConfigError(
+            f"--code={directory}: no word of the command names a file in it, so nothing would run"
+            f" from the copy; name the program's file: python {directory / 'my_train.py'}"
+        )

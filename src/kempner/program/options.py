@@ -54,7 +54,7 @@ def parse(words: Sequence[str]) -> Options:
         else:
             given[name] = value
     made = {
-        "code": _directory(given.get("code"), problems),
+        "code": Path(given["code"]) if "code" in given else None,
         "steps": _steps(given.get("steps"), problems),
         "heartbeat": _heartbeat(given.get("heartbeat"), problems),
         "signal": _signal(given.get("signal"), problems),
@@ -71,14 +71,6 @@ def _advice(word: str, name: str) -> str:
     near = difflib.get_close_matches(name, NAMES, 1)
     meant = f"did you mean --{near[0]}={NAMES[near[0]]}? " if near else ""
     return f"no option of run.sh; {meant}{USAGE}; options of sbatch come before run.sh"
-
-
-def _directory(text: str | None, problems: list[str]) -> Path | None:
-    if text is None:
-        return None
-    if not Path(text).is_dir():
-        problems.append(f"--code={text}: no such directory: give the program's repository")
-    return Path(text).absolute()
 
 
 def _steps(text: str | None, problems: list[str]) -> re.Pattern[bytes] | None:
