@@ -5,6 +5,7 @@
 # make test-vllm      what needs vLLM: its build for CPUs, in an environment of its own (3.4 GB)
 # make check          the linters: ruff, mypy, shellcheck, shfmt
 # make gpu-check      check and measure the trainer on this machine's GPUs in under eight minutes
+# make pictures       the pictures of the pages, as far as they take minutes (root: some need the test bed)
 # make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
 # make cluster-down   shut that cluster down
 #
@@ -14,7 +15,7 @@
 #
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
 # gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
-.PHONY: train rl test test-vllm soak check gpu-check cluster cluster-down
+.PHONY: train rl test test-vllm soak check gpu-check pictures cluster cluster-down
 .ONESHELL:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,7 +28,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 INSTALL_SLURM := if [[ $$EUID == 0 ]] && command -v apt-get >/dev/null; then bash scripts/slurm/testbed.sh install; fi
 SHELL_FILES := $(wildcard scripts/slurm/*.sh benchmarks/*.sh) .ci/run
 # Programs of their own; the other parts are checked through the commands that source them.
-SHELL_FILES += $(addprefix scripts/slurm/lib/,task.sh stage_node.sh guard.sh ray_node.sh ray_enter.sh)
+SHELL_FILES += $(addprefix scripts/slurm/lib/,task.sh inside.sh stage_node.sh guard.sh ray_node.sh ray_enter.sh)
 # Every script sources all parts of lib/, and the analysis of the data's flow takes two thirds of the time.
 SHELLCHECK := -x -a --extended-analysis=false
 
@@ -105,6 +106,10 @@ gpu-check:
 	    exit 2
 	fi
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} "$$python" -m benchmarks.gpu_check $(ARGS)
+
+pictures: .venv/dev data/stdlib/dataset.json
+	@$(INSTALL_SLURM)
+	$(PY) -m benchmarks.pictures $(ARGS)
 
 cluster: .venv/train data/stdlib/dataset.json
 	@bash scripts/slurm/testbed.sh install

@@ -24,10 +24,13 @@ from typing import Any
 
 from benchmarks.gpu_checks import CHECKS
 from benchmarks.gpu_job import ROOT, Failed, Job, Skipped
+from kempner.config.option import ConfigError
+from kempner.directories import refuse_other_file
 
 SECONDS = 470.0  # in all
 LEAST_S = 10.0  # no check starts with less than that
 GRACE_S = 5.0  # for a check that is stopped to stop what it started
+SIGNS = ('"checks"', "# GPU check of")  # of a report, as JSON and as Markdown
 OUT_OF_TIME = "out of time"
 
 
@@ -42,7 +45,13 @@ def main(argv: list[str]) -> int:
         print(f"gpu_check: error: torch sees no GPU on this machine; {fix}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in ("report.json", "report.md"):
+            refuse_other_file(options.out / name, "a file of --out", SIGNS)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError) as error:
+        print(f"gpu_check: error: {error}", file=sys.stderr)
+        return 2
     began = time.monotonic()
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:

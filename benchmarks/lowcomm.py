@@ -217,6 +217,7 @@ def draw(ratios: dict[str, list[float]], out: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
 
     figure, axes = pyplot.subplots(figsize=(7, 2.8))
     for name, found in reversed(ratios.items()):
@@ -224,6 +225,7 @@ def draw(ratios: dict[str, list[float]], out: Path) -> None:
         axes.barh(name, middle, xerr=[[middle - low], [high - middle]], color="tab:blue", capsize=3)
         axes.text(high + 0.02, name, f"{middle:.1%}", va="center")
     axes.set_xlim(0, 1.25)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("tokens/s, of those of the same replicas without communication")
     figure.tight_layout()
     figure.savefig(out, dpi=110)

@@ -56,13 +56,21 @@ def plot(rows: list[Row], before: list[Row], file: str) -> None:
     figure, axes = pyplot.subplots(3, 4, figsize=(15, 9), sharex=True)
     for axis, row in zip(axes.flat, rows, strict=False):
         for label, line in (("before", old[row.what]), ("now", row)):
-            values = [max(line.values[w], 1e-3) for w in RANKS]
-            axis.loglog(RANKS, values, "o-", base=10, label=label)
-        axis.set_title(f"{row.what}{', ' + row.unit if row.unit else ''}", fontsize=9)
-        axis.set_xticks(RANKS, [f"{w:,}" for w in RANKS], fontsize=8)
+            (drawn,) = axis.plot(RANKS, [line.values[w] for w in RANKS], "o-", label=label)
+            guessed = [w for w in RANKS if w not in line.measured]
+            axis.plot(
+                guessed, [line.values[w] for w in guessed], "o", color=drawn.get_color(),
+                markerfacecolor="white",
+            )  # fmt: skip
+        known = [x for line in (old[row.what], row) for x in line.values.values() if x]
+        axis.set_xscale("log")
+        axis.set_yscale("symlog", linthresh=min(known))  # has a zero
+        axis.set_ylim(0, 2 * max(known))
+        axis.set_title(f"{row.what}{', ' + row.unit if row.unit else ''}", fontsize=11)
+        axis.set_xticks(RANKS, [f"{w:,}" for w in RANKS], fontsize=9)
         axis.minorticks_off()
     axes.flat[0].legend()
-    figure.supxlabel("ranks")
+    figure.supxlabel("ranks; a hollow point is extrapolated from the largest run")
     figure.tight_layout()
     figure.savefig(file, dpi=80)
 

@@ -11,6 +11,7 @@ counts, its samples were drawn for it, and no process is left; else 1, and what 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import shutil
@@ -87,8 +88,9 @@ class RlSoak(Soak):
         """Waits until it is there: it may be on its way back."""
         for _ in range(400):
             if found := self.parts.processes(role, engine)[:1]:
-                os.kill(found[0], number)
-                return found
+                with contextlib.suppress(ProcessLookupError):  # it ends at this moment
+                    os.kill(found[0], number)
+                    return found
             self.tend()
         say(f"     no {role} {engine} is there")
         return []
@@ -97,7 +99,7 @@ class RlSoak(Soak):
         found = self._part(role, engine, signal.SIGSTOP)
         self._tend_for("10 s")
         for pid in found:
-            if Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
     def _crash_engines(self, node: str) -> None:

@@ -2,10 +2,13 @@
 
     python -m benchmarks.startup            kernels: cold, restarted, and on a host new to the run
     python -m benchmarks.startup --files    files of Python's environment that one rank opens
+    python -m benchmarks.startup --containers    from sbatch to the first step
 
 The first starts scripts/train.py with train.compile on this machine, three times in one run
 directory, and prints the parts of each start; a "new host" is this one under another name. The
-second needs strace.
+second needs strace. The third needs root and Slurm: it boots a host with a made-up GPU and
+submits a run with one rank three times each way, by turns; "pyxis" is the tests' stand-in for it,
+whose image takes --unpack seconds to unpack.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import argparse
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from kempner.history import events
@@ -60,11 +65,51 @@ def files(folder: Path) -> None:
           "calls to the file system; from a copy on its node's disk, none of them")  # fmt: skip
 
 
+def containers(folder: Path, unpack: float) -> None:
+    from benchmarks.soak import cluster_of, table
+    from tests.containers import RUNTIMES, container, entered, image
+    from tests.fault.broken_run import BrokenRun
+
+    found: dict[str, list[dict[str, float]]] = {}
+    made: dict[str, int] = {}
+    with cluster_of(1, folder) as cluster:
+        for number in range(3):
+            for runtime in ("no container", *RUNTIMES):
+                here = folder / f"{number}-{runtime.replace(' ', '-')}"
+                here.mkdir()
+                env = {"KEMPNER_CODE": "1"}
+                if runtime in RUNTIMES:
+                    of = image(here, here / "run", cluster.data)
+                    slow = unpack if runtime == "pyxis" else 0.0
+                    env |= container(runtime, here, of, delay=slow)
+                    env["KEMPNER_MOUNTS"] += f",{cluster.data}:{cluster.data}"
+                run = BrokenRun(cluster, {}, here)
+                began = time.time()
+                run.submit("--train.max_steps=3", script="singlenode.sh", **env)
+                if run.wait() != 0:
+                    raise SystemExit(run.log)
+                (start,), (step,) = run.events("start"), run.events("first_step")
+                parts = start["parts"] | {"in all": step["time"] - began}
+                found.setdefault(runtime, []).append(parts)
+                made[runtime] = len(entered(here))
+    columns = ("queue", "code", "check", "srun", "container", "imports", "in all")
+    rows = [["", *columns, "containers"]]
+    for runtime, starts in found.items():
+        medians = [statistics.median(s.get(name, 0.0) for s in starts) for name in columns]
+        rows.append([runtime, *(f"{value:.1f}" for value in medians), str(made[runtime])])
+    print(table(rows))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--files", action="store_true")
-    chosen = files if parser.parse_args().files else kernels
-    if chosen is files and not shutil.which("strace"):
+    parser.add_argument("--containers", action="store_true")
+    parser.add_argument("--unpack", type=float, default=5.0)
+    args = parser.parse_args()
+    if args.files and not shutil.which("strace"):
         parser.error("--files needs strace")
-    with tempfile.TemporaryDirectory() as temporary:
-        chosen(Path(temporary))
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as temporary:
+        if args.containers:
+            containers(Path(temporary), args.unpack)
+        else:
+            (files if args.files else kernels)(Path(temporary))

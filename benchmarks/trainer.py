@@ -244,7 +244,8 @@ def wall(act: Callable[[], object]) -> float:
 def first_step(options: argparse.Namespace, run_dir: Path) -> float:
     """The line of step 1 is written when step 2 has been started: the host is one step ahead."""
     began = time.time()
-    words = ("--train.max_steps=2", "--metrics.log_interval=1", "--eval.interval=0")
+    words = ["--train.max_steps=2", "--schedule.warmup_steps=0"]
+    words += ["--metrics.log_interval=1", "--eval.interval=0"]
     run([TRAIN, options.config, f"--run.dir={run_dir}", *words, *options.overrides])
     return float(load_history(run_dir).losses[0]["time"]) - began
 

@@ -10,11 +10,17 @@ An export may run while the run trains: the checkpoint is locked against deletio
 uploads go on where they were interrupted. Exit code 0, or 2 on bad input.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 from kempner import hub
@@ -23,8 +29,9 @@ from kempner.config.command_line import argument_parser
 from kempner.config.loading import Values, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import complete_model
+from kempner.front_door import interruptible, run_program
 from kempner.hf.families import FAMILIES, family_of
-from kempner.hf.source import find, held, vocabulary
+from kempner.hf.source import TOKENIZER, find, held, vocabulary
 from kempner.hf.stored import check_source
 from kempner.hf.tensors import parts, tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
@@ -33,15 +40,9 @@ from kempner.run import RunConfig, RunSection, TrainConfig
 UNITS = {"MB": 10**6, "GB": 10**9}
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     options = parse(argv)
-    try:
-        options.act(options)
-        return 0
-    except (ConfigError, ValueError, OSError) as error:
-        for problem in getattr(error, "problems", [error]):
-            print(f"convert: error: {problem}", file=sys.stderr)
-        return 2
+    options.act(options)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -58,7 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     sub.add_argument("run", type=Path, metavar="RUN", help="run directory to make")
     sub = command("export", export, "write the model of a run as safetensors, config and tokenizer")
     sub.add_argument("run", metavar="RUN[@STEP]", help="run or checkpoint; default: the newest one")
-    sub.add_argument("out", type=Path, metavar="DIR", help="directory to make")
+    sub.add_argument("out", type=Path, metavar="DIR", help="directory, new or empty")
     sub.add_argument(
         "--dtype",
         choices=("auto", "fp32", "bf16", "fp16"),
@@ -118,6 +119,7 @@ def import_(options: argparse.Namespace) -> None:
     )
     from kempner.hf.importing import import_model  # torch: what is wrong is said without it
 
+    interruptible()  # what is half written is removed
     path = import_model(source.path, cfg, options.run, to_toml(config), options.source)
     print(f"{path}: {cfg.count_parameters():,} parameters, fp32")
     print(f"start a run from it by --model.init_from={options.run}")
@@ -131,17 +133,21 @@ def export(options: argparse.Namespace) -> None:
         if not source.is_checkpoint:
             raise ConfigError(f"{options.run}: is in Hugging Face's form already")
         step = commit.read_manifest(source.path)["step"]
+        interruptible()  # what is half written is removed
         if options.adapter:
             path = export_adapter(source.path, options.out)
         else:
             path = export(source.path, options.out, options.dtype, options.max_shard_size)
     print(f"{path}: step {step:,} of {options.run}")
+    if not (path / TOKENIZER).is_file() and not options.adapter:
+        print("it has no tokenizer: the tokens are bytes, and this kit's own programs know that")
 
 
 def check(options: argparse.Namespace) -> None:
     with held(options.source, download=True) as source:
         cfg = ModelConfig(**source.model())
-        if problems := cfg.problems():
+        problems = cfg.problems()
+        if problems:
             raise ConfigError([f"{options.source}: {problem}" for problem in problems])
         check_source(source, cfg)
         kind = family_of(cfg)
@@ -151,7 +157,8 @@ def check(options: argparse.Namespace) -> None:
         shapes, names = tensor_shapes(cfg), tensor_names(cfg, kind)
         count = sum(len(parts(names[ours], shape)) for ours, shape in shapes.items())
         print(f"{count} tensors, all accounted for; vocabulary {cfg.vocab_size:,}")
-        if tokens := vocabulary(source.carried):
+        tokens = vocabulary(source.carried)
+        if tokens:
             print(f"its tokenizer has {tokens:,} tokens")
 
 
@@ -165,7 +172,8 @@ def push(options: argparse.Namespace) -> None:
 
 def prefetch(options: argparse.Namespace) -> None:
     def fetch(given: Values) -> list[str]:
-        if name := given["model"].get("init_from"):
+        name = given["model"].get("init_from")
+        if name:
             print(f"model: {find(name, download=True).path}")
         return complete_model(given, run_dir="runs/prefetch")
 
@@ -183,4 +191,4 @@ def prefetch(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

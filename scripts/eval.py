@@ -11,41 +11,46 @@ data sets come from the hub's cache or from files: on a node without network set
 Exit code 0, or 2 on bad input.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import argparse
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
 from kempner import slurm
 from kempner.checkpoint import named
-from kempner.checkpoint.commit import Damaged, latest
+from kempner.checkpoint.commit import latest
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
+from kempner.directories import Kind, kind_of
 from kempner.files import step_of, write_atomic
+from kempner.front_door import run_program
 from kempner.hf.source import held, run_of
 from kempner.history import results
 from kempner.history.run_history import is_run, load_history
+from kempner.history.state import LIVE
 
 POLL_S = 10.0
-LIVE = ("running", "silent", "starting", "waiting")
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     options = parse(argv)
-    try:
-        if options.follow:
-            follow(options)
-        else:
-            evaluate_once(options, options.model)
-    except (ConfigError, Damaged, ValueError, OSError) as error:
-        print(f"eval: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if options.check:
+        return
+    if options.follow:
+        follow(options)
+    else:
+        evaluate_once(options, options.model)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -61,20 +66,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
     follow = "evaluate each checkpoint that becomes the newest one, until the run has ended"
     add("--follow", action="store_true", help=follow)
+    add("--check", action="store_true", help="only check the command line")
     options = parser.parse_args(argv)
     for name in ("limit", "batch"):
-        if (value := getattr(options, name)) is not None and value < 1:
+        value = getattr(options, name)
+        if value is not None and value < 1:
             parser.error(f"--{name} {value}: must be at least 1")
     for path in options.include_path:
         if not Path(path).is_dir():
             parser.error(f"--include-path {path}: no such directory")
     if options.follow and not Path(options.model).is_dir():
         parser.error(f"--follow {options.model}: no such directory; name a run")
+    kind = kind_of(options.model)
+    if options.follow and kind not in (Kind.RUN, Kind.STARTED, Kind.EMPTY):
+        parser.error(f"--follow: {options.model} is {kind.value}; name a run")
     return options
 
 
 def evaluate_once(options: argparse.Namespace, name: str) -> None:
     """Evaluate one model, and record the figures if it is a checkpoint of a run."""
+    with held(name):  # the packages below take ten seconds, and a wrong name is told at once
+        pass
     try:
         from kempner.harness import HarnessModel, evaluate
     except ModuleNotFoundError as error:
@@ -108,7 +120,8 @@ def follow(options: argparse.Namespace) -> None:
     leave_on_request(run_dir)
     while True:
         run = load_history(run_dir, slurm.my_jobs())
-        ended = run.attempts and run.state.word not in LIVE  # without one it has not started yet
+        begun = run.attempts or run.refusals
+        ended = begun and run.state.word not in LIVE  # without one it has not started yet
         checkpoint = newest(run_dir)
         if checkpoint is not None and step_of(checkpoint.name) not in results.evaluated(run_dir):
             evaluate_once(options, options.model)  # by now it may be another one
@@ -142,10 +155,11 @@ def leave_on_request(run_dir: Path) -> None:
 
 def say_state(run_dir: Path, state: str) -> None:
     """For eval.sh: how this attempt has ended."""
-    if attempt := os.environ.get("KEMPNER_ATTEMPT_ID"):
+    attempt = os.environ.get("KEMPNER_ATTEMPT_ID")
+    if attempt:
         record = f'{{"state": "{state}", "attempt_id": "{attempt}"}}\n'
         write_atomic(run_dir / "eval" / "status.json", record)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -4,13 +4,21 @@
     python scripts/generate.py runs/7b@1000 --prompt "Once" --temperature 0
     python scripts/generate.py models/llama --prompts questions.txt --top-p 0.9
     python scripts/generate.py runs/sft --chat --prompt "What is a mole?"
+    python scripts/generate.py runs/sft --chat          # a dialogue; Ctrl-D or Ctrl-C ends it
 
 Prints each prompt and its continuation, one prompt as it is generated; the same --seed gives the
 same text. It can run while the run trains: the checkpoint is locked against deletion. Exit code 0,
 or 2 on bad input.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import argparse
 import sys
@@ -19,20 +27,23 @@ from pathlib import Path
 
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
+from kempner.front_door import read_text, run_program
 from kempner.generate.config import Sampling
 from kempner.load import Loaded, load
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    try:
-        prompts = read_prompts(options)
-        loaded = load(options.source, options.device)
-        ids = prompt_ids(loaded, prompts, options.chat)
-    except (ConfigError, ValueError, OSError) as error:
-        print(f"generate: error: {error}", file=sys.stderr)
-        return 2
+    prompts = read_prompts(options)
+    loaded = load(options.source, options.device)
+    ids = prompt_ids(loaded, prompts, options.chat)
     note(f"{loaded.about}, {loaded.model.cfg.count_parameters():,} parameters")
+    if options.chat and prompts == [""] and sys.stdin.isatty():
+        from kempner.generate.dialogue import talk
+
+        note("type a message; Ctrl-D or Ctrl-C ends the dialogue")
+        talk(loaded, sampling(options))
+        return 0
     began = time.perf_counter()
     shown = [f"{text}\n" for text in prompts] if options.chat else prompts
     count = print_texts(loaded, shown, ids, sampling(options), options.batch)
@@ -57,7 +68,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="text to continue, also several times (default: start a new document)",
     )
     add("--prompts", type=Path, metavar="FILE", help="a file with one prompt a line")
-    add("--chat", action="store_true", help="a prompt is a message; the model answers it")
+    add(
+        "--chat",
+        action="store_true",
+        help="a prompt is a message that the model answers; without one: a dialogue",
+    )
     add("--max-tokens", type=int, default=200, help="tokens a prompt, at most (default: 200)")
     add(
         "--temperature",
@@ -90,7 +105,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    if problem := sampling(options).problem():
+    problem = sampling(options).problem()
+    if problem:
         name, text = problem
         parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: {text}")
     if options.batch < 1:
@@ -102,7 +118,7 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 def read_prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts is None:
         return options.prompt or [""]
-    prompts: list[str] = options.prompts.read_text().splitlines()
+    prompts = read_text(options.prompts, "--prompts").splitlines()
     if not prompts:
         raise ConfigError(f"{options.prompts}: is empty; write one prompt a line")
     return prompts
@@ -127,7 +143,10 @@ def note(text: str) -> None:
 def prompt_ids(loaded: Loaded, prompts: list[str], chat: bool) -> list[list[int]]:
     words = loaded.words
     if chat:
-        return [words.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+        try:
+            return [words.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+        except ValueError as error:
+            raise ConfigError(f"--chat: the template of {words.folder} refuses: {error}") from None
     return [words.prompt(prompt) for prompt in prompts]
 
 
@@ -140,7 +159,8 @@ def print_texts(
     from kempner.generate.texts import Text, generate
 
     tokenizer, ends = loaded.words.tokenizer, loaded.words.ends
-    if (longest := max(map(len, ids))) > loaded.window:
+    longest = max(map(len, ids))
+    if longest > loaded.window:
         note(f"a prompt has {longest} tokens; the model sees the last of {loaded.window} at most")
     window = min(loaded.window, longest + sampling.max_tokens)  # memory for no more than that
     slots = min(batch, len(prompts))
@@ -162,4 +182,4 @@ def print_texts(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

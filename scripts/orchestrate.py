@@ -11,11 +11,17 @@ SIGTERM ends it: what it was working on is asked again by the next one. Exit cod
 orderly end, 1 when it cannot go on, 2 on bad input.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,7 +29,8 @@ import time
 from kempner.config.command_line import help_text, parse_command
 from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import load_config
+from kempner.configure import check_directories, load_config
+from kempner.front_door import run_program
 from kempner.load import Words
 from kempner.rl.batches import Failed
 from kempner.rl.conversation import Writer
@@ -36,30 +43,24 @@ from kempner.rl.opening import open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
 from kempner.rl.rollout import Sampler
 from kempner.run import RunConfig
+from kempner.signals import leave_event
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FLAGS = {"help": bool, "check": bool, "bench": bool}
 
 
 def main(argv: list[str]) -> int:
-    stop = threading.Event()
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: stop.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # task.sh lets them wait until here
+    stop = leave_event()
     command = parse_command(argv, FLAGS)
     if command.flags["help"]:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`
         print(help_text(RunConfig, __doc__ or ""))
         return 0
-    try:
-        cfg = load_config(command.files, command.overrides, command.problems)
-        if not cfg.rl.on:
-            raise ConfigError("rl.env: there is none; scripts/train.py trains without")
-        envs, words = open_parts(cfg, servers=command.flags["check"])
-    except ConfigError as error:
-        print(f"orchestrate: error: {len(error.problems)} problem(s)", file=sys.stderr)
-        print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)
-        return 2
+    cfg = load_config(command.files, command.overrides, command.problems)
+    if not cfg.rl.on:
+        raise ConfigError("rl.env: there is none; scripts/train.py trains without")
+    problems = check_directories(cfg, 0)
+    if problems:
+        raise ConfigError(problems)
+    envs, words = open_parts(cfg, servers=command.flags["check"])
     if command.flags["check"]:
         print(to_toml(cfg), end="")
         return 0
@@ -99,6 +100,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # threads that wait for an engine or a reward have nothing to finish
+    # os._exit: threads that wait for an engine or a reward have nothing to finish.
+    run_program(main, leave=os._exit)

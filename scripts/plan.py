@@ -4,20 +4,26 @@
     python scripts/plan.py configs/train/70b.toml --nodes 16 --gpu H200 --train.seq_len=8192
 
 Prints the memory of one GPU by part at its largest, the bytes that each rank sends in a step, and
-the three combinations with the shortest estimated step, as overrides for scripts/train.py. Reads
-no data and needs no GPU. docs/scaling.md says what is estimated, and how well. Exit code 1: nothing
-fits; 2: bad input.
+the three combinations with the shortest estimated step, as overrides for scripts/train.py. The
+times rank combinations and are ranges, from the GPU's usual speed to its best: no GPU was measured.
+`train.py --bench` measures. Reads no data and needs no GPU. docs/scaling.md says what is estimated,
+and how well. Exit code 1: nothing fits; 2: bad input.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
 
-import sys
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 from kempner.config.command_line import parse_command
-from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
+from kempner.front_door import run_program
 from kempner.history.tables import aligned
-from kempner.planner.cost import GPUS, RESERVE_GIB, Gpu, time, traffic
+from kempner.planner.cost import ACHIEVED, GPUS, RESERVE_GIB, Gpu, time, traffic
 from kempner.planner.memory import GIB, memory
 from kempner.planner.search import best
 from kempner.run import RunConfig
@@ -36,30 +42,32 @@ def main(argv: list[str]) -> int:
     problems = list(command.problems)
     if name not in GPUS:
         problems.append(f"--gpu={name}: is not known; give one of {', '.join(GPUS)}")
-    try:
-        cfg = load_config(command.files, command.overrides, problems)
-        cfg.lowcomm.count(nodes * per_node, per_node)
-    except ConfigError as error:
-        print(f"plan: error: {len(error.problems)} problem(s) with the input", file=sys.stderr)
-        print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)
-        return 2
+    cfg = load_config(command.files, command.overrides, problems)
+    cfg.lowcomm.count(nodes * per_node, per_node)
     gpu = GPUS[name]
     where = (
         f"{nodes} nodes x {per_node} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"
     )
     print(f"{cfg.model.count_parameters():,} parameters on {where}")
-    if problems := check_world(cfg, nodes * per_node, per_node):
+    problems = check_world(cfg, nodes * per_node, per_node)
+    if problems:
         print("as configured: is refused", *problems, sep="\n  - ")
     else:
         show(cfg, nodes * per_node, per_node, gpu)
     found = best(cfg, nodes * per_node, per_node, gpu, check_world)
-    print("\nbest combinations that fit, by the estimated step:")
+    low, high = (f"{share:.0%}" for share in ACHIEVED)
+    print(
+        f"\nbest combinations that fit, by the estimated step: products at {low} to {high} of the "
+        "GPU's peak,\nnot measured on a GPU; the times rank combinations, --bench measures them"
+    )
     rows = [["step, s", "tokens/s per GPU", "GiB", "overrides"]]
     for each in found:
-        rate = cfg.train.sequences * cfg.train.seq_len / each.time.step / (nodes * per_node)
+        tokens = cfg.train.sequences * cfg.train.seq_len / (nodes * per_node)
+        slow, fast = each.time.slowest, each.time.step
         gib = f"{each.memory.peak / GIB:.1f}"
         words = each.words or "(as configured)"
-        rows.append([f"{each.time.step:.2f}", f"{rate:,.0f}", gib, words])
+        rate = f"{tokens / slow:,.0f} to {tokens / fast:,.0f}"
+        rows.append([f"{fast:.2f} to {slow:.2f}", rate, gib, words])
     print(aligned(rows, 2, range(3)) if found else "none: use more GPUs, or a smaller model")
     return 0 if found else 1
 
@@ -80,10 +88,11 @@ def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> None:
     print(aligned(rows, 2, (1,)))
     spent = time(cfg, world_size, per_node, gpu)
     print(
-        f"estimated step: {spent.step:.2f} s (computation {spent.compute:.2f}, communication "
-        f"behind it {spent.hidden:.2f}, beside it {spent.exposed:.2f})"
+        f"estimated step: {spent.step:.2f} to {spent.slowest:.2f} s (computation from "
+        f"{spent.compute:.2f}, communication behind it {spent.hidden:.2f}, beside it "
+        f"{spent.exposed:.2f})"
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

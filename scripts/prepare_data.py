@@ -11,13 +11,19 @@ On many nodes of a cluster: sbatch --nodes=N scripts/slurm/prepare.sh with the s
 Exit code 0 done, 2 bad input, 130 interrupted.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import argparse
 import fcntl
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -29,7 +35,7 @@ from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data import chat, chat_dataset, encode, sources
 from kempner.data.prepare import Work, encode_share, write_shards
-from kempner.data.shards import begun, earlier, locked, remarks
+from kempner.data.shards import SHOWN, begun, earlier, forget, locked, remarks
 from kempner.data.sidecar import (
     BAD_LINES,
     PROGRESS,
@@ -50,8 +56,10 @@ from kempner.data.tokenizer import (
     tokenizer_of,
     train_bpe,
 )
-from kempner.data.units import number_units
+from kempner.data.units import number_units, remove_units
+from kempner.directories import Kind, mark, refuse_others
 from kempner.files import write_atomic
+from kempner.front_door import explain_os_error, interruptible, run_program
 from kempner.process_group import discover
 
 UNIT_BYTES = 4 << 20  # of input to one task of a worker
@@ -60,35 +68,34 @@ BPE_SAMPLE = 256 << 20  # bytes of text that a vocabulary is trained on; more ha
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["inspect"]:
-        return inspect_data(argv[1:])
+        from kempner.inspection import inspect
+
+        inspect(argv[1:])
+        return 0
     options = parse(argv)
     out = Path(options.out).expanduser()
-    again = f"run the same command again: it resumes after the last whole shard in {out}"
+    interruptible()
     try:
         prepare_data(options, out)
         return 0
-    except ConfigError as error:
-        problem, code = str(error), 2
+    except BrokenPipeError:  # whoever reads what this prints has left
+        raise
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        problem, code = f"{where}{error.strerror or error}; fix that, then {again}", 2
+        raise ConfigError(f"{explain_os_error(error)}; then {again(out)}") from None
     except BrokenProcessPool:
-        problem, code = f"a worker was killed (out of memory? give fewer --workers); {again}", 1
+        why = "a worker was killed (out of memory? give fewer --workers)"
+        problem, code = f"{why}; {again(out)}", 1
     except KeyboardInterrupt:
-        problem, code = f"interrupted; {again}", 130
+        problem, code = f"interrupted; {again(out)}", 130
     print(f"prepare_data: error: {problem}", file=sys.stderr)
     return code
 
 
-def inspect_data(argv: list[str]) -> int:
-    from kempner.inspection import inspect
-
-    try:
-        inspect(argv)
-    except ConfigError as error:
-        print(f"prepare_data: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+def again(out: Path) -> str:
+    """What to do after a stop."""
+    fix = "run the same command again"
+    begun = any((out / name).is_file() for name in (PROGRESS, SIDECAR))
+    return f"{fix}: it resumes after the last whole shard in {out}" if begun else fix
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -98,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", required=True, help="directory for the shards")
     stdlib = "use the source code of Python's standard library in place of inputs"
     add("--source", choices=["stdlib"], help=stdlib)
-    given = "a tokenizer.json, or a directory with one, such as a model's (default: bytes)"
+    given = "bytes (default), a tokenizer.json, or a directory with one, such as a model's"
     add("--tokenizer", default="bytes", metavar="FILE", help=given)
     add("--eod", metavar="TOKEN", help="the tokenizer.json's end-of-document token")
     add("--train-bpe", type=int, metavar="N", help="first train a byte-level BPE of N tokens")
@@ -115,7 +122,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     only = "one part of the work, as prepare.sh does it: begin, then the units in every task"
     add("--only", choices=["begin", "units"], help=only)
     options = parser.parse_args(argv)
-    if problems := wrong_options(options):
+    problems = wrong_options(options)
+    if problems:
         parser.error("\n  ".join(problems))
     return options
 
@@ -147,8 +155,11 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
 
 
 def prepare_data(options: argparse.Namespace, out: Path) -> None:
-    pieces, tokenizer = all_or_errors(
-        lambda: find_units(options, out), lambda: tokenizer_settings(options)
+    left_out: list[str] = []
+    pieces, tokenizer, _ = all_or_errors(
+        lambda: find_units(options, out, left_out),
+        lambda: tokenizer_settings(options),
+        lambda: refuse_others(out, "--out", (Kind.DATA,), "choose another --out"),
     )
     settings = {
         **tokenizer,
@@ -158,10 +169,12 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
         "shard_tokens": options.shard_tokens,
     }
     nothing = {"units": 0, "empty": 0, "skipped": 0, "skipped_names": []}
+    nothing |= {"left_out": len(left_out), "left_out_names": left_out[:SHOWN]}
     progress = {**nothing, "bad_lines": 0, "lines": 0}
     prepared = {"settings": settings, "progress": progress}
     splits: dict[str, list[Shard]] = {split: [] for split in SPLITS}
     new = Sidecar({}, settings["dtype"], 0, 0, splits, prepared, options.kind)
+    made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     if options.only == "units":
         with locked(out, fcntl.LOCK_SH):
@@ -171,13 +184,18 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
         sidecar = earlier(out, new, options.overwrite)
         if (out / SIDECAR).is_file():  # perhaps killed before it had cleaned up
             (out / PROGRESS).unlink(missing_ok=True)
-            shutil.rmtree(out / UNITS, ignore_errors=True)
+            remove_units(out)
             print(f"{out}: complete, nothing to do")
         else:
             sidecar = begin(options, out, pieces, sidecar)
             if options.only == "begin":
                 return
-            sidecar = write_shards(work(options, out, pieces, sidecar))
+            try:
+                sidecar = write_shards(work(options, out, pieces, sidecar))
+            except ConfigError:
+                if not options.train_bpe:  # a vocabulary takes long: the next start has it
+                    forget(out, made)
+                raise
         report(out, sidecar)
 
 
@@ -194,13 +212,15 @@ def all_or_errors(*acts: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def find_units(options: argparse.Namespace, out: Path) -> list[list[sources.Piece]]:
+def find_units(
+    options: argparse.Namespace, out: Path, left_out: list[str]
+) -> list[list[sources.Piece]]:
     if any(Path(given).expanduser().resolve() == out.resolve() for given in options.inputs):
         raise DataError(f"{out}: is also an input; choose another --out")
     if options.source:
         files = sources.standard_library()
     else:
-        files = sources.find(options.inputs, exclude=out.resolve())
+        files = sources.find(options.inputs, out.resolve(), left_out)
     units = sources.cut(files, min(UNIT_BYTES, options.shard_tokens))
     if not units:
         given = " ".join(options.inputs) or options.source
@@ -289,9 +309,10 @@ def begin(
 ) -> Sidecar:
     """Make the tokenizer and the record of what is done, unless an earlier start has."""
     if options.only:
-        (out / UNITS).mkdir(exist_ok=True)
+        mark(out / UNITS, Kind.DATA)
     if sidecar.tokenizer:
         return sidecar
+    mark(out, Kind.DATA)
     tokenizer = make_tokenizer(options, out, [piece for unit in pieces for piece in unit])
     sidecar = replace(
         sidecar,
@@ -340,4 +361,4 @@ def megabytes(pieces: Iterable[sources.Piece]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

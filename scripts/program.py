@@ -3,38 +3,52 @@
 python scripts/program.py [OPTIONS] -- COMMAND [ARGUMENTS]      see docs/any-program.md
 
 --here N     all N ranks on this machine, without Slurm
---check      only checks the words, and prints the run directory
+--check N    only checks the words, for a job of N nodes; prints the run directory, "torchrun" where
+             that is the command, the directory of the checkpoints, and "done" where an earlier
+             start of the job has done it all, each with a NUL after it
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
 
-import sys
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
+
 from dataclasses import replace
 
-from kempner.config.option import ConfigError
+from kempner.front_door import run_program
+from kempner.program.book import is_done
 from kempner.program.copy import Copy, check_code
-from kempner.program.options import check_command, parse
+from kempner.program.launchers import check_launcher, uses_torchrun
+from kempner.program.options import check_command, check_run_dir, parse
 from kempner.program.start import supervise, supervise_here
 
 
 def main(words: list[str]) -> int:
+    if words[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
     check, here = words[:1] == ["--check"], words[:1] == ["--here"]
-    try:
-        options = parse(words[1 if check else 2 if here else 0 :])
-        if copy := Copy.given():
-            options = replace(options, command=copy.command(options.command))
-        elif check and options.code:
-            check_code(options.code, options.command)
-        check_command(options.command)
-        if check:
-            print(options.run_dir)
-            return 0
-        return supervise_here(options, int(words[1])) if here else supervise(options)
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f"kempner: error: {problem}", file=sys.stderr)
-        return 2
+    options = parse(words[2 if check or here else 0 :])
+    copy = Copy.given()
+    if copy:
+        options = replace(options, command=copy.command(options.command))
+    elif check and options.code:
+        check_code(options.code, options.command)
+    if check:
+        check_launcher(options.command, int(words[1]))
+    check_command(options.command)
+    check_run_dir(options.run_dir)
+    if check:
+        launcher = "torchrun" if uses_torchrun(options.command) else ""
+        over = "done" if is_done(options) else ""
+        print(options.run_dir, launcher, options.checkpoint_dir or "", over, sep="\0", end="\0")
+        return 0
+    return supervise_here(options, int(words[1])) if here else supervise(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main, "kempner")

@@ -8,7 +8,14 @@ Takes what scripts/rl.py takes. An engine that is lost is started again; when an
 the run ends, and the same command resumes it. scripts/slurm/rl.sh needs no Ray: docs/rl.md.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import os
 import secrets
@@ -20,9 +27,10 @@ from typing import Any
 
 import ray
 
-from kempner.config.command_line import parse_command
+from kempner.config.command_line import help_text, parse_command
 from kempner.config.option import ConfigError
-from kempner.configure import load_config
+from kempner.configure import check_directories, load_config
+from kempner.front_door import run_program
 from kempner.ray.programs import programs, ranks
 from kempner.rl.exchange import Exchange
 from kempner.rl.placement import Placement, place
@@ -34,19 +42,21 @@ ENGINE = ["-m", "kempner.rl.vllm_engine"]
 
 
 def main(argv: list[str]) -> int:
-    command = parse_command(argv, {})
-    try:
-        cfg = load_config(command.files, command.overrides, command.problems)
-        if not cfg.rl.on:
-            raise ConfigError("rl.env: there is none; ray_train.py trains without")
-        ray.init()
-        gpus = max(int(node["Resources"].get("GPU", 0)) for node in ray.nodes())
-        deployment = cfg.rl_deployment
-        nodes = deployment.num_train_nodes + deployment.num_infer_nodes
-        parts = place(deployment, cfg.rl_inference, nodes, max(gpus, 1), 0)  # Ray chooses the GPUs
-    except ConfigError as error:
-        print("\n".join(f"ray_rl: error: {text}" for text in error.problems), file=sys.stderr)
-        return 2
+    command = parse_command(argv, {"help": bool})
+    if command.flags["help"]:
+        print(help_text(RunConfig, __doc__ or ""))
+        return 0
+    cfg = load_config(command.files, command.overrides, command.problems)
+    if not cfg.rl.on:
+        raise ConfigError("rl.env: there is none; ray_train.py trains without")
+    problems = check_directories(cfg, 0)
+    if problems:
+        raise ConfigError(problems)
+    ray.init()
+    gpus = max(int(node["Resources"].get("GPU", 0)) for node in ray.nodes())
+    deployment = cfg.rl_deployment
+    nodes = deployment.num_train_nodes + deployment.num_infer_nodes
+    parts = place(deployment, cfg.rl_inference, nodes, max(gpus, 1), 0)  # Ray chooses the GPUs
     attempt = f"ray-{os.environ.get('SLURM_JOB_ID', '0')}-{os.getpid()}-{int(time.time())}"
     os.environ["KEMPNER_ATTEMPT_ID"] = attempt
     exchange = Exchange(cfg.run.dir)
@@ -128,4 +138,4 @@ class Run:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -1,29 +1,36 @@
 """Train from a Ray program: one actor per rank, each running scripts/train.py in its own process.
 
-    COMMAND="python scripts/ray_train.py configs/train/7b.toml --train.max_steps=500" \\
+    COMMAND="python scripts/ray_train.py configs/train/7b.toml --train.max_steps=50000" \\
         sbatch --nodes=4 scripts/slurm/ray.sh
 
 All other arguments go to train.py. --workers: the number of ranks; by default one for each GPU of
 the cluster, or one for each node if there are no GPUs.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
 
-import argparse
-import sys
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
+
 from pathlib import Path
 
 import ray
 
+from kempner.config.command_line import argument_parser
+from kempner.front_door import run_program
 from kempner.ray.programs import programs, ranks
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> int:
+    parser = argument_parser("ray_train.py", __doc__)
     parser.add_argument("--workers", type=int, help="ranks; default: one per GPU, else per node")
-    given, arguments = parser.parse_known_args()
+    given, arguments = parser.parse_known_args(argv)
     ray.init()
     gpus = int(ray.cluster_resources().get("GPU", 0))
     actors = programs(given.workers or gpus or len(ray.nodes()), gpus=min(gpus, 1))
@@ -39,4 +46,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

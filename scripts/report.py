@@ -11,21 +11,32 @@ how each attempt ended. The page is one file without scripts: copy it, open it a
 still train can be reported too. Exit code 0, or 2 when a run has nothing to show.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import argparse
-import signal
-import sys
 import time
 from pathlib import Path
 
 from kempner import slurm
-from kempner.history.page.write import write_page
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.directories import describe, refuse_other_file
+from kempner.front_door import run_program
+from kempner.history.page.write import SIGN, write_page
 from kempner.history.replicas import replicas_of
-from kempner.history.run_history import History, is_run, load_history, runs_in
-from kempner.history.summary import attempt_table, replica_table, starts, table
+from kempner.history.run_history import History, is_run, load_history, runs_in, size_of
+from kempner.history.summary import attempt_table, refused, replica_table, starts, table
+from kempner.picture import refuse_other_picture
 
 FORMATS = (".png", ".pdf", ".svg")
+SHOWN = 5  # runs that a message names
 
 
 def main(argv: list[str]) -> int:
@@ -37,22 +48,19 @@ def summarize(options: argparse.Namespace) -> int:
     """The table, and the pictures."""
     runs, problems = find_runs(options.runs)
     if problems:
-        return fail(*problems)
+        raise ConfigError(problems)
+    out, times = pictures(runs, options.out)
     print(table(runs))
     for run in runs:
-        print(f"\nattempts of {run.path}\n{attempt_table(run)}{starts(run)}")
-        if replicas := replicas_of(run.path):
+        print(f"\nattempts of {run.path}\n{attempt_table(run)}{starts(run)}{refused(run)}")
+        replicas = replicas_of(run.path)
+        if replicas:
             print(f"\nreplicas of {run.path}\n{replica_table(replicas)}")
-    alone = len(runs) == 1
-    out = options.out or (runs[0].path / "report.png" if alone else Path("report.png"))
-    times = None
-    if alone and len(runs[0].attempts) > 1 and runs[0].wall_time.total:
-        name = f"{out.stem}-timeline{out.suffix}" if options.out else "timeline.png"
-        times = out.with_name(name)
     from kempner.history import plots, timeline  # they need numpy, and the page does not
 
     try:
-        if drawn := [run for run in runs if run.losses]:
+        drawn = [run for run in runs if run.losses]
+        if drawn:
             plots.draw(drawn, out)
         if times is not None:
             timeline.draw(runs[0], times)
@@ -63,7 +71,7 @@ def summarize(options: argparse.Namespace) -> int:
         print(f"\nno plot: matplotlib is not installed; run {fix}")
         return 0
     except OSError as error:
-        return fail(f"{out}: {error.strerror}; name another file by --out")
+        raise ConfigError(f"{out}: {error.strerror}; name another file by --out") from None
     if drawn:
         print(f"\npicture: {out}")
     if times is not None:
@@ -71,14 +79,20 @@ def summarize(options: argparse.Namespace) -> int:
     return 0
 
 
+def pictures(runs: list[History], named: Path | None) -> tuple[Path, Path | None]:
+    """Of the curves and, of one run with several attempts, of its time. Raises ConfigError when
+    another program's file is there."""
+    alone, times = len(runs) == 1, None
+    out = named or (runs[0].path / "report.png" if alone else Path("report.png"))
+    refuse_other_picture(out, "--out", named is not None)
+    if alone and len(runs[0].attempts) > 1 and runs[0].wall_time.total:
+        times = out.with_name(f"{out.stem}-timeline{out.suffix}" if named else "timeline.png")
+        refuse_other_picture(times, "--out", named is not None)
+    return out, times
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
-    about, _, more = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="report.py",
-        description=about,
-        epilog=more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("report.py", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument(
         "--out",
@@ -101,7 +115,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.html is None and (options.watch or options.refresh):
         parser.error("--watch and --refresh are for a page: add --html")
     for name in ("watch", "refresh"):
-        if (value := getattr(options, name)) is not None and value < 1:
+        value = getattr(options, name)
+        if value is not None and value < 1:
             parser.error(f"--{name} {value}: must be 1 second or more")
     if options.html not in (None, Path()) and options.html.suffix not in (".html", ".htm"):
         parser.error(f"--html {options.html}: must end in .html; name the runs before --html")
@@ -118,15 +133,18 @@ def write_html(options: argparse.Namespace) -> int:
     runs = list(dict.fromkeys(run for path in paths for run in runs_in(path)))
     if not runs:
         names = ", ".join(map(str, paths))
-        return fail(f"no run in {names}; name the run.dir of a training, or what holds several")
+        fix = "name the run.dir of a training, or what holds several"
+        raise ConfigError(f"no run in {names}; {fix}")
     page = options.html
     if page == Path():
         page = (paths[0] if len(paths) == 1 else Path()) / "report.html"
     while True:
         try:
+            refuse_other_file(page, "--html", (SIGN,))
             lives = write_page(runs, page, slurm.my_jobs(), options.watch or options.refresh)
         except OSError as error:
-            return fail(f"{page}: {error.strerror}; name another file by --html FILE")
+            fix = "name another file by --html FILE"
+            raise ConfigError(f"{page}: {error.strerror}; {fix}") from None
         if not (options.watch and lives):
             print(f"page: {page}")
             return 0
@@ -134,30 +152,36 @@ def write_html(options: argparse.Namespace) -> int:
         runs = list(dict.fromkeys(run for path in paths for run in runs_in(path)))
 
 
-def fail(*problems: str) -> int:
-    for problem in problems:
-        print(f"report: error: {problem}", file=sys.stderr)
-    return 2
-
-
 def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
     runs, problems, jobs = [], [], slurm.my_jobs()
     for path in dict.fromkeys(paths):
         if not path.is_dir():
-            problems.append(f"{path}: no such directory; name the run.dir of a training")
+            there = path.exists() or path.is_symlink()
+            what = f" is {describe(path)}" if there else ": no such directory"
+            problems.append(f"{path}{what}; name the run.dir of a training")
             continue
         run = load_history(path, jobs)
         if run.losses or is_program(run):
             runs.append(run)
+        elif size_of(path / "metrics.jsonl") and not run.lines:
+            problems.append(f"{path}/metrics.jsonl: no line of it can be read; it is not text")
         elif is_run(path):
             ends = [a for a in run.attempts if a.state != "running"]
             last = f"; the last attempt: {ends[-1].ending}" if ends else ""
+            last = f"; {run.refusal.text}" if run.refusal else last
             problems.append(
                 f"{path}: no step is recorded yet; there is a line every metrics.log_interval "
                 f"steps{last}"
             )
+        elif runs_in(path):
+            names = ", ".join(str(run) for run in runs_in(path)[:SHOWN])
+            problems.append(
+                f"{path}: holds runs; add --html for a page of all, or name them: {names}"
+            )
         else:
-            problems.append(f"{path}: not a run; name the run.dir of a training")
+            problems.append(
+                f"{path} is {describe(path)}, not a run; name the run.dir of a training"
+            )
     return runs, problems
 
 
@@ -167,6 +191,4 @@ def is_program(run: History) -> bool:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`, as other commands do
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -9,6 +9,15 @@ n - 1 or, with rl.max_async, of earlier ones, trains on it, and publishes versio
 Exit code 0 after any orderly end, 2 on bad input; status.json says more.
 """
 
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
+
 import sys
 from dataclasses import replace
 

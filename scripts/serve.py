@@ -10,12 +10,18 @@ weights change without a restart: docs/serve.md. SIGTERM or Ctrl-C ends it: requ
 refused. Exit code 0, 1 when the engine has failed, or 2 on bad input.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import argparse
 import os
 import signal
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -23,38 +29,36 @@ from pathlib import Path
 from kempner import slurm
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
+from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
+from kempner.front_door import read_text, run_program
 from kempner.hf.source import held
+from kempner.signals import TO_LEAVE, leave_event
 
 TOKEN = "KEMPNER_SERVE_TOKEN"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 OPEN_TO_ALL = ("0.0.0.0", "::")
 
 
 def main(argv: list[str]) -> int:
-    end = threading.Event()
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: end.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # task.sh lets them wait until here
+    end = leave_event()
     options = parse(argv)
-    try:
-        token = read_token(options)
-        if options.source:
-            with held(options.source):
-                pass
-        return 0 if options.check else serve(options, token, end)
-    except (ConfigError, ValueError, OSError) as error:
-        return fail(str(error).replace("\n", "; "))
+    token = read_token(options)
+    if options.source:
+        with held(options.source):
+            pass
+    if options.publish:
+        refuse_other_file(place_of(options), "--publish", ("http://",))
+    return 0 if options.check else serve(options, token, end)
 
 
-def fail(message: str) -> int:
-    print(f"serve: error: {message}", file=sys.stderr)
-    return 2
+def place_of(options: argparse.Namespace) -> Path:
+    """The file of this engine's URL."""
+    task = os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
+    return Path(options.publish, f"engine-{task}").resolve()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argument_parser("serve.py", __doc__)
-    parser.usage = argparse.SUPPRESS  # an error is one line
     add = parser.add_argument
     add(
         "source",
@@ -102,7 +106,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if bool(options.source) == bool(options.weights):
         parser.error("give either MODEL or --weights DIR")
     for name in ("slots", "queue", "window"):
-        if (value := getattr(options, name)) is not None and value < 1:
+        value = getattr(options, name)
+        if value is not None and value < 1:
             parser.error(f"--{name} {value}: must be at least 1")
     if not 0 <= options.port < 2**16:
         parser.error(f"--port {options.port}: must be from 0 to 65535")
@@ -113,9 +118,9 @@ def read_token(options: argparse.Namespace) -> str:
     """Raises ConfigError; never with the token in it."""
     token, file = os.environ.pop(TOKEN, "").strip(), options.token_file
     if file is not None:
+        token = read_text(file, "--token-file").strip()
         if file.stat().st_mode & 0o077:
             raise ConfigError(f"--token-file {file}: may be read by others; chmod 600 it")
-        token = file.read_text().strip()
         if not token:
             raise ConfigError(f"--token-file {file}: is empty")
     if not token and options.host not in ("127.0.0.1", "::1", "localhost"):
@@ -164,8 +169,7 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     host = slurm.own_address() if options.host in OPEN_TO_ALL else options.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     print(f"serve: {loaded.about} at {url}", flush=True)
-    task = os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
-    place = options.publish and options.publish / f"engine-{task}"
+    place = options.publish and place_of(options)
     if place:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(place, f"{url}\n")
@@ -176,7 +180,7 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     threads[0].join()
     server.wait_for_answers()
     server.shutdown()
-    for number in SIGNALS:  # Slurm repeats them, and Python's own end takes handlers down
+    for number in TO_LEAVE:  # Slurm repeats them, and Python's own end takes handlers down
         signal.signal(number, signal.SIG_IGN)
     return worker.exit_code
 
@@ -190,4 +194,4 @@ def own_gpu() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -8,27 +8,36 @@
 
 Reads the run directories, and asks squeue where there is one; Slurm's accounting is not needed.
 Exit code 0 when all is well; 1 when somebody has to look at a run: what it prints says at which,
-and why; 2 when there is nothing to show.
+and why; 2 when there is nothing to show, or a run is not there or cannot be read.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from kempner import slurm
+from kempner.config.command_line import argument_parser
+from kempner.front_door import run_program
 from kempner.history import notify
 from kempner.history.attempts import Record
-from kempner.history.facts import facts, trouble
+from kempner.history.facts import facts, step_of, trouble
 from kempner.history.nodes import Node, nodes_of
 from kempner.history.replicas import replicas_of
-from kempner.history.run_history import History, load_history, runs_in
+from kempner.history.run_history import History, load_history, runs_in, unreadable_in
+from kempner.history.state import LIVE
 from kempner.history.tables import aligned, duration
 
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are read
@@ -39,9 +48,14 @@ SCHEMA = 1  # of --json: docs/monitoring.md
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    paths = [run for path in options.paths for run in runs_in(path)]
+    found = {path: runs_in(path) for path in options.paths}
+    hidden = {path: unreadable_in(path) for path in options.paths}
+    problems = [no_run(path) for path in options.paths if not found[path] and not hidden[path]]
+    problems += dict.fromkeys(why_hidden(path) for paths in hidden.values() for path in paths)
+    for problem in problems:
+        print(f"status: error: {problem}", file=sys.stderr)
+    paths = [*dict.fromkeys(run for runs in found.values() for run in runs)]
     if not paths:
-        print(f"status: error: no run in {', '.join(map(str, options.paths))}", file=sys.stderr)
         return 2
     jobs, now = slurm.my_jobs(), time.time()
     runs = [load_history(path, jobs, TAIL) for path in paths]
@@ -56,13 +70,31 @@ def main(argv: list[str]) -> int:
         for run in runs:
             for problem in notify.tell_if_new(run, now):
                 print(f"status: {problem}", file=sys.stderr)
-    return int(any(trouble(run) for run in runs))
+    return 2 if problems else int(any(trouble(run) for run in runs))
+
+
+def no_run(path: Path) -> str:
+    """Why there is nothing to show of it."""
+    try:
+        os.listdir(path)
+    except FileNotFoundError:
+        return f"{path}: no such directory; name a run, or a directory of runs (ls runs)"
+    except NotADirectoryError:
+        return f"{path}: is a file; name a run, or a directory of runs (ls runs)"
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}; ls -ld {path} says who may"
+    return f"no run in {path}; name a run, or a directory of runs (ls runs)"
+
+
+def why_hidden(path: Path) -> str:
+    """Why a run that may be there is not shown, or not all of it."""
+    if path.is_symlink() and not os.path.exists(path):
+        return f"{path}: a link to {os.readlink(path)}, which is not there; correct or remove it"
+    return f"{path}: cannot be read: Permission denied; ls -ld {path} says who may"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    about, _, more = (__doc__ or "").partition("\n")
-    as_it_is = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("status.py", None, about, more, formatter_class=as_it_is)
+    parser = argument_parser("status.py", __doc__)
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("runs")], metavar="PATH")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--nodes", action="store_true", help="the hosts and their faults")
@@ -70,7 +102,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.notify and not notify.ways():
         parser.error("--notify: set KEMPNER_NOTIFY, KEMPNER_WEBHOOK or KEMPNER_MAIL")
-    if not (most := os.environ.get("KEMPNER_MAX_CRASHES") or "3").isdecimal():
+    most = os.environ.get("KEMPNER_MAX_CRASHES") or "3"
+    if not most.isdecimal():
         parser.error(f"KEMPNER_MAX_CRASHES={most}: must be a number")
     return options
 
@@ -95,7 +128,8 @@ def node_row(node: Node) -> tuple[str, ...]:
 def starts(run: History) -> str:
     """How many there were and, of these, how many in place; the job's idle nodes."""
     text = str(sum(attempt.began is not None for attempt in run.attempts))
-    if again := sum(attempt.decision == "restart" for attempt in run.attempts):
+    again = sum(attempt.decision == "restart" for attempt in run.attempts)
+    if again:
         text += f", {again} in place"
     idle = run.attempts[-1].spares if run.attempts and not run.attempts[-1].decision else ()
     return f"{text}, {len(idle)} spare" if idle else text
@@ -103,21 +137,25 @@ def starts(run: History) -> str:
 
 def row(run: History) -> tuple[str, ...]:
     last = next((line for line in reversed(run.lines) if line.get("tokens_per_s") is not None), {})
-    step = max(run.step, run.status.get("step", 0), last.get("step", 0))
+    step = step_of(run)
+    done = "-" if step is None else f"{step:,}"
     left = run.job.left if run.job and run.job.state == "RUNNING" else "-"
     replicas = replicas_of(run.path) if run.state.word == "running" else None
     alive = f", {replicas.here} of {len(replicas.by_number)} replicas" if replicas else ""
     alive += rewarded(last) if run.state.word == "running" else ""
     alive += f", job {run.successor.number} next" if run.successor else ""
-    reason = run.state.reason if run.state.word == "waiting" else ""
-    if run.state.word == "running" and run.attempts:
-        reason = run.attempts[-1].gpu_warning
-    if why := trouble(run):
+    reason = run.state.reason if run.state.word in ("waiting", "cancelled") else ""
+    if run.state.word == "running":
+        reason = run.warning
+    if run.refusal and run.state.word not in LIVE:
+        reason = run.state.reason
+    why = trouble(run)
+    if why:
         reason = f"! {why}"
     return (
         str(run.path),
         run.state.word + alive,
-        f"{step:,}/{run.status['max_steps']:,}" if "max_steps" in run.status else f"{step:,}",
+        f"{done}/{run.status['max_steps']:,}" if "max_steps" in run.status else done,
         "-" if last.get("loss") is None else f"{last['loss']:.4f}",
         f"{last['tokens_per_s']:,.0f}" if last else "-",
         starts(run),
@@ -134,6 +172,4 @@ def rewarded(last: Record) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`, as other commands do
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

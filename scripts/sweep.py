@@ -12,23 +12,35 @@ has the format of the file. Exit code 1: something was not submitted, or has fai
 every problem on a line of its own, and nothing is submitted.
 """
 
-from __future__ import annotations
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
 
 import argparse
+import contextlib
+import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.config.values import did_you_mean
+from kempner.directories import Kind, describe, kind_of, refuse_others
+from kempner.front_door import interruptible, run_program
+from kempner.history.run_history import is_run
 from kempner.history.tables import aligned
 from kempner.planner.cost import GPUS
 from kempner.sweep import results
-from kempner.sweep.cost import gpu_hours
+from kempner.sweep.cost import Hours, gpu_hours
 from kempner.sweep.file import Sweep, read_sweep
 from kempner.sweep.here import run_here
 from kempner.sweep.journal import Journal, locked
@@ -45,20 +57,25 @@ COMMANDS = ("plan", "submit", "status", "resubmit", "cancel", "table")
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
+    sweep = read_sweep(options.sweep)
+    refuse_directory(sweep)
+    begun = kind_of(folder(sweep)) is Kind.SWEEP or options.command == "submit"
+    interruptible()
     try:
-        sweep = read_sweep(options.sweep)
         journal = Journal(folder(sweep))
         points = points_of(sweep, journal)
         if options.command == "plan":
             return plan(sweep, points, journal, options.gpu)
         if options.command == "table":
-            return results.write(sweep, points, options)
+            return results.write(sweep, points, options, begun)
         if options.command == "status":
             return status(sweep, look(points, journal))
         if options.from_job and sweep.propose is None:  # the file was edited since
             return 0
-        with locked(folder(sweep), PATIENCE_S if sweep.propose else 0) as journal:
-            settle(journal)
+        wait = PATIENCE_S if sweep.propose else 0
+        lock = locked(folder(sweep), wait) if begun else contextlib.nullcontext(journal)
+        with lock as journal:
+            settle(journal, options.here)
             if sweep.propose:  # another one may have proposed some
                 points = points_of(sweep, journal)
             if options.command == "cancel":
@@ -66,11 +83,11 @@ def main(argv: list[str]) -> int:
             if sweep.propose and options.command == "submit":
                 return search(sweep, points, journal, options)
             return send(sweep, look(points, journal), journal, options)
-    except ConfigError as error:
-        print(f"sweep: error: {len(error.problems)} problem(s) with the input", file=sys.stderr)
-        print("\n".join(f"  - {text}" for text in error.problems), file=sys.stderr)
     except BlockingIOError:
-        fail(f"another sweep.py works in {folder(sweep)}: wait until it has ended")
+        where = folder(sweep)
+        raise ConfigError(f"another sweep.py works in {where}: wait until it has ended") from None
+    except BrokenPipeError:  # whoever reads what this prints has left
+        raise
     except OSError as error:  # a full disk: an array that was not recorded is asked for by its name
         why = f"{error.filename or folder(sweep)}: {error.strerror or error}"
         fail(f"{why}; mend that, and call it again: nothing is submitted twice")
@@ -78,13 +95,10 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         fail("interrupted; what Slurm has taken by then is found by the next command")
         return 130
-    return 2
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    about, _, more = (__doc__ or "").partition("\n")
-    as_it_is = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("sweep.py", None, about, more, formatter_class=as_it_is)
+    parser = argument_parser("sweep.py", __doc__)
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
     parser.add_argument("command", metavar="COMMAND", help=", ".join(COMMANDS))
     parser.add_argument("--gpu", metavar="NAME", help=f"plan: one of {', '.join(GPUS)}")
@@ -121,6 +135,23 @@ def folder(sweep: Sweep) -> Path:
     return sweep.dir / "sweep"
 
 
+def refuse_directory(sweep: Sweep) -> None:
+    """Raise ConfigError unless DIR/NAME is a sweep, or not there yet, or holds a few notes."""
+    place, fix = sweep.dir, "give the sweep another name, or another dir"
+    above = next(path for path in place.absolute().parents if os.path.lexists(path))
+    if not above.is_dir():
+        raise ConfigError(f"{sweep.file}: dir/name = {place}: {above} is {describe(above)}; {fix}")
+    refuse_others(folder(sweep), f"{sweep.file}: dir/name/sweep", (Kind.SWEEP,), fix)
+    kinds: tuple[Kind, ...] = (Kind.STARTED, Kind.NOTES)
+    if kind_of(folder(sweep)) is Kind.SWEEP:
+        kinds = (Kind.SWEEP,)
+    elif kind_of(folder(sweep)) is Kind.EMPTY and os.listdir(place) == ["sweep"]:
+        return  # submit was killed
+    elif is_run(place):
+        kinds = ()
+    refuse_others(place, f"{sweep.file}: dir/name", kinds, fix)
+
+
 def points_of(sweep: Sweep, journal: Journal) -> list[Point]:
     """All of them; with [propose] those that are proposed so far."""
     return proposed(sweep, journal) if sweep.propose else expand(sweep)
@@ -147,7 +178,7 @@ def plan(sweep: Sweep, points: list[Point], journal: Journal, gpu: str | None) -
         points = proposed(sweep, journal)
     arrays = check(sweep, points)
     rows = [["point", "steps", "parameters", "GPUs", "GPU hours", "speed"]]
-    hours: list[float | None] = []
+    hours: list[Hours | None] = []
     for point in points:
         spent, source = gpu_hours(point, GPUS[gpu] if gpu else None)
         hours.append(spent)
@@ -156,7 +187,7 @@ def plan(sweep: Sweep, points: list[Point], journal: Journal, gpu: str | None) -
             f"{point.cfg.train.max_steps:,}",
             f"{point.cfg.model.count_parameters():,}",
             str(point.resources.nodes * point.resources.gpus_per_node),
-            "-" if spent is None else f"{spent:,.2f}",
+            "-" if spent is None else str(spent),
             source,
         ])  # fmt: skip
     print(aligned(rows, 2, range(1, 5)))
@@ -165,8 +196,10 @@ def plan(sweep: Sweep, points: list[Point], journal: Journal, gpu: str | None) -
         words = " ".join([*array.words, array.script.name, *array.program[1:]])
         print(f"  sbatch --array={array.indices} {words}")
     known = [spent for spent in hours if spent is not None]
-    cost = f"{sum(known):,.2f} GPU hours" if known else "cost unknown"
-    if missing := len(hours) - len(known):
+    total = Hours(sum(each.least for each in known), sum(each.most for each in known))
+    cost = f"{total} GPU hours" if known else "cost unknown"
+    missing = len(hours) - len(known)
+    if missing:
         cost += (
             f"; {missing} point(s) without a speed: give --gpu NAME for the planner's estimate, or "
             "resources.tokens_per_s"
@@ -214,8 +247,12 @@ def send(
         say(
             f"{each.point.name}: {each.state.word} after {each.tries} tries (tries = {sweep.tries})"
         )
-    if unknown := [each for each in looks if each.state.word == "unknown"]:
-        say(f"{len(unknown)} point(s) left alone: {unknown[0].state.reason}")
+    unknown = [each for each in looks if each.state.word == "unknown"]
+    if unknown:
+        say(
+            f"{len(unknown)} point(s) left alone: {unknown[0].state.reason}; call it again when "
+            "Slurm answers, or with --here to run them on this machine"
+        )
     if not points:
         print(f"nothing to {options.command}; {counts(looks)}")
         return 1 if tired or unknown else 0
@@ -235,7 +272,8 @@ def send(
     missing = 0
     for array in arrays:
         if array.job:
-            if problem := throttle(array):
+            problem = throttle(array)
+            if problem:
                 say(f"job {array.job}: its limit stays as it is: {problem}")
         elif submit(sweep, array, journal, env, say):
             job = journal.task(array.points[0].name) or ""
@@ -243,7 +281,8 @@ def send(
         else:
             missing += len(array.points)
     if missing:
-        fail(f"{missing} point(s) were not submitted; '{options.command}' again submits them alone")
+        fix = f"'{options.command}' again submits them alone, and with --here runs them here"
+        fail(f"{missing} point(s) were not submitted; {fix}")
     return 1 if missing else 0
 
 
@@ -258,7 +297,7 @@ def status(sweep: Sweep, looks: Sequence[Look]) -> int:
         rows.append((
             each.point.name,
             each.state.word,
-            f"{each.run.step:,}/{each.point.cfg.train.max_steps:,}",
+            f"{each.run.step_text}/{each.point.cfg.train.max_steps:,}",
             str(each.tries),
             each.task or "-",
             f"! {each.state.reason}" if each.state.attention else each.state.reason,
@@ -284,5 +323,4 @@ def cancel(journal: Journal, looks: Sequence[Look]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`, as other commands do
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

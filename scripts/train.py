@@ -7,6 +7,15 @@ The whole program is here: make the parts, load the newest checkpoint, step unti
 until a request to leave. Exit code 0 after any orderly end, 2 on bad input; status.json says more.
 """
 
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
+
 import sys
 
 from kempner import process_group
@@ -141,13 +150,9 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         if (save_due or verdict.save) and verdict.state != "failed":
             with recorder.clock.part("checkpoint"), watchdog.patient():
                 checkpointer.save(step, progress.record())
-        validation_due = cfg.eval.interval and (last or step % cfg.eval.interval == 0)
-        if validation_due and not verdict.state:
-            with (
-                recorder.clock.part("eval"),
-                watchdog.patient(),
-                published_weights(model, optimizer),
-            ):
+        if cfg.eval.interval and (last or step % cfg.eval.interval == 0) and not verdict.state:
+            weights = published_weights(model, optimizer)
+            with recorder.clock.part("eval"), watchdog.patient(), weights:
                 recorder.validation(
                     step, validate(model, objective, val_batches(), layout, device, stop)
                 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
 import signal
@@ -9,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import kempner
+from kempner.front_door import exit_code
 from tests.cluster import cluster
 
 __all__ = ["cluster"]  # a fixture
@@ -47,6 +51,16 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return out
+
+
+def load_program(name: str) -> ModuleType:
+    """A program of scripts/ in this process; its main() returns the exit code in every case."""
+    spec = importlib.util.spec_from_file_location(f"{name}_program", ROOT / f"scripts/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main = functools.partial(exit_code, module.main, name=name)  # type: ignore[attr-defined]
+    return module
 
 
 def clean_env(**more: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import warnings
 from pathlib import Path
@@ -14,6 +13,7 @@ from kempner.hf.load import load_weights
 from kempner.hf.source import find
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
+from tests.conftest import load_program
 
 ROOT = Path(__file__).parent.parent
 COMMON = {
@@ -99,8 +99,4 @@ def ours(source: Path | str) -> torch.Tensor:
 
 def convert(*args: object, code: int = 0) -> None:
     """scripts/convert.py in this process."""
-    spec = importlib.util.spec_from_file_location("convert", ROOT / "scripts/convert.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.main([*map(str, args)]) == code
+    assert load_program("convert").main([*map(str, args)]) == code

@@ -17,7 +17,7 @@
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
@@ -36,9 +36,13 @@ kp_committed_step() { # in place of requeue.sh's: checkpoints that are evaluated
 
 kp_setup # the repository, its Python, site.env
 kp_in_job || kp_die "eval.sh runs in a job: sbatch scripts/slurm/eval.sh RUN --tasks ...; here it is scripts/eval.py"
-[[ -d ${1:-} ]] || kp_die "no run '${1:-}': give its directory first, then the options of scripts/eval.py"
+[[ -n ${1:-} ]] || kp_die "no run is given: give its directory first, then the options of scripts/eval.py"
+[[ -d $1 ]] || kp_die "no run '$1' yet: submit eval.sh when it has begun, or with --dependency=after:JOB+5, 5 minutes" \
+    "after the start of the training's job"
+kp_python "$KP_ROOT/scripts/eval.py" "$@" --follow --check || exit # before anything is made in it
 mkdir -p -- "$1/eval" || kp_die "$1/eval cannot be written"
 KP_RUN_DIR=$(realpath -- "$1/eval") KP_NODES=1 KP_TASKS=1 KP_MEASURE="checkpoints evaluated:"
 KP_COMMITTED_BEFORE=$(kp_committed_step)
+kp_mount "$1"
 kp_alone "$KP_ROOT/scripts/eval.py" "$@" --follow
 kp_finish # requeue or not; the exit code

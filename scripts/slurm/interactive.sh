@@ -7,7 +7,7 @@
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+source "${0%"${0##*/}"}lib/all.sh"
 
 (($# >= 2)) || kp_die "usage: bash scripts/slurm/interactive.sh JOBID CONFIG [OVERRIDES]"
 kp_use_job "$1" # as if this shell were in it

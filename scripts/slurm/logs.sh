@@ -12,9 +12,9 @@
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+source "${0%"${0##*/}"}lib/all.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/find_run.sh"
+source "$KP_LIB/find_run.sh"
 
 readonly USAGE="usage: bash scripts/slurm/logs.sh RUN|JOBID [--rank R | --part NAME] [--warnings] [--no-follow]"
 WARNINGS='error|warning|traceback|straggler|watchdog|not finite|non-finite|is a spike|killed|cancelled|failed|timed out'
@@ -30,13 +30,15 @@ kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_L
     local run=''
     while (($# > 0)); do
         case $1 in
-            --rank=*) KP_RANK=${1#*=} KP_RANK=${KP_RANK:-none} ;;
-            --rank) KP_RANK=${2:-none} && shift $(($# > 1)) ;;
-            --part=*) KP_PART=${1#*=} KP_PART=${KP_PART:-none} ;;
-            --part) KP_PART=${2:-none} && shift $(($# > 1)) ;;
+            --rank=?*) KP_RANK=${1#*=} ;;
+            --part=?*) KP_PART=${1#*=} ;;
+            --rank | --part | --rank= | --part=)
+                [[ $1 != *= && -n ${2:-} ]] || kp_die "${1%=}: a value is missing; $USAGE"
+                set -- "$1=$2" "${@:3}"
+                continue
+                ;;
             --warnings) KP_WARN=1 KP_LINES=1000 ;; # lines that are looked at
             --no-follow) KP_FOLLOW='' ;;
-            -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "${BASH_SOURCE[0]}" && exit ;;
             -* | '') kp_die "no option '$1'; $USAGE" ;;
             *)
                 [[ -z $run ]] || kp_die "give one run, not both '$run' and '$1'; $USAGE"

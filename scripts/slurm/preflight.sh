@@ -17,7 +17,7 @@
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh

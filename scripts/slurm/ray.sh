@@ -15,7 +15,7 @@
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
@@ -32,6 +32,8 @@ source "$KP_LIB/ray_cluster.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/ray_driver.sh
 source "$KP_LIB/ray_driver.sh"
 
+(($# == 0)) || kp_die "'$1': ray.sh takes its command from a variable: COMMAND=\"python driver.py\" sbatch" \
+    "scripts/slurm/ray.sh"
 for name in TERM INT HUP USR1 USR2; do
     # shellcheck disable=SC2064 # expand the name now
     trap "RAY_SIGNAL=$name" "$name"

@@ -6,6 +6,7 @@
 #   bash scripts/slurm/replicas.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+# OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=2
 #SBATCH --exclusive
@@ -19,7 +20,7 @@ set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original, and the copy
 # of the code that an earlier start has made: lib/code.sh.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
     job=$(scontrol show job "$job" 2>/dev/null) || true
@@ -37,6 +38,7 @@ source "$KP_LIB/replicas.sh"
 
 kp_take "$@"                         # train.py's arguments; --dry-run
 kp_setup                             # the repository, its Python, site.env
+kp_need_job replicas.sh              # its replicas are steps of one
 kp_code replicas.sh                  # the code of the submission: from here on a copy of the repository
 kp_tasks                             # nodes, GPUs, one task per GPU
 kp_check "${KP_ARGUMENTS[@]}"        # the configuration, once, before any GPU works

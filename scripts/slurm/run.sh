@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run any program on whole nodes, one process per GPU, with the care that the trainer gets: docs/any-program.md.
+# Run any program on whole nodes, one process per GPU (or per node: --ntasks-per-node=1, torchrun), with the care that the trainer gets: docs/any-program.md.
 #
 #   sbatch scripts/slurm/run.sh -- python my_train.py --lr 3e-4
 #   sbatch --nodes=16 --time=24:00:00 scripts/slurm/run.sh --checkpoints='out/ckpt-*' -- python my_train.py
@@ -25,7 +25,7 @@
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
@@ -40,8 +40,9 @@ source "$KP_LIB/program.sh"
 
 kp_take_program "$@"                # the options, and the command after "--"; --dry-run
 kp_setup                            # the repository, its Python, site.env
-kp_tasks                            # nodes, GPUs, one task per GPU
 kp_check_program                    # options and command, before any GPU works
+kp_tasks                            # nodes, GPUs, one task per GPU; or one per node
+kp_open_program                     # the run directory
 kp_banner                           # what runs where
 kp_chain                            # with KEMPNER_CHAIN=K: submits the job that continues this one
 kp_preflight                        # with KEMPNER_PREFLIGHT=1: checks the nodes first

@@ -18,7 +18,7 @@
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
@@ -31,7 +31,7 @@ source "$lib"
 # shellcheck source-path=SCRIPTDIR source=lib/engines.sh
 source "$KP_LIB/engines.sh"
 
-(($# > 0)) || kp_die "no model given: sbatch scripts/slurm/serve.sh MODEL"
+KP_NOTHING_GIVEN="no model given: sbatch scripts/slurm/serve.sh MODEL"
 KP_PROGRAM_OPTIONS='slots|queue|window|device' # serve.py's, for --dry-run: the others are sbatch's
 kp_take "$@"
 kp_setup # the repository, its Python, site.env

@@ -7,6 +7,7 @@
 #   bash scripts/slurm/singlenode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
 # sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+# OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=1
 #SBATCH --exclusive
@@ -19,7 +20,7 @@ set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original, and the copy
 # of the code that an earlier start has made: lib/code.sh.
-lib=$(dirname "${BASH_SOURCE[0]}")/lib/all.sh
+lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
     job=$(scontrol show job "$job" 2>/dev/null) || true

@@ -9,7 +9,7 @@
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+source "${0%"${0##*/}"}lib/all.sh"
 
 kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch script, and KP_ARGUMENTS, those after it
     KP_REQUEST=() KP_NAME='' KP_ARGUMENTS=()
@@ -22,14 +22,18 @@ kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch scri
         KP_REQUEST+=("$1")
         shift
     done
-    [[ -n $KP_NAME ]] ||
-        kp_die "no launch script of $KP_LIB/.. among the words: submit.sh [SBATCH OPTIONS] .../multinode.sh CONFIG"
+    [[ -n $KP_NAME ]] || kp_die "${KP_REQUEST[*]:-no word} names no launch script: give one of the kit's after" \
+        "sbatch's options: bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/multinode.sh CONFIG"
     if [[ $KP_NAME == run.sh ]]; then
         KP_PROGRAM=program.py
         return
     fi
     KP_PROGRAM=$(sed -nE 's/^kp_code [a-z]+\.sh *([a-z]+\.py)? *#.*/\1 found/p' "$KP_LIB/../$KP_NAME")
-    [[ -n $KP_PROGRAM ]] || kp_die "$KP_NAME runs the repository itself: sbatch scripts/slurm/$KP_NAME"
+    if [[ -z $KP_PROGRAM ]]; then
+        grep -q '^#SBATCH ' "$KP_LIB/../$KP_NAME" ||
+            kp_die "$KP_NAME is not a job: give a launch script, such as scripts/slurm/multinode.sh"
+        kp_die "$KP_NAME runs the repository itself, without a copy: sbatch scripts/slurm/$KP_NAME"
+    fi
     KP_PROGRAM=${KP_PROGRAM% found} KP_PROGRAM=${KP_PROGRAM:-train.py}
     ((${#KP_ARGUMENTS[@]} > 0)) || kp_die "no configuration given: name one after $KP_NAME"
     [[ ${KP_ARGUMENTS[0]} != @* ]] ||
@@ -56,7 +60,9 @@ kp_copy_program() { # as kp_copy_now, of the directory of run.sh's --code
     source "$KP_LIB/program.sh"
     directory=$(kp_program_directory)
     [[ -n $directory ]] || kp_die "run.sh: nothing to copy; give --code=DIR, the program's repository, or use sbatch"
-    run=$(kp_python "$KP_ROOT/scripts/$KP_PROGRAM" --check "${KP_ARGUMENTS[@]}") || exit 2
+    # The job checks it again, for its nodes.
+    kp_checked kempner.config.toml "$KP_ROOT/scripts/$KP_PROGRAM" --check 1 "${KP_ARGUMENTS[@]}" || exit 2
+    run=${KP_VALUES[0]}
     KP_ROOT=$directory
     kp_code_copy "$run/code" >&2 || kp_die "the code could not be copied to $run/code"
     echo "$KP_COPY"
@@ -76,6 +82,8 @@ kp_comment() { # <copy>: adds a comment to KP_REQUEST that names the copy, after
 
 kp_refresh() { # <job>: gives it a copy of the code as it is now
     local old words
+    [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]] || kp_die "'$1' is not the number of a job: squeue --me lists yours"
+    kp_need_slurm
     SLURM_JOB_ID=$1
     kp_show_job || kp_die "no job '$1': squeue --me lists yours"
     old=$(kp_code_of_job)
@@ -96,6 +104,8 @@ if [[ ${1:-} == --refresh ]]; then
 fi
 ! kp_in_job || kp_die "this is job $(kp_job_id) already: submit from a login node"
 kp_options "$@"
+for word in "${KP_REQUEST[@]}"; do kp_own_option "$word"; done
+kp_need_slurm
 copy=$(kp_copy_now) || exit
 kp_log "code: $copy" >&2
 KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)

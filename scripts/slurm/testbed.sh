@@ -22,17 +22,21 @@
 # DIR/bin and DIR/sbin, in place of the one in PATH.
 set -euo pipefail
 
+die() { # <what is wrong; what to do>
+    printf 'testbed: %s\n' "$*" >&2
+    exit 2
+}
+
 readonly ID=${KEMPNER_TESTBED:-1}
+[[ $ID =~ ^[1-9][0-9]{0,2}$ && $ID -le 250 ]] || die "KEMPNER_TESTBED=$ID: must be a number from 1 to 250"
 readonly STATE=/run/kempner-testbed-$ID
 readonly PORT=$((20000 + 10 * ID))
 SELF=$(realpath "${BASH_SOURCE[0]}")
 readonly SELF
 export SLURM_CONF=$STATE/slurm.conf
 
-die() { # <message>
-    printf 'testbed: %s\n' "$*" >&2
-    exit 2
-}
+# shellcheck source-path=SCRIPTDIR source=lib/help.sh
+source "${SELF%/*}/lib/help.sh"
 
 take_slurm() { # with SLURM_BIN=DIR: puts its programs in front of PATH; stops when one is missing or does not fit
     local dir program conf missing=() version versions=''
@@ -212,12 +216,13 @@ boot() { # <host>
 }
 
 need_node() { # <host>: stops when there is no such host
+    [[ -e $SLURM_CONF ]] || die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
     [[ ${1:-} == node* && -e /run/netns/$(namespace "$1") ]] ||
-        die "no host '${1:-}' in cluster $ID; there is: $(list_nodes | tr '\n' ' ')"
+        die "no host '${1:-}' in cluster $ID; there is: $(list_nodes | paste -sd' ')"
 }
 
 need_host() { # <host>: the same, for the head too
-    [[ ${1:-} == head ]] || need_node "${1:-}"
+    [[ ${1:-} == head && -e $SLURM_CONF ]] || need_node "${1:-}"
 }
 
 revive() { # <host>
@@ -327,14 +332,15 @@ on_host() { # <host> <command>...
 }
 
 status() {
-    [[ -e $SLURM_CONF ]] || die "cluster $ID is not up"
+    [[ -e $SLURM_CONF ]] || die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
     echo "export SLURM_CONF=$SLURM_CONF"
     sinfo -N -p gpu -o '%N %T %G %E'
     squeue
 }
 
 install() {
-    local packages=(tmux chromium) # for scripts/slurm/tmux.sh and its tests, and for the tests of the page
+    # For scripts/slurm/tmux.sh and its tests, and for the tests of the page and of containers.
+    local packages=(tmux chromium charliecloud-runtime)
     if [[ -n $(missing_commands) ]]; then
         [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
         command -v apt-get >/dev/null ||
@@ -342,7 +348,7 @@ install() {
         packages+=(slurmctld slurmd slurm-client munge iproute2 util-linux)
     elif [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
         return 0
-    elif command -v tmux >/dev/null && command -v chromium >/dev/null; then
+    elif command -v tmux >/dev/null && command -v chromium >/dev/null && command -v ch-run >/dev/null; then
         return 0
     fi
     export DEBIAN_FRONTEND=noninteractive
@@ -350,9 +356,22 @@ install() {
     apt-get install -q -y --no-install-recommends "${packages[@]}"
 }
 
-take_slurm
-[[ $ID =~ ^[1-9][0-9]{0,2}$ && $ID -le 250 ]] || die "KEMPNER_TESTBED=$ID: a number from 1 to 250"
+readonly COMMANDS="install, up, down, status, crash, revive, cut, join, bytes, exec, path"
 case ${1:-} in
+    -h | --help)
+        kp_header
+        exit
+        ;;
+    up) most=3 ;;
+    crash | revive | cut | join) most=2 ;;
+    bytes) most=3 ;;
+    exec | init | guard) most=$# ;;
+    install | down | status | path) most=1 ;;
+    *) die "no command '${1:-}': give one of $COMMANDS; --help says what they do" ;;
+esac
+(($# <= most)) || die "$1: '${*:most+1:1}' is one word too many: --help says what it takes"
+take_slurm
+case $1 in
     up | down | status | install | init | guard) "$@" ;;
     crash) need_host "${2:-}" && stop "$2" ;;
     revive) need_host "${2:-}" && stop "$2" && revive "$2" ;;
@@ -363,10 +382,9 @@ case ${1:-} in
         case ${3:-} in em4) end=m ;; ib0) end=i ;; *) die "bytes $2 IFACE: em4 or ib0, not '${3:-}'" ;; esac
         cat "/sys/class/net/$end$ID-${2#node}/statistics/tx_bytes" # sent by this end = received by the host
         ;;
-    exec) on_host "${2:-}" "${@:3}" ;;
-    path) echo "$PATH" ;;
-    *)
-        sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "$SELF"
-        exit 2
+    exec)
+        (($# > 2)) || die "exec NODE COMMAND: no command is given"
+        on_host "${@:2}"
         ;;
+    path) echo "$PATH" ;;
 esac

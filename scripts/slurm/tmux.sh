@@ -8,9 +8,9 @@
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/all.sh"
+source "${0%"${0##*/}"}lib/all.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/find_run.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/find_run.sh"
+source "$KP_LIB/find_run.sh"
 
 readonly USAGE="usage: bash scripts/slurm/tmux.sh RUN|JOBID [--detached | --figures]"
 readonly FIGURES_S=5
@@ -23,7 +23,6 @@ kp_options() { # <arguments>...: sets KP_ASKED_RUN, as the user names it, and KP
     for word; do
         case $word in
             --detached | --figures) KP_MODE=${word#--} ;;
-            -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' "${BASH_SOURCE[0]}" && exit ;;
             -* | '') kp_die "no option '$word'; $USAGE" ;;
             *)
                 [[ -z $KP_ASKED_RUN ]] || kp_die "give one run, not both '$KP_ASKED_RUN' and '$word'; $USAGE"

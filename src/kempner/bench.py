@@ -63,6 +63,7 @@ def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
         f"--bench.warmup={warmup}",
         f"--bench.steps={steps}",
         f"--train.max_steps={warmup + steps}",
+        "--schedule.warmup_steps=0",  # it may be longer than the measurement
         "--train.batch_ramp=none",
         "--train.seq_len_ramp=none",
         "--checkpoint.save=false",
@@ -136,6 +137,7 @@ def _failed(status: Path, since: float) -> bool:
 
 
 Result = dict[str, Any]
+SIGN = '"tokens_per_step"'  # that a file holds such figures
 
 
 def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) -> Result:

@@ -1,11 +1,5 @@
 """Which code and which packages a run has: RUN/code/HASH, a copy of the repository that the batch
-script has made (scripts/slurm/lib/code.sh), or the repository itself. No torch.
-
-    python -m kempner.code [ARGUMENTS of the trainer] <TOML
-
-says what to copy for a run, each with a NUL behind it: run.dir of the checked configuration on
-standard input, and the configuration files among the arguments with all that they build upon.
-"""
+script has made (scripts/slurm/lib/code.sh), or the repository itself. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +9,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -120,8 +113,3 @@ def inputs(arguments: Sequence[str]) -> list[Path]:
             names = [base] if isinstance(base, str) else base
             left += [Path(os.path.abspath(path.parent / name)) for name in names]
     return found
-
-
-if __name__ == "__main__":
-    run_dir = toml.loads(sys.stdin.read())["run"]["dir"]
-    print(*(f"{text}\0" for text in (run_dir, *inputs(sys.argv[1:]))), sep="", end="")

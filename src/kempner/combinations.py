@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kempner.front_door import how_to_run
 from kempner.lowcomm import config as lowcomm
 from kempner.optim.config import CONSTANT
 from kempner.resilience.config import ResilienceConfig
@@ -79,7 +80,7 @@ def _data_problems(cfg: RunConfig) -> list[str]:
         return []
     return [
         'data.dataset_path = "": must name a directory of token shards; make one with '
-        "`python scripts/prepare_data.py TEXT... --out data/NAME` and give "
+        f"`{how_to_run('prepare_data.py')} TEXT... --out data/NAME` and give "
         "--data.dataset_path=data/NAME"
     ]
 

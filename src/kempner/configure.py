@@ -16,17 +16,20 @@ from typing import Any, NoReturn
 
 from kempner import bench
 from kempner.bench import Variant
-from kempner.checkpoint import commit, fork
+from kempner.checkpoint import commit, fork, ownership
 from kempner.config.command_line import Command, help_text, parse_command
 from kempner.config.loading import Values, as_dict, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.config.values import shown, to_text
-from kempner.hf.source import find
+from kempner.data.sidecar import open_sidecar
+from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_others
+from kempner.front_door import complain, how_to_run, list_problems, run_program
+from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer
 from kempner.hf.stored import check_source
 from kempner.model.config import OF_TRAINING
 from kempner.optim.config import learning_rate
 from kempner.parallel.layout import Axes, sizes
-from kempner.parts import open_data, open_mixture
+from kempner.parts import fixed_facts, open_data, open_mixture
 from kempner.planner.build import build
 from kempner.process_group import discover
 from kempner.progress import Progress
@@ -34,7 +37,7 @@ from kempner.resilience.requests import StopRequests
 from kempner.run import RunConfig, check_batch, check_pipeline
 
 USAGE = """\
-python scripts/{name} CONFIG.toml [MORE.toml ...] [--section.key=value ...]
+{command} CONFIG.toml [MORE.toml ...] [--section.key=value ...]
 
   --help                          this list
   --check                         print the resolved configuration as TOML and exit
@@ -48,6 +51,7 @@ OTHER_PROGRAM = {
     "scripts/train.py",
 }
 RANK_0_SPEAKS_S = 5.0
+OWN_DIRECTORY = "give one of its own: --run.dir=runs/NAME"
 FLAGS = {
     "help": bool,
     "check": bool,
@@ -66,11 +70,9 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
     own).
     """
     command = parse_command(argv, FLAGS)
-    usage = USAGE.format(name="rl.py" if rewards else "train.py")
+    usage = USAGE.format(command=how_to_run("rl.py" if rewards else "train.py"))
     if command.flags["help"]:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly in `| head`
-        print(help_text(RunConfig, usage))
-        sys.exit(0)
+        run_program(lambda _: print(help_text(RunConfig, usage)))
     if not argv:
         print(f"usage: {usage}", file=sys.stderr)
         sys.exit(2)
@@ -78,6 +80,8 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
     try:
         prefix = "bench-" if flags["bench"] else ""
         cfg = load_config(command.files, command.overrides, command.problems, prefix)
+        if flags["bench"]:
+            check_bench_files(cfg)
         variants = bench_variants(command, cfg) if flags["bench"] else [Variant("", [], cfg)]
         problems = [text for each in variants for text in check(each.cfg, flags, rewards)]
         if problems:
@@ -87,9 +91,11 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
                 print(build(each.cfg, *size_of(flags)), file=sys.stderr)
     except ConfigError as error:
         reject(error, stop)
-    if flags["check"] or flags["build"]:
-        print(to_toml(cfg), end="")
-        sys.exit(0)
+    only = flags["check"] or flags["build"]
+    if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover().rank):
+        warn(cfg)  # once: the scripts have called --check
+    if only:
+        run_program(lambda _: print(to_toml(cfg), end=""))
     if flags["bench"]:
         sys.exit(bench.measure(Path(cfg.run.dir), variants, discover(), stop.wants_to_leave))
     return cfg
@@ -146,11 +152,8 @@ def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
             time.sleep(RANK_0_SPEAKS_S)
             if stop.wants_to_leave():  # terminated before that
                 sys.exit(2)
-    count = len(error.problems)
-    print(f"error: {count} problem{'s' * (count > 1)} with the input", file=sys.stderr)
-    for problem in error.problems:
-        print(f"  - {problem}", file=sys.stderr)
-    sys.exit(2)
+    # Always a list: the batch script takes its first line as the reason of a refused start.
+    sys.exit(complain(Path(sys.argv[0]).stem, [list_problems(error.problems)]))
 
 
 def load_config(
@@ -249,6 +252,17 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     return found
 
 
+def warn(cfg: RunConfig) -> None:
+    """Print what is fine in a trial of a few steps, but seldom meant in a whole run."""
+    warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
+    if warmup > last:
+        print(
+            f"warning: schedule.warmup_steps = {warmup} is more than train.max_steps = {last}: the "
+            f"learning rate never reaches its peak; consider --schedule.warmup_steps={last // 10}",
+            file=sys.stderr,
+        )
+
+
 def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
     """FSDP cuts the experts along their width, after tensor parallelism; of that it takes no uneven
     parts."""
@@ -264,6 +278,34 @@ def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
         for name, n in parts.items()
         if (size := getattr(cfg.model, name)) % n
     ]
+
+
+def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
+    """Are the token ids of the data those that the weights know?"""
+    from kempner.data.opening import has_sidecar  # imports NumPy, which --help does without
+
+    own = source_tokenizer(weights)
+    if own is None or cfg.rl.on:
+        return []
+    found = []
+    for one in cfg.data.mixed:
+        theirs = open_sidecar(one.path).tokenizer if has_sidecar(one) else own
+        if theirs["hash"] != own["hash"]:
+            of_bytes = own["kind"] == "bytes"
+            given = "bytes" if of_bytes else own["file"]
+            fix = f"prepare the data again with --tokenizer {given}"
+            if not weights.is_checkpoint and not of_bytes:
+                fix += f"; if its ids mean the same, put {TOKENIZER} of the data in place of that"
+            found.append(
+                f"{one.path}: its tokenizer is {_shown(theirs)}, that of the weights "
+                f"{_shown(own)}, so that a token id means another text; {fix}"
+            )
+    return found
+
+
+def _shown(tokenizer: Mapping[str, str]) -> str:
+    """`models/a/tokenizer.json (sha256:1a2b3c4d5e6f)`."""
+    return f"{tokenizer['name']} ({tokenizer['hash'][:19]})".replace(" ()", "")
 
 
 def has_checkpoint(root: Path) -> bool:
@@ -284,7 +326,9 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     begins = not cfg.run.fork and not has_checkpoint(cfg.checkpoint_dir)
     if source is not None and rank == 0 and (again or begins):
         try:
-            check_source(find(source, pinned=again), cfg.model)
+            weights = find(source, pinned=again)
+            check_source(weights, cfg.model)
+            found += check_tokenizer(weights, cfg)
         except ConfigError as error:
             found += [f"model.init_from: {problem}" for problem in error.problems]
     try:
@@ -304,14 +348,71 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
             ]
     except ConfigError as error:
         found += error.problems
+    others = check_directories(cfg, rank)
+    if cfg.run.fork and rank == 0:
+        others += fork.problems(cfg.run.fork, Path(cfg.run.dir), cfg.checkpoint_dir)
+    if not (found or others) and rank == 0 and cfg.checkpoint.save:
+        others = check_checkpoint(cfg)
+    return found + others
+
+
+def check_checkpoint(cfg: RunConfig) -> list[str]:
+    """Whether the run may go on from its newest checkpoint or, before it has one, begin from that
+    of run.fork: each rank would find it out by itself, when the start has left its traces."""
+    from kempner.checkpoint import fits  # imports NumPy, which --help does without
+
+    about = {"fixed": fixed_facts(cfg, True)}
+    try:
+        if newest := newest_checkpoint(cfg.checkpoint_dir):
+            path, manifest = newest  # whose it is, check_directories() knows
+            fits.check(path, manifest, {**about, "run": manifest.get("run")})
+            if not cfg.rl.on:
+                open_mixture(cfg, open_data(cfg, True)[0], Progress.of(manifest).plan(cfg))
+        elif cfg.run.fork:
+            path = fork.find(cfg.run.fork)
+            fits.check_fork(cfg.run.fork, path, commit.read_manifest(path), about)
+            found = check_tokenizer(Source(cfg.run.fork, path, True), cfg)
+            return [f"run.fork = {cfg.run.fork}: {problem}" for problem in found]
+    except commit.Damaged:  # the load sees to it
+        pass
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def newest_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that a start would load, as far as its manifest tells, and that. Raises
+    ConfigError when it is of another version."""
+    for path in commit.complete(root):
+        with contextlib.suppress(commit.Damaged):
+            return path, commit.read_manifest(path)
+    return None
+
+
+def check_directories(cfg: RunConfig, rank: int) -> list[str]:
+    """Whether run.dir and checkpoint.dir can be written, and hold nothing but this run."""
+    found = []
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
         if not path:
             continue  # in the run directory
         # os.path.exists: a directory that may not be entered hides what is in it, without an error
         there = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.exists(p))
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        # Where a container has not mounted it yet (container.sh) this is a directory of the image.
+        closed = not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ
+        if not there.is_dir() or closed:
             what = "not writable" if there.is_dir() else "not a directory"
             found.append(f"{key} = {path}: {there} is {what}; give another --{key}")
-    if cfg.run.fork and rank == 0:
-        found += fork.problems(cfg.run.fork, Path(cfg.run.dir), cfg.checkpoint_dir)
-    return found
+    if found or rank:
+        return found
+    try:
+        refuse_others(cfg.run.dir, "run.dir", (Kind.RUN, Kind.STARTED, Kind.NOTES), OWN_DIRECTORY)
+    except ConfigError as error:
+        return error.problems
+    return ownership.problems(cfg.checkpoint_dir, read_run_id(Path(cfg.run.dir)))
+
+
+def check_bench_files(cfg: RunConfig) -> None:
+    """Raise ConfigError where the files of a benchmark would replace others."""
+    refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
+    if cfg.bench.output_json:
+        refuse_other_file(cfg.bench.output_json, "bench.output_json", (bench.SIGN,))

@@ -4,16 +4,13 @@ later start whether it may go on from there."""
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kempner.code import this
-from kempner.config.loading import as_dict, config_hash, to_toml
-from kempner.data.opening import facts_of
+from kempner.config.loading import config_hash, to_toml
 from kempner.files import write_atomic
-from kempner.hf.adapter import identity
-from kempner.parts import open_data
+from kempner.parts import fixed_facts
 from kempner.process_group import World
 from kempner.run import RunConfig
 
@@ -22,14 +19,6 @@ def contents(cfg: RunConfig, world: World, run_dir: Path) -> tuple[dict[str, str
     """Files by name, and facts for the manifest. Those under "fixed" define the meaning of its
     weights and its position: a checkpoint with others is refused."""
     first = world.rank == 0
-    sources, _ = open_data(cfg, first)
-    data: dict[str, Any] = {}  # none where it learns from rewards
-    if sources:  # of a mixture its past: see choose.check
-        data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
-    lora = {}  # the weights that adapters belong to must stay the same, too
-    if cfg.lora.rank and first:
-        base = identity(cfg.model.init_from or "")
-        lora = {"lora": {**as_dict(cfg)["lora"], "base": base}}
     return (
         {"config.toml": to_toml(cfg)},
         {
@@ -37,12 +26,7 @@ def contents(cfg: RunConfig, world: World, run_dir: Path) -> tuple[dict[str, str
             "run": run_id(run_dir) if first else "",
             "config_hash": config_hash(cfg),
             "replicas": world.replicas,
-            "fixed": {
-                "model": asdict(cfg.model),
-                "train": {"seq_len": cfg.train.seq_len},
-                "data": data,
-                **lora,
-            },
+            "fixed": fixed_facts(cfg, first),
         },
     )
 

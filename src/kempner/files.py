@@ -38,9 +38,11 @@ def write_atomic(path: Path, content: str | bytes | Callable[[BinaryIO], object]
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)
-    except Exception:
+    except BaseException as error:
         with contextlib.suppress(OSError):  # it may be the very file system that fails
             fresh.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk comes without a name, another with `fresh`
+            error.filename, error.filename2 = str(path), None
         raise
     fsync(path.parent)
 

@@ -11,6 +11,7 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, generate
@@ -119,14 +120,14 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 def _manager(tasks: Sequence[str], include: list[str]) -> Any:
     """lm-eval's index of tasks: of the given directories if they have them all, because its own
-    15,000 take half a minute to list. Raises ValueError for a task that there is not."""
+    15,000 take half a minute to list. Raises ConfigError for a task that there is not."""
     missing = list(tasks)
     for defaults in (False, True) if include else (True,):
         manager = lm_eval.tasks.TaskManager(include_path=include, include_defaults=defaults)
         missing = [task for task in tasks if not manager.match_tasks([task])]
         if not missing:
             return manager
-    raise ValueError(
+    raise ConfigError(
         f"--tasks {','.join(missing)}: lm-eval has no such task; `lm-eval ls tasks` lists them, "
         "and --include-path DIR adds those of a directory"
     )
@@ -139,7 +140,7 @@ def evaluate(
     fewshot: int | None,
     limit: int | None,
 ) -> tuple[dict[str, float], str]:
-    """The figures as task/metric, and the harness's own table. Raises ValueError for a task that
+    """The figures as task/metric, and the harness's own table. Raises ConfigError for a task that
     there is not."""
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import glob
 import re
 from pathlib import Path
 
 from kempner.config.option import ConfigError
+from kempner.front_door import how_to_run
 
 REPO = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # OWNER/NAME, OWNER/NAME@REVISION
 # What goes with the weights from a model to a run, and from a run to an export.
@@ -18,6 +21,8 @@ CARRIED = (
 HF_DATA = "hf://datasets/"
 DATA = re.compile(rf"{HF_DATA}(\w[\w.-]*/\w[\w.-]*?)(?:@([\w.-]+))?/(.+)")
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+USUAL = ("runs", "models")  # of this kit's directories: no owners of models
+SHOWN = 5  # directories that a message names
 
 
 def snapshot(name: str, download: bool) -> Path:
@@ -30,6 +35,7 @@ def snapshot(name: str, download: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     repo, revision = _parsed(name)
+    _refuse_path(name, repo)
     try:
         path = huggingface_hub.snapshot_download(
             repo,
@@ -42,7 +48,7 @@ def snapshot(name: str, download: bool) -> Path:
         why = f" ({_first_line(error.__cause__ or error)})" if download else ""
         raise ConfigError(
             f"{name}: not in the cache of the hub, {cache}{why}; on a machine with network run "
-            f"`python scripts/convert.py prefetch {name}`, with HF_HOME on a file system that the "
+            f"`{how_to_run('convert.py')} prefetch {name}`, with HF_HOME on a file system that the "
             "nodes share"
         ) from None
     except (HfHubHTTPError, ValueError, OSError) as error:
@@ -85,7 +91,7 @@ def data_files(path: str, download: bool) -> str:
         return path
     raise ConfigError(
         f"{path}: not in the cache of the hub, {huggingface_hub.constants.HF_HUB_CACHE}; on a "
-        "machine with network run `python scripts/convert.py prefetch CONFIG`, with HF_HOME on a "
+        f"machine with network run `{how_to_run('convert.py')} prefetch CONFIG`, with HF_HOME on a "
         "file system that the nodes share"
     )
 
@@ -107,9 +113,31 @@ def push(directory: Path, name: str, private: bool) -> str:
         )
     except OfflineModeIsEnabled:
         raise ConfigError(f"{name}: HF_HUB_OFFLINE is set; unset it to upload") from None
-    except (HfHubHTTPError, ValueError, OSError) as error:
+    except (HfHubHTTPError, ValueError) as error:
         raise ConfigError(f"{name}: {_first_line(error)}; log in by `hf auth login`") from None
+    except Exception as error:  # of the package that it sends by, which depends on its version
+        fix = "upload where there is a network"
+        raise ConfigError(
+            f"{name}: the hub does not answer ({_first_line(error)}); {fix}"
+        ) from None
     return str(done.commit_url)
+
+
+def _refuse_path(name: str, repo: str) -> None:
+    """RUN and DIR have the form of OWNER/NAME: one below a directory that is here is meant as a
+    path. Raises ConfigError."""
+    path = Path(repo)
+    if path.is_dir():
+        raise ConfigError(
+            f"{name}: {name.rpartition('@')[2]} is not a step; name one, as {repo}@250"
+        )
+    if path.parent.is_dir() or path.parent.name in USUAL:
+        with contextlib.suppress(OSError):
+            there = sorted(str(other) for other in path.parent.iterdir() if other.is_dir())
+            near = difflib.get_close_matches(repo, there, 1)
+            names = ", ".join([*near, *(other for other in there if other not in near)][:SHOWN])
+            raise ConfigError(f"{name}: no such directory; there are {names or 'none'}")
+        raise ConfigError(f"{name}: no such directory, and no directory {path.parent}")
 
 
 def _parsed(name: str) -> tuple[str, str | None]:
@@ -121,4 +149,5 @@ def _parsed(name: str) -> tuple[str, str | None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[Errno -?\d+\] ", "", line)

@@ -18,15 +18,17 @@ from kempner.data.sidecar import SPLITS, open_sidecar
 from kempner.data.source import IGNORE, Source
 from kempner.data.stages import samples_between, step_of
 from kempner.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_of
+from kempner.front_door import how_to_run
 from kempner.history.tables import aligned
 from kempner.optim.config import learning_rate
 from kempner.parts import open_data, open_mixture
+from kempner.picture import refuse_other_picture, save_picture
 from kempner.progress import Progress
 from kempner.run import RunConfig
 
 USAGE = """\
-python scripts/prepare_data.py inspect DIR
-python scripts/prepare_data.py inspect CONFIG.toml [MORE.toml ...] [--section.key=value ...]
+{command} inspect DIR
+{command} inspect CONFIG.toml [MORE.toml ...] [--section.key=value ...]
 
 Shows what is in a data directory, or in the sources of a run: counts, a sample as text and, of a
 run, the mixture over its steps, as a table and a picture.
@@ -39,15 +41,28 @@ SAMPLE = 256  # tokens of a sample of a directory
 def inspect(argv: Sequence[str]) -> None:
     """Raises ConfigError."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
+        print(USAGE.format(command=how_to_run("prepare_data.py")))
         return
-    command = parse_command([word for word in argv if not Path(word).is_dir()], {"plot": str})
-    if folders := [word for word in argv if Path(word).is_dir()]:
+    folders, rest = sorted_words(argv)
+    command = parse_command(rest, {"plot": str})
+    named = command.flags["plot"]
+    if folders:
+        if named:
+            command.problems.append(
+                f"--plot={named}: the picture is of a run's mixture, and {folders[0]} is data; "
+                "name a configuration in place of it, or leave --plot out"
+            )
+        if extra := [*folders[1:], *command.files]:
+            command.problems.append(f"{extra[0]}: give one DIR alone, or configurations")
+        open_sidecar(folders[0])  # says what it is, if it is no data set
         overrides = [f"--data.dataset_path={folders[0]}", f"--train.seq_len={SAMPLE}"]
         overrides += [f"--model.vocab_size={1 << 24}", "--train.max_steps=1", *command.overrides]
         cfg = load_config([], overrides, command.problems)
     else:
         cfg = load_config(command.files, command.overrides, command.problems)
+    picture = Path(named or "mixture.png")
+    if not folders:
+        refuse_other_picture(picture, "--plot", bool(named))
     sources, _ = open_data(cfg, True)
     mixture = open_mixture(cfg, sources, Progress().plan(cfg))
     print(aligned(counts(cfg, sources), gap=2, right=range(1, 5)))
@@ -56,7 +71,17 @@ def inspect(argv: Sequence[str]) -> None:
     for number, (one, source) in enumerate(zip(cfg.data.mixed, sources, strict=True)):
         print("\n" + sample(one, source, first_of(mixture, number, cfg.train.sequences)))
     if not folders:
-        draw(cfg, mixture, Path(command.flags["plot"] or "mixture.png"))
+        draw(cfg, mixture, picture)
+
+
+def sorted_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Data directories, and the others; after an option, as in `--plot DIR`, it is a value."""
+    folders: list[str] = []
+    rest: list[str] = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        is_value = before.startswith("--") and "=" not in before
+        (folders if Path(word).is_dir() and not is_value else rest).append(word)
+    return folders, rest
 
 
 def counts(cfg: RunConfig, sources: Sequence[Source]) -> list[list[str]]:
@@ -151,7 +176,7 @@ def draw(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
     bottom.set(ylabel="learning rate", xlabel="step", ylim=(0, None))
     top.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     try:
-        figure.savefig(out)
+        save_picture(figure, out)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {out}: {error}; name another file, such as x.png") from None
     print(f"\nthe mixture over the steps: {out}")

@@ -14,10 +14,15 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.commit import Damaged
 from kempner.config import toml
 from kempner.config.option import ConfigError
-from kempner.data.chat_template import ChatTemplate, Message, read_config
-from kempner.data.sidecar import SIDECAR
+from kempner.data.chat_template import (
+    TEMPLATE,
+    ChatTemplate,
+    Message,
+    read_config,
+)
+from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, need
-from kempner.hf.source import FOLDER, GENERATION, TOKENIZER, Source, held, run_of
+from kempner.hf.source import FOLDER, TOKENIZER, Source, end_tokens, held, is_of_bytes, run_of
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import LoraConfig
 
@@ -40,9 +45,23 @@ class Words(NamedTuple):
         # A model without a token to begin with has at least one that ends a text.
         return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.eod]
 
+    @property
+    def has_template(self) -> bool:
+        """False for a tokenizer of a model that only continues texts."""
+        with contextlib.suppress(OSError, ValueError):
+            config = json.loads((self.folder / TOKENIZER_CONFIG).read_bytes())
+            return bool(config.get("chat_template")) or (self.folder / TEMPLATE).is_file()
+        return False
+
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to where the next answer comes, as the tokenizer's own template has it.
-        Raises DataError without one, ValueError when it refuses."""
+        Raises ConfigError without one, ValueError when it refuses."""
+        if not self.has_template:
+            raise ConfigError(
+                f"{self.folder}: has no chat template, so the model was not trained on "
+                "conversations: let it continue a text instead (generate.py without --chat, or "
+                "/v1/completions)"
+            )
         template = ChatTemplate(read_config(self.folder), date.today())
         assert isinstance(self.tokenizer, FileTokenizer)  # bytes have no tokenizer_config.json
         ((ids, _),) = self.tokenizer.encode_rendered([template.render(messages, None, True)])
@@ -102,25 +121,13 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
 
 
 def words_of_directory(directory: Path) -> Words:
-    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it. One without a
-    tokenizer whose texts end with token 256 is that of a model of bytes, as export() writes it."""
+    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it."""
     ends = end_tokens(directory)
-    if ends == [ByteTokenizer.eod] and not (directory / TOKENIZER).is_file():
+    if is_of_bytes(directory):
         return Words(ByteTokenizer(), [ByteTokenizer.eod], set(ends), directory)
     tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0] if ends else None)
     begin = need("tokenizers").Tokenizer.from_file(str(directory / TOKENIZER)).encode("").ids
     return Words(tokenizer, begin, {tokenizer.eod, *ends}, directory)
-
-
-def end_tokens(directory: Path) -> list[int]:
-    """The ids that generation_config.json or config.json name, none without either. A chat model
-    ends its turn with another token than a document."""
-    for name in (GENERATION, "config.json"):
-        with contextlib.suppress(FileNotFoundError):
-            ids = json.loads((directory / name).read_text()).get("eos_token_id")
-            if ids is not None:
-                return [ids] if isinstance(ids, int) else list(ids)
-    return []
 
 
 # --- The weights ---

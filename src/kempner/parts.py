@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kempner import startup
 from kempner.config.option import ConfigError
@@ -160,6 +161,30 @@ def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
             "it is for text: leave it out"
         )
     return sources, open_held_out(data, cfg.eval.sources, how) if cfg.eval.interval else []
+
+
+def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
+    """What gives the weights of a run and its position their meaning, by section: a later start
+    must have the same (checkpoint/fits.py). `first`: on rank 0, whose facts count. Raises
+    ConfigError."""
+    from kempner.config.loading import as_dict
+    from kempner.data.opening import facts_of
+    from kempner.hf.adapter import identity
+
+    sources, _ = open_data(cfg, first)
+    data: dict[str, Any] = {}  # none where it learns from rewards
+    if sources:  # of a mixture its past: see fits.differences
+        data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
+    lora = {}  # the weights that adapters belong to must stay the same, too
+    if cfg.lora.rank and first:
+        base = identity(cfg.model.init_from or "")
+        lora = {"lora": {**as_dict(cfg)["lora"], "base": base}}
+    return {
+        "model": asdict(cfg.model),
+        "train": {"seq_len": cfg.train.seq_len},
+        "data": data,
+        **lora,
+    }
 
 
 def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:

@@ -30,6 +30,7 @@ FIRST_COLLECTIVE_S = 60.0
 PCI_GPUS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 # From here on a collective may take longer than the watchdog ever waits: see set_timeout().
 LAST_RESORT_S = 60.0
+LEAVE_S = 30.0  # a rank that was killed in the middle of its orderly end must not hold up the first
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class World:
     replica: int = 0
     replicas: int = 1
     store: Any = field(default=None, compare=False)  # of all replicas; None: there is one
+    meeting: Any = field(default=None, compare=False)  # store of all ranks of the step; None: alone
 
     @property
     def leads(self) -> bool:
@@ -174,6 +176,7 @@ def start(
         return world
     store = rendezvous.open_store(world, Path(run_dir), start_timeout)
     rendezvous.check_in(store, world, start_timeout)
+    world = replace(world, meeting=store)
     # First over gloo alone, so that a network that does not work is found before NCCL hangs in it.
     _init(dist.PrefixStore("prove", store), world, None, FIRST_COLLECTIVE_S)
     _prove(store, world, "cpu", FIRST_COLLECTIVE_S)
@@ -201,16 +204,21 @@ def start(
 
 def leave(world: World) -> None:
     """Meet all other ranks at an orderly end: srun takes a rank that leaves before the others for
-    one that failed."""
+    one that failed. The first rank goes last: it serves the store, in which the barrier of a rank
+    that is behind may still look up the others."""
     import torch.distributed as dist
 
     dist.barrier()
-    if world.store is None or world.rank:
+    if world.meeting is None:
         return
-    with contextlib.suppress(RuntimeError):  # the first rank, which serves the store, has left
-        if world.store.add("left", 1) == world.replicas:
-            world.store.set("all have left", "")
-        world.store.wait(["all have left"])
+    everyone = world.size * (world.replicas if world.store is not None else 1)
+    with contextlib.suppress(RuntimeError):  # the first rank has waited long enough
+        if world.meeting.add("left", 1) == everyone:
+            world.meeting.set("all have left", "")
+        if world.store is not None and world.rank == 0:  # other replicas may still be in a save
+            world.meeting.wait(["all have left"])
+        elif world.rank == 0:
+            world.meeting.wait(["all have left"], timedelta(seconds=LEAVE_S))
 
 
 def _init(

@@ -102,7 +102,7 @@ def begin_fork(
 ) -> Progress:
     """Load the checkpoint that run.fork names, and save it as the first one of this run. All
     replicas begin with it."""
-    from kempner.checkpoint.choose import differences
+    from kempner.checkpoint.fits import differences
     from kempner.hf.source import FOLDER, carry, run_of
 
     names = tuple(name for name in checkpointer.providers if name not in ("rng", "spikes"))

@@ -320,13 +320,18 @@ def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
         near, key = max(unit, batch // unit * unit), "train.global_batch"
         if cfg.global_batch_tokens is not None:
             near, key = near * cfg.seq_len, "train.global_batch_tokens"
-        what = f"{world_size} ranks" + (
+        what = f"{world_size:,} ranks" + (
             f" x micro_batch {cfg.micro_batch}" if cfg.micro_batch else ""
         )
         if ramp:
             raise ConfigError(
                 f"train.batch_ramp: {batch} sequences do not divide by {what} = {unit}; start and "
                 f"increase by multiples of {unit} sequences"
+            )
+        if batch < unit:
+            raise ConfigError(
+                f"{key}: {batch:,} sequences cannot be shared by {what}, which need at least "
+                f"{unit:,}; give --{key}={near}, or fewer ranks"
             )
         raise ConfigError(
             f"{key}: {batch} sequences do not divide by {what} = {unit}; "

@@ -28,6 +28,7 @@ from kempner.configure import check_world, what_changed
 from kempner.contents import contents
 from kempner.data.sidecar import copy_tokenizer
 from kempner.files import write_atomic
+from kempner.front_door import explain_os_error
 from kempner.gpu.watch import GpuWatch, start_watch
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
@@ -97,10 +98,9 @@ class Run:
             return Opened(problems=(self._not_writable(error),))
 
     def _not_writable(self, error: OSError) -> str:
-        return (
-            f"run.dir = {self.dir}: cannot be written: {error.strerror} ({error.filename}); "
-            "make room, or give another --run.dir"
-        )
+        error.filename = error.filename or str(self.dir)
+        why = explain_os_error(error)
+        return f"run.dir = {self.dir}: cannot be written: {why}: --run.dir=runs/NAME"
 
     def begin(self, progress: Progress) -> None:
         """The state is loaded and the first step comes: record the start."""

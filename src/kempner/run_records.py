@@ -36,7 +36,7 @@ class RunRecords:
     def release_reserve(self) -> None:
         self._background.put(lambda: self._reserve.unlink(missing_ok=True), self._reserve)
 
-    def head(self, step: int) -> dict[str, Any]:
+    def head(self, step: int | None) -> dict[str, Any]:
         """The fields that all events have."""
         return {
             "attempt": self.attempt,
@@ -57,9 +57,9 @@ class RunRecords:
     def event(self, event: Event) -> None:
         self._put(lambda: events.append(self._events, event), self._events)
 
-    def status(self, state: str, reason: str, step: int, max_steps: int | None) -> None:
-        """status.json: the batch script and the history package read it. `max_steps`: None where
-        nobody knows."""
+    def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
+        """status.json: the batch script and the history package read it. `step`, `max_steps`:
+        None where nobody knows."""
         head = self.head(step)
         del head["restart"]
         known = {} if max_steps is None else {"max_steps": max_steps}

@@ -14,7 +14,8 @@ from kempner import process
 
 # In their order; "first step" ends with the event of that name.
 PARTS = (
-    "queue", "code", "check", "preflight", "stage", "batch script", "srun", "imports",
+    "queue", "code", "check", "preflight", "stage", "batch script", "srun", "container",
+    "imports",
     "process group", "model", "checkpoint", "first step",
 )  # fmt: skip
 _ends: dict[str, float] = {}
@@ -30,7 +31,8 @@ def parts() -> dict[str, float]:
     words = (word.partition("=") for word in os.environ.get("KEMPNER_STARTUP", "").split())
     ends = {name.replace("-", " "): float(at) for name, _, at in words}
     began = process.began()
-    ends |= ({"srun": began} if began else {}) | _ends
+    inside = {"container": at} if (at := ends.pop("container", None)) else {}
+    ends |= ({"srun": began} if began else {}) | inside | _ends
     return {
         name: round(max(0.0, ends[name] - ends[before]), 3)
         for before, name in itertools.pairwise(ends)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY, clean_env, start_train
 
-HEAD = re.compile(r"error: (\d+) problems? with the input")
+HEAD = re.compile(r"train: error: (\d+) problems? with the input")
 
 
 def rejected(*words: str, nproc: int = 1, prefix: Sequence[str] = (), **env: str) -> list[str]:
@@ -81,7 +81,7 @@ def edit(data: Path, **values: object) -> None:
 WORDS = {
     "unknown-key": ("--train.max_step=9", "did you mean --train.max_steps?"),
     "unknown-section": ("--trainer.x=9", "unknown option"),
-    "stray-word": ("max_steps=9", "a stray word"),
+    "stray-word": ("max_steps=9", "unexpected argument"),
     "wrong-type": ("--train.max_steps=0.5", "must be an int, not a float; write a whole number"),
     "not-a-bool": ("--train.compile=ture", "did you mean true?"),
     "beyond-its-limit": ("--train.max_steps=0", "must be from 1 to 1000000000"),
@@ -345,5 +345,5 @@ def test_without_any_word() -> None:
     process = start_train()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and out == ""
-    assert err.startswith("usage: python scripts/train.py")
+    assert err.startswith(f"usage: {sys.executable} scripts/train.py CONFIG.toml")
     assert not (ROOT / "runs" / "default").exists()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kempner import load_model
+from kempner.config.option import ConfigError
 from kempner.history import results
 from kempner.history.run_history import load_history
 from tests.conftest import ROOT, TINY, clean_env, start_train
@@ -154,7 +155,7 @@ def test_results_wait_for_the_trainer_that_writes_the_file(tmp_path: Path) -> No
 def test_a_task_that_there_is_not(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = functools.partial(lm_eval.tasks.TaskManager, include_path=[str(tasks)])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: own(include_defaults=False))
-    with pytest.raises(ValueError, match="--tasks nothing: lm-eval has no such task"):
+    with pytest.raises(ConfigError, match="--tasks nothing: lm-eval has no such task"):
         harness.evaluate(None, ["mine", "nothing"], [], None, None)  # type: ignore[arg-type]
 
 

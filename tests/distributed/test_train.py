@@ -27,7 +27,8 @@ from tests.conftest import (
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+    names = (path.name for path in (run_dir / "checkpoints").iterdir())
+    return sorted(name for name in names if name != ".kempner")
 
 
 def test_a_run_learns_and_leaves_its_records(train: Train, tmp_path: Path) -> None:
@@ -260,9 +261,12 @@ def test_checkpoints_of_another_run_are_refused(train: Train, tmp_path: Path) ->
     refused = train(tmp_path / "second", shared, code=2)
     assert "is of another run" in refused.stderr and "--checkpoint.dir" in refused.stderr
     mine = (tmp_path / "first/id").read_text()
+    assert not (tmp_path / "second").exists()
+    (tmp_path / "second").mkdir()
     (tmp_path / "second/id").write_text(mine)  # as the message says, for a run that has moved
     assert "the run is complete: 8 of 8" in train(tmp_path / "second", shared).stdout
-    assert sorted(os.listdir(tmp_path / "shared")) == ["latest", "step_00000008"]
+    names = [".kempner", "latest", "step_00000008"]
+    assert sorted(os.listdir(tmp_path / "shared")) == names
 
 
 def test_weights_that_are_spoilt(train: Train, tmp_path: Path) -> None:

@@ -269,6 +269,7 @@ def main(program: Path = TRAIN) -> None:
             else:
                 KINDS[kind](fault)
     sys.argv[0] = str(program)
+    sys.path.insert(0, str(program.parent))  # as Python does for a program
     runpy.run_path(str(program), run_name="__main__")
 
 

@@ -43,7 +43,7 @@ def test_bad_data_path_after_a_requeue(broken_run: Submit, tmp_path: Path) -> No
     data.unlink()
     run.cluster.ask("scancel", "--batch", "--signal=TERM", run.job)
     assert run.wait() == 2
-    assert run.decisions() == ["requeue"] and "python scripts/prepare_data.py" in run.log
+    assert run.decisions() == ["requeue"] and "no such directory; make the data by" in run.log
 
 
 @pytest.mark.soak

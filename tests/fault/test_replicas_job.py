@@ -71,7 +71,7 @@ def test_a_warning_in_the_middle_of_a_round(pair: BrokenRun, unbroken_pair: Path
 def test_the_time_limit(pair: BrokenRun, unbroken_pair: Path) -> None:
     """The first attempt has no time for all steps, and enough for the end of a round."""
     options = ["--nodes=4", "--time=2", "--signal=B:SIGTERM@40"]
-    pair.submit(*OVER_NODES, options=options, faults="slow ms=3000 rank=3")
+    pair.submit(*OVER_NODES, options=options, faults="slow ms=4500 rank=3")
     pair.wait_for("interrupted after step", timeout=180)
     until(lambda: pair.decisions()[:1] == ["requeue"], 60)
     assert status(pair.dir)["step"] == status(pair.dir / "replicas/1")["step"]

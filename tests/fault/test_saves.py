@@ -128,7 +128,6 @@ def test_damaged_checkpoint(broken_run: Submit, damage: str) -> None:
     assert facts["step"] == 40
 
 
-@pytest.mark.soak
 def test_read_only_directory(broken_run: Submit, small_disk: Path) -> None:
     """It is refused before a task starts."""
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

@@ -75,7 +75,7 @@ def test_reinforcement_learning_from_a_ray_program(job: RayJob) -> None:
     job.until("interactive: ")
     config = ROOT / "configs/rl/arithmetic.toml"
     words = [f"--run.dir={run}", "--train.max_steps=4", "--rl.batch_samples=64"]
-    words += ["--rl.eval_interval=0", "--distributed.device=cpu"]
+    words += ["--schedule.warmup_steps=0", "--rl.eval_interval=0", "--distributed.device=cpu"]
     program = ["python", ROOT / "scripts/ray_rl.py", config, *words]
     with ThreadPoolExecutor() as pool:
         driver = pool.submit(job.run, "--", *program)

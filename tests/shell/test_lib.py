@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kempner.history.attempts import CANCELLED
+
 ROOT = Path(__file__).parents[2]
 LIB = ROOT / "scripts/slurm/lib/all.sh"
 
@@ -394,6 +396,24 @@ def test_a_later_start_of_the_job_is_let_alone(tmp_path: Path) -> None:
         assert "leave: Slurm is ending the job (RESTARTED)" in done.stdout and not done.stderr
 
 
+@pytest.mark.parametrize(
+    ("state", "reason", "restarts", "cancelled"),
+    [
+        ("COMPLETING", "None", 1, True),  # by scancel
+        ("CANCELLED", "None", 1, True),
+        ("COMPLETING", "None", 2, False),  # requeued
+        ("COMPLETING", "NodeDown", 1, False),
+        ("PREEMPTED", "None", 1, False),
+    ],
+)
+def test_whether_the_job_was_cancelled(
+    state: str, reason: str, restarts: int, cancelled: bool
+) -> None:
+    job = f"KP_JOB='JobState={state} Reason={reason} Restarts={restarts}' KP_START=1"
+    told = bash(f"{job} KP_JOB_STATE={state}; kp_leaving").stdout
+    assert told.startswith(CANCELLED) == cancelled and state in told
+
+
 HOSTS_SHIM = """#!/bin/bash
 case $* in
     *config) echo "SlurmdPort = 7777" ;;
@@ -492,8 +512,29 @@ def test_secrets_file(tmp_path: Path) -> None:
     assert done.returncode == 2 and "cannot be read" in done.stderr
 
 
+def test_the_next_job_gets_the_variables_of_the_user(tmp_path: Path) -> None:
+    """None of ours, none of Slurm's, no secret; and no value on a command line of any program."""
+    for name in ("env", "grep"):
+        (tmp_path / name).write_text(
+            f'#!/bin/bash\nprintf "%s\\n" "$*" >>{tmp_path}/said\nexec /usr/bin/{name} "$@"\n'
+        )
+        (tmp_path / name).chmod(0o755)
+    given = {"MINE": "of mine\nin two lines", "NAMED": "secret", "SBATCH_WAIT": "1", "KP_X": "1"}
+    given |= {"SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/s.conf", "BASH_FUNC_f%%": "() {  echo it; }"}
+    done = bash(
+        "KP_SECRET_NAMES=NAMED; export LATER=1; MINE=changed\n"
+        "kp_as_submitted env LINK=2 bash -c 'env; f'",
+        **given | {"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "MINE=of mine\nin two lines\n" in done.stdout and "LINK=2\n" in done.stdout
+    assert "SLURM_CONF=/etc/s.conf\n" in done.stdout and done.stdout.endswith("\nit\n")
+    assert not re.search("NAMED|SBATCH_WAIT|KP_X|SLURM_JOB_ID|LATER", done.stdout)
+    assert "LINK=2" in (said := (tmp_path / "said").read_text()) and "of mine" not in said
+
+
 def test_container_runtime_is_found(tmp_path: Path) -> None:
-    """pyxis where srun has it, else apptainer; a variable decides over both."""
+    """pyxis where srun has it, else the one that is installed; a variable decides over all."""
     srun = tmp_path / "srun"
     srun.write_text("#!/bin/sh\necho '--container-image=IMAGE'\n")
     srun.chmod(0o755)
@@ -502,10 +543,12 @@ def test_container_runtime_is_found(tmp_path: Path) -> None:
     assert bash(ask, KEMPNER_CONTAINER="a/b:1", PATH=path).stdout == "pyxis\n"
     assert bash(ask, KEMPNER_CONTAINER="/x/a.sif", PATH=path).stdout == "apptainer\n"
     assert bash(ask, KEMPNER_CONTAINER="a/b:1").stdout == "apptainer\n"
+    srun.rename(tmp_path / "ch-run")
+    assert bash(ask, KEMPNER_CONTAINER=str(tmp_path), PATH=path).stdout == "charliecloud\n"
     given = {"KEMPNER_CONTAINER": "a/b:1", "KEMPNER_CONTAINER_RUNTIME": "singularity"}
     assert bash(ask, PATH=path, **given).stdout == "singularity\n"
     bad = bash("KP_ROOT=/r; kp_choose_python", **{**given, "KEMPNER_CONTAINER_RUNTIME": "docker"})
-    assert bad.returncode == 2 and "apptainer, singularity or pyxis" in bad.stderr
+    assert bad.returncode == 2 and "singularity, charliecloud or pyxis" in bad.stderr
 
 
 @pytest.mark.parametrize(
@@ -580,3 +623,72 @@ def test_requests_to_a_program_do_not_stay_behind(tmp_path: Path) -> None:
     """
     assert bash(script, SLURM_JOB_ID="7").returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == [".ask-70.0.1"]
+
+
+def test_a_short_time_limit_and_its_warning() -> None:
+    """Passed on a quarter of the limit before the end, not in the first second of the job; but a
+    user's wish, a preemption (which moves the end) and a long limit are as they were."""
+
+    def told(limit: str, seconds: int, lead: int, ran: int, moved: int = 0) -> list[str]:
+        script = f"""
+at() {{ date -d "@$(($(date +%s) + $1))" +%Y-%m-%dT%H:%M:%S; }}
+KP_JOB="TimeLimit={limit} StartTime=$(at -{ran}) EndTime=$(at {seconds - ran + moved})"
+sleep() {{ :; }}
+kill() {{ echo "$*" | sed "s/$$/us/"; }}
+kp_cap_lead
+kp_postpone && echo postponed || echo passed on
+wait
+kp_postpone || echo passed on
+echo "$KEMPNER_SIGNAL_LEAD\""""
+        lines = bash(script, KEMPNER_SIGNAL_LEAD=str(lead)).stdout.splitlines()
+        assert any("a second one at once" in line for line in lines) == ("postponed" in lines)
+        return [line for line in lines if not line.startswith("[")]
+
+    late = ["passed on", "passed on"]
+    again = ["postponed", "-TERM us", "passed on"]
+    assert sorted(told("00:01:00", 60, 35, 1)) == sorted([*again, "15"])
+    assert sorted(told("00:02:00", 120, 120, 1)) == sorted([*again, "30"])
+    assert told("00:01:00", 60, 35, 46) == [*late, "15"]  # it is time
+    assert told("00:08:00", 480, 200, 1) == [*late, "120"]  # somebody's wish
+    assert told("00:02:00", 120, 120, 1, moved=-60) == [*late, "30"]  # a preemption
+    assert told("00:09:00", 540, 120, 1) == [*late, "120"]
+    assert told("1-00:00:00", 86400, 120, 1) == [*late, "120"]
+
+
+@pytest.mark.parametrize(
+    ("signal", "ends", "preempted", "started", "spared"),
+    [
+        ("TERM", "Unknown", "None", False, True),  # a person, while the container was made
+        ("TERM", "now + 1 day", "None", False, True),
+        ("TERM", "now + 100 seconds", "None", False, False),  # the next start has no more time
+        ("TERM", "now + 20 seconds", "now", False, True),  # the grace time
+        ("TERM", "now + 1 day", "None", True, False),
+        ("USR2", "now + 1 day", "None", False, False),
+        ("", "now + 1 day", "None", False, False),
+    ],
+)
+def test_a_start_that_was_cut_short_is_no_crash(
+    tmp_path: Path, signal: str, ends: str, preempted: str, started: bool, spared: bool
+) -> None:
+    event = '{"event": "start", "nodes": ["a"], "attempt_id": "7.0.1"}\n'
+    (tmp_path / "attempts.jsonl").write_text(event if started else "")
+    ends, preempted = (
+        when if when in ("None", "Unknown") else f"$(date -d '{when}' +%FT%T)"
+        for when in (ends, preempted)
+    )
+    job = f"EndTime={ends} PreemptTime={preempted}"
+    ask = f'KP_JOB="{job}"; KP_SIGNAL={signal} KP_RUN_DIR={tmp_path} KEMPNER_ATTEMPT_ID=7.0.1'
+    done = bash(f"{ask}; if kp_was_cut_short; then echo yes; else echo no; fi")
+    assert done.stdout == ("yes\n" if spared else "no\n"), done.stderr
+
+
+def test_crashes_are_counted_without_python(tmp_path: Path) -> None:
+    """As kempner.history.faulty_host counts them: null is one more, a number is the number."""
+    kinds = [(12, "2"), (12, "0"), (13, "9"), (12, "null"), (12, "null")]
+    lines = [
+        f'{{"event": "decision", "job": "{job}", "restart": 0, "no_progress": {count}}}\n'
+        for job, count in kinds
+    ]
+    (tmp_path / "attempts.jsonl").write_text("".join(lines) + '{"event": "end", "job": "12"}\n')
+    ask = f"KP_RUN_DIR={tmp_path} SLURM_JOB_ID=12; kp_count_crashes"
+    assert bash(ask).stdout == "2\n"

@@ -1,4 +1,5 @@
-"""The code of the submission: a run has the repository as it was, whatever becomes of it."""
+"""The code of the submission: a run has the repository as it was, whatever becomes of it. See
+docs/startup.md."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_tasks_that_are_not_gpus_are_refused(
         (
             "multinode.sh",
             "--model.init_from=me/tiny",
-            "`python scripts/convert.py prefetch me/tiny",
+            "scripts/convert.py prefetch me/tiny`",
         ),
         ("multinode.sh", "--model.vocab_size=100", "model.vocab_size is 100"),
         ("multinode.sh", "--run.dir=not.toml/run", "is not a directory; give another --run.dir"),

@@ -84,7 +84,7 @@ def test_what_does_not_fit(cluster: Cluster, tmp_path: Path) -> None:
     """One line each, and nothing is started."""
     for words, options, problem in (
         (["4"], [], "0 configuration(s) for 4 runs"),
-        (["a.toml"], [], "'a.toml' is no number of runs"),
+        (["a.toml"], [], "'a.toml' is not a number of runs"),
         (["3", "a", "b"], ["--gpus-per-node=4"], "4 task(s) for 3 runs"),
         (["2", "a", "b"], ["--nodes=2"], "pack.sh on 2 nodes"),
     ):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ import pytest
 
 from tests.cluster import SCRIPTS, Cluster, boot
 from tests.gpus import Shim, gpu
+
+TRACES = re.compile("Traceback|recvVector|frame #|srun: error")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,21 @@ def test_healthy_nodes(hosts: Cluster, tmp_path: Path) -> None:
     assert told["whole"]["bus_bytes_per_s"] > 0 and told["whole"]["latency_s"] > 0
     assert "all-reduce of all 6 tasks (cpu):" in log
     assert not list((tmp_path / "runs").glob(".preflight*"))
+    assert not TRACES.search(log), log
+
+
+@pytest.mark.soak
+def test_no_traces_on_a_busy_machine(hosts: Cluster, tmp_path: Path) -> None:
+    """The driver and the tasks leave in any order."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        for _ in range(20):
+            code, log, _ = preflight(hosts, tmp_path, "--device", "cpu", nodes=2, tasks=2)
+            assert code == 0 and not TRACES.search(log), log
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def test_a_slow_network_is_named(hosts: Cluster, tmp_path: Path) -> None:

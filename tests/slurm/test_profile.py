@@ -102,6 +102,7 @@ def test_a_rendered_script(cluster: Cluster, tmp_path: Path, profile: Path) -> N
     assert cluster.field(job, "Partition") == "urgent"
     (line,) = (tmp_path / "a run/seen.jsonl").read_text().splitlines()
     assert json.loads(line)["argv"] == words[:1]
+    (tmp_path / "job.sh").write_text(f"{text}# mine\n")
     again = script(cluster, tmp_path, *words, tmp_path / "job.sh")
     assert again.returncode == 2 and "is there already" in again.stderr
 

@@ -113,7 +113,7 @@ def test_without_requeue_all_restarts_are_in_place(
 
 def test_a_job_near_its_end_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     """The warning comes before another start could train."""
-    job = submit(cluster, tmp_path, "crash,done", "--time=5", env={"KEMPNER_SIGNAL_LEAD": "310"})
+    job = submit(cluster, tmp_path, "crash,done", "--time=10", env={"KEMPNER_SIGNAL_LEAD": "610"})
     assert cluster.wait(job) == 0
     assert [d["decision"] for d in decisions(tmp_path)] == ["requeue", "end"]
     assert "no restart in place" in (tmp_path / f"kempner-{job}.out").read_text()

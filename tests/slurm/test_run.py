@@ -7,19 +7,19 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kempner.history.events import Decision, Event, Fault, of_kind, read
-from tests.cluster import ENDED, ROOT, SCRIPTS, Cluster
+from kempner.history.events import Decision, Event, Fault, Start, of_kind, read
+from tests.cluster import ENDED, ROOT, SCRIPTS, Cluster, program
 from tests.conftest import clean_env, status
 
 FOREIGN = ROOT / "tests/slurm/foreign.py"
@@ -95,7 +95,7 @@ def test_killed_then_asked_then_done(cluster: Cluster, tmp_path: Path) -> None:
     assert fault.ranks == (2,) and fault.hosts == ("node2",) and "SIGKILL" in fault.reason
     first, second, third = of_kind(events, Decision)
     assert first.blamed == "node2" and "exit code 1" in first.why
-    assert second.why.startswith("interrupted and saved") and second.no_progress == 0
+    assert second.why.startswith("interrupted (progress ") and second.no_progress == 0
     assert third.why == "the run is done"
     assert "rank 3 of 4: done" in (run_dir / "logs/latest/rank-3.log").read_text()
     shown = cluster.ask("bash", SCRIPTS / "status.sh", run_dir)
@@ -104,6 +104,23 @@ def test_killed_then_asked_then_done(cluster: Cluster, tmp_path: Path) -> None:
     assert "killed by SIGKILL" in report.stdout and "restarted in place" in report.stdout, (
         report.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--", "python", "typo.py"], "no file 'typo.py' in "),
+        (["python", "train.py"], "'python': the command comes after '--'"),
+        (["--", "mpirun", "-np", "2", "true"], "write -- true;"),
+    ],
+)
+def test_a_wrong_command_leaves_no_trace(tmp_path: Path, words: list[str], message: str) -> None:
+    env = clean_env(KEMPNER_SITE=os.devnull, KEMPNER_PYTHON=sys.executable)
+    done = subprocess.run(
+        ["bash", SCRIPTS / "run.sh", *words], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("error:") == 1 and message in done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def test_bad_input_holds_no_node(cluster: Cluster, tmp_path: Path) -> None:
@@ -115,6 +132,169 @@ def test_bad_input_holds_no_node(cluster: Cluster, tmp_path: Path) -> None:
     shown = cluster.run("bash", *words, cwd=tmp_path).stdout
     assert "--steps=step" in shown and r"-- sleep a\ b --nodes=7" in shown
     assert "--nodes=2 " in shown and not (tmp_path / "runs").exists()
+
+
+def test_a_short_job_is_asked_twice_then_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    """The first signal may be the warning, which comes too early; the second one is a wish. After
+    scancel the run is not said to start, although the job is still there."""
+    deaf = "trap '' TERM USR1; while :; do echo it runs; sleep 0.2; done"
+    options = ["--nodes=1", "--gpus-per-node=1", "--time=3"]
+    job = cluster.sbatch("run.sh", "--", "bash", "-c", deaf, options=options, cwd=tmp_path)
+    log, run_dir = tmp_path / f"kempner-{job}.out", tmp_path / "runs/bash"
+    cluster.wait_for("it runs", log)
+    for said in ("s before it, a second one at once", "the program is asked to leave"):
+        cluster.ask("scancel", "--batch", "--signal=TERM", job)
+        cluster.wait_for(said, log)
+    cluster.ask("scancel", job)
+    cluster.wait_for('"decision": "leave"', run_dir / "attempts.jsonl")
+    shown = cluster.run("bash", SCRIPTS / "status.sh", run_dir).stdout
+    assert "cancelled" in shown and "the job was cancelled" in shown, shown
+    cluster.wait(job)
+
+
+SEVERAL = """#!/bin/bash
+run() {{
+    bash {run} --run-dir="$1" {steps} -- {python} {foreign} "$2"
+    echo "$1 $2: exit code $?"
+}}
+run a done
+run a done,exit=3,done
+run b done
+"""
+
+
+def test_several_runs_in_a_script_of_the_users_own(cluster: Cluster, tmp_path: Path) -> None:
+    """One after the other, in a directory of their own and in the same one: the end of one is not
+    the end of the job, and what is done is not done again when the job comes back."""
+    script = tmp_path / "several.sh"
+    words = {"run": SCRIPTS / "run.sh", "python": sys.executable, "foreign": FOREIGN}
+    script.write_text(SEVERAL.format(**words, steps=shlex.quote(STEPS)))
+    options = ["--requeue", "--open-mode=append", "--gpus-per-node=1", f"--output={tmp_path}/log"]
+    job = cluster.sbatch(script, options=options, cwd=tmp_path, env={"KEMPNER_RESTARTS": "0"})
+    code = cluster.wait(job)
+    log = (tmp_path / "log").read_text()
+    assert code == 0, log
+    assert re.findall(r"^(. .*): exit code (\d+)$", log, re.M) == [
+        ("a done", "0"),
+        ("a done", "0"),
+        ("a done,exit=3,done", "0"),
+        ("b done", "0"),
+    ], log
+    assert log.count("this command was done at an earlier start of the job: nothing runs") == 1
+    decisions = [d.decision for d in of_kind(read(tmp_path / "a/attempts.jsonl"), Decision)]
+    assert decisions == ["end", "requeue", "end"] and "cannot be requeued" not in log, log
+
+
+WARNED = """#!/bin/bash
+#SBATCH --signal=URG@60
+bash {run} --run-dir=a --checkpoints='out/ckpt-*' -- {python} {foreign} save
+"""
+
+
+def test_a_warning_in_a_script_of_the_users_own(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm signals all processes of the ranks. A program that handles nothing ignores SIGURG, and
+    trains on until its next checkpoint."""
+    script = tmp_path / "warned.sh"
+    script.write_text(WARNED.format(run=SCRIPTS / "run.sh", python=sys.executable, foreign=FOREIGN))
+    options = ["--requeue", "--time=2", f"--output={tmp_path}/log"]
+    job = cluster.sbatch(script, options=options, cwd=tmp_path)
+    cluster.wait_for("[0] step 2", tmp_path / "log")
+    cluster.ask("scancel", "--signal=URG", job)
+    cluster.wait_for("requeue: ", tmp_path / "log")
+    cluster.ask("scancel", job)
+    cluster.wait(job)
+    log = (tmp_path / "log").read_text()
+    assert "SIGURG: the program is asked to leave" in log, log
+    assert "the program is ended: its next checkpoint is complete: out/ckpt-10" in log, log
+    assert "is passed on" not in log, log
+
+
+ALL_REDUCE = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+gpus = os.environ["CUDA_VISIBLE_DEVICES"]
+line = f"rank {dist.get_rank()}, local {os.environ['LOCAL_RANK']} of {gpus}: {total.item():.0f}\\n"
+os.write(1, line.encode())  # at once: two ranks share torchrun's output
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_is_one_job_on_all_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """A launcher for each node, with all of its GPUs, by the variables of torchrun's options. What
+    cannot be one job is refused before it starts anywhere, and leaves no trace."""
+    (tmp_path / "program.py").write_text(ALL_REDUCE)
+    torchrun = Path(sys.executable).parent / "torchrun"
+    options = ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=1"]
+    refused = ["--run-dir=refused", "--", torchrun, "--nnodes=1", "program.py"]
+    jobs = [
+        cluster.sbatch("run.sh", *words, options=options, cwd=tmp_path)
+        for words in (["--", torchrun, "program.py"], refused)
+    ]
+    codes = [cluster.wait(job) for job in jobs]
+    logs = [(tmp_path / f"kempner-{job}.out").read_text() for job in jobs]
+    assert codes == [0, 2], logs
+    found = sorted(re.findall(r"^\[(\d)\] rank (\d), local (\d) of (\S+): (\d)", logs[0], re.M))
+    assert found == [
+        ("0", "0", "0", "0,1", "4"),
+        ("0", "1", "1", "0,1", "4"),
+        ("1", "2", "0", "0,1", "4"),
+        ("1", "3", "1", "0,1", "4"),
+    ], logs[0]
+    assert "2 x 1 = world size 2, 2 GPUs each" in logs[0]
+    assert logs[1].count("error:") == 1 and "leave out --nnodes" in logs[1]
+    assert not (tmp_path / "refused").exists() and cluster.steps(jobs[1]) == 0
+
+
+LOSES_GPUS = """#!/bin/bash
+text=$({scontrol} "$@") || exit
+[[ $text == *Restarts=0* ]] || text=$(sed -E 's/( GRES=)gpu:.*/\\1/' <<<"$text")
+printf '%s\\n' "$text"
+"""
+
+
+def test_a_job_that_came_back_without_its_gpus(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm can lose those of a job that was requeued: it is told, and nothing is trained."""
+    scontrol = LOSES_GPUS.format(scontrol=shutil.which("scontrol"))
+    env = program(tmp_path / "bin", "scontrol", scontrol) | {"KEMPNER_MAX_CRASHES": "1"}
+    words = ["--", sys.executable, FOREIGN, "ask"]
+    job = cluster.sbatch("run.sh", *words, options=["--nodes=2"], cwd=tmp_path, env=env)
+    log, run_dir = tmp_path / f"kempner-{job}.out", tmp_path / "runs/foreign"
+    cluster.wait_for("[7] rank 7 of 8: ask", log)
+    cluster.ask("scancel", "--batch", "--signal=TERM", job)
+    assert cluster.wait(job) == 1, log.read_text()
+    events = read(run_dir / "attempts.jsonl")
+    assert len(of_kind(events, Start)) == 1, log.read_text()
+    assert [d.decision for d in of_kind(events, Decision)] == ["requeue", "end"]
+    said = f"this start has 1 task(s) and 0 GPU(s) on each node, the first one of job {job} had 4"
+    assert said in log.read_text()
+
+
+def test_a_job_that_came_back_with_fewer_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """Where the request allows it, it trains on, and that is said."""
+    options = ["--nodes=1-2", "--gpus-per-node=1"]
+    words = ["--", sys.executable, FOREIGN, "ask,wait"]
+    job = cluster.sbatch("run.sh", *words, options=options, cwd=tmp_path)
+    log, run_dir = tmp_path / f"kempner-{job}.out", tmp_path / "runs/foreign"
+    cluster.wait_for("[1] rank 1 of 2: ask", log)
+    host = of_kind(read(run_dir / "attempts.jsonl"), Start)[0].nodes[1]
+    cluster.run("scontrol", "update", f"NodeName={host}", "State=DRAIN", "Reason=test")
+    try:
+        cluster.ask("scancel", "--batch", "--signal=TERM", job)
+        wait_until(cluster, job, lambda: "rank 0 of 1: wait" in log.read_text())
+        shown = cluster.run("bash", SCRIPTS / "status.sh", run_dir).stdout
+        cluster.ask("scancel", job)
+        cluster.wait(job)
+    finally:
+        cluster.run("scontrol", "update", f"NodeName={host}", "State=RESUME")
+    assert "restart with 1 of 2 tasks: this job's first start had 2 nodes" in log.read_text()
+    told = f"1 of 2 tasks: the first start of job {job} had 2 nodes"
+    report = [sys.executable, ROOT / "scripts/report.py", run_dir]
+    assert " ".join(told.split()) in " ".join(shown.split()), shown
+    assert f"attempt 1: {told}" in cluster.run(*report).stdout
 
 
 PROGRAMS = {
@@ -170,7 +350,7 @@ def starts(log: Path, begins: str) -> list[int]:
 
 def progress(run_dir: Path) -> int:
     file = run_dir / "progress"
-    return int(file.read_text()) if file.exists() else -1
+    return int(file.read_text().split()[-1]) if file.exists() else -1
 
 
 def wait_until(cluster: Cluster, job: str, true: Callable[[], bool]) -> None:
@@ -254,11 +434,11 @@ def test_a_program_that_is_ended_and_leaves_in_order_is_not_done(tmp_path: Path)
 def test_the_callback_for_lightning(tmp_path: Path) -> None:
     """That of docs/any-program.md, in the program there: the step of the request is not lost."""
     page = (ROOT / "docs/any-program.md").read_text()
-    callback = re.search(r"^    (class Leave.*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    callback = re.search(r"^(class Leave.*?)\n```", page, re.MULTILINE | re.DOTALL)
     assert callback
     program = (ROOT / "tests/slurm/programs/lightning_module.py").read_text()
     main = 'if __name__ == "__main__":'
-    own = f"from kempner import slurm\n\n{textwrap.dedent('    ' + callback[1])}\n\n{main}"
+    own = f"from kempner import slurm\n\n{callback[1]}\n\n{main}"
     program = program.replace(main, own).replace("callbacks=[saver]", "callbacks=[saver, Leave()]")
     script = tmp_path / "program.py"
     script.write_text(program)
@@ -289,7 +469,7 @@ IMAGE = """#!/bin/bash
 # apptainer exec [OPTIONS] IMAGE COMMAND: the image has a Python, and no package of this machine's.
 echo "$*" >>"$0.log"
 while [[ $1 != *.sif ]]; do shift; done
-[[ $2 != python* ]] || set -- "$1" "{python}" -S "${{@:3}}"
+[[ $4 != python* ]] || set -- "$1" "$2" "$3" "{python}" -S "${{@:5}}"
 {before}"${{@:2}}"
 """
 
@@ -318,7 +498,7 @@ def test_a_container(tmp_path: Path, where: str) -> None:
     assert status(run.dir)["state"] == "interrupted"
     started = (tmp_path / "bin/apptainer.log").read_text()
     assert started.count("exec a.sif bash") == 2 * inside
-    assert ("a.sif python3 " in started and "program.py --here 2" in started) == (not inside)
+    assert ("inside.sh python3 " in started and "program.py --here 2" in started) == (not inside)
 
 
 # --- faults --------------------------------------------------------------------------------------
@@ -328,10 +508,66 @@ def test_exit_codes(tmp_path: Path) -> None:
     """2 is bad input, as argparse has it, until there is progress; others are crashes, with the
     last line as the reason."""
     assert Here(tmp_path, "exit=2").wait(2).faults[-1].final
-    fault = Here(tmp_path, STEPS, "exit=2@1").wait(2).faults[-1]
+    fault = Here(tmp_path, STEPS, "exit=2@1").wait(1).faults[-1]  # 2 would end the job
     assert fault.ranks == (1,) and fault.reason.endswith("exit code 2: step 3") and not fault.final
     run = Here(tmp_path, "/no/such/program", script="-u")
     assert run.wait(2).faults[-1].final  # Python itself says 2
+
+
+def test_exit_code_2_of_a_run_that_has_trained(tmp_path: Path) -> None:
+    """It is a crash in a later attempt, too, which starts the same command; another command may be
+    wrong, and so may one that has done nothing yet."""
+    script = tmp_path / "program.py"
+    script.write_text("import os, sys\nif not os.path.exists('no'): print('step 1')\nsys.exit(2)")
+    for trained in (False, True):
+        (tmp_path / "no").unlink(missing_ok=True) if trained else (tmp_path / "no").touch()
+        run = Here(tmp_path, STEPS, "x", ranks=1, script=script).wait(1 if trained else 2)
+        assert run.faults[-1].final == (not trained)
+    (tmp_path / "no").touch()
+    assert not Here(tmp_path, STEPS, "x", ranks=1, script=script).wait(1).faults[-1].final
+    assert Here(tmp_path, STEPS, "typo", ranks=1, script=script).wait(2).faults[-1].final
+
+
+def test_a_rank_that_fails_among_ranks_that_wait(tmp_path: Path) -> None:
+    """The others catch SIGTERM, and are killed: the exit code is that of the one that failed."""
+    fails = "if ((RANK == 2)); then echo 'ValueError: no'; exit 2; fi"
+    waits = "trap 'echo caught' TERM; while :; do sleep 0.2; done"
+    run = Here(tmp_path, ["bash", "-c", f"{fails}; {waits}"], ranks=3).wait(2)
+    assert "[0] caught" in run.log and "[1] caught" in run.log
+    (fault,) = run.faults
+    assert fault.ranks == (2,) and fault.final and fault.reason.endswith("code 2: ValueError: no")
+
+
+SLOW = """
+import atexit, os, pathlib, sys, time
+met, how = pathlib.Path("met"), sys.argv[1]
+if os.environ["RANK"] == "1":
+    atexit.register(time.sleep, 2)
+    atexit.register(met.touch)
+    sys.exit(3) if how == "silent" else int("x")
+while not met.exists():
+    time.sleep(0.05)
+raise EOFError("no message") if how == "unknown" else ConnectionError("Connection closed by peer")
+"""
+
+
+@pytest.mark.parametrize("how", ["known", "unknown", "silent"])
+def test_a_rank_that_takes_time_to_exit_is_the_one_that_failed(tmp_path: Path, how: str) -> None:
+    """Its peer has lost it by then, and has exited before it."""
+    run = Here(tmp_path, [sys.executable, "-c", SLOW, how]).wait(3 if how == "silent" else 1)
+    assert "ranks=(1,)" in str(run.faults[0]) and not run.faults[0].lost_peer, run.log
+    assert [fault.ranks for fault in run.faults if not fault.lost_peer] == [(1,)]
+    word = "code 3" if how == "silent" else "code 1: ValueError: invalid literal"
+    assert word in run.faults[0].reason and "rank 1 on" in run.log.splitlines()[-1]
+
+
+def test_what_a_program_leaves_behind_is_named(tmp_path: Path) -> None:
+    daemon = "setsid sleep 1000 </dev/null >/dev/null 2>&1 &"
+    until = "until [[ $(</proc/$!/comm) == sleep ]]; do :; done"
+    run = Here(tmp_path, ["bash", "-c", f"{daemon} {until}"], ranks=1).wait(0)
+    assert re.search(
+        r"^\[0\] kempner: ends what the program has left behind: sleep \(\d+\)$", run.log, re.M
+    )
 
 
 def test_rank_0_may_open_a_connection_for_each_rank(tmp_path: Path) -> None:

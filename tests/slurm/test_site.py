@@ -1,4 +1,4 @@
-"""What a site brings: containers, secrets, mail, a port with another name, other jobs beside."""
+"""What a site brings: secrets, mail, a port with another name, other jobs beside."""
 
 from __future__ import annotations
 
@@ -10,59 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster, apptainer, program, pyxis
+from tests.cluster import FAKE_TRAINER, SCRIPTS, Cluster, program
 
-HOSTILE = ["--a=[0.9, 0.95]", "two words", "$HOME `id`", "*", "", "{a,b}", "\\"]
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
 SECRET = "hf_neverseenanywhere"
 
 
 def seen(run_dir: Path) -> dict[str, list[str]]:
     return json.loads((run_dir / "seen.jsonl").read_text().splitlines()[-1])
-
-
-def calls_of_a_job(cluster: Cluster, tmp_path: Path, env: dict[str, str]) -> list[str]:
-    """Run the fake trainer, whose arguments arrive; returns what the shim has written down."""
-    run_dir = tmp_path / "a run"
-    arguments = [f"--run.dir={run_dir}", *HOSTILE]
-    job = cluster.sbatch("singlenode.sh", *arguments, cwd=tmp_path, env=env)
-    assert cluster.wait(job) == 0, (tmp_path / f"kempner-{job}.out").read_text()
-    assert seen(run_dir)["argv"] == arguments
-    return (tmp_path / "calls").read_text().splitlines()
-
-
-def test_apptainer(cluster: Cluster, tmp_path: Path) -> None:
-    """Python starts in the container, on the batch host and in the tasks, and the arguments
-    arrive."""
-    env = {
-        **FAKE,
-        **apptainer(tmp_path / "bin"),
-        "KEMPNER_CONTAINER": "/images/a.sif",
-        "KEMPNER_MOUNTS": "/scratch:/scratch",
-    }
-    calls = calls_of_a_job(cluster, tmp_path, env)
-    assert all(line.startswith("exec --bind ") and "/scratch:/scratch" in line for line in calls)
-    assert sum("--check" in line for line in calls) == 1
-    assert sum(f"{FAKE_TRAINER} " in line and "--check" not in line for line in calls) == 4
-    options = ["--nodes=2", "--ntasks-per-node=1"]
-    job = cluster.sbatch("preflight.sh", "--device", "cpu", options=options, cwd=tmp_path, env=env)
-    assert cluster.wait(job) == 0, (tmp_path / f"preflight-{job}.out").read_text()
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert sum("kempner.preflight.task" in line for line in calls) == 2
-    assert sum("kempner.preflight " in line for line in calls) == 1  # no srun inside
-    assert not any("srun" in line for line in calls)
-
-
-def test_pyxis(cluster: Cluster, tmp_path: Path) -> None:
-    """Whatever starts Python has the options of the container."""
-    env = {
-        **FAKE,
-        **pyxis(tmp_path / "bin"),
-        "KEMPNER_CONTAINER": "registry/image:1",
-    }
-    calls = calls_of_a_job(cluster, tmp_path, env)
-    assert calls.count("--container-image=registry/image:1") == 3  # the check, its values, the step
-    assert f"--container-workdir={tmp_path}" in calls
 
 
 def test_a_hostile_name_through_every_script(cluster: Cluster, tmp_path: Path) -> None:

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster import Cluster, program
+from tests.cluster import Cluster
 from tests.conftest import status
+from tests.containers import container, image
 from tests.fault.broken_run import until
 
 HOSTS = ("node1", "node2")
 
 
 @pytest.fixture
-def disk(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+def disk(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """An empty disk at the same place on each host."""
-    path = tmp_path / "local disk"
+    path = tmp_path / getattr(request, "param", "local disk")
     path.mkdir()
     for host in HOSTS:
         cluster.testbed("exec", host, "mount", "-t", "tmpfs", "-o", "size=64m", "none", path)
@@ -33,6 +34,12 @@ def disk(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
 def on_disk(cluster: Cluster, host: str, disk: Path) -> set[str]:
     lines = cluster.testbed("exec", host, "find", disk, "-mindepth", "1").splitlines()
     return {line.removeprefix(f"{disk}/") for line in lines}
+
+
+def of_a_dead_job(cluster: Cluster, disk: Path) -> None:
+    """What a job that was killed has left on node1."""
+    text = """mkdir -p "$0/shards" && echo '{"is": "STAGE", "run": ""}' >"$0/.kempner\""""
+    cluster.testbed("exec", "node1", "bash", "-c", text, disk / "kempner-999999")
 
 
 def readable(path: Path) -> str:
@@ -57,7 +64,7 @@ def test_data_are_copied_once_read_by_every_attempt_and_removed_at_the_end(
     cluster: Cluster, tmp_path: Path, disk: Path
 ) -> None:
     """node2's disk is full: it reads the original. What a dead job has left on node1 is removed."""
-    cluster.testbed("exec", "node1", "mkdir", "-p", disk / "kempner-999999/shards")
+    of_a_dead_job(cluster, disk)
     cluster.testbed("exec", "node2", "fallocate", "-l", "64M", disk / "full")
     assert on_disk(cluster, "node2", disk) == {"full"} and os.listdir(disk) == []
     words = cluster.debug_run(tmp_path / "run", "--train.max_steps=100000")
@@ -90,11 +97,16 @@ from pathlib import Path
 run = Path(sys.argv[1].removeprefix("--run.dir="))
 if "--check" in sys.argv:
     print(f"[run]\\ndir = {json.dumps(str(run))}")
+    if "DATA" in os.environ:
+        print(f"[data]\\ndataset_path = {json.dumps(os.environ['DATA'])}")
 else:
     import only_here
     if os.environ.get("CRASH") and "KEMPNER_CHAIN_LINK" not in os.environ:
         sys.exit(1)  # all ranks of the chain's first job
     (run / f"rank-{os.environ['SLURM_PROCID']}").write_text(only_here.__file__)
+    if "DATA" in os.environ:
+        from kempner.data.stage import staged
+        (run / f"data-{os.environ['SLURM_PROCID']}").write_text(str(staged(os.environ["DATA"])))
     if os.environ["SLURM_PROCID"] == "0":
         done = {"state": "done", "attempt_id": os.environ["KEMPNER_ATTEMPT_ID"]}
         (run / "status.json").write_text(json.dumps(done))
@@ -133,7 +145,7 @@ def test_the_environment_is_sent_to_each_node_as_one_file(
 ) -> None:
     """sbcast fails for all when one disk is full; then the others read the file themselves."""
     source = environment(tmp_path / "an env")
-    cluster.testbed("exec", "node1", "mkdir", "-p", disk / "kempner-999999/environment")
+    of_a_dead_job(cluster, disk)
     if full:
         cluster.testbed("exec", "node2", "fallocate", "-l", "64M", disk / "full")
     python = str(source / "bin/python")
@@ -147,25 +159,26 @@ def test_the_environment_is_sent_to_each_node_as_one_file(
     assert not list((tmp_path / "run").glob(".environment*"))
 
 
-def test_an_image_is_sent_to_each_node(cluster: Cluster, tmp_path: Path, disk: Path) -> None:
-    image = tmp_path / "a.sif"
-    image.write_bytes(b"squashed" * 1000)
-    text = f"""#!/bin/bash
-while [[ $1 != *.sif ]]; do shift; done
-echo "$1" >>{tmp_path}/images
-shift
-export PYTHONPATH=$PYTHONPATH:{tmp_path}
-exec "$@"
-"""
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+@pytest.mark.parametrize("disk", ["disk"], indirect=True)  # pyxis takes no blanks
+def test_an_image_and_data_are_sent_to_each_node(
+    cluster: Cluster, tmp_path: Path, disk: Path, runtime: str
+) -> None:
+    """The containers of the ranks are made of the copy of the image, and see that of the data."""
+    of = image(tmp_path, archive=True)
     (tmp_path / "only_here.py").write_text("")
-    env = program(tmp_path / "bin", "apptainer", text)
-    python = cluster.env["KEMPNER_PYTHON"]
-    said = job_with(
-        cluster, tmp_path, disk, KEMPNER_CONTAINER=str(image), KEMPNER_PYTHON=python, **env
-    )
-    assert said.count(f"{image}: copied to {disk}/kempner-") == 2 and ranks(tmp_path)
-    images = (tmp_path / "images").read_text().splitlines()
-    assert len([path for path in images if path.startswith(f"{disk}/kempner-")]) == 2
+    env = {"PYTHONPATH": str(tmp_path), "DATA": str(cluster.data)}
+    env |= container(runtime, tmp_path, of)
+    env["KEMPNER_MOUNTS"] += f",{cluster.data}:{cluster.data}"
+    said = job_with(cluster, tmp_path, disk, **env)
+    assert said.count(f"{of}: copied to {disk}/kempner-") == 2, said
+    assert said.count(f"{cluster.data}: copied to {disk}/kempner-") == 2, said
+    for rank in (0, 1):
+        assert (tmp_path / f"run/data-{rank}").read_text().startswith(f"{disk}/kempner-")
+    made = (tmp_path / "entered").read_text().splitlines()
+    copies = [line for line in made if line.startswith(f"{disk}/kempner-")]
+    assert sorted(line.rpartition(" ")[2] for line in copies) == ["node1", "node2"], made
+    assert [on_disk(cluster, host, disk) for host in HOSTS] == [set(), set()]
 
 
 def test_each_job_of_a_chain_leaves_nothing_behind(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kempner.directories import Kind, mark
 from tests.cluster import ROOT, TESTBED, Cluster, program
 
 SWEEP = """
@@ -90,6 +91,14 @@ class Sweep:
         (found,) = (self.folder / "runs/lr").glob(f"{name}-*")
         return found
 
+    def block(self, path: str) -> Path:
+        """A file in the way of a run, which therefore cannot write."""
+        runs = self.folder / "runs/lr"
+        mark(runs / "sweep", Kind.SWEEP)
+        (runs / path).parent.mkdir()
+        (runs / path).write_text("in the way")
+        return runs / path
+
     def events(self, name: str, kind: str) -> list[dict[str, object]]:
         lines = (self.run_dir(name) / "attempts.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == kind]
@@ -138,8 +147,7 @@ def test_a_sweep_of_four(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path
     plan = run("plan").stdout
     assert "4 points in runs/lr, 1 array(s)" in plan and not bad.exists()
     name = next(word for word in plan.split() if word.startswith("seed2-lr0.01-"))
-    (bad / name).mkdir(parents=True)
-    (bad / name / "checkpoints").write_text("in the way")  # this run cannot save
+    blocked = run.block(f"{name}/logs")
     run("submit", code=-9, **failing_sbatch(tmp_path, 1, after="kill -KILL $PPID"))
     assert "unknown" in run.states().values()
     assert "nothing to submit" in run("submit").stdout
@@ -147,7 +155,7 @@ def test_a_sweep_of_four(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path
     run.until(settled)
     states = run.states()
     assert [states.pop("seed2-lr0.01")] != ["done"] and set(states.values()) == {"done"}
-    (bad / name / "checkpoints").unlink()
+    blocked.unlink()
     assert "nothing to submit" in run("submit").stdout
     assert "1 point(s)" in run("resubmit").stdout
     assert "nothing to resubmit" in run("resubmit").stdout
@@ -185,9 +193,8 @@ def test_packed_points(cluster: Cluster, sweep: Callable[..., Sweep]) -> None:
     plan = run("plan").stdout
     assert "--array=0-1 --nodes=1 --gpus-per-node=2 pack.sh 2" in plan
     names = [word for word in plan.split() if word.startswith("seed")]
-    failing, last = (run.folder / "runs/lr" / names[i] for i in (1, 3))
-    failing.mkdir(parents=True)
-    (failing / "checkpoints").write_text("in the way")  # this run cannot save
+    last = run.folder / "runs/lr" / names[3]
+    run.block(f"{names[1]}/logs")
     run("submit")
     (job,) = run.jobs
     cluster.wait_for('"decision": "end"', last / "attempts.jsonl")
@@ -238,13 +245,11 @@ def test_cancel(cluster: Cluster, sweep: Callable[..., Sweep]) -> None:
 def test_a_sweep_of_twelve(cluster: Cluster, sweep: Callable[..., Sweep], tmp_path: Path) -> None:
     """One point fails, some are preempted, a node crashes with those on it, slurmctld restarts,
     and sbatch fails for a while: all that is asked for is done once, and nothing twice."""
-    run = sweep(seeds=[1, 2, 3, 4], rates=[1e-3, 3e-3, 1e-2], steps=400)
+    run = sweep(seeds=[1, 2, 3, 4], rates=[1e-3, 3e-3, 1e-2], steps=2000)
     file = run.folder / "lr.toml"
-    file.write_text(file.read_text().replace("interval = 400", "interval = 100"))
+    file.write_text(file.read_text().replace("interval = 2000", "interval = 500"))
     name = next(word for word in run("plan").stdout.split() if word.startswith("seed2-lr0.01-"))
-    blocked = run.folder / "runs/lr" / name / "checkpoints"
-    blocked.parent.mkdir(parents=True)
-    blocked.write_text("in the way")
+    blocked = run.block(f"{name}/logs")
     began = time.monotonic()
     run("submit", **failing_sbatch(tmp_path, 2))
     assert time.monotonic() - began < 60
@@ -282,4 +287,4 @@ def test_a_sweep_of_twelve(cluster: Cluster, sweep: Callable[..., Sweep], tmp_pa
     assert {row.split()[4] for row in rows} == {"done"}
     for point in attempts:  # each step of each run once
         lines = (run.run_dir(point) / "metrics.jsonl").read_text().splitlines()
-        assert {json.loads(line)["step"] for line in lines} == set(range(1, 401))
+        assert {json.loads(line)["step"] for line in lines} == set(range(1, 2001))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint import commit, fork, named
-from kempner.checkpoint.choose import check, differences, hold, remember_skip
+from kempner.checkpoint.choose import hold, remember_skip
 from kempner.checkpoint.commit import prune
+from kempner.checkpoint.fits import check, differences
 from kempner.config.option import ConfigError
 
 PATH = Path("step_00000002")

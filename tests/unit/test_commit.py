@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint import commit
+from kempner.checkpoint import commit, ownership
+from kempner.checkpoint.ownership import claim
 from kempner.config.option import ConfigError
+from kempner.directories import Kind, mark, read_mark
 from kempner.files import step_of
 
 # --- A disk that crashes ------------------------------------------------------------------------
@@ -246,6 +248,85 @@ def test_clean_removes_leftovers_alone(tmp_path: Path) -> None:
     left = [".latest.7.new", "step_00000000.deleted", "step_00000002.partial"]
     assert commit.clean(tmp_path) == left
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000003.corrupt"]
+
+
+RUN, OTHER = "a" * 32, "b" * 32
+
+
+def others(root: Path) -> dict[str, str]:
+    """Names like ours, of another program and of another run; returns their contents."""
+    mark(root / "step_00000009.partial", Kind.CHECKPOINT, OTHER)
+    for name in (
+        "mine.partial/weights", "old.deleted/weights", "x.new", ".latest.7.old", "step_7.partial",
+        "step_00000005/weights", "step_00000006.partial/weights", "step_00000007.deleted/weights",
+        "step_00000008.corrupt/weights",
+    ):  # fmt: skip
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("mine")
+    return contents(root)
+
+
+def contents(root: Path) -> dict[str, str]:
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): path.read_text(errors="replace") for path in files}
+
+
+def test_what_is_not_of_this_run_stays(tmp_path: Path) -> None:
+    claim(tmp_path, RUN)
+    theirs = others(tmp_path)
+    for step in (1, 2, 3):
+        commit.begin(tmp_path, step)
+        save(tmp_path, step)
+    assert commit.clean(tmp_path) == []
+    commit.prune(tmp_path, 1, 0)
+    assert theirs.items() <= contents(tmp_path).items()
+    assert commit.latest(tmp_path) == tmp_path / "step_00000003"
+    assert not (tmp_path / "step_00000002").exists()
+    for act in (
+        lambda: commit.begin(tmp_path, 6),
+        lambda: commit.begin(tmp_path, 9),
+        lambda: save(tmp_path, 5),
+    ):
+        with pytest.raises(FileExistsError, match="is not this run's"):
+            act()
+    assert theirs.items() <= contents(tmp_path).items()
+
+
+def test_a_killed_save_and_a_killed_deletion_are_known(tmp_path: Path) -> None:
+    """At whatever moment: with the mark alone, and with what a version before the mark has left."""
+    claim(tmp_path, RUN)
+    commit.begin(tmp_path, 1)
+    (tmp_path / "step_00000002.partial").mkdir()  # killed before the mark
+    write(tmp_path, 3)  # by an older version
+    path = save(tmp_path, 4)
+    commit.doom(path)
+    (tmp_path / "step_00000004.deleted/manifest.json").unlink()
+    names = ["step_00000001.partial", "step_00000002.partial", "step_00000003.partial"]
+    assert commit.clean(tmp_path) == [*names, "step_00000004.deleted"]
+
+
+def test_a_directory_of_checkpoints_belongs_to_one_run(tmp_path: Path) -> None:
+    root = tmp_path / "scratch"
+    claim(root, RUN)
+    claim(root, RUN)
+    with pytest.raises(ConfigError, match=f"of another run .id {RUN}, this run has id {OTHER}"):
+        claim(root, OTHER)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"a directory of other files \(notes.txt\)"):
+        claim(tmp_path / "mine", RUN)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["saved", "killed in its first save"])
+def test_a_directory_of_an_older_version_is_continued(tmp_path: Path, killed: bool) -> None:
+    write(tmp_path, 7)
+    if not killed:
+        commit.commit(tmp_path, 7, TEXTS, {"run": RUN, "parent": -1})
+        assert ownership.problems(tmp_path, OTHER)
+    (tmp_path / "lock").write_text("{}")
+    claim(tmp_path, RUN)
+    assert read_mark(tmp_path) == (Kind.CHECKPOINTS, RUN)
+    assert commit.clean(tmp_path) == (["step_00000007.partial"] if killed else [])
 
 
 # --- Damage -------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -269,9 +268,9 @@ def test_a_wrong_line_of_a_file(folder: Path, line: str, expected: str) -> None:
         ("--nodes=two", "must be a whole number, at least 1"),
         ("--nodes=0", "must be a whole number, at least 1"),
         ("--nodes", "a value is missing"),
-        ("word", "a stray word"),
-        ("", "a stray word"),
-        ("x" * 5000, "a stray word"),
+        ("word", "unexpected argument"),
+        ("", "unexpected argument"),
+        ("x" * 5000, "unexpected argument"),
         ("0.95]", "in quotes, '--section.key=[1, 2]'"),
         ("train.max_steps=5", "did you mean --train.max_steps=5?"),
         ("-train.max_steps=5", "did you mean --train.max_steps=5?"),
@@ -366,7 +365,7 @@ def test_all_problems_are_reported_together(folder: Path) -> None:
 
 def test_a_required_value(folder: Path) -> None:
     message = problem(root=NeedsData)
-    assert message.startswith("my_data.path: must be given, str; write --my_data.path=")
+    assert message.startswith("my_data.path: is required (str); write --my_data.path=")
     assert len(problems("--my_data.seed=x", root=NeedsData)) == 2
     Path("a.toml").write_text("[my-data]\npath = 5\n")
     assert "must be a string" in problem("a.toml", root=NeedsData)
@@ -379,7 +378,7 @@ def test_sections_and_then_the_root_are_asked_for_problems() -> None:
     assert len(problems("--train.note=bad", "--optimizer.lr=-1")) == 2
     assert "not with train.compile" in problem(*both[1:])
     assert "must be good" in problem(*both)  # the root is not asked about an unsound section
-    assert len(problems(*both[1:], "stray")) == 2
+    assert len(problems(*both[1:], "stray")) == 1  # perhaps that was to be a file, with the rest
     # A section with a typing error has a default in place of what was meant: it is not asked.
     assert "unknown option" in problem("--train.note=bad", "--train.notes=good")
 
@@ -557,8 +556,8 @@ def test_help_needs_no_torch() -> None:
 
 def test_the_examples_of_the_page_are_true(tmp_path: Path) -> None:
     page = (REPO / "docs/configuration.md").read_text()
-    command, _, shown = page.partition("    $ python scripts/train.py ")[2].partition("\n")
-    shown = textwrap.dedent(shown.partition("\n\n")[0]).replace("/home/me/kempner", str(REPO))
+    command, _, shown = page.partition("\n$ python scripts/train.py ")[2].partition("\n")
+    shown = shown.partition("\n```")[0].replace("/home/me/kempner", str(REPO))
     assert train(*shlex.split(command)).stderr.strip() == shown.strip()
 
     rows = re.findall(r"^\| `.+?` \| `(.+)` \| `(.+)` \|$", page, re.MULTILINE)
@@ -619,7 +618,7 @@ def test_all_that_is_wrong_with_a_list_of_tables_is_said_with_its_place(folder: 
     Path("a.toml").write_text(
         '[[mix.parts]]\nwieght = 1\n[[mix.parts]]\npath = 3\nweight = -1\nsizes = ["x"]\n'
     )
-    assert [line.partition(" must")[0] for line in problems("a.toml", root=Mixed)] == [
+    assert [re.split(" must| is required", x)[0] for x in problems("a.toml", root=Mixed)] == [
         "a.toml: mix.parts[0].wieght: unknown key; did you mean weight?",
         "a.toml: mix.parts[0].path:",
         "a.toml: mix.parts[1].path = 3:",
@@ -663,4 +662,4 @@ def test_a_wrong_word_of_a_section_within_another(folder: Path, word: str, expec
 
 
 def test_a_required_key_of_a_section_within_another_is_named_whole() -> None:
-    assert problem(root=Nested).startswith("train.my_data.path: must be given")
+    assert problem(root=Nested).startswith("train.my_data.path: is required")

@@ -123,7 +123,7 @@ def words(tmp_path: Path) -> list[str]:
     paths = [f"{{path = '{tmp_path / name}', max_epochs = 2}}" for name in ("web", "code")]
     return [
         f"--data.sources=[{', '.join(paths)}]", "--train.seq_len=9", "--train.max_steps=2",
-        "--train.global_batch=8", f"--run.dir={tmp_path}",
+        "--train.global_batch=8", f"--run.dir={tmp_path}/run",
     ]  # fmt: skip
 
 

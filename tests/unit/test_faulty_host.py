@@ -13,6 +13,7 @@ from kempner.history.faulty_host import (
     blamed_before,
     final_reason,
     host_of,
+    launch_failed_on,
     main,
     no_progress,
 )
@@ -126,3 +127,14 @@ def test_a_broken_gpu_is_to_blame_at_the_first_time(
     assert capsys.readouterr().out == "0\nnode4\nagain\n0\n\nGPU 1: of node4\n0\n"
     main(tmp_path, "2", "2.3.9", Path(""))
     assert capsys.readouterr().out == "0\n\n\n0\n\n\n0\n"
+
+
+def test_a_task_that_could_not_be_started() -> None:
+    """srun then kills the tasks of the other hosts."""
+    log = "srun: error: task 0 launch failed: Unspecified error\n"
+    log += "srun: error: node2: tasks 2-3: Killed\n"
+    nodes = ("node1", "node2")
+    assert launch_failed_on(log, 2, nodes) == "node1"
+    assert launch_failed_on(log.replace("task 0", "task 3"), 2, nodes) == "node2"
+    assert launch_failed_on("srun: error: node2: tasks 2-3: Killed", 2, nodes) == ""
+    assert launch_failed_on(log, 2, ()) == ""

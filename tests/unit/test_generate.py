@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -29,11 +28,15 @@ from kempner.data.dataset import TokenDataset
 from kempner.data.loader import val_batches
 from kempner.data.sidecar import SIDECAR
 from kempner.data.tokenizer import train_bpe
+from kempner.generate.config import Sampling
+from kempner.generate.dialogue import talk
 from kempner.parts import open_data
 from kempner.run import RunConfig
-from tests.conftest import ROOT, TINY, clean_env, start_train
+from tests import hf_models
+from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
 from tests.hf_models import make
 from tests.served import Client
+from tests.unit.templates import GENERATION, write_tokenizer
 
 SCRIPT = ROOT / "scripts/generate.py"
 SEQ_LEN = 32  # of TINY
@@ -71,11 +74,7 @@ def run(data_dir: Path, other_data: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("generate")
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +133,7 @@ def test_wrong_validation_sets_are_refused(data_dir: Path, tmp_path: Path) -> No
         f'{{path = "{other}"}}': f"{other}: its tokenizer is words, that of {data_dir} is bytes",
         f'{{path = "{data_dir}"}}, {{path = "{data_dir}"}}': "2 have the name own; give each a",
         '{path = "/gone"}': "/gone: no such directory",
-        '{name = "x"}': "eval.sets[0].path: must be given",
+        '{name = "x"}': "eval.sets[0].path: is required",
     }.items():
         words = [f"--data.dataset_path={data_dir}", "--eval.interval=1", f"--eval.sets=[{sets}]"]
         with pytest.raises(ConfigError) as raised:
@@ -281,6 +280,48 @@ def test_the_commands_of_the_document(
     assert found["logits"].shape == (1, 9, 257) and not found["logits"].requires_grad
 
 
+def test_a_dialogue(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal. Each answer follows the whole dialogue; Ctrl-D ends it."""
+    monkeypatch.setitem(hf_models.COMMON, "vocab_size", 265)
+    monkeypatch.setitem(hf_models.COMMON, "max_position_embeddings", 256)
+    make("llama2", tmp_path / "m")
+    write_tokenizer(tmp_path / "m", GENERATION)
+    command = f"{sys.executable} {SCRIPT} {tmp_path / 'm'} --chat --temperature 0 --max-tokens 9"
+    terminal = ["script", "--quiet", "--return", "--command", command, "/dev/null"]
+    done = subprocess.run(
+        terminal, input="one\n\ntwo\n\x04", cwd=ROOT, env=clean_env(), capture_output=True,
+        text=True, timeout=120, errors="replace",
+    )  # fmt: skip
+    assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
+    assert "Ctrl-D or Ctrl-C ends the dialogue" in done.stdout and done.stdout.count("> ") == 4
+
+    asked: list[list[str]] = []
+    lines = ["two", "one"]
+
+    def type_line(_: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop()
+
+    monkeypatch.setattr("builtins.input", type_line)
+    loaded = kempner.load.load(str(tmp_path / "m"), "cpu")
+    chat = type(loaded.words).chat
+
+    def record(words: Any, messages: Any) -> list[int]:
+        asked.append([f"{m['role']}: {m['content']}" for m in messages])
+        return chat(words, messages)
+
+    monkeypatch.setattr(type(loaded.words), "chat", record)
+    talk(loaded, Sampling(max_tokens=9))
+    assert [len(messages) for messages in asked] == [1, 3]
+    assert asked[1][0] == "user: one" and asked[1][1].startswith("assistant: ")
+
+    done = subprocess.run(
+        [sys.executable, SCRIPT, run, "--chat", "--prompt", "x"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "has no chat template" in done.stderr
+
+
 def test_the_server_of_its_document(text: Any, run: Path, tmp_path: Path) -> None:
     """Its commands work; greedy texts are those of this program; SIGTERM answers what waits."""
     document = (ROOT / "docs/serve.md").read_text()
@@ -377,6 +418,4 @@ def test_bad_input(
     ],
 )
 def test_bad_values(generate: ModuleType, run: Path, word: str) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        generate.main([str(run), *word.split()])
-    assert exit_.value.code == 2
+    assert generate.main([str(run), *word.split()]) == 2

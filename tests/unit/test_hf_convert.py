@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kempner.checkpoint import commit
-from kempner.checkpoint.choose import check
+from kempner.checkpoint.fits import check
 from kempner.checkpoint.layout import Layout, StoredTensor, own_box
 from kempner.checkpoint.reader import read_tensors, verify
 from kempner.config.option import ConfigError
+from kempner.directories import Kind, mark
 from kempner.hf import exporting, importing, load
 from kempner.hf.load import Job, fill, load_weights
 from kempner.hf.source import find
@@ -293,9 +294,10 @@ def test_what_is_there_is_left_alone(
     model: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine.txt").touch()
     for words, why in (
-        (("import", model, run), "is a run already"),
-        (("export", run, tmp_path / "out"), "exists already"),
+        (("import", model, run), "is a run; give another directory"),
+        (("export", run, tmp_path / "out"), "give another directory, or remove it"),
         (("export", f"{run}@7", tmp_path / "new"), "no complete checkpoint of step 7"),
         (("export", model, tmp_path / "new"), "in Hugging Face's form already"),
         (("import", run, tmp_path / "new"), f"--model.init_from={run}"),
@@ -325,11 +327,13 @@ def test_a_killed_import_is_no_run(model: Path, tmp_path: Path) -> None:
     """What it has left is removed by the next one."""
     convert("import", model, tmp_path / "run")
     root = tmp_path / "run/checkpoints"
-    (tmp_path / "run/config.toml").unlink()
+    for name in ("config.toml", "id"):
+        (tmp_path / "run" / name).unlink()
+    mark(tmp_path / "run", Kind.IMPORT)
     (root / "latest").unlink()
     (root / "step_00000000").rename(root / "step_00000000.partial")
     convert("import", model, tmp_path / "run")
-    assert sorted(path.name for path in root.iterdir()) == ["latest", "step_00000000"]
+    assert sorted(path.name for path in root.iterdir()) == [".kempner", "latest", "step_00000000"]
 
 
 def test_a_damaged_checkpoint_is_not_exported(

@@ -194,7 +194,7 @@ def test_what_is_not_there_is_said_with_the_fix(hub: dict[str, str], tmp_path: P
     done = convert("import", "me/tiny", tmp_path / "run", code=2, HF_HUB_OFFLINE="1", **hub)
     assert done.stderr.count("\n") == 1, done.stderr
     assert "me/tiny: not in the cache of the hub" in done.stderr
-    assert "python scripts/convert.py prefetch me/tiny" in done.stderr
+    assert "scripts/convert.py prefetch me/tiny" in done.stderr
 
 
 def test_the_trainer_asks_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ class MadeUp:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.done: list[tuple[int, int, float]] = []  # attempt, step, seconds of training
         self.resumes: list[tuple[int, int]] = []  # attempt, step that it resumes from
-        self.saved = 0
+        self.saved, self.between = 0, "not running"
 
     def write(self, name: str, **record: Any) -> None:
         with open(self.path / f"{name}.jsonl", "a") as file:
@@ -73,7 +73,7 @@ class MadeUp:
         """Steps `first` + 1 to `last`; one that ends in order saves its last step. `stall`: a step,
         and the seconds that it took more."""
         self.number += 1
-        self.spend("not running", idle if self.number else 0.0)  # the run begins after that
+        self.spend(self.between, idle if self.number else 0.0)  # the run begins after that
         batch_began = self.now
         self.spend("start-up", startup)
         self.resumes.append((self.number, first))
@@ -82,6 +82,7 @@ class MadeUp:
             batch_began=batch_began, process_began=batch_began + 1,
         )  # fmt: skip
         state, is_told = ENDS[end]
+        self.between = "ended" if state in ("done", "stopped") else "not running"
         known = last if is_told else max(last // EVERY * EVERY, last // save_every * save_every)
         self._steps(first, last, known, save_every, pace, stall)
         self.spend("shutdown", shutdown)
@@ -167,7 +168,7 @@ class MadeUp:
         assert run.wall_time.parts == pytest.approx(self.parts, abs=1e-4)
         assert run.wall_time.total == pytest.approx(self.now - BEGAN, abs=1e-6)
         assert run.wall_time.effective == pytest.approx(
-            self.parts["training"] / run.wall_time.total
+            self.parts["training"] / (run.wall_time.total - self.parts["ended"])
         )
         return run
 
@@ -193,7 +194,8 @@ def test_six_attempts(made: MadeUp) -> None:
         "requeue", "requeue", "requeue", "end", "requeue", "end",
     ]  # fmt: skip
     assert run.wall_time.startups == [19.0, 19.0, 19.0, 19.0, 19.0, 43.0]
-    assert run.wall_time.parts["not running"] == 30 + 90 + 60 + 4000 + 11
+    assert run.wall_time.parts["not running"] == 30 + 90 + 60 + 11
+    assert run.wall_time.parts["ended"] == 4000  # a user continued it by hand
     assert run.wall_time.parts["shutdown"] > 125
 
 
@@ -250,7 +252,7 @@ def test_whatever_the_records_are_the_parts_are_the_wall_time(
     assert min(spent.parts.values()) >= 0
     assert sum(spent.parts.values()) == pytest.approx(spent.total, abs=1e-6)
     assert len(spent.lost) == len(spent.startups) == len(run.attempts)
-    assert min(spent.lost, default=0) >= 0
+    assert min((steps for steps in spent.lost if steps is not None), default=0) >= 0
     times = [time for a in run.attempts for time in (a.opened, a.ended)]
     assert not spent.phases or spent.phases[-1].ended <= max(times)
     assert all(a.ended == b.began for a, b in zip(spent.phases, spent.phases[1:], strict=False))

@@ -17,8 +17,21 @@ SOURCE = ROOT / "src" / "kempner"
 
 # From the bottom up. A module imports its own layer and those below.
 LAYERS = (
-    {"files", "process", "background", "slurm", "rendezvous", "config", "nccl_transport", "hub"},
-    {"trackers", "code", "startup"},
+    {
+        "files",
+        "process",
+        "background",
+        "signals",
+        "slurm",
+        "rendezvous",
+        "config",
+        "directories",
+        "front_door",
+        "picture",
+        "nccl_transport",
+        "hub",
+    },
+    {"trackers", "code", "startup", "check"},
     {
         "process_group",
         "metrics",

@@ -28,6 +28,7 @@ from kempner.data.dataset import TokenDataset
 from kempner.data.encode import Encoding, in_workers
 from kempner.data.sidecar import copy_tokenizer
 from kempner.data.tokenizer import Tokenizer, load_tokenizer
+from tests.distributed.test_bad_input import without_privileges
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(REPO / "scripts/prepare_data.py")]
@@ -413,6 +414,10 @@ def test_finished_data_are_complete_or_refused_and_replaced_only_on_request(
     assert "other inputs" in refused(*words)
     assert everything(out) == before
     (tmp_path / "in/new.txt").write_text("more")
+    for name in ("train_00007.npy", "tokenizer.json"):  # the user's own
+        (out / name).write_text("mine")
+        assert name in refused(*words, "--overwrite") and (out / name).read_text() == "mine"
+        (out / name).unlink()
     done(*words, "--tokenizer", bpe / "tokenizer.json", "--overwrite")
     assert len(documents(out, "train") + documents(out, "val")) in (6, 7)  # one may be cut in two
     assert "belongs to the data in --out" in refused(*words, "--tokenizer", out / "tokenizer.json")
@@ -450,7 +455,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
 
     message = refused(*words, limit=limit)
     assert "File too large" in message and "run the same command again" in message
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["dataset.partial.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == [".kempner", "dataset.partial.json"]
     done(*words)
 
 
@@ -483,7 +488,7 @@ def test_bad_command_lines(tmp_path: Path) -> None:
         ([*given, "--tokenizer", tmp_path], "no tokenizer.json in it, which AutoTokenizer"),
         ([tmp_path / "nowhere", tmp_path / "no", "--out", tmp_path / "out"], "nowhere: no such"),
         ([tmp_path, "--out", tmp_path], "is also an input"),
-        ([tmp_path / "a.txt", "--out", tmp_path / "b.txt"], "b.txt: File exists"),
+        ([tmp_path / "a.txt", "--out", tmp_path / "b.txt"], "b.txt is a file"),
         ([tmp_path / "a.txt", "--out", "/proc/data"], "/proc/data: "),
     ):
         assert message in refused(*words), words
@@ -607,3 +612,79 @@ def test_held_out_documents_are_a_share_of_all_and_stay_so() -> None:
     large = {text for text in texts if sources.is_held_out(text, 0.05)}
     assert 150 < len(small) < 250 and 900 < len(large) < 1100
     assert small < large  # a larger share keeps what was held out before
+
+
+def test_what_is_left_out_of_a_corpus_is_named(tmp_path: Path) -> None:
+    write_texts(tmp_path / "in", 2, 100)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "in/folder").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / "in/pipe")
+    said = done(tmp_path / "in", "--out", tmp_path / "out")
+    what = "links to directories or special files"
+    assert f"left out 2 {what} (folder, pipe)" in said
+    assert f"left out 2 {what}" in done(tmp_path / "in", "--out", tmp_path / "out")  # once more
+
+
+def test_what_cannot_be_read_of_a_corpus_is_an_error(tmp_path: Path) -> None:
+    """Files, folders, and links to such; all are named at once, and nothing is made."""
+    corpus = tmp_path / "in"
+    write_texts(corpus, 2, 100)
+    (corpus / "gone").symlink_to("nowhere")
+    for name in ("closed", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (corpus / "linked").symlink_to(tmp_path / "closed")
+    (tmp_path / "closed").chmod(0)
+    (corpus / "folder").mkdir(mode=0)
+    command = [*without_privileges(), sys.executable, "scripts/prepare_data.py", corpus]
+    for expected in (("folder", "gone", "linked"), ("own.txt", "mine.jsonl")):
+        ran = subprocess.run(
+            [*command, "--out", tmp_path / "out"], cwd=REPO, capture_output=True, text=True
+        )
+        assert ran.returncode == 2 and f"{len(expected)} problems" in ran.stderr, ran
+        for name in expected:
+            assert re.search(
+                rf"  - {corpus}/{name}: .*; (correct or remove|give yourself)", ran.stderr
+            ), ran
+        for name in ("gone", "linked"):
+            (corpus / name).unlink(missing_ok=True)
+        (corpus / "folder").chmod(0o700)
+        for name in ("own.txt", "mine.jsonl"):
+            (corpus / name).write_text('{"text": "a"}')
+            (corpus / name).chmod(0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read all: the system call fails here."""
+    write_texts(tmp_path / "in", 2, 100)
+    write_texts(tmp_path / "in/locked", 2, 100)
+    scan = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    wrong = f"{tmp_path}/in/locked: Permission denied; give yourself the right to read it"
+    with pytest.raises(ConfigError, match=wrong):
+        sources.find([str(tmp_path / "in")], tmp_path / "out")
+    for pattern in ("in/**/*.jsonl", "in/*/*.jsonl", "in/l*/x.jsonl"):
+        with pytest.raises(ConfigError, match=wrong):
+            sources.check_readable(f"{tmp_path}/{pattern}")
+    for pattern in ("in/*.jsonl", "in/a*/x.jsonl", "in/x.jsonl", "none/*.jsonl"):
+        sources.check_readable(f"{tmp_path}/{pattern}")
+
+
+def test_data_that_an_older_version_has_begun_are_finished(tmp_path: Path) -> None:
+    """It left no mark."""
+    write_texts(tmp_path / "in", 4, 1000)
+    words = [tmp_path / "in", "--out", tmp_path / "out", "--shard-tokens", "500"]
+    done(*words)
+    (tmp_path / "out/.kempner").unlink()
+    assert "complete, nothing to do" in done(*words)
+    (tmp_path / "out/dataset.json").rename(tmp_path / "out/dataset.partial.json")
+    assert "resuming after" in done(*words)
+    done(*words, "--train-bpe", "260", "--overwrite")

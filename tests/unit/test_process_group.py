@@ -204,6 +204,40 @@ def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
     assert not list(run_dir.iterdir())
 
 
+def depart(rank: int, run_dir: Path, said: Any) -> None:
+    """One task of four that meet and leave; all but rank 0 are slow to come out of the barrier."""
+    import torch.distributed as dist
+
+    names = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "4"}
+    os.environ.update(names)
+    world = process_group.start(discover(), torch.device("cpu"), run_dir, 60)
+    barrier = dist.barrier
+
+    def slow() -> None:
+        barrier()
+        if rank:  # the barrier connects pairs of ranks through the store of rank 0
+            time.sleep(0.3)
+            world.meeting.get("proved-cpu/0")
+
+    dist.barrier = slow
+    try:
+        process_group.leave(world)
+        said.put((rank, "left"))
+    except RuntimeError as error:
+        said.put((rank, str(error)))
+
+
+def test_rank_0_leaves_last(tmp_path: Path) -> None:
+    said = CONTEXT.Queue()
+    tasks = [CONTEXT.Process(target=depart, args=(rank, tmp_path, said)) for rank in range(4)]
+    for task in tasks:
+        task.start()
+    assert dict(said.get(timeout=60) for _ in tasks) == dict.fromkeys(range(4), "left")
+    for task in tasks:
+        task.join()
+    assert [task.exitcode for task in tasks] == [0, 0, 0, 0]
+
+
 def test_only_the_first_rank_of_a_host_asks_the_shared_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

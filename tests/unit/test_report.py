@@ -258,6 +258,16 @@ def test_the_timeline_lies_beside_it(resumed: Path, tmp_path: Path) -> None:
         assert label in words, label
 
 
+def test_an_error_with_control_characters(tmp_path: Path) -> None:
+    """Colors, and what no font has: neither the table nor the picture shows them."""
+    error = "\x1b[31mno \x1b\x07room\x1b[0m"
+    events = start(0, 0, 0) + event("fault", 0, 10, 20, reason=error) + start(1, 0, 40)
+    lines = step_line(10) + step_line(20, 1)
+    done = report(write_run(tmp_path / "run", lines, events, attempt=1))
+    assert "crashed: no room" in done.stdout and "\x1b" not in done.stdout, done.stdout
+    assert (tmp_path / "run/timeline.png").exists() and done.stderr == ""
+
+
 def test_the_timeline_of_thirty_attempts(tmp_path: Path) -> None:
     """Some of them at the same time; the reasons are in the table alone."""
     events = ""
@@ -308,9 +318,10 @@ def test_bad_input_all_at_once(resumed: Path, tmp_path: Path) -> None:
     crashed = write_run(tmp_path / "crashed", "", crash, state="running")
     done = report(tmp_path / "gone", resumed, tmp_path / "empty", fresh, crashed)
     assert done.returncode == 2 and done.stdout == ""
-    gone, empty, early, loop = done.stderr.splitlines()
+    head, gone, empty, early, loop = done.stderr.splitlines()
+    assert head == "report: error: 4 problems with the input"
     assert "gone: no such directory" in gone
-    assert "empty: not a run" in empty
+    assert "empty is an empty directory, not a run" in empty
     assert "fresh: no step is recorded yet" in early and "the last attempt" not in early
     assert loop.endswith("the last attempt: crashed: no such file")
 

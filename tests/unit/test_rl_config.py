@@ -58,7 +58,7 @@ def test_what_cannot_be_combined_is_refused(word: str) -> None:
         ("--model.vocab_size=300", "give --model.vocab_size=257"),
         ("--model.vocab_size=200", "rl.tokenizer: has 257 tokens"),
         ("--rl.env=[{id='arithmetc'}]", "did you mean arithmetic?"),
-        ("--rl.tokenizer=", "rl.tokenizer: must be given"),
+        ("--rl.tokenizer=", "rl.tokenizer: is required"),
         ("--rl.sampling.max_tokens=1023", "are over train.seq_len = 1024"),
     ],
 )

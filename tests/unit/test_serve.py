@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -31,7 +30,7 @@ from kempner.serve import http
 from kempner.serve.http import Server
 from kempner.serve.weights import first_version
 from kempner.serve.worker import Worker
-from tests.conftest import ROOT
+from tests.conftest import load_program
 from tests.served import Client, make_model
 
 PROMPT, WINDOW, SLOTS, QUEUE = [40, 69, 76, 76, 79], 128, 3, 16
@@ -212,7 +211,7 @@ def test_other_bad_requests(engine: Client) -> None:
         ("/v1/completions", [1], "must be a JSON object"),
         ("/v1/chat/completions", {"messages": []}, "must be a list of messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "content of each"),
-        ("/update_weights", {}, "path: must be given"),
+        ("/update_weights", {}, "path: is required"),
         ("/update_weights", {"path": "/gone"}, "/gone: "),
     ]:
         assert problem in engine.ask(path, body, code=400)["error"]["message"]
@@ -396,11 +395,7 @@ def test_figures(engine: Client) -> None:
 @pytest.fixture
 def serve() -> Iterator[ModuleType]:
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    spec = importlib.util.spec_from_file_location("serve", ROOT / "scripts/serve.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield load_program("serve")
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -430,10 +425,7 @@ def test_a_bad_command_line(
         names = {"MODEL": folder, "OPEN": tmp_path / "open", "TAKEN": taken.getsockname()[1]}
         for name, value in names.items():
             words = [word.replace(name, str(value)) for word in words]
-        try:
-            code = serve.main([*words, "--device=cpu"])
-        except SystemExit as end:
-            code = end.code
+        code = serve.main([*words, "--device=cpu"])
     err = capsys.readouterr().err
     assert code == 2 and err.count("\n") == 1 and problem in err and "secret" not in err, err
 

@@ -33,7 +33,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_nothing_and_one_warning(
     done = run("--jobs", "17", root, data_dir, most=100_000)
     assert done.returncode == 0 and done.stderr.count("\n") == 1
     assert f"{data_dir} is not copied to {root} (File too large)" in done.stderr
-    assert list(root.iterdir()) == []
+    assert os.listdir(root) == [".kempner"]
     assert "copied to" in run("--jobs", "17", root, data_dir).stdout
     assert "is kept" in run("--jobs", "17", root, data_dir).stdout
 
@@ -70,4 +70,21 @@ def test_a_disk_that_gives_back_other_bytes_is_not_used(
     monkeypatch.setattr("kempner.data.stage.fsync", spoil)
     with pytest.raises(OSError, match="is not what was written"):
         stage(data_dir, tmp_path / "kempner-1")
-    assert list((tmp_path / "kempner-1").iterdir()) == []
+    assert os.listdir(tmp_path / "kempner-1") == [".kempner"]
+
+
+def test_what_this_kit_has_not_put_on_the_disk_stays_there(data_dir: Path, tmp_path: Path) -> None:
+    """Another program's directory may have the name of a job: it is neither used nor removed."""
+    for name in ("kempner-3", "kempner-17"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    stage(data_dir, tmp_path / "kempner-5")  # of a job that is no longer there
+    done = run("--jobs", "17", tmp_path / "kempner-17", data_dir)
+    assert done.returncode == 0 and "a directory of other files (notes.txt)" in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["kempner-17", "kempner-3"]
+    stage(data_dir, tmp_path / "kempner-8")
+    script = Path(__file__).parents[2] / "scripts/slurm/lib/stage_node.sh"
+    for name in ("kempner-8", "kempner-17"):
+        subprocess.run(["bash", script, "--remove", tmp_path / name], check=True)
+    assert not (tmp_path / "kempner-8").exists()
+    assert (tmp_path / "kempner-17" / "notes.txt").read_text() == "mine"

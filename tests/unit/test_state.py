@@ -3,7 +3,6 @@ script have to agree."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -12,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,18 +22,9 @@ from kempner.history.run_history import load_history
 from kempner.process import birth
 from kempner.slurm import Job
 from tests.cluster import SCRIPTS
-from tests.conftest import ROOT
+from tests.conftest import load_program
 
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-STATUS = load("status")
+STATUS = load_program("status")
 NOW = time.time()
 HEAD: dict[str, Any] = {"job": "7", "attempt_id": "7.0", "attempt": 0}
 AGO = {"time": NOW - 6000, **HEAD}
@@ -46,6 +35,12 @@ HANG = Fault(time=NOW - 60, **HEAD, step=5, kind="hang", reason="no step for 120
 OOM = Fault(time=NOW - 60, **HEAD, step=5, kind="oom", final=True, reason="out of memory")
 END = {**HEAD, "attempt": None}
 REFUSED = Decision(time=NOW - 50, **END, decision="end", why="3 attempts without progress")
+BAD_INPUT = Decision(time=NOW - 30, job="8", attempt_id="8.0", why="bad input: dim is 128 there")
+CANCELLED = Decision(time=NOW - 30, job="8", attempt_id="8.0", decision="leave",
+                     why="Slurm is ending the job (COMPLETING), and decides")  # fmt: skip
+SCANCELLED = Decision(time=NOW - 30, **END, decision="leave", why="the job was cancelled (x)")
+LEFT = Decision(time=NOW - 30, **END, decision="leave", why="Slurm is ending the job (x)")
+ENDING = Job("7", "COMPLETING", "0:00", "None", "N/A")
 REQUEUED = Decision(time=NOW - 50, **END, decision="requeue", why="exit code 1")
 PIDS = {"ALIVE": os.getpid(), "DEAD": 2**22 + 1}
 RUNS, GONE = Job("7", "RUNNING", "1:02:03", "None", "N/A"), Job("7", "GONE")
@@ -110,6 +105,26 @@ CASES = {
     "failed": Case((*BEGUN, ended("failed", "no checkpoint")), "failed", "failed",
                    "! no checkpoint"),
     "disk full at the end": Case(BEGUN, "failed", "failed", "! of status.json", lock="DEAD"),
+    "done, then refused": Case((*BEGUN, ended("done", "last step"), BAD_INPUT), "done", "done",
+                               "a later start was refused: dim is 128 there", quiet=5000),
+    "done, then cancelled": Case((*BEGUN, ended("done", "last step"), CANCELLED), "done", "done",
+                                 "a later start was cancelled: before the run began", quiet=5000),
+    "crashed, then refused": Case((*BEGUN, CRASH, BAD_INPUT), "running", "crashed", "! rank 0 on "
+                                  "n1: RuntimeError: boom; a later start was refused: dim is 128",
+                                  quiet=5000),
+    "running, another one refused": Case((*BEGUN, BAD_INPUT), "running", "running", lock="ALIVE"),
+    "refused at once": Case((BAD_INPUT,), "", "refused", "! dim is 128 there"),
+    "refused, loads again": Case((BAD_INPUT,), "", "starting", lock="ALIVE"),
+    "cancelled at once, and requeued": Case((CANCELLED,), "", "waiting", "job 8: BeginTime",
+                                            job=Job("8", "PENDING", "", "BeginTime", "N/A")),
+    "cancelled": Case((*BEGUN, SCANCELLED), "running", "cancelled", "the job was", job=ENDING),
+    "cancelled, and gone": Case((*BEGUN, SCANCELLED), "running", "cancelled", "the job", job=GONE),
+    "cancelled, and saved": Case((*BEGUN, ended("interrupted", "SIGTERM"), SCANCELLED), "",
+                                 "interrupted", "! SIGTERM; the job was cancelled", job=ENDING),
+    "cancelled, and requeued": Case((*BEGUN, SCANCELLED), "running", "starting", job=RUNS),
+    "requeued by Slurm": Case((*BEGUN, LEFT), "running", "starting", job=ENDING),
+    "cancelled at once": Case((CANCELLED,), "", "cancelled", "before the run began",
+                              job=Job("8", "GONE")),
     "no status.json": Case((*BEGUN, CRASH), "", "crashed", "! rank 0 on n1"),
 }  # fmt: skip
 
@@ -152,7 +167,7 @@ def test_all_say_the_same(tmp_path: Path, name: str) -> None:
     run = make(tmp_path / "run", case)
     jobs = None
     if case.job is not None:
-        jobs = {} if case.job is GONE else {"7": case.job}
+        jobs = {} if case.job is GONE else {case.job.number: case.job}
     row = STATUS.row(load_history(run, jobs))
     state, reason = row[1], row[-1]
     assert state == case.expected

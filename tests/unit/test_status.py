@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kempner.history.facts import facts
+from kempner.history.page.write import write_page
+from kempner.history.run_history import load_history
 from tests.unit.test_state import STATUS
 
 
@@ -113,3 +116,33 @@ def test_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head, first, *_ = capsys.readouterr().out.splitlines()
     assert head.split()[:5] == ["host", "runs", "attempts", "hours", "excluded"]
     assert first.startswith("n1") and "2 died, 2 gpu xid 79" in first
+
+
+def test_a_later_start_that_asked_for_fewer_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path / "a", "done", 1000)
+    known = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**known, "max_steps": 500}))
+    assert STATUS.main([str(run)]) == 0
+    assert "1,005/1,005" in capsys.readouterr().out
+
+
+def test_the_speed_is_the_median_of_the_last_lines(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", "done", 1000)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, rate in ((1010, 20_000.0), (1015, 21_000.0), (1020, 1.0)):
+            line = {**last, "step": step, "time": last["time"] + step, "tokens_per_s": rate}
+            file.write(json.dumps(line) + "\n")
+    found = facts(load_history(run), time.time())
+    assert found["tokens_per_s"] == pytest.approx((12345.6 + 20_000) / 2)
+
+
+def test_one_run_needs_attention_and_two_need_it(tmp_path: Path) -> None:
+    runs = [make(tmp_path / name, "failed", 1) for name in ("a", "b")]
+    runs.append(make(tmp_path / "c", "done", 1))
+    write_page(runs, tmp_path / "page.html", None)
+    assert "2 need attention" in (tmp_path / "page.html").read_text()
+    write_page(runs[1:], tmp_path / "page.html", None)
+    assert "1 needs attention" in (tmp_path / "page.html").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -13,12 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from kempner import slurm
 from kempner.config.option import ConfigError
+from kempner.directories import Kind, mark
 from kempner.history.run_history import is_run
 from kempner.sweep import look as looking
 from kempner.sweep import submit as submitting
@@ -33,21 +32,14 @@ from kempner.sweep.points import Point, expand, identity
 from kempner.sweep.propose import propose, proposed
 from kempner.sweep.resources import profile_environment
 from kempner.sweep.submit import arrays_of
+from tests.conftest import load_program
 
 ROOT = Path(__file__).parents[2]
 SWEEPS = ROOT / "configs/sweeps"
 BASE = f'base = "{ROOT}/configs/train/debug.toml"\n'
 
 
-def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sweep_program", ROOT / "scripts/sweep.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SWEEP = program()
+SWEEP = load_program("sweep")
 Capture = pytest.CaptureFixture[str]
 PROPOSE = "max_running = 1\n[propose]\npoints = 2\ntrain.seed = [1, 2]\n"
 
@@ -287,7 +279,7 @@ def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
         ("[early_stop]\nevery = 1", "early_stop.every = 1: unknown key"),
         ("[early_stop]\n[set]\neval.interval = 0", "early_stop: judges validations"),
         ("[propose]\ntrain.seed = [1]\npoints = 2", "propose: give max_running"),
-        ("max_running = 1\n[propose]\ntrain.seed = [1]", "propose.points: must be given"),
+        ("max_running = 1\n[propose]\ntrain.seed = [1]", "propose.points: is required"),
         ("max_running = 1\n[propose]\npoints = 2", "propose: nothing to choose"),
         ("max_running = 1\n[propose]\npoints = 2\na = [1]", "propose: a: has no effect"),
         (f"{PROPOSE}startup = 0", "propose.startup = 0: must be at least 1"),
@@ -503,6 +495,41 @@ def test_sbatch_fails_for_a_while(
     assert journal.task(swept[0].name) == ("5_0" if answers == ["5"] else "8_0")
 
 
+@pytest.mark.parametrize(("said", "calls"), [(submitting.NO_CLUSTER, 1), ("(connect failure)", 7)])
+def test_without_a_controller(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch, said: str, calls: int
+) -> None:
+    """sbatch says that it has sent nothing: the points are not submitted, and may be again."""
+    made: list[int] = []
+
+    def sbatch(*args: object, **more: object) -> subprocess.CompletedProcess[str]:
+        made.append(1)
+        return subprocess.CompletedProcess([], 1, "", f"sbatch: error: {said}")
+
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: None)  # squeue does not answer either
+    monkeypatch.setattr(submitting.time, "sleep", lambda s: None)
+    monkeypatch.setattr(submitting.subprocess, "run", sbatch)
+    journal = Journal(Path("runs/s/sweep"))
+    journal.folder.mkdir(parents=True)
+    sweep = read_sweep(Path("s.toml"))
+    (array,) = arrays_of(sweep, swept, None)
+    assert not submitting.submit(sweep, array, journal, {}, lambda text: None)
+    assert len(made) == calls and not journal.open
+
+
+def test_what_slurm_never_answers_about_runs_here(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(Path("runs/s/sweep"))
+    journal.folder.mkdir(parents=True)
+    journal.intend("s", [swept[0].name])
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: None)
+    SWEEP.settle(journal)
+    assert journal.open
+    SWEEP.settle(journal, here=True)
+    assert not journal.open
+
+
 @pytest.mark.parametrize("full", [1, 2])
 def test_a_full_disk(
     swept: list[Point], monkeypatch: pytest.MonkeyPatch, capsys: Capture, full: int
@@ -527,7 +554,7 @@ def test_a_full_disk(
     monkeypatch.setattr("kempner.sweep.journal.os.fsync", sync)
     assert SWEEP.main(["s.toml", "submit"]) == 1
     error = capsys.readouterr().err
-    assert "runs/s/sweep: No space left on device; mend that" in error
+    assert "sweep: error: runs/s/sweep" in error and "No space left on device; mend that" in error
     monkeypatch.setattr(slurm, "jobs_named", lambda name: ["7"] if full == 2 else [])
     assert SWEEP.main(["s.toml", "submit"]) == 0
     assert calls.count("sbatch") == 1
@@ -609,7 +636,9 @@ def test_plan_checks_files_and_worlds(tmp_path: Path) -> None:
     text = BASE + "[axes]\ntrain.global_batch = [8, 12]\n[resources]\ngpus_per_node = 8\n"
     (tmp_path / "s.toml").write_text(text)
     done = run(tmp_path, "s.toml", "plan")
-    assert done.returncode == 2 and done.stderr.startswith("sweep: error: 2 problem(s)")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "sweep: error: 2 problems with the input"
+    )
     assert "12 sequences do not divide by 8 ranks" in done.stderr
     assert done.stderr.count("data/stdlib") >= 1
     assert [file.name for file in tmp_path.iterdir()] == ["s.toml"]
@@ -673,13 +702,6 @@ def test_the_commands_of_the_page() -> None:
         assert f"`{key}`" in page or f"`[{key}]`" in page, key
 
 
-def test_a_sweep_in_the_directory_of_a_run(swept: list[Point], capsys: Capture) -> None:
-    Path("runs/s").mkdir(parents=True)
-    Path("runs/s/status.json").write_text("{}")
-    assert SWEEP.main(["s.toml", "plan"]) == 2
-    assert "runs/s: is the directory of a run" in capsys.readouterr().err
-
-
 def test_the_program_does_without_torch() -> None:
     command = [sys.executable, "-X", "importtime", "scripts/sweep.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -700,11 +722,7 @@ def test_the_program_does_without_torch() -> None:
 def test_bad_command_lines(
     swept: list[Point], capsys: Capture, argv: list[str], problem: str
 ) -> None:
-    try:
-        code = SWEEP.main(argv)
-    except SystemExit as error:
-        code = error.code
-    assert code == 2 and problem in capsys.readouterr().err
+    assert SWEEP.main(argv) == 2 and problem in capsys.readouterr().err
 
 
 def test_table(swept: list[Point], capsys: Capture) -> None:
@@ -714,6 +732,7 @@ def test_table(swept: list[Point], capsys: Capture) -> None:
         lines = [{"step": s, "time": s, "loss": loss, "val_loss": loss + s / 10} for s in (1, 2)]
         path = point.run_dir / "metrics.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mark(Path("runs/s/sweep"), Kind.SWEEP)
     assert SWEEP.main(["s.toml", "table", "--step=1"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[:3] for row in rows[1:4]] == [

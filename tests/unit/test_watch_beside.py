@@ -123,5 +123,5 @@ def test_a_page_that_cannot_be_written_ends_nothing(
     page.mkdir()
     run.lines(ago=1)
     turns(run.path, 5, nothing, nothing, nothing, page.rmdir, nothing)
-    assert capsys.readouterr().out == "kempner: no page: Is a directory\n"
+    assert f"the page = {page} is an empty directory; " in capsys.readouterr().out
     assert "running" in page.read_text()

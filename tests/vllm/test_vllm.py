@@ -127,6 +127,7 @@ def rl(run: Path, *words: str) -> list[dict[str, float]]:
 def test_a_synchronous_run(place: Path) -> None:
     """With the trainer's own log-probabilities beside vLLM's."""
     words = ["--train.max_steps=3", "--rl.batch_samples=16", "--rl.group_size=4"]
+    words += ["--schedule.warmup_steps=0"]
     steps = rl(place / "synchronous", *words, "--rl.max_async=0")
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(line["mismatch"] < 1e-4 and line["staleness"] == 0 for line in steps)

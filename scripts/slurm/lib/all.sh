@@ -1,14 +1,18 @@
 # shellcheck shell=bash
 # What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in docs/slurm.md.
 
+trap 'exit 130' INT # without a trap, bash goes on when the command that it waits for has ended well; see kp_listen
+
 KP_BESIDE=${KP_BESIDE:-}                # not empty: the job is someone else's; interactive.sh runs beside it
 KP_DRY=''                               # not empty: --dry-run
 KP_INSIDE=() KP_CONTAINER_FLAGS=()      # the words that put Python into a container
+KP_MOUNTS=()                            # what the container sees of the host, each FROM:TO
+KP_STAGED_IMAGE=''                      # the image's copy on the nodes' own disks, for pyxis
 KP_CHILD='' KP_SIGNAL=''                # the running srun; the last signal
 KP_PENDING=${KP_PENDING:-}              # a signal that came before srun
 KP_PIDS=()                              # of replicas.sh: the running sruns; KP_CHILD is their judge
 KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' # the decision; "failed", and the nodes that failed
-KP_SRUN_LOG='' KP_SECRET_NAMES=''
+KP_SRUN_LOG='' KP_SECRET_NAMES='' KP_LAUNCHER='' KP_EARLY=''
 KP_OWN_STEPS='' KP_ATTEMPT=0 # the script that starts lost steps again by itself; restarts so far
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -23,8 +27,15 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
 
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || kp_die "bash $BASH_VERSION is too old: 4.4 is needed"
 
+# shellcheck source-path=SCRIPTDIR source=lib/help.sh
+source "$KP_LIB/help.sh"
+kp_help "$@"
+# shellcheck source-path=SCRIPTDIR source=lib/words.sh
+source "$KP_LIB/words.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/variables.sh
 source "$KP_LIB/variables.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/source.sh
+source "$KP_LIB/source.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/site.sh
 source "$KP_LIB/site.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/code.sh

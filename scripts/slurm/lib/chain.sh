@@ -216,9 +216,8 @@ kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatc
     local link=$((KP_LINK + 1)) said code=0
     kp_chain_script
     ((${#KP_REQUEST[@]} > 0)) || kp_chain_request # once: the record of a job that has lost a node asks for fewer
-    kp_as_submitted
     kp_chain_write intent "" "$link"
-    said=$(cd -- "${SLURM_SUBMIT_DIR:-.}" && kp_shielded env -i "${KP_ENVIRONMENT[@]}" \
+    said=$(cd -- "${SLURM_SUBMIT_DIR:-.}" && kp_as_submitted env \
         "KEMPNER_CHAIN_LINK=$KP_CHAIN $link $(kp_job_id)" sbatch --parsable \
         --dependency="afterany:$(kp_job_id)" "${KP_REQUEST[@]}" "$KP_SCRIPT" "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
     if ((code == 0)); then

@@ -59,10 +59,11 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
     done
     wait "$driver" || KP_CODE=$?
 
-    if [[ -n $step ]]; then # a task that does not come back must not keep the job
-        for ((tries = 0; tries < 100; tries++)); do
+    if [[ -n $step ]]; then
+        # A task that does not come back must not keep the job; on a busy host torch takes seconds to end.
+        for ((tries = 0; tries < 250; tries++)); do
             kill -0 "$step" 2>/dev/null || break
-            ((tries != 50)) || kill -TERM "$step" || true # srun then kills its tasks
+            ((tries != 200)) || kill -TERM "$step" || true # srun then kills its tasks
             kp_shielded sleep 0.1
         done
         kill -KILL "$step" 2>/dev/null || true

@@ -6,7 +6,7 @@
 readonly KP_LARGEST=20000000 KP_MOST=200000000 # bytes of a file, and of all of them, that are copied
 
 kp_code() { # <launch script> [program in scripts/]: the repository becomes the copy, by exec of its launch script
-    local copy program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${2:-train.py}}
+    local copy program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${2:-train.py}} sizes=()
     KP_CODE_NOTE="the code is $KP_ROOT itself"
     if [[ $KP_ROOT != "$KP_ORIGIN" ]]; then
         KP_CODE_NOTE="the code is ${KP_ROOT##*/}, a copy of $KP_ORIGIN"
@@ -20,13 +20,22 @@ kp_code() { # <launch script> [program in scripts/]: the repository becomes the 
 
     copy=$(kp_code_of_job)
     if [[ ! -e $copy/scripts/slurm/$1 ]]; then
-        kp_code_find "$program" "${KP_ARGUMENTS[@]}" 2>/dev/null || return 0 # kp_check says what is wrong
+        ((${#KP_INSIDE[@]} == 0)) || [[ -n ${2:-} ]] || read -ra sizes < <(kp_code_sizes) || return 0
+        kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0 # kp_check says what is wrong
         kp_code_keep "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}" || return 0
         copy=$KP_COPY
+        # Each start of a container may take minutes: this was kp_check's question, too.
+        ((${#sizes[@]} == 0)) || printf -v KP_CHECKED ' %q' "${KP_VALUES[@]}"
+        export KP_CHECKED
     fi
     export KP_BEGAN=$KEMPNER_BATCH_BEGAN KP_PENDING
     PYTHONPATH=${PYTHONPATH#"$KP_ROOT/src"} PYTHONPATH=${PYTHONPATH#:}
     exec bash "$copy/scripts/slurm/$1" "${KP_WORDS[@]}"
+}
+
+kp_code_sizes() { # prints the words for the check that follow from the job; fails where kp_tasks would stop the script
+    kp_tasks >/dev/null 2>&1
+    echo "--nodes $KP_NODES --gpus-per-node $KP_TASKS"
 }
 
 kp_code_keep() { # <directory> <input files>...: makes a copy for this job and its later starts; sets KP_COPY
@@ -54,20 +63,20 @@ kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the 
 }
 
 kp_code_find() { # <program> <its arguments>...: sets KP_CODE_DIR, RUN/code, and KP_CODE_INPUTS, the files with --base
-    local toml values=()
-    toml=$(kp_python "$1" "${@:2}" --check) || return
-    mapfile -d '' -t values < <(kp_python -m kempner.code "${@:2}" <<<"$toml")
-    [[ -n ${values[0]:-} ]] || return 1
-    KP_CODE_DIR=$(realpath -m -- "${values[0]}")/code KP_CODE_INPUTS=("${values[@]:1}")
+    kp_check_run "$@" || return
+    kp_take_values || return
+    KP_CODE_DIR=$KP_RUN_DIR/code KP_CODE_INPUTS=("${KP_INPUTS[@]}")
 }
 
 kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB name NUL"
     {
         {
             git -C "$KP_ROOT" ls-files -z --cached --recurse-submodules
-            git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ -x '*.out'
+            git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ -x '*.out' \
+                -x '/[0-9]*-logs*/' -x '/[0-9]*-attach.sh' # of ray.sh
         } 2>/dev/null | grep -z . || (cd "$KP_ROOT" && find . -name '.?*' -prune -o \
-            \( -path ./runs -o -path ./data -o -path ./logs -o -name __pycache__ -o -name '*.out' \) -prune -o \
+            \( -path ./runs -o -path ./data -o -path ./logs -o -name __pycache__ -o -name '*.out' -o \
+            -path './[0-9]*-logs*' -o -path './[0-9]*-attach.sh' \) -prune -o \
             ! -type d -printf '%P\0')
     } | sort -zu | (cd "$KP_ROOT" && xargs -0 -r stat --printf '%F\t%s\t%n\0' -- 2>/dev/null) || true
 }

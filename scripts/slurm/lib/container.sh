@@ -1,5 +1,7 @@
 # shellcheck shell=bash
-# The Python that trains, in a container if the site names one.
+# The Python that trains, in a container if the site names one: docs/containers.md.
+
+KP_HOST_PYTHON='' # with a container: a Python of this host, 3.10 or later; "none": there is none
 
 kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where it is in a container
     KP_PYTHON=${KEMPNER_PYTHON:-}
@@ -20,9 +22,10 @@ kp_unwrap_python() { # KEMPNER_PYTHON="uv run python": sets KP_PYTHON to the int
     local words python
     read -ra words <<<"$KP_PYTHON"
     ((${#words[@]} > 1)) && ! command -v "$KP_PYTHON" >/dev/null || return 0
+    [[ ${KP_INSIDE[0]:-} != kp_outside ]] || return 0
     command -v "${words[0]}" >/dev/null || [[ ${KEMPNER_CONTAINER:-none} != none ]] ||
         kp_die "KEMPNER_PYTHON=$KP_PYTHON: there is no '${words[0]}' on $(uname -n): load its module in site.env"
-    python=$("${KP_INSIDE[@]}" "${words[@]}" -c 'import sys; print(sys.executable)') ||
+    python=$(KP_PYTHON=${words[0]} kp_python "${words[@]:1}" -c 'import sys; print(sys.executable)') ||
         kp_die "KEMPNER_PYTHON=$KP_PYTHON does not start Python: try it in a shell, or give the path of a Python"
     KP_PYTHON=$python
 }
@@ -30,7 +33,7 @@ kp_unwrap_python() { # KEMPNER_PYTHON="uv run python": sets KP_PYTHON to the int
 kp_need_packages() { # stops when KP_PYTHON lacks what the kit imports; a container is not started only for that
     local missing
     [[ ${KEMPNER_CONTAINER:-none} == none ]] || return 0
-    missing=$("$KP_PYTHON" -c '
+    missing=$(kp_apart "$KP_PYTHON" -c '
 from importlib.util import find_spec
 needed = [("torch",), ("numpy",), ("tomllib", "tomli")]
 print(*(names[-1] for names in needed if not any(map(find_spec, names))))') ||
@@ -40,39 +43,202 @@ print(*(names[-1] for names in needed if not any(map(find_spec, names))))') ||
             KEMPNER_PYTHON
 }
 
-kp_choose_container() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS, srun's options
-    local mounts=$KP_ROOT:$KP_ROOT,$PWD:$PWD${KEMPNER_MOUNTS:+,$KEMPNER_MOUNTS} runtime
-    [[ ${KP_ORIGIN:-$KP_ROOT} == "$KP_ROOT" ]] || mounts=$KP_ORIGIN:$KP_ORIGIN,$mounts
-    runtime=$(kp_container_runtime)
-    case $runtime in
-        apptainer | singularity)
-            command -v "$runtime" >/dev/null ||
-                kp_die "KEMPNER_CONTAINER=$KEMPNER_CONTAINER: no $runtime here; load its module in site.env"
-            KP_INSIDE=("$runtime" exec --bind "$mounts" --pwd "$PWD")
-            [[ ! -e /dev/nvidiactl ]] || KP_INSIDE+=(--nv)
-            KP_INSIDE+=("$KEMPNER_CONTAINER")
+# --- the container -----------------------------------------------------------------------------------------
+
+kp_choose_container() { # sets KP_RUNTIME, KP_MOUNTS, KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS, srun's options
+    local program root
+    KP_RUNTIME=$(kp_container_runtime)
+    case $KP_RUNTIME in
+        apptainer | singularity | charliecloud)
+            program=${KP_RUNTIME/charliecloud/ch-run}
+            command -v "$program" >/dev/null ||
+                kp_die "KEMPNER_CONTAINER=$KEMPNER_CONTAINER: no $program here; load its module in site.env"
             ;;
-        pyxis)
-            KP_CONTAINER_FLAGS=(--container-image="$KEMPNER_CONTAINER" --container-mounts="$mounts"
-                --container-workdir="$PWD" --no-container-mount-home)
-            KP_INSIDE=(srun --nodes=1 --ntasks=1 --overlap "${KP_CONTAINER_FLAGS[@]}")
+        pyxis) ;;
+        *)
+            kp_die "KEMPNER_CONTAINER_RUNTIME=$KP_RUNTIME: must be apptainer, singularity, charliecloud or pyxis"
             ;;
-        *) kp_die "KEMPNER_CONTAINER_RUNTIME=$runtime: must be apptainer, singularity or pyxis" ;;
     esac
+    # The image's own value would hide that of the job: see inside.sh.
+    export KP_KEEP='^(PYTHONPATH|OMP_NUM_THREADS|(NCCL|GLOO|TP|FI|UCX|TORCH|PYTORCH)_[A-Z0-9_]*)='
+    IFS=, read -ra KP_MOUNTS <<<"${KEMPNER_MOUNTS:-}"
+    root=$KP_ROOT
+    [[ ${KP_ORIGIN:=$KP_ROOT} == "$KP_ROOT" ]] || root=${KP_ROOT%/code/*} # the run, which has the copy
+    kp_mount "$KP_ORIGIN" "$root" "$PWD"
 }
 
-kp_container_runtime() { # KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has it, else apptainer or singularity
+kp_container_runtime() { # KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has it, else the one that is installed
     if [[ -n ${KEMPNER_CONTAINER_RUNTIME:-} ]]; then
         echo "$KEMPNER_CONTAINER_RUNTIME"
     elif [[ $KEMPNER_CONTAINER != *.sif && $(srun --help 2>/dev/null) == *--container-image* ]]; then
         echo pyxis
-    elif command -v apptainer >/dev/null || ! command -v singularity >/dev/null; then
+    elif command -v apptainer >/dev/null; then
         echo apptainer
-    else
+    elif command -v singularity >/dev/null; then
         echo singularity
+    elif [[ -d $KEMPNER_CONTAINER ]] && command -v ch-run >/dev/null; then
+        echo charliecloud
+    else
+        echo apptainer
     fi
 }
 
+kp_mount() { # <directory>...: the container sees it as the host does; what is written elsewhere is lost with it
+    local directory real name
+    [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
+    for directory; do
+        real=$(realpath -m -- "$directory")
+        directory=$(realpath -ms -- "$directory")
+        for name in "$real" "$directory"; do # by way of a link, too
+            kp_is_mounted "$name" || kp_mount_as "$real" "$name"
+        done
+    done
+    kp_container_words
+}
+
+kp_is_mounted() { # <path>: true when a directory above it, or it, is mounted where it is on the host
+    local mount from
+    for mount in "${KP_MOUNTS[@]}"; do
+        from=${mount%%:*} mount=${mount#*:}
+        [[ $mount != "$from" || $1/ != "${from%/}"/* ]] || return 0
+    done
+    return 1
+}
+
+kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; stops where the runtime cannot mount it
+    local wrong='[,:]' what="commas and colons"
+    case $KP_RUNTIME in
+        pyxis) wrong='[,:[:space:]]' what="blanks, commas and colons" ;;
+        charliecloud) wrong=':' what="colons" ;;
+    esac
+    [[ ! $1$2 =~ $wrong ]] ||
+        kp_die "$2 cannot be mounted into the container, and what is written there would be lost with it: $KP_RUNTIME" \
+            "takes no $what in a path; give a directory without them"
+    if [[ $KP_RUNTIME == charliecloud && -d $KEMPNER_CONTAINER && ! -d $KEMPNER_CONTAINER$2 && $2/ != /tmp/* ]] &&
+        ! kp_in_a_mount "$2"; then
+        kp_die "the image $KEMPNER_CONTAINER has no directory $2, and ch-run mounts only on directories that are there:" \
+            "mkdir -p $KEMPNER_CONTAINER$2, or mount a directory above it (KEMPNER_MOUNTS)"
+    fi
+    KP_MOUNTS+=("$1:$2")
+}
+
+kp_in_a_mount() { # <path in the container>: true when some directory of the host is mounted above it
+    local mount
+    for mount in "${KP_MOUNTS[@]}"; do
+        mount=${mount#*:}
+        [[ $1/ != "${mount%/}"/* ]] || return 0
+    done
+    return 1
+}
+
+kp_mount_run() { # <directory>...: makes those of the run, on the host, and mounts them
+    local path
+    [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
+    for path; do
+        kp_mount "$path"
+        [[ -n $KP_DRY ]] || mkdir -p -- "$path" || kp_die "$path cannot be written: give another directory"
+    done
+}
+
+kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
+    local mount
+    KP_CONTAINER_FLAGS=()
+    case $KP_RUNTIME in
+        pyxis)
+            KP_CONTAINER_FLAGS=(--container-image="${KP_STAGED_IMAGE:-$KEMPNER_CONTAINER}"
+                --container-mounts="$(kp_comma "${KP_MOUNTS[@]}")" --container-workdir="$PWD"
+                --no-container-mount-home)
+            # Outside of a job srun would make one. The job is named for interactive.sh, which is not in it; --export
+            # is as for the tasks.
+            KP_INSIDE=(kp_outside)
+            [[ ! ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || KP_INSIDE=(srun --jobid="$SLURM_JOB_ID" --nodes=1 --ntasks=1
+                --overlap --export=ALL "${KP_CONTAINER_FLAGS[@]}")
+            ;;
+        charliecloud)
+            export USER=${USER:-$(id -un)} # ch-run wants it
+            KP_INSIDE=(ch-run --cd="$PWD")
+            for mount in "${KP_MOUNTS[@]}"; do KP_INSIDE+=(--bind="$mount"); done
+            [[ ! -e $KEMPNER_CONTAINER/ch/environment ]] || KP_INSIDE+=(--set-env) # the image's own
+            KP_INSIDE+=("$KEMPNER_CONTAINER" --)
+            ;;
+        *)
+            KP_INSIDE=("$KP_RUNTIME" exec --bind "$(kp_comma "${KP_MOUNTS[@]}")" --pwd "$PWD")
+            [[ ! -e /dev/nvidiactl ]] || KP_INSIDE+=(--nv)
+            KP_INSIDE+=("$KEMPNER_CONTAINER")
+            ;;
+    esac
+    KP_INSIDE+=(sh "$KP_LIB/inside.sh")
+}
+
+kp_keep() { # exports KP_KEPT, the job's values of what an image must not hide
+    [[ -n ${KP_KEEP:-} ]] || return 0
+    KP_KEPT=$(env | grep -E "$KP_KEEP") || true
+    export KP_KEPT
+}
+
+kp_outside() { # <anything>: in the place of the words that start a container of pyxis
+    kp_die "pyxis starts containers only in jobs: use sbatch, or salloc; or set KEMPNER_CONTAINER=none"
+}
+
+# --- questions to Python -----------------------------------------------------------------------------------
+
 kp_python() { # <arguments>...: one Python process on this host, in the container if there is one
-    "${KP_INSIDE[@]}" "$KP_PYTHON" "$@"
+    local KP_MARK=kempner-answer-$$
+    [[ ${KP_INSIDE[0]:-} != kp_outside ]] || kp_outside
+    if ((${#KP_INSIDE[@]} == 0)); then
+        kp_apart "$KP_PYTHON" "$@"
+    else
+        kp_keep
+        export KP_MARK
+        kp_apart "${KP_INSIDE[@]}" "$KP_PYTHON" "$@" | sed -u "1,/^$KP_MARK\$/d"
+    fi
+}
+
+kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imports it: a container may take minutes
+    local python
+    ((${#KP_INSIDE[@]} > 0)) || return 1
+    for python in "${KP_ORIGIN:-$KP_ROOT}/.venv/bin/python" python3; do
+        [[ -z $KP_HOST_PYTHON ]] || break
+        ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || KP_HOST_PYTHON=$python
+    done
+    KP_HOST_PYTHON=${KP_HOST_PYTHON:-none}
+    "$KP_HOST_PYTHON" -c "import $1" 2>/dev/null
+}
+
+kp_python_of() { # <module that is needed> <arguments>...: kp_python, or the host's Python where that is enough
+    if kp_host_can "$1"; then
+        kp_apart "$KP_HOST_PYTHON" "${@:2}"
+    else
+        kp_python "${@:2}"
+    fi
+}
+
+kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what a check prints, split at NULs
+    # The host may lack what the image has: only its yes counts, but where no container can be asked.
+    if kp_host_can "$1"; then
+        if [[ ${KP_INSIDE[0]} == kp_outside ]]; then
+            kp_values kp_apart "$KP_HOST_PYTHON" "${@:2}"
+            return
+        fi
+        ! kp_values kp_apart "$KP_HOST_PYTHON" "${@:2}" 2>/dev/null || return 0
+        KP_DOUBT=1
+    fi
+    if ((${#KP_INSIDE[@]} == 0)); then
+        kp_values kp_python "${@:2}"
+    else # what is not mounted yet is made on the host, by kp_mount_run
+        KP_UNMOUNTED=1 kp_values kp_python "${@:2}"
+    fi
+}
+
+kp_check_run() { # <arguments of kempner.check>...: kp_checked; again, where the host has said no, with the run mounted
+    KP_DOUBT=''
+    kp_checked numpy -m kempner.check "$@" || return
+    [[ -n $KP_DOUBT && -e ${KP_VALUES[2]:-${KP_VALUES[1]:-}/checkpoints}/latest ]] || return 0
+    kp_mount "${KP_VALUES[1]}" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
+    kp_values kp_python -m kempner.check "$@"
+}
+
+kp_values() { # <command>...: sets KP_VALUES to what it prints, split at NULs; its exit code
+    mapfile -d '' -t KP_VALUES < <("$@")
+    wait "$!"
 }

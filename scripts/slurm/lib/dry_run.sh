@@ -6,8 +6,8 @@
 source "$KP_LIB/render.sh"
 
 kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, the options that are sbatch's, KP_SCRIPT
-    local word own=${KP_PROGRAM_OPTIONS:-'$'}
-    KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT=''
+    local word own=${KP_PROGRAM_OPTIONS:-bench}
+    KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT='' KP_STRANGE=()
     declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
     for word; do
         if [[ $KP_SCRIPT == next ]]; then
@@ -24,6 +24,7 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
     [[ $KP_SCRIPT != next ]] || kp_die "--script: a file is missing; write --script=FILE"
     [[ -z $KP_SCRIPT ]] || ! kp_in_job || kp_die "--script: render it outside the job, where the request is known"
     [[ -z $KP_SCRIPT || $KP_DRY != submit ]] || kp_die "--script: goes with --dry-run, which renders the script"
+    [[ -z $KP_SCRIPT ]] || kp_render_check "$KP_SCRIPT"
     while IFS= read -r -d '' word; do KP_BEFORE[${word%%=*}]=${word#*=}; done < <(env -0)
 }
 
@@ -41,6 +42,7 @@ kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later on
     esac
     [[ -n $value || ! $name =~ ^(nodes|ntasks|partition|time|gpus|ntasks-per-node|gpus-per-.*|cpus-per-task)$ ]] ||
         kp_die "--dry-run: write --$name=VALUE as one word"
+    kp_is_sbatch_option "$2" || [[ $1 != "the command line" ]] || KP_STRANGE+=("$2")
     kp_dry_check "$name" "$value"
     name=${name//-/_}
     if [[ ${KP_FROM[$name]:-} == site.d/* ]]; then
@@ -57,6 +59,10 @@ kp_dry_check() { # <option> <value>: stops at a number that is none; what else s
         nodes) [[ $2 =~ ^$number(-$number)?$ ]] || kp_die "--nodes=$2: must be a number of nodes, such as 4 or 2-4" ;;
         ntasks | ntasks-per-node | sockets-per-node | cpus-per-task)
             [[ $2 =~ ^$number$ ]] || kp_die "--$1=$2: must be a whole number from 1"
+            ;;
+        time)
+            [[ $2 =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$|^(UNLIMITED|INFINITE)$ ]] ||
+                kp_die "--time=$2: must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS"
             ;;
         gpus | gpus-per-node | gpus-per-socket | gpus-per-task)
             [[ $2 =~ ^([A-Za-z][^:,=]*:)?(0|$number)$ ]] ||
@@ -76,6 +82,18 @@ kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variab
         kp_dry_ask "$(kp_profile_from "$name")" "--$line=${!name}"
     done
     for line in "${KP_REQUEST[@]}"; do kp_dry_ask "the command line" "$line"; done
+}
+
+kp_dry_strange() { # stops at options that sbatch does not know
+    local word=${KP_STRANGE[0]:-} near
+    [[ -n $word ]] || return 0
+    # A site's plugins may add some: sbatch itself knows them.
+    if [[ -z $KP_DRY_AWAY ]]; then
+        near=$(sbatch --test-only "${KP_STRANGE[@]}" --wrap=: 2>&1) || true
+        [[ $near =~ (unrecognized|invalid|ambiguous)" option" ]] || return 0
+    fi
+    near=$(kp_nearest "${word%%=*}" "${KP_SBATCH_OPTIONS[@]/#/--}")
+    kp_die "$word: sbatch has no such option; ${near:+did you mean $near? }sbatch --help lists them"
 }
 
 kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and KP_DRY_PARTITION, _CPUS and _GRES, or KP_DRY_AWAY
@@ -102,6 +120,7 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
     local nodes gpus gres tasks names=''
     kp_dry_request
     kp_dry_node
+    kp_dry_strange
     nodes=${KP_ASKED[nodes]:-1} nodes=${nodes%%-*}
     [[ -n $KP_DRY_AWAY ]] ||
         names=$(sinfo -h -N -p "$KP_DRY_PARTITION" -o %N 2>/dev/null | sort -u | head -n "$nodes" | paste -sd,) || true
@@ -140,7 +159,7 @@ kp_dry_variables() { # the variables that differ from those before the script
     local line name
     while IFS= read -r -d '' line; do
         name=${line%%=*}
-        [[ ! $name =~ ^(_|SHLVL)$ && ${KP_BEFORE[$name]-$'\1'} != "${line#*=}" ]] || continue
+        [[ ! $name =~ ^(_|SHLVL|KP_.*)$ && ${KP_BEFORE[$name]-$'\1'} != "${line#*=}" ]] || continue
         if kp_is_secret "$name"; then printf '  %s=***\n' "$name"; else printf '  %s=%q\n' "$name" "${line#*=}"; fi
     done < <(env -0 | sort -z)
 }

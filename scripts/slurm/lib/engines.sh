@@ -13,14 +13,14 @@ kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets
     KP_ARGUMENTS+=(--host=0.0.0.0 --port=0 --token-file="$place/token" --publish="$place/urls")
     # One that dies does not end the others.
     KEMPNER_SRUN="--kill-on-bad-exit=0 --wait=0 --output=$place/logs/engine-%t.log ${KEMPNER_SRUN:-}"
-    kp_python "$KP_TRAIN" "$@" --check || {
+    kp_checked numpy "$KP_TRAIN" "$@" --check || {
         kp_log "not started: serve.py ended with exit code 2"
         exit 2
     }
     [[ -z $KP_DRY ]] || kp_dry_tell # ends here
 
     # What an earlier attempt of this job has left is not ours.
-    rm -rf -- "$KP_RUN_DIR/urls" "$KP_RUN_DIR/token"
+    rm -f -- "$KP_RUN_DIR"/urls/engine-* "$KP_RUN_DIR/token"
     mkdir -p -- "$KP_RUN_DIR/urls" "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written"
     (umask 077 && od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$KP_RUN_DIR/token")
 }
@@ -58,7 +58,8 @@ kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines
         wait "$!" || true # a signal ends it
     done
     kp_wait
-    rm -rf -- "$KP_RUN_DIR"/{urls,token,engines.txt}
+    rm -f -- "$KP_RUN_DIR"/urls/engine-* "$KP_RUN_DIR"/{token,engines.txt}
+    rmdir -- "$KP_RUN_DIR/urls" || true
     kp_log "the engines have ended with exit code $KP_CODE"
     exit "$KP_CODE"
 }

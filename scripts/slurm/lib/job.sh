@@ -6,8 +6,15 @@ KP_START=''        # how often Slurm had started the job again when this script 
 KP_ANSWER=''       # of kp_ask
 KP_DEADLINE=''     # in SECONDS: when kp_ask gives up; empty: it waits as long as Slurm's commands do
 
+kp_need_slurm() { # stops where Slurm's commands are missing
+    command -v sbatch >/dev/null ||
+        kp_die "no sbatch here: this needs Slurm's commands: load their module, or go to a login node of the cluster"
+}
+
 kp_use_job() { # <job>: makes this shell speak for a running job, whatever job it is in itself
     local name
+    [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]] || kp_die "'$1' is not the number of a job: squeue --me lists yours"
+    kp_need_slurm
     for name in "${!SLURM_@}"; do [[ $name == SLURM_CONF ]] || unset "$name"; done
     SLURM_JOB_ID=$1 KP_BESIDE=1
     kp_show_job || kp_die "no job '$1': squeue --me lists yours"
@@ -19,9 +26,20 @@ kp_in_job() { # true inside an allocation: a batch script, salloc's shell, or KP
     [[ -n ${SLURM_JOB_ID:-} ]]
 }
 
+kp_need_job() { # <script>: stops outside a job, but for --dry-run
+    [[ -n $KP_DRY ]] || kp_in_job ||
+        kp_die "$1 runs in a job: sbatch scripts/slurm/$1; outside Slurm singlenode.sh trains on this machine"
+}
+
 kp_is_batch() { # true in the batch script, the one place that may requeue
     # Slurm 24.11 and later count the starts of the script in BatchFlag: 2 after a preemption.
     kp_in_job && [[ -z $KP_BESIDE && -z ${SLURM_STEP_NUM_TASKS:-} && $(kp_field BatchFlag) == [1-9]* ]]
+}
+
+kp_is_whole_script() { # true when this is the job's batch script; false for a command in a script of the user's own
+    local parent=''
+    { read -r parent <"/proc/$PPID/comm"; } 2>/dev/null || true
+    [[ -z $parent || $parent == slurmstepd ]]
 }
 
 kp_job_id() { # the job; of an array the one task, because the number alone may mean the whole array
@@ -37,11 +55,22 @@ kp_forget_request() { # removes the job's request, which srun would read as well
     unset "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}"
 }
 
-kp_as_submitted() { # sets KP_ENVIRONMENT to the variables of the shell that submitted this job
-    # What Slurm and these scripts have set would reach the next job, and secrets Slurm's files.
-    local ours="SLURM_|KP_|KEMPNER_(EARLY_STOP|CHAIN_LINK)=${KP_SECRET_NAMES:+|(${KP_SECRET_NAMES// /|})=}"
-    mapfile -d '' -t KP_ENVIRONMENT < <(grep -zvE "^($ours)" "/proc/$$/environ")
-    [[ -z ${SLURM_CONF:-} ]] || KP_ENVIRONMENT+=("SLURM_CONF=$SLURM_CONF")
+kp_as_submitted() { # <command>...: runs it, shielded, with the variables of the shell that submitted this job
+    # What Slurm and these scripts have set would reach the next job, and secrets Slurm's files; with SBATCH_WAIT this job
+    # would wait for the next one. No value becomes a word of a command line: everybody on the host can read those.
+    local ours="SLURM_|KP_|SBATCH_WAIT=|KEMPNER_(EARLY_STOP|CHAIN_LINK)=${KP_SECRET_NAMES:+|(${KP_SECRET_NAMES// /|})=}"
+    local conf=${SLURM_CONF:-} entry entries
+    (
+        trap '' TERM INT HUP USR1 USR2
+        mapfile -d '' -t entries < <(grep -zE '^[A-Za-z_][A-Za-z_0-9]*=' "/proc/$$/environ" | grep -zvE "^($ours)")
+        while IFS= read -r entry; do
+            unset -v "$entry" 2>/dev/null || true # SHELLOPTS and some others are read-only
+        done < <(compgen -e)
+        for entry in "${entries[@]}" ${conf:+"SLURM_CONF=$conf"}; do
+            export "${entry?}" 2>/dev/null || true
+        done
+        exec "$@"
+    )
 }
 
 kp_shielded() { # <command>...: runs it so that the signals that end a job do not end it first

@@ -2,12 +2,13 @@
 # From the script's arguments to the running ranks: the check of the configuration, the banner, srun.
 
 kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, those for train.py; --dry-run: dry_run.sh
-    local word options='--(nodes|nodelist|ntasks.*|gpus.*|gres|cpus-per-.*|mem|partition|account|qos|time)|-[NnptAqcG]'
+    local word
     KP_ARGUMENTS=("$@") KP_WORDS=("$@")
     for word; do
         case $word in
             --dry-run) KP_DRY=1 ;;
             --submit) KP_DRY=submit ;;
+            *) kp_own_option "$word" ;;
         esac
     done
     if [[ -n $KP_DRY ]]; then
@@ -16,49 +17,41 @@ kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, tho
         kp_dry_take "$@"
     else
         for word; do # train.py takes --nodes for its own --check
-            [[ ! ${word%%=*} =~ ^($options)$ ]] ||
+            ! kp_is_sbatch_option "$word" ||
                 kp_die "'$word' is an option of sbatch: put it before the script: sbatch $word .../multinode.sh CONFIG"
         done
     fi
     ((${#KP_ARGUMENTS[@]} > 0)) ||
-        kp_die "no configuration given: name one after the script, such as configs/train/debug.toml"
+        kp_die "${KP_NOTHING_GIVEN:-no configuration given: name one after the script, such as configs/train/debug.toml}"
     [[ ${KP_ARGUMENTS[0]} != @* || $KP_DRY == submit ]] || kp_take_line "${KP_ARGUMENTS[0]#@}"
 }
 
 kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the first argument
     local line=() task=${SLURM_ARRAY_TASK_ID:-0}
-    mapfile -t -s "$task" -n 1 line <"$1" || kp_die "@$1 cannot be read: name a file with a configuration on each line"
+    { mapfile -t -s "$task" -n 1 line <"$1"; } 2>/dev/null ||
+        kp_die "@$1 cannot be read: name a file with a configuration on each line"
     [[ -n ${line[0]:-} ]] || kp_die "@$1 has no line for task $task: sbatch --array=0-N, with N+1 lines"
     KP_ARGUMENTS[0]=${line[0]}
 }
 
-kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_TOML, KP_RUN_DIR,
-    # KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of token shards) and KP_COMMITTED_BEFORE
-    local code=0 values
+kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_VALUES (the first is
+    # TOML), KP_RUN_DIR, KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of token shards) and KP_COMMITTED_BEFORE
+    local code=0
     kp_check_notify
     kp_need_packages
-    KP_TOML=$(kp_python "$KP_TRAIN" "$@" --check --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS") || code=$?
+    if [[ -n ${KP_CHECKED:-} ]]; then # kp_code has asked, before this script was that of the copy
+        eval "KP_VALUES=($KP_CHECKED)"
+        unset KP_CHECKED
+    else
+        kp_check_run "$KP_TRAIN" "$@" --nodes "$KP_NODES" --gpus-per-node "$KP_TASKS" || code=$?
+    fi
     if ((code != 0)); then
         kp_log "not started: the check of the configuration ended with exit code $code"
         exit "$code"
     fi
-    mapfile -d '' -t values < <(
-        kp_python -c 'import os, sys
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
-cfg = tomllib.load(sys.stdin.buffer)
-found = [cfg["run"]["dir"], cfg.get("checkpoint", {}).get("dir", ""), cfg.get("distributed", {}).get("device", "auto")]
-data = cfg.get("data", {})
-paths = map(os.path.expanduser, [data.get("dataset_path", ""), *(source["path"] for source in data.get("sources", []))])
-found += [path for path in paths if os.path.isfile(os.path.join(path, "dataset.json"))]
-sys.stdout.write("\0".join(found) + "\0")' <<<"$KP_TOML"
-    )
-    [[ -n ${values[0]:-} ]] || kp_die "the checked configuration has no run.dir: leave --help and --check out"
-    KP_RUN_DIR=$(realpath -m -- "${values[0]}")
-    KP_CHECKPOINTS=$(realpath -m -- "${values[1]:-$KP_RUN_DIR/checkpoints}")
-    KP_DEVICE=${values[2]:-auto} KP_DATA=("${values[@]:3}")
+    kp_take_values || kp_die "the checked configuration has no run.dir: leave --help and --check out"
+    # As they are given: by way of a link, too.
+    kp_mount_run "${KP_VALUES[1]}" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
     [[ -z $KP_DRY ]] || kp_dry_tell # ends here
 
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
@@ -66,9 +59,22 @@ sys.stdout.write("\0".join(found) + "\0")' <<<"$KP_TOML"
     kp_mark check
 }
 
+kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files), from the answer of kempner.check
+    local i
+    [[ -n ${KP_VALUES[1]:-} ]] || return 1
+    KP_RUN_DIR=$(realpath -m -- "${KP_VALUES[1]}")
+    KP_CHECKPOINTS=$(realpath -m -- "${KP_VALUES[2]:-$KP_RUN_DIR/checkpoints}")
+    KP_DEVICE=${KP_VALUES[3]:-auto}
+    for ((i = 4; i < ${#KP_VALUES[@]}; i++)); do
+        [[ -n ${KP_VALUES[i]} ]] || break
+    done
+    KP_DATA=("${KP_VALUES[@]:4:i-4}") KP_INPUTS=("${KP_VALUES[@]:i+1}")
+}
+
 kp_banner() { # says what is about to run, and where; stops when the network that the user named is not there
     local nodes what='no GPU'
     ((KP_GPUS == 0)) || what='one GPU each'
+    ((KP_GPUS <= KP_TASKS)) || what="$KP_GPUS GPUs each"
     if ! kp_in_job; then
         kp_log "$(uname -n), outside Slurm: world size $KP_TASKS, $what"
         kp_log "run directory $KP_RUN_DIR"
@@ -88,11 +94,13 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
     if kp_is_batch; then # this is the first node
         bash "$KP_LIB/task.sh"
         KEMPNER_SAID=$(uname -n)
-        KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
+        KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead <(kp_batch_script))}
+        ! kp_is_whole_script || kp_cap_lead # else Slurm warns the ranks, or the script of the user's own
         export KEMPNER_SAID KEMPNER_SIGNAL_LEAD
         kp_keep_log
     fi
     kp_log "run directory $KP_RUN_DIR"
+    kp_same_size
 }
 
 kp_peers() { # the addresses of the first two nodes of the job: from any node, one of them is another host
@@ -103,6 +111,12 @@ kp_peers() { # the addresses of the first two nodes of the job: from any node, o
     done < <(scontrol show hostnames "$(kp_field NodeList)" | head -n 2)
 }
 
+kp_batch_script() { # prints the script of the job: a script of the user's own may run this one
+    if [[ ${0##*/} == slurm_script ]] || ! kp_shielded scontrol write batch_script "$SLURM_JOB_ID" - 2>/dev/null; then
+        cat -- "$0"
+    fi
+}
+
 kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SIGNAL or the header: Slurm does not say
     local line given='' pattern='@([0-9]+)'
     while read -r line; do
@@ -110,6 +124,16 @@ kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SI
     done <"$1"
     given=${SBATCH_SIGNAL:-$given}
     [[ ! $given =~ $pattern ]] || echo "${BASH_REMATCH[1]}"
+}
+
+kp_cap_lead() { # makes KEMPNER_SIGNAL_LEAD a quarter of a short time limit, at most; sets KP_EARLY, what it was
+    local limit pattern='^00:0([0-9]):([0-9]{2})$'
+    [[ ${KEMPNER_SIGNAL_LEAD:-} =~ ^[0-9]+$ && $(kp_field TimeLimit) =~ $pattern ]] || return 0
+    limit=$((60 * BASH_REMATCH[1] + 10#${BASH_REMATCH[2]}))
+    ((4 * KEMPNER_SIGNAL_LEAD > limit)) || return 0
+    kp_log "note: a time limit of $(kp_field TimeLimit) is short: the warning is passed on $((limit / 4)) s before its" \
+        "end, not $KEMPNER_SIGNAL_LEAD s"
+    KP_EARLY=$KEMPNER_SIGNAL_LEAD KEMPNER_SIGNAL_LEAD=$((limit / 4))
 }
 
 kp_keep_log() { # makes the batch log appear in the run directory too, as logs/batch-JOB.log
@@ -137,13 +161,15 @@ kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_deci
 }
 
 kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, that of srun or torchrun
+    local blocked
+    read -ra blocked < <(kp_blocked) || true
     if kp_in_job; then
         kp_srun "$KP_TRAIN" "$@"
     elif ((KP_TASKS == 1)); then
-        kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_TRAIN" "$@"
+        kp_start "${blocked[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_TRAIN" "$@"
     else
-        kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$KP_TASKS" \
-            "$KP_TRAIN" "$@"
+        kp_start "${blocked[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" -m torch.distributed.run --standalone \
+            --nproc-per-node="$KP_TASKS" "$KP_TRAIN" "$@"
     fi
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
     KP_PENDING=''
@@ -155,6 +181,11 @@ kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets
     [[ -z $KP_EARLY_STOP ]] || kill "$KP_EARLY_STOP" 2>/dev/null || true
 }
 
+kp_blocked() { # prints the words that start a program with its signals blocked: it unblocks them when it listens
+    local words=(env "--block-signal=TERM,INT,USR1,USR2")
+    ((${#KP_INSIDE[@]} > 0)) || ! "${words[@]}" true 2>/dev/null || echo "${words[@]}"
+}
+
 kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls behind the others; sets KP_EARLY_STOP
     KP_EARLY_STOP=''
     [[ -n ${KEMPNER_EARLY_STOP:-} ]] || return 0
@@ -164,8 +195,7 @@ kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls 
 
 kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follow from this result, too
     [[ -n ${KEMPNER_PROPOSE:-} ]] && kp_is_batch || return 0
-    kp_as_submitted
-    kp_shielded env -i "${KP_ENVIRONMENT[@]}" "$KEMPNER_PROPOSE_PYTHON" "$KP_ORIGIN/scripts/sweep.py" \
+    kp_as_submitted "$KEMPNER_PROPOSE_PYTHON" "$KP_ORIGIN/scripts/sweep.py" \
         "$KEMPNER_PROPOSE" submit --from-job ||
         kp_log "the sweep's next points were not submitted: see above; 'sweep.py $KEMPNER_PROPOSE submit' does so"
 }
@@ -174,7 +204,8 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
     local more blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
     KP_SRUN=(
         srun --job-name="$KP_SRUN_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS))
-        --ntasks-per-node="$KP_TASKS" --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300 --mpi=none
+        --ntasks-per-node="$KP_TASKS" --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300
+        --mpi="${KEMPNER_MPI:-none}"
         --immediate=300 # seconds: a host that dies and comes back at once can leave a step waiting until the time limit
         --export=ALL    # sbatch --export=NONE would reach the tasks too
     )
@@ -191,10 +222,15 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
     kp_forget_request # the flags above say it all
     export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
 
+    kp_keep
+
     # See task.sh. A program in place of train.py unblocks them when it is ready.
-    ! "${blocked[@]}" true 2>/dev/null || KP_SRUN+=("${blocked[@]}")
-    KP_SRUN+=(bash "$KP_LIB/task.sh")
-    ((${#KP_CONTAINER_FLAGS[@]} > 0)) || KP_SRUN+=("${KP_INSIDE[@]}") # pyxis: the whole task is inside
+    if ((${#KP_CONTAINER_FLAGS[@]} > 0)); then # pyxis: the whole task is inside, and has the image's env
+        KP_SRUN+=(sh "$KP_LIB/inside.sh" --task bash "$KP_LIB/task.sh")
+    else
+        ! "${blocked[@]}" true 2>/dev/null || KP_SRUN+=("${blocked[@]}")
+        KP_SRUN+=(bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}")
+    fi
     KP_SRUN+=("$KP_PYTHON" "$@")
 }
 
@@ -209,13 +245,16 @@ kp_srun() { # <Python arguments>...: starts the step
 }
 
 kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this shell alone
+    [[ $1 != kp_outside ]] || kp_outside
+    kp_keep
     setsid "$@" </dev/null &
     KP_CHILD=$!
 }
 
 kp_wait() { # waits for KP_CHILD, however many signals end a wait early; sets KP_CODE
-    while kill -0 "$KP_CHILD" 2>/dev/null; do wait "$KP_CHILD" || true; done
+    # Of a child that was killed bash would tell on standard error.
+    while kill -0 "$KP_CHILD" 2>/dev/null; do wait "$KP_CHILD" 2>/dev/null || true; done
     KP_CODE=0
-    wait "$KP_CHILD" || KP_CODE=$?
+    wait "$KP_CHILD" 2>/dev/null || KP_CODE=$?
     KP_CHILD=''
 }

@@ -27,10 +27,8 @@ kp_is_told() { # true when somebody is to be told of this run
 
 kp_history() { # sets KP_HISTORY, the words that start a module of kempner.history: outside the container, where the
     # commands of the host are; its python3 is enough, as these need no packages
-    KP_HISTORY=(python3)
-    if ((${#KP_INSIDE[@]} == 0)) || ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-        KP_HISTORY=("${KP_INSIDE[@]}" "$KP_PYTHON")
-    fi
+    KP_HISTORY=("${KP_INSIDE[@]}" "$KP_PYTHON")
+    ! kp_host_can kempner.history || KP_HISTORY=("$KP_HOST_PYTHON")
 }
 
 kp_watch() { # with KEMPNER_PAGE, or somebody to tell: starts the process that looks at the run while it goes on

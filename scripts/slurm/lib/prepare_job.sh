@@ -2,7 +2,7 @@
 # The parts of prepare.sh. The job is requeued as a run is; its run directory is OUT/units, which goes away at the end.
 
 kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the other parts of the library want to know
-    local word before=''
+    local word before='' there
     kp_in_job ||
         kp_die "prepare.sh runs in a job: sbatch --nodes=N scripts/slurm/prepare.sh; here it is scripts/prepare_data.py"
     KP_OUT=''
@@ -13,6 +13,9 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
     done
     [[ -n $KP_OUT ]] || kp_die "no --out DIR given: the arguments are those of scripts/prepare_data.py"
     KP_OUT=$(realpath -m -- "${KP_OUT/#\~\//$HOME/}")
+    there=$KP_OUT
+    until [[ -d $there ]]; do there=$(dirname -- "$there"); done
+    kp_mount "$there"
     KP_RUN_DIR=$KP_OUT/units KP_MEASURE="work done:" KP_COMMITTED_BEFORE=$(kp_committed_step)
     KP_NODES=$(kp_field NumNodes) KP_TASKS=1 KP_GPUS=0
     KP_CPUS=$(($(kp_field NumCPUs) / KP_NODES))

@@ -20,6 +20,7 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
     local -A kept=()
     [[ -r $KP_ROOT/$1 ]] ||
         kp_die "KEMPNER_SITE=$KEMPNER_SITE: there is no $1; there is: $(kp_profiles). Give one of them, or a path"
+    kp_can_source "$KP_ROOT/$1"
     mapfile -t assigned < <(sed -nE "$pattern" "$KP_ROOT/$1")
     for name in "${assigned[@]}"; do
         [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($KP_SBATCH)$ ]] ||
@@ -62,5 +63,6 @@ kp_profile_note() { # says where the job differs from the profile: sbatch itself
 
 kp_submit() { # --submit: sbatch with the profile, or with site.env, in its environment
     ! kp_in_job || kp_die "--submit: this is job $(kp_job_id) already: leave it out"
+    kp_need_slurm
     exec sbatch "${KP_REQUEST[@]}" "$0" "${KP_ARGUMENTS[@]}"
 }

@@ -2,8 +2,11 @@
 # The parts of run.sh: the words of its command line, and the supervisors (scripts/program.py) in the trainer's place.
 
 KP_PROGRAM_OPTIONS='run-dir|code|checkpoints|steps|heartbeat|signal' # for dry_run.sh: those that are not sbatch's
-KP_MEASURE=progress
-KP_ASKS=1 # requests go by a file, see kp_signal: where Slurm tracks processes by parent, it signals the program itself
+# One task of a node may drive all of its GPUs: JAX, vLLM, torchrun, ...
+KP_DRIVES_ALL=1
+KP_INTERRUPTED=interrupted # it may have saved nothing
+# Requests go by a file, see kp_signal: where Slurm tracks processes by parent, it signals the program itself.
+KP_ASKS=1
 
 kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of scripts/program.py; --dry-run, --submit
     local words=() word
@@ -15,6 +18,7 @@ kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of 
         case $word in
             --dry-run) KP_DRY=1 ;;
             --submit) KP_DRY=submit ;;
+            *) kp_own_option "$word" ;;
         esac
     done
     KP_ARGUMENTS=("${words[@]}")
@@ -28,8 +32,20 @@ kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of 
 
 kp_committed_step() { # in place of requeue.sh's: the progress that the supervisors have recorded, -1 when there is none
     local count=''
-    { read -r count <"$KP_RUN_DIR/progress"; } 2>/dev/null || true
+    { read -r count _ <"$KP_RUN_DIR/progress"; } 2>/dev/null || true
     [[ $count =~ ^[0-9]+$ ]] && echo "$count" || echo -1
+}
+
+kp_step() { # in place of requeue.sh's: the step of the newest checkpoint, null where that is not known
+    local step=''
+    { read -r _ step <"$KP_RUN_DIR/progress"; } 2>/dev/null || true
+    [[ $step =~ ^[0-9]+$ ]] && echo "$step" || echo null
+}
+
+kp_reached() { # in place of requeue.sh's
+    local step
+    step=$(kp_step)
+    echo "progress ${step/null/$KP_COMMITTED}"
 }
 
 kp_program_directory() { # the value of --code, an absolute path; nothing without it
@@ -56,34 +72,53 @@ kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, whic
     kp_log "the program's code: $KEMPNER_COPY"
 }
 
-kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR, KP_DEVICE, KP_COMMITTED_BEFORE
-    local code=0 copy
+kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR, KP_DEVICE, KP_LAUNCHER, which is
+    # "torchrun" where that is the command
+    local code=0 copy nodes=1
     kp_check_notify
     KP_TRAIN=$KP_ROOT/scripts/program.py
     unset KEMPNER_COPY
     if [[ ${KEMPNER_CODE:-1} == 1 && -n $(kp_program_directory) ]]; then
         copy=$(kp_code_of_job) # of an earlier start, or of submit.sh: the repository may be gone by now
-        [[ ! -e $copy/.kempner-origin ]] || export KEMPNER_COPY=$copy
+        if [[ -e $copy/.kempner-origin && $(<"$copy/.kempner-origin") == "$(kp_program_directory)" ]]; then
+            export KEMPNER_COPY=$copy
+        fi
     fi
-    KP_RUN_DIR=$(kp_python "$KP_TRAIN" --check "${KP_ARGUMENTS[@]}") || code=$?
+    ! kp_in_job || nodes=$(($(kp_field NumNodes) - ${KEMPNER_SPARES:-0}))
+    kp_checked kempner.config.toml "$KP_TRAIN" --check "$nodes" "${KP_ARGUMENTS[@]}" || code=$?
     if ((code != 0)); then
         kp_log "not started: the check of the command line ended with exit code $code"
         exit "$code"
     fi
-    KP_DEVICE=auto KP_DATA=()
+    KP_RUN_DIR=${KP_VALUES[0]} KP_LAUNCHER=${KP_VALUES[1]} KP_DEVICE=auto KP_DATA=()
+    if [[ -n ${KP_VALUES[3]} ]] && kp_is_batch; then
+        kp_log "$KP_RUN_DIR: this command was done at an earlier start of the job: nothing runs; submit it anew to run" \
+            "it again"
+        exit 0
+    fi
+    kp_mount_run "$KP_RUN_DIR" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
+}
+
+kp_open_program() { # the copy of the code, and the run directory; sets KP_COMMITTED_BEFORE; --dry-run ends here
     kp_program_code
-    [[ -z $KP_DRY ]] || kp_dry_tell # ends here
+    [[ -z $KP_DRY ]] || kp_dry_tell
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written: give another --run-dir"
     KP_COMMITTED_BEFORE=$(kp_committed_step)
 }
 
 kp_run_program() { # <program.py arguments>...: as kp_run; outside Slurm the ranks are processes of this machine
+    local blocked threads=${KP_CPUS:-1}
+    if [[ -n $KP_LAUNCHER ]]; then # it starts a process for each GPU
+        ((KP_GPUS == 0)) || export PET_NPROC_PER_NODE=${PET_NPROC_PER_NODE:-$KP_GPUS}
+        threads=$((KP_GPUS > 0 ? ${KP_CPUS:-1} / KP_GPUS : 1))
+    fi
     # As torchrun and srun's command do.
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${KP_CPUS:-1}}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
     if kp_in_job; then
         kp_run "$@"
     else
-        kp_start "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_TRAIN" --here "$KP_TASKS" "$@"
+        read -ra blocked < <(kp_blocked) || true
+        kp_start "${blocked[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_TRAIN" --here "$KP_TASKS" "$@"
         [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
         kp_wait
     fi

@@ -78,6 +78,7 @@ ray_start() { # starts Ray on all nodes
     ray_srun "$KP_NODES"
     # If one task exits, end the whole step: Slurm signals the others.
     RAY_SRUN+=(--job-name="ray-$KEMPNER_ATTEMPT_ID" --kill-on-bad-exit=1 --wait=60 "${KP_CONTAINER_FLAGS[@]}")
+    ((${#KP_CONTAINER_FLAGS[@]} == 0)) || RAY_SRUN+=(sh "$KP_LIB/inside.sh")
     RAY_SRUN+=(env KEMPNER_SIGNALS_WAIT=1 bash "$KP_LIB/task.sh")
     ((${#KP_CONTAINER_FLAGS[@]} > 0)) || RAY_SRUN+=("${KP_INSIDE[@]}")
     ray_launch ray "${RAY_SRUN[@]}" bash "$KP_LIB/ray_node.sh" "$RAY_LOGS" "$SETUP_COMMAND" "${words[@]}"

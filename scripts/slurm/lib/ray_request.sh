@@ -119,6 +119,8 @@ ray_ports() { # sets RAY_PORTS and a variable for each port; stops when the user
 }
 
 ray_prepare() { # makes the log directory and the token
+    [[ ${KP_RUNTIME:-} != charliecloud ]] ||
+        kp_die "ray.sh does not enter containers of charliecloud: give CONTAINER_RUNTIME=pyxis, apptainer or singularity"
     mkdir -p -- "$RAY_LOGS" || kp_die "$RAY_LOGS cannot be created: give another BASE_LOG_DIR"
     export KEMPNER_PEERS="${RAY_ADDRESSES[*]:0:2}" RAY_ADDRESS=${RAY_ADDRESSES[0]}:$PORT
     # On SIGTERM Ray drains for 30 s, as long as KillWait: Slurm would kill it before it has ended.

@@ -1,9 +1,28 @@
 # shellcheck shell=bash
 # --dry-run --script FILE: the whole job as one script, for people who must hand one in. Sourced by dry_run.sh.
 
+readonly KP_SEAL="# as it was written: " # begins the last line of such a script; the digest of the others follows
+
+kp_render_check() { # <file>: stops unless it is not there yet, or is as an earlier --script has left it
+    local file
+    file=$(realpath -m -- "$1")
+    [[ ! -d $file ]] || kp_die "--script=$1: is a directory: name a file"
+    [[ -d ${file%/*} && -w ${file%/*}/ ]] || kp_die "--script=$1 cannot be written: give another name"
+    [[ -e $file || -L $1 ]] || return 0
+    [[ -f $file && $(tail -n 1 -- "$file") == "$KP_SEAL$(kp_render_digest "$file")" ]] ||
+        kp_die "--script=$1: is there already, and was not written by --script, or was changed since: remove it, or" \
+            "give another name"
+}
+
+kp_render_digest() { # <file>: that of all its lines but the last
+    head -n -1 -- "$1" | sha256sum | cut -d' ' -f1
+}
+
 kp_render() { # <file>: the request, the variables, all parts of the kit's script, and the arguments
-    local line fresh=$1.new
-    [[ ! -e $1 ]] || kp_die "--script=$1: is there already: remove it, or give another name"
+    local line fresh file
+    kp_render_check "$1"
+    file=$(realpath -m -- "$1")
+    fresh=$(mktemp -- "$file.XXXXXX") || kp_die "--script=$1 cannot be written: give another name"
     {
         echo '#!/usr/bin/env bash'
         echo "# $(basename "$0") with its parts, this request and these arguments: sbatch $(basename "$1")"
@@ -27,8 +46,11 @@ kp_render() { # <file>: the request, the variables, all parts of the kit's scrip
         done <"$0"
         printf '\n# ---- %s ----\n' "$(basename "$0")"
         sed -n '/^kp_take/,$p' "$0"
+        echo "$KP_SEAL"
     } >"$fresh" || kp_die "--script=$1 cannot be written: give another name"
-    mv -- "$fresh" "$1"
+    line=$KP_SEAL$(kp_render_digest "$fresh")
+    sed -i "\$s/.*/$line/" "$fresh" || kp_die "--script=$1 cannot be written: give another name"
+    mv -- "$fresh" "$file"
     echo "written: $1, to be submitted by 'sbatch $1' without any other option"
 }
 

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Nodes, tasks, GPUs and CPUs of this run, from the request. One task drives one GPU.
+# Nodes, tasks, GPUs and CPUs of this run, from the request. One task drives one GPU or, under run.sh, all of its node.
 
 kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives one GPU
     local asked cpus
@@ -7,6 +7,7 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     if ! kp_in_job; then
         KP_NODES=1 KP_GPUS=$(kp_gpus_here)
         KP_TASKS=${KEMPNER_NPROC:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
+        [[ -z $KP_LAUNCHER ]] || { export PET_NPROC_PER_NODE=$KP_TASKS && KP_TASKS=1; }
         return
     fi
     [[ -z $(kp_field HetJobId) ]] || kp_die "a heterogeneous job (its parts are separated by ':' on sbatch's command" \
@@ -14,15 +15,21 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     KP_NODES=$(kp_field NumNodes)
     kp_gpus
     asked=$(kp_tasks_asked)
+    if [[ -n $KP_LAUNCHER ]]; then
+        ((${asked:-1} == 1)) || kp_die "$asked task(s) per node, each a torchrun of its own: leave --ntasks-per-node" \
+            "out: torchrun starts a process for each GPU, or as many as --nproc-per-node says"
+        asked=1
+    fi
     KP_TASKS=${asked:-$((KP_GPUS > 0 ? KP_GPUS : 1))}
     if [[ $KP_GPUS_ASKED == --gpus-per-task=* ]]; then # a whole node may have more
         KP_GPUS=$((KP_TASKS * ${KP_GPUS_ASKED#*=}))
     fi
 
-    if ((KP_GPUS > 0 && KP_TASKS != KP_GPUS)); then
+    if ((KP_GPUS > 0 && KP_TASKS != KP_GPUS)) && [[ $KP_TASKS != "${KP_DRIVES_ALL:-none}" ]]; then
         [[ -z $KP_GPUS_ASKED && $KP_TASKS -lt $KP_GPUS ]] ||
             kp_die "$KP_TASKS task(s) per node, but $KP_GPUS GPU(s)${KP_GPUS_ASKED:+ ($KP_GPUS_ASKED)}: one task" \
-                "drives one GPU; give --ntasks-per-node=$KP_GPUS, or --gpus-per-node=$KP_TASKS"
+                "drives one GPU; give --ntasks-per-node=$KP_GPUS, or --gpus-per-node=$KP_TASKS${KP_DRIVES_ALL:+, or}" \
+                "${KP_DRIVES_ALL:+--ntasks-per-node=1 for one process that drives all GPUs of its node}"
         kp_log "note: $KP_TASKS of the $KP_GPUS GPUs of a node are used; without --ntasks-per-node all are"
         KP_GPUS=$KP_TASKS
     fi
@@ -85,6 +92,29 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     [[ -z $KP_GPUS_ASKED ]] || KP_GPUS=$((asked / KP_NODES))
     asked=$(kp_field TresPerTask)
     [[ $asked != *gpu* ]] || KP_GPUS_ASKED=--gpus-per-task=$(kp_count_gpus "$asked")
+}
+
+kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a node than its first one had
+    # Slurm 22.05 can lose the GPUs of a job that is requeued: it would train on with a part of its ranks, on the CPU.
+    local file tasks='' gpus='' nodes='' now="$KP_TASKS $KP_GPUS $KP_NODES"
+    kp_is_batch || return 0
+    file=$KP_RUN_DIR/.size-$(kp_job_id)
+    [[ $(kp_field Restarts) == 0 ]] || { read -r tasks gpus nodes <"$file"; } 2>/dev/null || true
+    if [[ ! $tasks.$gpus =~ ^[0-9]+\.[0-9]+$ ]]; then
+        printf '%s\n' "$now" >"$file"
+        return
+    fi
+    # The request allows it: --nodes=1-2, or somebody has changed NumNodes.
+    [[ ! $nodes =~ ^[0-9]+$ ]] || ((KP_NODES >= nodes)) ||
+        kp_log "note: restart with $((KP_NODES * KP_TASKS)) of $((nodes * tasks)) tasks: this job's first start had" \
+            "$nodes nodes"
+    ((KP_TASKS < tasks || KP_GPUS < gpus)) || return 0
+    kp_log "error: this start has $KP_TASKS task(s) and $KP_GPUS GPU(s) on each node, the first one of job $(kp_job_id)" \
+        "had $tasks and $gpus: nothing runs. Look at GRES in 'scontrol show job -d $(kp_job_id)' and at the nodes;" \
+        "with --gpus-per-node=$gpus on sbatch's command line Slurm waits for them"
+    KP_CODE=1 KP_RESTARTS=0
+    kp_decide "fewer GPUs or tasks than at the first start" || true
+    kp_finish
 }
 
 kp_count_gpus() { # <GRES or TRES>: the GPUs in it: gpu, gpu:4, gpu:h100:4(IDX:0-3), gres/gpu=4, several types

@@ -84,6 +84,7 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
                 # It waits for a host that is lost, until Slurm notices: minutes. Or for a task that nothing can end.
                 [[ -n $KP_LOST ]] || KP_STUCK=1
                 kill -KILL "$KP_CHILD" 2>/dev/null || true
+                break
             fi
         elif [[ -n $due ]] && ((SECONDS >= due)); then
             ended=$SECONDS
@@ -182,8 +183,8 @@ kp_could_restart() { # true when the job itself allows another step, whatever ha
     left=$((end - lead - now))
     ((left < 2 * ${KP_START_S:-0})) || return 0
     [[ -n $KP_TOO_LATE ]] ||
-        kp_log "no restart in place: the warning before the time limit is due in $left s, the last start took" \
-            "${KP_START_S:-0} s"
+        kp_log "no restart in place: the warning before the time limit is due in $((left > 0 ? left : 0)) s, the last" \
+            "start took ${KP_START_S:-0} s"
     KP_TOO_LATE=1
     return 1
 }

@@ -36,11 +36,12 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     KP_ORCHESTRATE=$(kp_of_copy "${KEMPNER_ORCHESTRATE:-$KP_ROOT/scripts/orchestrate.py}")
     KP_SERVE=$(kp_of_copy "${KEMPNER_SERVE:-$KP_ROOT/scripts/serve.py}")
     kp_need_packages
-    KP_TOML=$(kp_python "$KP_TRAIN" "$@" --check) || code=$?
+    kp_checked numpy "$KP_TRAIN" "$@" --check || code=$?
+    KP_TOML=${KP_VALUES[0]:-}
     if ((code == 0)); then
         [[ $KP_TOML != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
         names=$(kp_rl_names)
-        line=$(kp_python -m kempner.rl.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
+        line=$(kp_python_of kempner.rl.placement -m kempner.rl.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
             --names "$names" <<<"$KP_TOML") || code=$?
     fi
     if ((code != 0)); then
@@ -196,7 +197,7 @@ kp_tied() { # <signal>: the words before a command that gets that signal when th
 }
 
 kp_start_trainer() { # <rl.py arguments>...
-    local words=("${KP_INSIDE[@]}" "$KP_PYTHON") tied
+    local words=("${KP_INSIDE[@]}" "$KP_PYTHON") tied blocked
     if kp_in_job; then
         kp_trainer_command 0 "$@"
         # What srun says of a task that dies is looked at afterwards: see kp_srun.
@@ -206,7 +207,8 @@ kp_start_trainer() { # <rl.py arguments>...
     ((KP_TASKS == 1)) || words+=(-m torch.distributed.run --standalone --nproc-per-node="$KP_TASKS")
     read -ra tied < <(kp_tied TERM) || true
     kp_seen $((KP_ENGINES * KP_TP)) "$KP_TASKS"
-    kp_start "${tied[@]}" "${words[@]}" "$KP_TRAIN" "$@"
+    read -ra blocked < <(kp_blocked) || true
+    kp_start "${tied[@]}" "${blocked[@]}" "${words[@]}" "$KP_TRAIN" "$@"
 }
 
 kp_start_orchestrator() { # <rl.py arguments>...

@@ -23,7 +23,7 @@ kp_look_at_run() { # once the trainer has the run: links to the logs of all part
         ln -sfn -- "../${KP_RL_LOGS##*/}/$name.log" "$KP_RUN_DIR/logs/$latest/$name.log"
     done
     for name in "$KP_RUN_DIR"/rl/*; do
-        [[ $name == "$KP_EXCHANGE" ]] || rm -rf -- "$name"
+        [[ $name == "$KP_EXCHANGE" || ! -d $name/weights || ! -d $name/engines ]] || rm -rf -- "$name"
     done
 }
 

@@ -10,6 +10,14 @@ kp_listen() { # to the signals that end a job, or ask for a save
     trap 'kp_on_signal USR2 || true' USR2
 }
 
+kp_apart() { # <command>...: in a session of its own: Ctrl-C ends it at once, and Python prints no traceback
+    (
+        trap 'kill -KILL "$!" 2>/dev/null; exit 130' INT
+        setsid "$@" <&0 &
+        wait "$!"
+    )
+}
+
 kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is already ending the job
     # A controller that is away lets each question wait for 20 s: the warning would be spent on them.
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
@@ -27,6 +35,7 @@ kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is a
         return
     fi
 
+    [[ $1 != TERM ]] || ! kp_postpone || return 0
     if [[ $1 == INT && $KP_SIGNAL == INT ]] && ! kp_is_batch; then
         kp_log "second Ctrl-C: ending the run at once"
         kp_signal KILL
@@ -41,11 +50,45 @@ kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is a
     fi
 }
 
+kp_postpone() { # true for the warning of a short time limit, which comes again when it is time: see kp_cap_lead
+    local left
+    [[ -n $KP_EARLY ]] && left=$(kp_seconds_left) || return 1
+    # Slurm sends it up to 60 s earlier than asked. Any other signal is a wish, and so is a second one.
+    ((left <= KP_EARLY + 65 && left > KEMPNER_SIGNAL_LEAD + 1)) || return 1
+    KP_EARLY=''
+    kp_log "SIGTERM, $left s before the end of the job: passed on $KEMPNER_SIGNAL_LEAD s before it," \
+        "a second one at once"
+    (kp_deaf && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$) &
+}
+
+kp_seconds_left() { # until the job's time limit; fails during a preemption, which moves the end
+    local begin end limit now
+    begin=$(date -d "$(kp_field StartTime)" +%s 2>/dev/null) && end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null) &&
+        limit=$(date -d "1970-01-01T$(kp_field TimeLimit)Z" +%s 2>/dev/null) || return 1
+    ((end - begin == limit)) || return 1
+    printf -v now '%(%s)T' -1
+    echo $((end - now))
+}
+
+kp_has_begun() { # <pid>: true once it is the program: bash's child, setsid and env would lose a SIGINT
+    local name=''
+    { read -r name <"/proc/$1/comm"; } 2>/dev/null || true
+    [[ ! $name =~ ^(bash|setsid|env)$ ]]
+}
+
 kp_signal() { # <signal>: sends it to this run's ranks alone
     local steps=() tries ranks asked='' id name
     if ! kp_in_job; then
         ranks=("$KP_CHILD")
-        ((KP_TASKS == 1)) || read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children" || true
+        for ((tries = 0; KP_TASKS > 1 && tries < 100; tries++)); do # torchrun may not have started them yet
+            read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children" || break
+            ((${#ranks[@]} < KP_TASKS)) || break
+            sleep 0.1
+        done
+        for ((tries = 0; tries < 50; tries++)); do
+            ! kp_has_begun "${ranks[0]}" || break
+            sleep 0.1
+        done
         kill -s "$1" "${ranks[@]}" 2>/dev/null || true
         return
     fi

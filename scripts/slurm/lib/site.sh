@@ -40,8 +40,8 @@ kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     kp_check_settings
     kp_read_secrets
     KP_TRAIN=$(kp_of_copy "${KEMPNER_TRAIN:-$KP_ROOT/scripts/train.py}")
-    kp_choose_python
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
+    kp_choose_python
     if kp_in_job; then
         kp_show_job || kp_die "scontrol knows no job $(kp_job_id)"
     elif [[ -n $KP_DRY ]]; then
@@ -63,25 +63,21 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
         kp_read_profile "$profile"
         return
     fi
-    if [[ ! -r $file ]]; then
+    if [[ ! -e $file && ! -L $file ]]; then
         [[ -z ${KEMPNER_SITE:-} ]] || kp_die "KEMPNER_SITE=$file cannot be read: correct or unset it"
         return 0
     fi
+    kp_can_source "$file"
     kp_source "$file"
-}
-
-kp_source() {  # <file>: sources it; what it sets is exported
-    set +eu -a # modules and the like are not written for errexit and nounset
-    # shellcheck source=/dev/null
-    source "$1"
-    set -eu +a
 }
 
 kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read
     local file=${KEMPNER_SECRETS:-} mode pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     [[ -n $file ]] || return 0
     mode=$(stat -L -c %a -- "$file" 2>/dev/null) || kp_die "KEMPNER_SECRETS=$file cannot be read: correct or unset it"
+    [[ ! -d $file ]] || kp_die "KEMPNER_SECRETS=$file is a directory: give a file of NAME=value lines"
     [[ $mode =~ ^[0-7]00$ ]] || kp_die "KEMPNER_SECRETS=$file may be read by others (mode $mode): chmod 600 '$file'"
-    kp_source "$file"
+    kp_can_source "$file" secrets
+    kp_source "$file" secrets
     KP_SECRET_NAMES=$(sed -nE "$pattern" "$file" | paste -sd' ')
 }

@@ -15,12 +15,28 @@ kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on 
     [[ -n ${KEMPNER_STAGE:-} ]] && kp_in_job || return 0
     ((${#KP_DATA[@]} > 0 || ${KEMPNER_STAGE_ENVIRONMENT:=0})) || return 0
     export KEMPNER_STAGED=$KEMPNER_STAGE/kempner-$SLURM_JOB_ID
+    kp_stage_mount || {
+        unset KEMPNER_STAGED
+        kp_log "KEMPNER_STAGE=$KEMPNER_STAGE cannot be made on each node: nothing is staged"
+        return 0
+    }
     ! kp_ask squeue --me -h -o %A || jobs=$(paste -sd, <<<"$KP_ANSWER")
     # Also without data: it removes what jobs that were killed have left.
     kp_on_each_node stage -m kempner.data.stage --jobs "$jobs" "$KEMPNER_STAGED" "${KP_DATA[@]}" ||
         kp_log "staging has failed (exit code $?): what was not copied is read from where it is"
     ((KEMPNER_STAGE_ENVIRONMENT == 0)) || kp_stage_environment
     kp_mark stage
+}
+
+kp_stage_mount() { # with a container: makes the directory on each node, and mounts it
+    local mounts=("${KP_MOUNTS[@]}")
+    [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
+    kp_mount "$KEMPNER_STAGE"
+    kp_on_each_host mkdir -p -- "$KEMPNER_STAGED" || {
+        KP_MOUNTS=("${mounts[@]}")
+        kp_container_words
+        return 1
+    }
 }
 
 kp_stage_environment() { # the container's image, or the virtual environment as one file, to each node: see task.sh
@@ -31,7 +47,7 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
             kp_log "KEMPNER_CONTAINER=$file is no file: it is not copied to the nodes"
             return
         fi
-        export KEMPNER_STAGED_IMAGE=$file
+        ((${#KP_CONTAINER_FLAGS[@]} > 0)) || export KEMPNER_STAGED_IMAGE=$file
     else
         kp_pack_environment || {
             kp_log "the environment of $KP_PYTHON is not copied to the nodes: it is no virtual environment, or there" \
@@ -41,17 +57,25 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
         file=$KP_PACKED sum=$(<"$KP_PACKED.sum")
         export KEMPNER_STAGED_PYTHON=$KP_PYTHON
     fi
-    kp_on_each_host "$KEMPNER_STAGED" || true
+    kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || true
     # A tree of the nodes hands the file on. It fails for all when one disk is full; then each reads the file itself.
     ((KP_NODES == 1)) || sbcast --jobid="$SLURM_JOB_ID" --force --preserve "$file" "$KEMPNER_STAGED/sent" 2>/dev/null ||
         kp_log "sbcast of $file has failed: the nodes read it from where it is"
-    kp_on_each_host "$KEMPNER_STAGED" "$file" ${sum:+"$sum"} ||
+    kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" "$file" ${sum:+"$sum"} ||
         kp_log "staging has failed (exit code $?): what was not copied is used where it is"
+    ((${#KP_CONTAINER_FLAGS[@]} > 0)) || return 0
+    # srun of pyxis names one image for all nodes.
+    if kp_on_each_host test -e "$KEMPNER_STAGED/image.sif"; then
+        KP_STAGED_IMAGE=$KEMPNER_STAGED/image.sif
+        kp_container_words
+    else
+        kp_log "not every node has a copy of $file: all use it where it is"
+    fi
 }
 
-kp_on_each_host() { # <arguments of stage_node.sh>...: outside of the container
-    local KP_INSIDE=() KP_CONTAINER_FLAGS=() KP_PYTHON=bash
-    kp_on_each_node stage "$KP_LIB/stage_node.sh" "$@"
+kp_on_each_host() { # <command>...: on each node, outside of the container
+    local KP_INSIDE=() KP_CONTAINER_FLAGS=() KP_PYTHON=$1
+    kp_on_each_node stage "${@:2}"
 }
 
 kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, made once for each state of its packages
@@ -73,6 +97,6 @@ kp_unstage() { # removes these copies: the job has ended for good
     [[ -n ${KEMPNER_STAGED:-} ]] || return 0
     unset KEMPNER_STAGED_PYTHON KEMPNER_STAGED_IMAGE
     [[ -z ${KP_RUN_DIR:-} || $KP_DECIDED == chain ]] || rm -f -- "$KP_RUN_DIR"/.environment-*
-    kp_on_each_node unstage -c 'import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)' "$KEMPNER_STAGED" ||
+    kp_on_each_host bash "$KP_LIB/stage_node.sh" --remove "$KEMPNER_STAGED" ||
         kp_log "the copies in $KEMPNER_STAGED could not be removed (exit code $?): your next job there removes them"
 }

@@ -4,11 +4,16 @@
 #   stage_node.sh DIR                   makes DIR
 #   stage_node.sh DIR IMAGE.sif         DIR/image.sif
 #   stage_node.sh DIR ARCHIVE.tar SUM   DIR/environment, unpacked
+#   stage_node.sh --remove DIR          removes DIR, if this kit has made it
 #
 # sbcast has sent the file to DIR/sent; where it has not, it is read from where it is. A node whose disk is full uses
 # what the others have copied: one warning, exit code 0.
 set -euo pipefail
 
+if [[ $1 == --remove ]]; then # outside of a container: to start one may take minutes
+    [[ -L $2 || ! -O $2 ]] || ! grep -qs '"is": "STAGE"' -- "$2/.kempner" || rm -rf -- "$2"
+    exit
+fi
 readonly DIR=$1 FILE=${2:-} SUM=${3:-}
 
 give_up() { # <why>
@@ -28,6 +33,10 @@ fetch() { # makes DIR/sent the file, unless it is that already
     cp -fL --preserve=timestamps -- "$FILE" "$DIR/sent" 2>/dev/null || give_up "no room, or not readable"
 }
 
+if [[ -d $DIR && ! -e $DIR/.kempner && -n $(ls -A -- "$DIR") ]]; then # kempner.data.stage has not made it
+    echo "stage: WARNING: $(uname -n): $FILE is not copied to $DIR (it has other files); it is used where it is" >&2
+    exit 0
+fi
 mkdir -p -- "$DIR" 2>/dev/null || give_up "it cannot be made"
 [[ -n $FILE ]] || exit 0
 if [[ -z $SUM ]]; then

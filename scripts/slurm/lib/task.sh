@@ -291,4 +291,8 @@ if [[ -n ${KEMPNER_STAGED_IMAGE:-} && -e $KEMPNER_STAGED/image.sif ]]; then # se
         }
     done
 fi
+if [[ -n ${KP_KEEP:-} ]]; then # the container's image must not hide these: see container.sh
+    KP_KEPT=$(env | grep -E "$KP_KEEP") || true
+    export KP_KEPT
+fi
 (($# == 0)) || exec "$@"

@@ -4,7 +4,7 @@
 
 KP_VARIABLES=(SITE PYTHON TRAIN MAX_CRASHES RESTARTS SPARES SPARE_COMMAND EXCLUDE CHAIN SIGNAL_LEAD PREFLIGHT
     PREFLIGHT_LEAST CODE STAGE STAGE_ENVIRONMENT CONTAINER MOUNTS CONTAINER_RUNTIME SECRETS MAIL NOTIFY WEBHOOK PAGE
-    SRUN NPROC ORCHESTRATE SERVE SERVE_TOKEN VLLM)
+    SRUN MPI NPROC ORCHESTRATE SERVE SERVE_TOKEN VLLM)
 
 kp_is_setting() { # <variable>: true when it is one of them
     [[ " ${KP_VARIABLES[*]} " == *" ${1#KEMPNER_} "* ]]
@@ -12,22 +12,13 @@ kp_is_setting() { # <variable>: true when it is one of them
 
 kp_check_variables() { # warns of each KEMPNER_ variable that no file of the kit mentions
     # Only a warning: the name is also that of a cluster, whose modules may have variables of their own.
-    local name
+    local name near
     while read -r name; do
         ! kp_is_setting "$name" || continue
         ! grep -rqwF -- "$name" "$KP_ROOT/scripts" "$KP_ROOT/src" || continue
-        kp_log "warning: nothing reads $name$(kp_nearest "$name"): docs/slurm.md has the list"
+        near=$(kp_nearest "${name#KEMPNER_}" "${KP_VARIABLES[@]}")
+        kp_log "warning: nothing reads $name${near:+ (did you mean KEMPNER_$near?)}: docs/slurm.md has the list"
     done < <(compgen -A export KEMPNER_)
-}
-
-kp_nearest() { # <name>: suggests the variable that shares the longest beginning with it, of two letters or more
-    local name length beginning=KEMPNER_. nearest=''
-    for name in "${KP_VARIABLES[@]/#/KEMPNER_}"; do
-        for ((length = ${#name}; length > ${#beginning}; length--)); do
-            [[ $1 != "${name:0:length}"* ]] || beginning=${name:0:length} nearest=$name
-        done
-    done
-    echo "${nearest:+ (did you mean $nearest?)}"
 }
 
 kp_check_settings() { # stops at values that make no sense: later they would end the job in the middle of its run
@@ -41,6 +32,8 @@ kp_check_settings() { # stops at values that make no sense: later they would end
     for name in KEMPNER_PREFLIGHT KEMPNER_STAGE_ENVIRONMENT; do
         [[ ${!name:-0} =~ ^[01]$ ]] || kp_die "$name=${!name}: must be 1, or 0, which is the same as unset"
     done
+    [[ ${KEMPNER_MPI:-none} =~ ^[a-z][a-z0-9_]*$ ]] ||
+        kp_die "KEMPNER_MPI=$KEMPNER_MPI: must be a value of srun --mpi, such as pmix: 'srun --mpi=list' shows them"
     [[ ${KEMPNER_CODE:-1} =~ ^[01]$ ]] ||
         kp_die "KEMPNER_CODE=$KEMPNER_CODE: 1, or unset, copies the code for the run; 0 runs the repository itself"
     [[ ${KEMPNER_STAGE:-/} == /* ]] ||

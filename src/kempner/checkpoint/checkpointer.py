@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
@@ -24,6 +23,7 @@ from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.layout import Table
 from kempner.checkpoint.metadata import dcp_metadata
+from kempner.checkpoint.ownership import claim, is_own, remove
 from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.reader import TENSORS, read_wanted
 from kempner.checkpoint.state import StateProvider, collect, targets
@@ -53,7 +53,7 @@ class Checkpointer:
         Of these, "run" (the identity of the run) and "fixed" (sections of values) must be the same
         when it is loaded; rank 0's count.
 
-        Raises ConfigError on all ranks when another live job uses `root`.
+        Raises ConfigError on all ranks when another live job uses `root`, or it is another run's.
         """
         self.cfg, self.root, self.providers, self.log = cfg, root, providers, log
         self.texts, self.about = contents
@@ -77,15 +77,15 @@ class Checkpointer:
         self.seconds: float | None = None  # that the newest save took until it was durable
         self._pending: tuple[int, float, futures.Future[float]] | None = None
         self._lock: RunLock | None = None
-        self._ranks.on_first(self._take_lock)
+        self._ranks.on_first(self._claim)
 
-    def _take_lock(self) -> None:
-        """By default the directory is inside run.dir, which has its own lock."""
-        if not self.cfg.dir:
-            return
+    def _claim(self) -> None:
+        """Mark the directory as this run's, and lock it; by default it is inside run.dir, which has
+        a lock of its own."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(self.root, "--checkpoint.dir=DIR")
+            claim(self.root, self.about.get("run", ""))
+            if self.cfg.dir:
+                self._lock = RunLock(self.root, "--checkpoint.dir=DIR")
         except OSError as error:  # a full disk: train on, as when a save fails
             self.log(f"WARNING: no lock in {self.root}, nothing keeps other runs out: {error}")
 
@@ -218,8 +218,8 @@ class Checkpointer:
         """
         partial = commit.partial_of(self.root, step)
 
-        def begin() -> None:  # an earlier attempt's files must not mix with ours
-            shutil.rmtree(partial, ignore_errors=True)
+        def begin() -> None:
+            commit.begin(self.root, step)
             for rank in range(0, self.world_size, layout.FOLDER):
                 (partial / layout.file_of(rank)).parent.mkdir(parents=True)
 
@@ -236,8 +236,8 @@ class Checkpointer:
             self._ranks.on_all(write)
             self._ranks.on_first(lambda: self._commit(step, position))
         except Exception:
-            if self.rank == 0:  # it must not keep the disk full until the next save
-                shutil.rmtree(partial, ignore_errors=True)
+            if self.rank == 0 and is_own(partial):  # no full disk until the next save
+                remove(partial)
             raise
         return time.monotonic()
 

@@ -7,27 +7,33 @@
     step_00000100.deleted/   being deleted
 
 All that makes this true is here: fsync of files and directories, rename, and the order of the two.
-No torch.
+What is not of this run (ownership.py) is left alone, whatever its name. No torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
-import shutil
+import re
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kempner.checkpoint.ownership import is_own, remove
 from kempner.config.option import ConfigError
+from kempner.directories import Kind, mark, read_mark
 from kempner.files import fsync, step_of, swap_link, write_atomic
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
+LEFT = re.compile(  # by a killed save, deletion, or write of a small file
+    r"step_\d{8,}\.(partial|deleted(\.\d+)?)|\.(latest|skip\.json|\.kempner)\.\d+\.new"
+)
 
 
 class Damaged(ValueError):
@@ -43,6 +49,17 @@ def partial_of(root: Path, step: int) -> Path:
 
 
 # --- Writing ---
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make step_X.partial, with the mark of the run that `root` belongs to and nothing else: the
+    files of an earlier attempt must not mix with ours. Raises OSError."""
+    partial = partial_of(root, step)
+    if partial.exists():
+        _check_own(partial)
+        remove(partial)
+    mark(partial, Kind.CHECKPOINT, read_mark(root)[1])
+    return partial
 
 
 def commit(root: Path, step: int, texts: dict[str, bytes], facts: dict[str, Any]) -> Path:
@@ -64,6 +81,7 @@ def commit(root: Path, step: int, texts: dict[str, bytes], facts: dict[str, Any]
     manifest = {**facts, "format": FORMAT, "step": step, "time": time.time(), "files": files}
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
     if final.exists():  # the run went back behind this step and has now reached it again
+        _check_own(final)
         doom(final)
     partial.rename(final)
     fsync(root)
@@ -74,8 +92,14 @@ def commit(root: Path, step: int, texts: dict[str, bytes], facts: dict[str, Any]
 def point_latest(root: Path, target: str) -> None:
     link = root / LATEST
     if link.is_dir() and not link.is_symlink():  # a copy of the run that has followed links
+        _check_own(link)
         link.rename(unused(root, f"{LATEST}.copied"))
     swap_link(link, target)
+
+
+def _check_own(path: Path) -> None:
+    if not is_own(path):
+        raise FileExistsError(errno.EEXIST, "is not this run's: move it away", str(path))
 
 
 def set_latest(path: Path) -> None:
@@ -243,28 +267,34 @@ def prune(root: Path, keep_last_n: int, keep_every: int) -> None:
         step = step_of(path.name)
         if (keep_every and step and step % keep_every == 0) or path == latest(root):
             continue
-        with deleting(path) as free, contextlib.suppress(OSError):  # the next retention tries again
-            if free:
-                doom(path)
-    for path in root.glob("*.deleted"):
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the next retention tries again
+            if is_own(path):
+                with deleting(path) as free:
+                    if free:
+                        doom(path)
+    for path in root.glob("step_*.deleted*"):
+        with contextlib.suppress(OSError):
+            if LEFT.fullmatch(path.name) and is_own(path):
+                remove(path)
 
 
 def doom(path: Path) -> None:
     """Rename a checkpoint before it is deleted, so that none is ever half there."""
-    target = path.with_name(f"{path.name}.deleted")
-    shutil.rmtree(target, ignore_errors=True)
-    path.rename(target)
+    path.rename(unused(path.parent, f"{path.name}.deleted"))
 
 
 def clean(root: Path) -> list[str]:
     """Remove what a killed run has left; returns the names. Called before anything is read."""
     if not root.is_dir():
         return []
-    left = [p for p in root.iterdir() if p.name.endswith((".partial", ".deleted", ".new"))]
-    for path in left:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    return sorted(path.name for path in left)
+    removed = []
+    for path in [path for path in root.iterdir() if LEFT.fullmatch(path.name)]:
+        with contextlib.suppress(OSError):
+            if not path.name.startswith("step_"):
+                path.unlink(missing_ok=True)
+            elif is_own(path):
+                remove(path)
+            else:
+                continue
+            removed.append(path.name)
+    return sorted(removed)

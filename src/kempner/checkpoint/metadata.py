@@ -10,7 +10,6 @@ afterwards, from the indices of the data files.
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,11 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.layout import Table, dtype_of, file_of
 from kempner.checkpoint.reader import DataFile
 from kempner.checkpoint.writer import plan_file
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.directories import describe
 from kempner.files import write_atomic
+from kempner.front_door import run_program
 
 LIMIT = 50_000  # ranks x tensors: about 2 s, in the background, once per run
 
@@ -80,5 +83,21 @@ def write_metadata(path: Path) -> None:
         write_atomic(path / ".metadata", _pickled(parts()))
 
 
+def main(words: list[str]) -> None:
+    parser = argument_parser("python -m kempner.checkpoint.metadata", __doc__)
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step_N"
+    )
+    path = parser.parse_args(words).checkpoint
+    if not (path / commit.MANIFEST).is_file():
+        raise ConfigError(
+            f"{path} is {describe(path)}, not a checkpoint; name RUN/checkpoints/step_N"
+        )
+    try:
+        write_metadata(path)
+    except commit.Damaged as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+
+
 if __name__ == "__main__":
-    write_metadata(Path(sys.argv[1]))
+    run_program(main)

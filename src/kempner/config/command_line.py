@@ -8,9 +8,9 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from kempner.config.option import Option, schema
+from kempner.config.option import ConfigError, Option, schema
 from kempner.config.values import shown, to_text
 
 HELP_WIDTH = 100
@@ -81,7 +81,7 @@ def _file_or_stray(word: str, command: Command) -> None:
         fix = f"did you mean {word}.toml?"
     elif "." in word and "=" in word:
         fix = f"did you mean --{word.lstrip('-')}?"
-    command.problems.append(f"{shown(word)}: a stray word; {fix}")
+    command.problems.append(f"{shown(word)}: unexpected argument; {fix}")
 
 
 def _flag(name: str, kind: type, word: str, words: list[str], command: Command) -> None:
@@ -102,11 +102,17 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
         command.flags[name] = kind(text)
 
 
+class Parser(argparse.ArgumentParser):
+    """An error is one message, as all errors are, and not below the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
 def argument_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
     """For a program without a configuration: its docstring is its help."""
     about, _, more = (doc or "").partition("\n")
-    shape = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(program, None, about, more, formatter_class=shape)
+    return Parser(program, None, about, more, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def help_text(root: type, usage: str) -> str:

@@ -50,6 +50,7 @@ def load(
     returns problems.
     """
     loader = _Loader(schema(root), list(problems))
+    loader.complete = bool(files) or not loader.problems  # the word that was to be one is in them
     for file in files:
         loader.read(Path(file), str(file), children=())
     for word in overrides:
@@ -70,7 +71,10 @@ class _Loader:
     def read(self, path: Path, where: str, children: tuple[str, ...]) -> None:
         """Take the values of the files that `base` names, then those of the file itself."""
         try:
-            table = toml.loads(path.read_bytes().decode("utf-8"))
+            text = path.read_bytes().decode("utf-8")
+            if text.startswith("\ufeff"):
+                raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
+            table = toml.loads(text)
         except (OSError, ValueError, RecursionError) as error:
             why = _why_not_read(path, error) if isinstance(error, OSError) else _why_not_toml(error)
             self._unread(f"{where}: {why}")
@@ -188,7 +192,7 @@ class _Loader:
             for key, option in self.sections[section].items():
                 if option.default is REQUIRED and key not in values:
                     fix = f"write --{option.name}={option.example}, or {key} under [{section}]"
-                    self._wrong(section, f"{option.name}: must be given, {option.type_name}; {fix}")
+                    self._wrong(section, f"{option.name}: is required ({option.type_name}); {fix}")
             if section not in self.unsound:
                 sections[name] = cls(**values)
                 for problem in _own_problems(sections[name]):
@@ -211,10 +215,12 @@ def _why_not_read(path: Path, error: OSError) -> str:
         return "is a directory; name a file in it"
     if not isinstance(error, FileNotFoundError):
         return f"cannot be read: {error.strerror}; change its permissions or name another file"
+    if path.is_symlink():
+        return f"is a link to {os.readlink(path)}, which is not there; name another file"
     folder = path.parent
     if not folder.is_dir():
         return f"no such file: there is no directory {folder.absolute()}; correct the path"
-    names = sorted(other.stem for other in folder.glob("*.toml"))
+    names = sorted(other.stem for other in folder.glob("*.toml") if other.name != "pyproject.toml")
     near = difflib.get_close_matches(path.stem, names, n=3)
     hint = f"did you mean {' or '.join(str(folder / name) + '.toml' for name in near)}?"
     if not near:
@@ -227,7 +233,8 @@ def _why_not_read(path: Path, error: OSError) -> str:
 def _why_not_toml(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "not a TOML file: it is not UTF-8 text; save it as UTF-8"
-    return f"not a TOML file: {error}; correct it there"  # the parser says line and column
+    fix = "; correct it there" if isinstance(error, toml.TOMLDecodeError | RecursionError) else ""
+    return f"not a TOML file: {error}{fix}"  # the parser says line and column
 
 
 def _one_line(word: str) -> str:

@@ -141,7 +141,7 @@ class Option:
                     wrong.append(f"{where}.{key} = {shown(value)}: {error}")
             for key, option in keys.items():
                 if option.default is REQUIRED and key not in values:
-                    wrong.append(f"{where}.{key}: must be given, {option.type_name}")
+                    wrong.append(f"{where}.{key}: is required ({option.type_name})")
             result += [] if wrong else [self.item(**values)]
             problems += wrong
         if problems:

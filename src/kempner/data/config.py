@@ -53,9 +53,16 @@ class PhaseConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    dataset_path: str = option("", "directory of token shards made by scripts/prepare_data.py")
+    dataset_path: str = option(
+        "",
+        "directory of token shards made by scripts/prepare_data.py; fake: is random tokens, for a "
+        "check or a measurement without data",
+    )
     sources: tuple[SourceConfig, ...] = option(
         (), "several data sets, in place of dataset_path; [[data.sources]] in a file"
+    )
+    kind: str | None = option(
+        None, "what the sources must hold; none: anything", choices=("text", "chat", "preference")
     )
     temperature: float = option(
         1.0,

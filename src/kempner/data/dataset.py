@@ -130,6 +130,11 @@ def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
             size = os.fstat(file.fileno()).st_size - file.tell()
             if found != np.dtype(dtype):
                 raise DataError(f"{path}: holds {found}, the sidecar says {dtype}; {AGAIN}")
+            if shape == (length,) and size < (whole := length * found.itemsize):
+                begin = file.tell()
+                raise DataError(
+                    f"{path}: is cut off: {begin + size:,} of {begin + whole:,} bytes; {AGAIN}"
+                )
             if shape != (length,) or size != length * found.itemsize:
                 raise DataError(
                     f"{path}: {size} bytes of shape {shape}, the sidecar says "

@@ -18,6 +18,7 @@ from kempner import hub
 from kempner.data.config import SourceConfig
 from kempner.data.sidecar import DataError
 from kempner.data.source import Int64
+from kempner.data.sources import check_readable
 from kempner.data.stream import Shape, Tokens, TokenStream, begins_at, refuse, unfit
 from kempner.data.streamed import StreamedDocuments, pick_column
 from kempner.data.tokenizer import need
@@ -41,6 +42,8 @@ def open_hugging_face(
     if not folder.is_dir():
         if split != "train":
             raise DataError(f"{cfg.path}: files that are streamed have no validation split")
+        if "://" not in cfg.path:
+            check_readable(cfg.path)
         return StreamedDocuments(cfg, shape, functools.partial(_files, cfg), file, check)
     data = _saved(cfg, folder, split)
     name = pick_column(cfg, data.column_names)

@@ -21,6 +21,7 @@ from kempner.data.sidecar import SIDECAR, open_sidecar
 from kempner.data.source import Source
 from kempner.data.stage import staged
 from kempner.data.stream import Shape
+from kempner.front_door import how_to_run
 
 Facts = dict[str, Any]  # JSON
 
@@ -37,7 +38,7 @@ class Opening:
 def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
     """The training split of each source. Raises ConfigError with what is wrong with any."""
     sources, problems = _splits(cfg.mixed, "train", how)
-    problems = problems or one_vocabulary(cfg) or _uncounted(cfg, sources)
+    problems = problems or _other_kind(cfg) or one_vocabulary(cfg) or _uncounted(cfg, sources)
     if problems:
         raise ConfigError(problems)
     return sources
@@ -111,6 +112,22 @@ def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
     raise AssertionError(cfg.path)
 
 
+def _other_kind(cfg: DataConfig) -> list[str]:
+    """Of data.kind: plain text trains a chat model as well as chats do, to another end."""
+    found = [
+        (one.path, open_sidecar(one.path).kind if has_sidecar(one) else "text")
+        for one in cfg.mixed
+        if cfg.kind and one.path != FAKE
+    ]
+    how = "no --kind" if cfg.kind == "text" else f"--kind {cfg.kind} --tokenizer DIR"
+    return [
+        f"{path}: holds data of the kind {kind}, and data.kind = {cfg.kind}; prepare them by "
+        f"`{how_to_run('prepare_data.py')}` with {how}, or give --data.kind={kind}"
+        for path, kind in found
+        if kind != cfg.kind
+    ]
+
+
 def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
     """A source of which nobody knows the size has no share by size, and no epochs."""
     return [
@@ -178,10 +195,13 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
     return Mixture(parts, phases, seed)
 
 
-def changes(there: Facts, here: Facts, starts: Sequence[int], samples: int) -> list[str]:
+def changes(
+    there: Facts, here: Facts, starts: Sequence[int], samples: int, same_length: bool = True
+) -> list[str]:
     """Why a run with the facts `here` may not go on from a checkpoint with those `there`, in which
     the phases begin at `starts`, after `samples` samples: what has been read must stay the same.
-    Phases that have not begun, and sources that were not used, may change."""
+    Phases that have not begun, and sources that were not used, may change. Samples of another
+    length are counted in another way: only the tokens that they are cut from are compared."""
     begun = sum(start < samples for start in starts)
     old = mixture_of({**there, "phases": there["phases"][:begun]}, starts[:begun])
     found = [
@@ -194,7 +214,8 @@ def changes(there: Facts, here: Facts, starts: Sequence[int], samples: int) -> l
         return found
     new = mixture_of({**here, "phases": here["phases"][:begun]}, starts[:begun])
     known = {one["name"]: one for one in here["sources"]}
-    own = ("path", "weight", "max_epochs")  # what may differ while the samples are the same
+    own = {"path", "weight", "max_epochs"}  # what may differ while the samples are the same
+    own |= set() if same_length else {"size", "seq_len"}
     for one in there["sources"]:
         now = known.get(one["name"], {})
         same = all(now.get(key) == value for key, value in one.items() if key not in own)
@@ -203,7 +224,7 @@ def changes(there: Facts, here: Facts, starts: Sequence[int], samples: int) -> l
             found.append(
                 f"data source {one['name']}: {what} {one['path']}, on which it was trained"
             )
-    if not found and old.past(samples) != new.past(samples):
+    if same_length and not found and old.past(samples) != new.past(samples):
         found.append(
             f"the mixture of the first {samples} samples is {_told(new, samples)} here, "
             f"{_told(old, samples)} there; what is past stays as it was: append a [[data.phases]] "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,9 +36,14 @@ from kempner.data.sidecar import (
 )
 from kempner.data.sources import BadLine
 from kempner.data.tokenizer import Tokens
-from kempner.data.units import unit_file
+from kempner.data.units import remove_units, unit_file
+from kempner.directories import MARK, Kind, mark
 from kempner.files import write_atomic
 
+FRESH = re.compile(  # of a file that a killed preparation was writing
+    r"\.(dataset(\.partial)?\.json|tokenizer(_config)?\.json|bad_lines\.txt|\.kempner"
+    r"|(train|val)_\d{5,}(\.\w+)?\.npy)\.\d+\.new"
+)
 SHOWN = 5  # files that are skipped, that a message names
 
 
@@ -96,7 +101,7 @@ class Writer:
             raise DataError("; ".join(["there is no text in the input", *remarks(self._count)]))
         self.sidecar.save(self.directory / SIDECAR)
         (self.directory / PROGRESS).unlink()
-        shutil.rmtree(self.directory / UNITS, ignore_errors=True)
+        remove_units(self.directory)
         return self.sidecar
 
     def _pending_tokens(self) -> int:
@@ -157,6 +162,11 @@ def remarks(progress: dict[str, Any]) -> list[str]:
     if count := progress["skipped"]:
         named = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
         found.append(f"skipped {count} files, or parts of them, that are not UTF-8 text{named}")
+    if count := progress.get("left_out"):
+        of = ", ".join(progress["left_out_names"])
+        more = ", ..." if count > len(progress["left_out_names"]) else ""
+        what = "links to directories or special files"
+        found.append(f"left out {count} {what} ({of}{more})")
     if progress.get("bad_lines"):
         found.append(f"skipped {progress['bad_lines']} bad lines of JSON: see {BAD_LINES}")
     if progress["empty"]:
@@ -223,7 +233,8 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
     What was made with other settings or from other inputs is refused, or removed by `overwrite`.
     """
     for leftover in directory.glob(".*.new"):
-        leftover.unlink()
+        if FRESH.fullmatch(leftover.name):
+            leftover.unlink()
     finished = (directory / SIDECAR).is_file()
     record = directory / (SIDECAR if finished else PROGRESS)
     if not record.is_file():
@@ -232,7 +243,7 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
             for path in _shards(directory)[:1]
         ]
         if not problems:
-            shutil.rmtree(directory / UNITS, ignore_errors=True)
+            remove_units(directory)
             return sidecar
     else:
         found, problems = _examine(record, sidecar, finished)
@@ -243,6 +254,11 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
             problems = []  # nothing was written yet: nothing is lost
     if problems and not overwrite:
         raise ConfigError(problems)
+    if finished and (strange := _not_recorded(directory)):
+        raise ConfigError(
+            f"--out = {directory} has files that its {SIDECAR} does not record, and that would be "
+            f"replaced: {', '.join(strange)}; move them away, or choose another --out"
+        )
     discard(directory)
     return sidecar
 
@@ -268,11 +284,40 @@ def _examine(record: Path, wanted: Sidecar, finished: bool) -> tuple[Sidecar | N
 
 def discard(directory: Path) -> None:
     """Remove prepared data, the sidecar first: no reader finds a sidecar without its shards."""
+    mark(directory, Kind.DATA)  # for who is killed in the middle of it
     for name in (SIDECAR, PROGRESS, TOKENIZER, TOKENIZER_CONFIG, BAD_LINES):
         (directory / name).unlink(missing_ok=True)
-    shutil.rmtree(directory / UNITS, ignore_errors=True)
+    remove_units(directory)
     for path in _shards(directory):
         path.unlink()
+
+
+def forget(directory: Path, made: bool) -> None:
+    """Remove the record of a preparation that has written no shard, and the directory if it was
+    `made` for it. A list of bad lines stays, in a directory that is still marked."""
+    if _shards(directory) or _units(directory):
+        return
+    for name in (PROGRESS, TOKENIZER, TOKENIZER_CONFIG):
+        (directory / name).unlink(missing_ok=True)
+    if not (directory / BAD_LINES).exists():
+        (directory / MARK).unlink(missing_ok=True)
+    if made and not any(directory.iterdir()):
+        directory.rmdir()
+
+
+def _not_recorded(directory: Path) -> list[str]:
+    """The names of files in finished data that discard() would remove, and that are not of these
+    data; none where the sidecar cannot be read."""
+    try:
+        found = Sidecar.load(directory / SIDECAR)
+    except ConfigError:
+        return []
+    shards = [directory / shard.file for shard in itertools.chain(*found.splits.values())]
+    marks = [path for shard in shards for path in chat_marks.beside(shard).values()]
+    strange = [path.name for path in _shards(directory) if path not in {*shards, *marks}]
+    if found.tokenizer["kind"] == "bytes" and (directory / TOKENIZER).exists():
+        strange.append(TOKENIZER)
+    return strange
 
 
 def _units(directory: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -10,8 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kempner.config import toml
 from kempner.config.option import ConfigError
+from kempner.directories import Kind, describe, kind_of, read_run_id
 from kempner.files import write_atomic
+from kempner.front_door import how_to_run
 
 SIDECAR = "dataset.json"
 PROGRESS = "dataset.partial.json"  # the record of a preparation that has not finished
@@ -19,6 +23,8 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # of chat data: has the template
 BAD_LINES = "bad_lines.txt"  # lines of JSON that were left out, as file:line: reason
 UNITS = "units"  # what the tasks of a job have encoded so far: units.py
+BYTES = {"name": "bytes", "kind": "bytes", "hash": ""}  # the tokenizer that has no file
+BYTES_EOD = 256  # its end of a document
 FORMAT = 1
 SPLITS = ("train", "val")
 
@@ -78,16 +84,33 @@ class Sidecar:
 def open_sidecar(directory: str | Path) -> Sidecar:
     """The sidecar of a finished data directory; DataError says what is missing and what to do."""
     path = Path(directory).expanduser()
-    if (path / SIDECAR).is_file():
+    if (path / SIDECAR).is_file() and not read_run_id(path):  # a run has a copy of it
         return Sidecar.load(path / SIDECAR)
-    make = f"`python scripts/prepare_data.py TEXT... --out {directory}`"
+    kind = kind_of(path)
+    make = f"{how_to_run('prepare_data.py')} TEXT... --out {directory}"
     if (path / PROGRESS).is_file():
-        problem = f"the preparation has not finished; run the same {make} again to resume it"
-    elif path.is_dir():
-        problem = f"no {SIDECAR} in it; make the data by {make}"
+        problem = f"the preparation has not finished; run the same `{make}` again to resume it"
+    elif kind is Kind.MISSING:
+        problem = (
+            f"no such directory; make the data by `{make}` (chats: with --kind chat --tokenizer "
+            "DIR); `fake:` in its place needs none, for a check or a measurement"
+        )
+    elif kind in (Kind.EMPTY, Kind.NOTES, Kind.OTHER):
+        problem = f"no {SIDECAR} in it; make the data by `{make}`"
     else:
-        problem = f"no such directory; make the data by {make}"
+        problem = f"is {describe(path)}, not a data set; {_data_of(path, kind)}"
     raise DataError(f"{directory}: {problem}")
+
+
+def _data_of(path: Path, kind: Kind) -> str:
+    """What to name in place of something else."""
+    if kind is Kind.RUN:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            data = toml.loads((path / "config.toml").read_text())["data"]["dataset_path"]
+            return f"its data are {data}" if data else "name the sources in its config.toml"
+    if kind is Kind.UNREADABLE:
+        return "change its permissions, or name another directory"
+    return "name a directory that prepare_data.py has made"
 
 
 def copy_tokenizer(data_dir: str | Path, run_dir: str | Path) -> None:

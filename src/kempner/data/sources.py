@@ -11,9 +11,12 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +28,8 @@ TEXT_BYTES = 1 << 20  # a longer text is cut into documents of about this size, 
 JSON_BYTES = 4 << 20  # bytes of JSON lines to a piece
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # the rest is text
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+SHOWN = 10  # problems that an error names
+CORPUS_FIX = "give yourself the right to read it, or name the inputs without it"
 NO_STDLIB_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 
 
@@ -67,17 +72,20 @@ class Lines:
     bad: list[tuple[int, str]] = field(default_factory=list)  # number, from 0, and reason
 
 
-def find(inputs: Iterable[str], exclude: Path) -> list[Source]:
+def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None) -> list[Source]:
     """The files under `inputs`, each once, in an order that depends on the names alone.
 
-    Hidden files, __pycache__ and everything under `exclude` (the output) are passed over.
+    Hidden files, __pycache__ and everything under `exclude` (the output) are passed over; links to
+    directories, and what is neither a file nor a directory, go into `left_out`. Raises ConfigError,
+    which names the links to nothing and what cannot be read.
     """
     found: dict[str, Source] = {}
-    problems = []
+    problems: list[str] = []
     for given in inputs:
         top = Path(given).expanduser()
         if top.is_dir():
-            for path in sorted(_walk(top, skip=("__pycache__",), exclude=exclude)):
+            paths = _walk(top, ("__pycache__",), exclude, left_out, problems)
+            for path in sorted(paths):
                 name = str(path.relative_to(top))
                 found.setdefault(os.path.realpath(path), _source(path, name, named=False))
         elif not top.exists():
@@ -88,8 +96,7 @@ def find(inputs: Iterable[str], exclude: Path) -> list[Source]:
             problems.append(f"{given}: compressed; unpack it first")
         else:
             found[os.path.realpath(top)] = _source(top, top.name, named=True)
-    if problems:
-        raise ConfigError(problems)
+    _raise(problems)
     return list(found.values())
 
 
@@ -100,17 +107,75 @@ def standard_library() -> list[Source]:
     return [_source(p, str(p.relative_to(top)), named=False) for p in paths if p.suffix == ".py"]
 
 
-def _walk(top: Path, skip: tuple[str, ...], exclude: Path | None) -> Iterator[Path]:
-    for folder, folders, names in os.walk(top):
+def _raise(problems: list[str]) -> None:
+    """ConfigError with the first ones, if there are any: a tree may have thousands."""
+    if len(problems) > SHOWN:
+        problems = [*problems[:SHOWN], f"and {len(problems) - SHOWN:,} more of this kind"]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _walk(
+    top: Path,
+    skip: tuple[str, ...],
+    exclude: Path | None,
+    left_out: list[str] | None = None,
+    problems: list[str] | None = None,
+) -> Iterator[Path]:
+    """The files; without `problems` the first one is raised."""
+
+    def wrong(path: str | Path, what: str, fix: str = CORPUS_FIX) -> None:
+        problem = f"{path}: {what}; {fix}"
+        if problems is None:
+            raise DataError(problem)
+        problems.append(problem)
+
+    def closed(error: OSError) -> None:
+        wrong(error.filename, error.strerror or str(error))
+
+    for folder, folders, names in os.walk(top, onerror=closed):
         here = Path(folder)
         folders[:] = [
             name
             for name in folders
             if not name.startswith(".") and name not in skip and (here / name).resolve() != exclude
         ]
-        for name in names:
-            if not name.startswith(".") and (here / name).is_file():
-                yield here / name
+        links = [name for name in folders if (here / name).is_symlink()]  # not gone into
+        for name in sorted([*names, *links]):
+            if name.startswith("."):
+                continue
+            path = here / name
+            link = f"a link to {os.readlink(path)}: " if path.is_symlink() else ""
+            try:
+                mode = path.stat().st_mode
+            except OSError as error:
+                wrong(
+                    path, f"{link}{error.strerror}", "correct or remove it" if link else CORPUS_FIX
+                )
+                continue
+            if stat.S_ISREG(mode):
+                yield path
+            elif name in links and not os.access(path, os.R_OK | os.X_OK):
+                wrong(path, f"{link}Permission denied")
+            elif left_out is not None:
+                left_out.append(str(path.relative_to(top)))
+
+
+def _unreadable(error: OSError) -> None:
+    """os.walk and glob leave out a directory that they cannot read without a word."""
+    raise DataError(f"{error.filename}: {error.strerror}; {CORPUS_FIX}")
+
+
+def check_readable(pattern: str) -> None:
+    """Raise DataError when a directory that the pattern goes through cannot be read."""
+    parts = Path(pattern).expanduser().parts
+    fixed = list(itertools.takewhile(lambda part: re.search(r"[*?[]", part) is None, parts))
+    rest, top = parts[len(fixed) :], Path(*fixed)
+    for folder, folders, _ in os.walk(top, onerror=_unreadable) if rest and top.is_dir() else ():
+        level = len(Path(folder).relative_to(top).parts)
+        if "**" not in rest:
+            folders[:] = [f for f in folders if level + 1 < len(rest) and fnmatch(f, rest[level])]
+        folders[:] = [f for f in folders if not f.startswith(".")]
 
 
 def _source(path: Path, name: str, named: bool) -> Source:
@@ -130,14 +195,21 @@ def fingerprint(sources: Iterable[Source]) -> str:
 def cut(sources: Iterable[Source], unit_bytes: int) -> list[list[Piece]]:
     """The input in units of about `unit_bytes`, at least a piece: each is one task of a worker."""
     units: list[list[Piece]] = []
+    problems: list[str] = []
     filled = unit_bytes
     for source in sources:
-        for piece in _pieces(source):
+        try:
+            pieces = _pieces(source)
+        except DataError as error:
+            problems += error.problems
+            continue
+        for piece in pieces:
             if filled >= unit_bytes:
                 units.append([])
                 filled = 0
             units[-1].append(piece)
             filled += piece.size
+    _raise(problems)
     return units
 
 
@@ -151,7 +223,7 @@ def _pieces(source: Source) -> list[Piece]:
         with open(source.path, "rb") as file:
             borders = list(_borders(file, step, lines_only=source.kind == "jsonl"))
     except OSError as error:
-        raise DataError(f"{source.path}: {error.strerror or error}") from None
+        raise DataError(f"{source.path}: {error.strerror or error}; {CORPUS_FIX}") from None
     return [Piece(source, a, b, b - a) for a, b in itertools.pairwise(borders)]
 
 

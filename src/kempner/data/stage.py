@@ -9,7 +9,7 @@ copied is read from where it is: one warning, exit code 0.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import functools
 import hashlib
 import os
@@ -22,8 +22,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, Sidecar
+from kempner.directories import MARK, Kind, kind_of, mark, refuse_others
 from kempner.files import fsync
+from kempner.front_door import run_program
 
 COPIERS = 8  # threads: files from a parallel file system
 CHUNK = 16 << 20
@@ -55,6 +59,13 @@ def _copy_of(path: Path, root: Path) -> Path:
     return root / f"{path.name}-{digest.hexdigest()[:16]}"
 
 
+def claim(root: Path) -> None:
+    """Make the directory of this job. Raises ConfigError when something else is there, OSError."""
+    if kind_of(root) is not Kind.STAGE:
+        refuse_others(root, "the directory of this job", (), "give another KEMPNER_STAGE")
+        mark(root, Kind.STAGE)
+
+
 def stage(path: Path, root: Path) -> str:
     """Copy a data set unless it is there; returns what was done. Raises OSError."""
     copy, began = _copy_of(path, root), time.monotonic()
@@ -63,8 +74,8 @@ def stage(path: Path, root: Path) -> str:
     if (copy / SIDECAR).is_file() and all(_size(copy / name) == sizes[name] for name in sizes):
         return f"{path}: its copy in {copy} is kept"
     Sidecar.load(path / SIDECAR)  # complete, and of a format that can be read
+    claim(root)
     shutil.rmtree(copy, ignore_errors=True)
-    root.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(root).free) < total:
         raise OSError(f"{total / 1e9:.3g} GB do not fit, {free / 1e9:.3g} GB are free")
     try:
@@ -105,19 +116,32 @@ def remove_old(disk: Path, jobs: set[str]) -> None:
     """Remove what other jobs of this user have left on the disk; `jobs` are those that live."""
     for path in disk.iterdir() if disk.is_dir() else ():
         found = OWN.fullmatch(path.name)
-        if found and found[1] not in jobs and path.stat().st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True)
+        if found and found[1] not in jobs and path.lstat().st_uid == os.getuid():
+            remove(path)
+
+
+def remove(root: Path) -> None:
+    """Remove the directory of a job, if this kit has made it; its mark last."""
+    if root.is_symlink() or kind_of(root) is not Kind.STAGE:
+        return
+    for path in root.iterdir():
+        if path.name != MARK:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # see task.sh
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argument_parser("python -m kempner.data.stage", __doc__)
     parser.add_argument("--jobs", default="", help="the user's jobs, separated by commas")
     parser.add_argument("root", type=Path, help="the directory of this job")
     parser.add_argument("datasets", type=Path, nargs="*")
     options = parser.parse_args(argv)
     if options.jobs:
         remove_old(options.root.parent, set(options.jobs.split(",")))
+    if not options.datasets:  # for stage_node.sh, which says what it could not copy
+        with contextlib.suppress(OSError, ConfigError):
+            claim(options.root)
     for path in options.datasets:
         attempt(path, options.root, functools.partial(stage, path.expanduser(), options.root))
     return 0
@@ -134,4 +158,4 @@ def attempt(path: Path | str, root: Path, act: Callable[[], str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -14,7 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kempner.data.sidecar import SIDECAR, TOKENIZER, DataError, Sidecar, open_sidecar
+from kempner.data.sidecar import (
+    BYTES,
+    BYTES_EOD,
+    SIDECAR,
+    TOKENIZER,
+    DataError,
+    Sidecar,
+    open_sidecar,
+)
 
 # What published tokenizers call the token that ends a document; the first that exists is taken.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -47,8 +55,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token per byte of UTF-8, and 256 at the end of a document."""
 
-    vocab_size = 257
-    eod = 256
+    vocab_size = BYTES_EOD + 1
+    eod = BYTES_EOD
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
@@ -67,7 +75,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
     def describe(self) -> dict[str, str]:
-        return {"name": "bytes", "kind": "bytes", "hash": ""}
+        return dict(BYTES)
 
 
 class FileTokenizer:
@@ -132,7 +140,8 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     """
     path = Path(source).expanduser()
     directory = path.parent if path.name == SIDECAR else path
-    return tokenizer_of(open_sidecar(directory), directory)
+    file = directory / SIDECAR
+    return tokenizer_of(Sidecar.load(file) if file.is_file() else open_sidecar(path), directory)
 
 
 def tokenizer_of(sidecar: Sidecar, directory: Path) -> Tokenizer:

@@ -12,6 +12,8 @@ import itertools
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import time
 import zipfile
@@ -26,13 +28,25 @@ from kempner.data.encode import FOR_THE_PARENT, Encoded, Encoding, encode, in_wo
 from kempner.data.sidecar import SPLITS, UNITS
 from kempner.data.sources import BadLine, Piece
 from kempner.data.tokenizer import Tokenizer
+from kempner.directories import Kind, read_mark
 from kempner.files import write_atomic
 
 Item = tuple[Path, list[Piece]]
 
+IN_UNITS = re.compile(r"\d{8}\.npz|(attempts|chain)\.jsonl|status\.json|logs|notified|\..*")
+
 
 def unit_file(out: Path, number: int) -> Path:
     return out / UNITS / f"{number:08d}.npz"
+
+
+def remove_units(out: Path) -> None:
+    """Delete what the tasks of a job have left, and the job's records; a version before the mark is
+    known by their names."""
+    folder = out / UNITS
+    names = os.listdir(folder) if folder.is_dir() else []
+    if read_mark(folder)[0] is Kind.DATA or all(map(IN_UNITS.fullmatch, names)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def number_units(out: Path, units: list[list[Piece]]) -> list[Item]:

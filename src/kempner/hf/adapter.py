@@ -15,6 +15,7 @@ from typing import Any
 
 from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
+from kempner.directories import refuse_others
 from kempner.hf.families import config_json
 from kempner.hf.source import CONFIG, FOLDER, Source, held, read_config, run_of
 from kempner.hf.tensors import tensor_names, tensor_shapes
@@ -107,7 +108,8 @@ def adapter_names(cfg: ModelConfig, lora: Lora) -> list[str]:
 
 
 def export_adapter(checkpoint: Path, out: Path) -> Path:
-    """Write the adapter of a checkpoint in peft's form to a new directory; returns it.
+    """Write the adapter of a checkpoint in peft's form to a directory that is new or empty; returns
+    it.
 
     Raises ConfigError, Damaged, OSError.
     """
@@ -140,10 +142,8 @@ def export_adapter(checkpoint: Path, out: Path) -> Path:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    try:
-        out.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(f"{out}: exists already; give another directory, or remove it") from None
+    refuse_others(out, "DIR", (), "give another directory, or remove it")
+    out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
     return out

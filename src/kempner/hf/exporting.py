@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from fnmatch import fnmatch
 from functools import partial
 from io import RawIOBase
 from pathlib import Path
@@ -21,7 +23,9 @@ from kempner.checkpoint.reader import Want, read_table, read_wanted
 from kempner.checkpoint.writer import pages
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
+from kempner.directories import MARK, Kind, mark, refuse_others
 from kempner.files import fsync, write_atomic
+from kempner.front_door import explain_os_error
 from kempner.hf.adapter import merged
 from kempner.hf.families import Config, config_json
 from kempner.hf.source import (
@@ -35,6 +39,7 @@ from kempner.hf.source import (
 )
 from kempner.hf.stored import INDEX, SINGLE
 from kempner.hf.tensors import parts, tensor_names, tensor_shapes
+from kempner.hub import CARRIED
 from kempner.model.config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,36 +48,57 @@ READ_BYTES = 1 << 28  # read at once, and there are two such buffers; a larger t
 
 
 def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
-    """Write the model of a checkpoint, which the caller protects from retention, to a new
-    directory; returns it.
+    """Write the model of a checkpoint, which the caller protects from retention, to a directory
+    that is new or empty; returns it.
 
     `dtype`: fp32, bf16, fp16, or auto: that of the model from which the run started, else fp32.
     Memory: two buffers of READ_BYTES, or of the largest tensor. Raises ConfigError, Damaged,
     OSError; nothing is left at `out` then.
     """
-    if out.exists():
-        raise ConfigError(f"{out}: exists already; give another directory, or remove it")
+    refuse_others(out, "DIR", (), "give another directory, or remove it")
     manifest = commit.read_manifest(checkpoint)
     cfg = ModelConfig(**manifest["fixed"]["model"])
     beside = run_of(checkpoint)
     carried = read_config(beside / FOLDER) if (beside / FOLDER / CONFIG).is_file() else None
     torch_dtype = DTYPES[_dtype(carried) if dtype == "auto" else dtype]
-    unfinished = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    # A directory that is there may be a link, or where a file system is mounted: it stays.
+    unfinished = out if out.is_dir() else out.with_name(f"{out.name}.partial")
+    refuse_others(unfinished, "DIR.partial", (Kind.EXPORT,), "remove it, or give another DIR")
+    if unfinished != out:
+        shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
+        mark(unfinished, Kind.EXPORT)
         kind = write_beside(
             unfinished, beside, cfg, carried, str(torch_dtype).removeprefix("torch.")
         )
         names = tensor_names(cfg, kind)
         _write_tensors(unfinished, _Reader(checkpoint, names, torch_dtype), names, shard_bytes)
+        (unfinished / MARK).unlink()
         fsync(unfinished)
-        unfinished.rename(out)
-        fsync(out.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished != out:
+            unfinished.rename(out)
+            fsync(out.parent)
+    except BaseException as error:
+        _clear(unfinished, out)
+        if isinstance(error, OSError):
+            bytes_ = cfg.count_parameters() * torch_dtype.itemsize
+            error.filename = str(error.filename or out).replace(str(unfinished), str(out))
+            raise ConfigError(
+                f"{explain_os_error(error)}; the weights take {bytes_:,} bytes"
+            ) from None
         raise
     return out
+
+
+def _clear(unfinished: Path, out: Path) -> None:
+    """Remove what this export has begun, and the directory, unless it was there, and empty."""
+    if unfinished != out:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return
+    for path in out.iterdir():
+        if any(fnmatch(path.name, pattern) for pattern in (*CARRIED, "model*.safetensors*", MARK)):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _dtype(carried: Config | None) -> str:

@@ -17,9 +17,10 @@ import torch
 from kempner.checkpoint import commit, layout
 from kempner.checkpoint.layout import Layout, StoredTensor, Table
 from kempner.checkpoint.metadata import dcp_metadata
+from kempner.checkpoint.ownership import remove
 from kempner.checkpoint.reader import TENSORS
 from kempner.checkpoint.writer import Image, plan_file, write_file
-from kempner.config.option import ConfigError
+from kempner.directories import MARK, Kind, kind_of, mark, refuse_others
 from kempner.files import write_atomic
 from kempner.hf.load import Job, fill
 from kempner.hf.source import FOLDER, carry, read_config
@@ -36,8 +37,7 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
     Raises ConfigError when the tensors are not those of the model, or there is a run already.
     """
     root = run / "checkpoints"
-    if commit.complete(root) or (run / "config.toml").exists():
-        raise ConfigError(f"{run}: is a run already; give another directory")
+    refuse_others(run, "RUN", (Kind.IMPORT,), "give another directory")
     check_directory(directory, cfg)
     shapes = tensor_shapes(cfg)
     size = sum(torch.Size(shape).numel() * 4 for shape in shapes.values())
@@ -47,9 +47,13 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
         for ours, shape in shapes.items()
     }
     names = tensor_names(cfg, read_config(directory)["model_type"])
-    commit.clean(root)  # what a killed import has left
+    if kind_of(run) is Kind.IMPORT:
+        shutil.rmtree(root, ignore_errors=True)  # what a killed one has left
+    mark(run, Kind.IMPORT)  # until it is a run
+    run_id = uuid.uuid4().hex
+    mark(root, Kind.CHECKPOINTS, run_id)
     carry(directory, run / FOLDER)
-    partial = commit.partial_of(root, 0)
+    partial = commit.begin(root, 0)
     try:
         with Stored(directory, "pt") as stored:
             for rank in range(files):
@@ -62,8 +66,6 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
         }
         if (metadata := dcp_metadata(table, files)) is not None:
             texts[".metadata"] = metadata
-        run_id = uuid.uuid4().hex
-        write_atomic(run / "id", f"{run_id}\n")
         facts = {
             "run": run_id,
             "imported": name,
@@ -77,9 +79,11 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
         }
         path = commit.commit(root, 0, texts, facts)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         raise
-    write_atomic(run / "config.toml", config_toml)  # last: what has one is a run
+    write_atomic(run / "config.toml", config_toml)
+    write_atomic(run / "id", f"{run_id}\n")  # last: what has one is a run
+    (run / MARK).unlink()
     return path
 
 

@@ -6,6 +6,7 @@ No torch: a configuration is checked against its source before a GPU is asked fo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from kempner import hub
 from kempner.checkpoint import commit, named
 from kempner.config import toml
 from kempner.config.option import ConfigError
+from kempner.data.sidecar import BYTES, BYTES_EOD, SIDECAR, Sidecar
 from kempner.files import step_of, write_atomic
 from kempner.hf.families import Config, model_values
 from kempner.model.config import ModelConfig
@@ -83,14 +85,20 @@ def find(name: str, download: bool = False, pinned: bool = False) -> Source:
 
 @contextlib.contextmanager
 def held(name: str, download: bool = False) -> Iterator[Source]:
-    """find(), and a checkpoint is protected from the retention of its run while it is read."""
+    """find(), and a checkpoint is protected from the retention of its run while it is read. One
+    that is damaged is bad input: ConfigError."""
     source = find(name, download)
     if not source.is_checkpoint:
         yield source
         return
     with commit.reading(source.path):
         if (source.path / commit.MANIFEST).exists():
-            yield source
+            try:
+                yield source
+            except commit.Damaged as error:
+                run = named.split(name)[0]
+                fix = f"name an older one, {run}@STEP"
+                raise ConfigError(f"{source.path} is damaged: {error}; {fix}") from None
             return
     with held(name) as source:  # it was removed between the two: now there is a newer one
         yield source
@@ -124,6 +132,39 @@ def carry(source: Path, target: Path) -> None:
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in hub.CARRIED):
             with file.open("rb") as reader:
                 write_atomic(target / file.name, partial(shutil.copyfileobj, reader))
+
+
+def source_tokenizer(source: Source) -> dict[str, str] | None:
+    """Name, kind and hash of the tokenizer that the weights were trained with, as a sidecar has
+    them, and its file, if it has one; None where it is not with them. Raises ConfigError."""
+    run = run_of(source.path)
+    if source.is_checkpoint and (run / SIDECAR).is_file():
+        return {**Sidecar.load(run / SIDECAR).tokenizer, "file": str(run / TOKENIZER)}
+    file = source.carried / TOKENIZER
+    if is_of_bytes(source.carried):
+        return dict(BYTES)
+    if not file.is_file():
+        return None
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    name = "/".join(file.parts[-2:])
+    return {"name": name, "kind": TOKENIZER, "hash": f"sha256:{digest}", "file": str(file)}
+
+
+def is_of_bytes(directory: Path) -> bool:
+    """Whether a directory in Hugging Face's form is that of a model of bytes, as export() writes
+    it: its texts end with token 256, and it has no tokenizer."""
+    return end_tokens(directory) == [BYTES_EOD] and not (directory / TOKENIZER).is_file()
+
+
+def end_tokens(directory: Path) -> list[int]:
+    """The ids that generation_config.json or config.json name, none without either. A chat model
+    ends its turn with another token than a document."""
+    for name in (GENERATION, CONFIG):
+        with contextlib.suppress(FileNotFoundError):
+            ids = json.loads((directory / name).read_text()).get("eos_token_id")
+            if ids is not None:
+                return [ids] if isinstance(ids, int) else list(ids)
+    return []
 
 
 def vocabulary(directory: Path) -> int:

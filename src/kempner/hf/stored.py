@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
+from kempner.front_door import how_to_run
 from kempner.hf.source import Source, read_config, run_of, vocabulary
 from kempner.hf.tensors import parts, tensor_names, tensor_shapes
 from kempner.model.config import ModelConfig
@@ -151,7 +152,7 @@ def check_source(source: Source, cfg: ModelConfig) -> None:
         check_directory(source.path, cfg)
     elif "lora" in commit.read_manifest(source.path)["fixed"]:
         raise ConfigError(
-            f"{source.path}: holds adapters alone; merge them by `python scripts/convert.py "
+            f"{source.path}: holds adapters alone; merge them by `{how_to_run('convert.py')} "
             f"export {run_of(source.path)} DIR`, and start from DIR"
         )
 

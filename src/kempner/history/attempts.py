@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,25 @@ AFTER = {  # by decision
     "requeue": "requeued",
     "chain": "continued by the next job of its chain",
 }
+BAD_INPUT = "bad input"  # the batch script's word for a start that the program has refused
+CANCELLED = "the job was cancelled"  # its words after scancel
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 REASON_WIDTH = 100  # characters of a reason in one line; the logs have the whole
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A start that never became an attempt: the program refused its input, or Slurm ended the job
+    before that. It changes nothing of what the run is."""
+
+    word: Literal["refused", "cancelled"]
+    reason: str
+    job: str | None
+    time: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.word}: {self.reason}" if self.reason else self.word
 
 
 @dataclass(frozen=True)
@@ -62,10 +81,20 @@ class Attempt:
     committed: int | None  # step of the newest checkpoint after it
     changed: tuple[str, ...] = ()  # since the attempt before: configuration, code, packages
     startup: dict[str, float] = field(default_factory=dict)  # seconds of its parts: startup.py
+    counted: bool = True  # its steps are known; of a program under run.sh, those that it prints
+    foreign: bool = False  # a program under run.sh: what its checkpoints hold is not known
 
     @property
     def name(self) -> str:
         return "-" if self.number < 0 else str(self.number)
+
+    @property
+    def steps(self) -> str:
+        """The first and the last one, as far as they are known: of a program that does not print
+        them, the last one is the number of a checkpoint."""
+        first = f"{self.first_step:,}" if self.counted else "-"
+        last = f"{self.last_step:,}" if self.counted or self.last_step else "-"
+        return f"{first} to {last}" if self.began and (first, last) != ("-", "-") else "-"
 
     @property
     def gpu_warning(self) -> str:
@@ -73,6 +102,18 @@ class Attempt:
         told = [f"{f.host}: {f.reason}" for f in self.gpu_faults if f.answer != "note"]
         more = f" and {len(told) - 1} more" if len(told) > 1 else ""
         return f"{told[-1]}{more}" if told else ""
+
+    def smaller(self, attempts: Sequence[Attempt]) -> str:
+        """What somebody should know where the job has come back with fewer ranks than it first
+        had, in one line."""
+        first = next((a for a in attempts if a.job == self.job and a.began), self)
+        if not self.job or not 0 < self.world_size < first.world_size:
+            return ""
+        nodes = f"{len(first.hosts)} node{'s' * (len(first.hosts) != 1)}"
+        return (
+            f"{self.world_size:,} of {first.world_size:,} tasks: the first start of job {self.job}"
+            f" had {nodes}"
+        )
 
     @property
     def cause(self) -> str:
@@ -98,6 +139,11 @@ class Attempt:
         return self.ending.replace(self.reason, reason) if self.reason else self.ending
 
 
+def plain(text: str) -> str:
+    """What a program has said, without its colors and other control characters."""
+    return CONTROL.sub("", text)
+
+
 def is_known(record: Record, *keys: str) -> bool:
     """Whether the record has numbers under these keys."""
     for key in keys:  # noqa: SIM110 - all() takes longer, and there may be 100,000 lines
@@ -106,12 +152,17 @@ def is_known(record: Record, *keys: str) -> bool:
     return True
 
 
-def attempts_of(events: Sequence[Event], lines: Sequence[Record], status: Record) -> list[Attempt]:
-    """The attempts in order, each from its events and lines; status.json has the end of the last
-    one even where a full disk has kept it out of attempts.jsonl."""
+def attempts_of(
+    events: Sequence[Event], lines: Sequence[Record], status: Record
+) -> tuple[list[Attempt], list[Refusal]]:
+    """The attempts in order, each from its events and lines, and the starts that never became one;
+    status.json has the end of the last one even where a full disk has kept it out of
+    attempts.jsonl."""
     # Those of the samplers are no signs of life, and may come before the start.
     own = [event for event in events if not isinstance(event, GpuFault)]
     groups, of = _by_attempt(_with_end_of(status, own)), by_number(lines)
+    refusals = [(group, _refusal(group)) for group in groups]
+    groups = [group for group, refusal in refusals if refusal is None]
     gpus = of_kind(events, GpuFault)
     found = []
     for group, after in zip(groups, [*groups[1:], []], strict=False):
@@ -119,7 +170,20 @@ def attempts_of(events: Sequence[Event], lines: Sequence[Record], status: Record
         resumed = [start.step for start in of_kind(after, Start)]
         faults = tuple(fault for fault in gpus if fault.attempt == number)
         found.append(_attempt(number, group, of.get(number, []), resumed, faults))
-    return found
+    return found, [refusal for _, refusal in refusals if refusal is not None]
+
+
+def _refusal(events: list[Event]) -> Refusal | None:
+    """Where all that is known of a start is that the batch script ended it."""
+    last = events[-1]
+    if not all(isinstance(event, Decision) for event in events) or not isinstance(last, Decision):
+        return None
+    if last.decision == "end" and last.why.startswith(BAD_INPUT):
+        reason = last.why.removeprefix(BAD_INPUT).lstrip(": ")
+        return Refusal("refused", plain(reason) or BAD_INPUT, last.job, last.time)
+    if last.decision == "leave":
+        return Refusal("cancelled", "before the run began", last.job, last.time)
+    return None
 
 
 def _with_end_of(status: Record, events: Sequence[Event]) -> list[Event]:
@@ -164,7 +228,7 @@ def _attempt(
     stepped = next(iter(of_kind(events, FirstStep)), None)
     decision = next(reversed(of_kind(events, Decision)), None)
     state, reason = _end(events)
-    first = start.step or 0 if start else 0
+    first, counted = _first_step(start, of_kind(events, FirstStep))
     return Attempt(
         number=number,
         attempt_id=next((event.attempt_id for event in events if event.attempt_id), None),
@@ -180,16 +244,26 @@ def _attempt(
         ended=max(*(event.time for event in events), *(line["time"] for line in lines), 0.0),
         last_step=_last_step(first, events, lines, resumed) if start else first,
         state=state,
-        reason=reason,
+        reason=plain(reason),
         spares=start.spares if start else (),
         decision=decision.decision if decision else "",
-        why=decision.why if decision else "",
+        why=plain(decision.why) if decision else "",
         excluded=decision.excluded if decision else "",
         gpu_faults=gpu_faults,
         committed=decision.step if decision else None,
         changed=start.changed if start else (),
         startup=_startup(start, stepped),
+        counted=counted,
+        foreign=start is not None and start.step is None,
     )
+
+
+def _first_step(start: Start | None, stepped: list[FirstStep]) -> tuple[int, bool]:
+    """The step that an attempt went on from, and whether its steps are known."""
+    if start is None or start.step is not None:
+        return (start.step or 0 if start else 0), True
+    known = [first.began for first in stepped if first.began is not None]
+    return (known[0], True) if known else (0, False)
 
 
 def _startup(start: Start | None, stepped: FirstStep | None) -> dict[str, float]:
@@ -212,7 +286,9 @@ def _last_step(
     """As its end says or, without one, the furthest that is recorded."""
     if ends := [end.step for end in of_kind(events, End) if end.step is not None]:
         return ends[-1]
-    told = [e.step for e in events if isinstance(e, (FirstStep, Fault, GoBack, Decision))]
+    foreign = any(start.step is None for start in of_kind(events, Start))
+    kinds = (FirstStep, Fault, GoBack) if foreign else (FirstStep, Fault, GoBack, Decision)
+    told = [e.step for e in events if isinstance(e, kinds)]
     told += [*resumed, *(line["step"] for line in lines[-1:])]
     return max(first, *(step for step in told if step is not None), 0)
 

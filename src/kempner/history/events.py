@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Event):
-    """The state is loaded; training begins after `step`."""
+    """The state is loaded; training begins after `step`, None where only the program knows."""
 
     kind_of_event = "start"
     nodes: tuple[str, ...] = ()
@@ -51,15 +51,19 @@ class Start(Event):
     code: str = ""  # RUN/code/CODE is what it runs; "": the repository itself
     commit: str = ""
     versions: tuple[str, ...] = ()  # of packages, "NAME VERSION"
+    command: str = ""  # a hash of the command that run.sh started
     changed: tuple[str, ...] = ()  # since the last attempt, in words
     parts: dict[str, float] = field(default_factory=dict)  # of the start-up, seconds: startup.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStep(Event):
-    """The first step of the attempt is done: the start-up ends here."""
+    """The first step of the attempt is done: the start-up ends here. Of a program under run.sh that
+    prints its steps: the first one that it has printed, and the one that it went on from."""
 
     kind_of_event = "first_step"
+    printed: int | None = None
+    began: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

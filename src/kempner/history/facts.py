@@ -4,6 +4,7 @@ and the page begins with. The fields are described in docs/monitoring.md. No tor
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from kempner.history.attempts import Attempt, Record
 from kempner.history.run_history import History
 from kempner.slurm import Job
 
-PACE_LINES = 100  # lines of metrics.jsonl whose pace the expected end follows from
+PACE_LINES = 100  # lines of metrics.jsonl that the speed and the expected end follow from
 
 
 def facts(run: History, now: float) -> dict[str, Any]:
@@ -21,27 +22,28 @@ def facts(run: History, now: float) -> dict[str, Any]:
     started = [attempt for attempt in run.attempts if attempt.began is not None]
     decisions = Counter(str(r.get("decision")) for r in run.records if r.get("event") == "decision")
     step, most = step_of(run), run.status.get("max_steps")
-    left = max(0, most - step) if most else None
+    left = max(0, most - step) if most and step is not None else None
     pace = seconds_per_step(run.lines, run.attempts)
     lives = run.state.word == "running"
     eta = left * pace if lives and left is not None and pace else None
     last = newest(run.lines, "tokens_per_s")
+    rates = [line["tokens_per_s"] for line in recent(run.lines, run.attempts) if has_rate(line)]
     return {
         "run": str(run.path),
         "state": run.state.word,
         "attention": bool(why := trouble(run)),
         "why": why or run.state.reason or None,
-        "warning": (run.attempts[-1].gpu_warning or None) if run.attempts else None,
+        "warning": run.warning or None,
         "step": step,
         "max_steps": most,
-        "progress": min(1.0, step / most) if most else None,
+        "progress": min(1.0, step / most) if most and step is not None else None,
         "eta_s": None if eta is None else round(eta, 1),
         "eta": None if eta is None else round(now + eta),
         "loss": newest(run.lines, "loss").get("loss"),
         "val_loss": newest(run.lines, "val_loss").get("val_loss"),
         "reward": last.get("reward"),
         "tokens": last.get("tokens"),
-        "tokens_per_s": last.get("tokens_per_s"),
+        "tokens_per_s": statistics.median(rates) if rates else last.get("tokens_per_s"),
         "seconds_per_step": pace,
         "began": run.attempts[0].opened if run.attempts else None,
         "last_sign": last_sign(run),
@@ -71,9 +73,12 @@ def job_of(run: History) -> dict[str, Any] | None:
     return asdict(job) if job else None
 
 
-def step_of(run: History) -> int:
-    last = run.lines[-1]["step"] if run.lines else 0
-    return int(max(run.step, run.status.get("step", 0), last))
+def step_of(run: History) -> int | None:
+    """None of a program whose steps are not known: its lines are only signs of life."""
+    if run.step is None:
+        return None
+    last = recent(run.lines, run.attempts)[-1:]
+    return int(max(run.step, run.status.get("step", 0), *(line["step"] for line in last)))
 
 
 def newest(lines: Sequence[Record], key: str) -> Record:
@@ -89,13 +94,22 @@ def last_sign(run: History) -> float | None:
 
 def seconds_per_step(lines: Sequence[Record], attempts: Sequence[Attempt]) -> float | None:
     """Of the last attempt's last steps by the clock: with its saves and validations."""
-    number = attempts[-1].number if attempts else 0
-    own = [line for line in lines[-PACE_LINES:] if line.get("attempt", 0) == number]
+    own = recent(lines, attempts)
     steps = own[-1]["step"] - own[0]["step"] if own else 0
     if steps > 0 and own[-1]["time"] > own[0]["time"]:
         return float(own[-1]["time"] - own[0]["time"]) / steps
     known = newest(own, "step_time").get("step_time")
     return float(known) if known and math.isfinite(known) else None
+
+
+def recent(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:
+    """The last lines, as far as they are of the last attempt."""
+    number = attempts[-1].number if attempts else 0
+    return [line for line in lines[-PACE_LINES:] if line.get("attempt", 0) == number]
+
+
+def has_rate(line: Record) -> bool:
+    return line.get("tokens_per_s") is not None
 
 
 def no_progress(records: Sequence[Record]) -> int:

@@ -1,6 +1,6 @@
 """What the batch script asks the records before it decides on another attempt. No torch.
 
-    python -m kempner.history.faulty_host RUN_DIR JOBS ATTEMPT_ID SRUN_LOG
+    python -m kempner.history.faulty_host RUN_DIR JOBS ATTEMPT_ID SRUN_LOG TASKS_PER_NODE NODES
 
 prints seven lines: how many attempts of the jobs (12, or those of a chain: 12,13) in a row, before
 this one, made no progress; the host that this attempt failed on, or nothing; "again" when it is to
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.files import read_jsonl
+from kempner.front_door import run_module
 from kempner.history.events import is_time
 from kempner.history.tables import visible
 
@@ -32,6 +33,9 @@ Record = dict[str, Any]
 DEATH = re.compile(
     r"^srun: error: (\S+): tasks? [\d,-]+: (?!Terminated|Exited|Aborted)", re.MULTILINE
 )
+
+# "srun: error: task 0 launch failed: Unspecified error": srun then kills the tasks of other nodes.
+NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed", re.MULTILINE)
 
 ENDING = "kempner: ending the other ranks"  # restart.sh kills those that are left
 
@@ -54,6 +58,14 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
         return str(killed[0])
     own = (fault for fault in faults if fault.get("kind") == "crash" and not fault.get("lost_peer"))
     return str(next((fault["hosts"][0] for fault in own if fault.get("hosts")), ""))
+
+
+def launch_failed_on(srun_log: str, per_node: int, nodes: Sequence[str]) -> str:
+    """The first host on which a task could not be started at all, "" without one. Tasks are dealt
+    out in blocks."""
+    found = NOT_LAUNCHED.search(srun_log)
+    place = int(found[1]) // per_node if found else len(nodes)
+    return nodes[place] if place < len(nodes) else ""
 
 
 def no_progress(decisions: Sequence[Record]) -> int:
@@ -93,7 +105,14 @@ def broken_gpu(faults: Sequence[Record]) -> tuple[str, str]:
     return "", ""
 
 
-def main(run_dir: Path, jobs: str, attempt_id: str, srun_log: Path) -> None:
+def main(
+    run_dir: Path,
+    jobs: str,
+    attempt_id: str,
+    srun_log: Path,
+    per_node: int = 1,
+    nodes: Sequence[str] = (),
+) -> None:
     records = read_jsonl(run_dir / "attempts.jsonl")
     decisions = [r for r in records if r.get("event") == "decision"]
     made = [r for r in decisions if r.get("job") in jobs.split(",")]
@@ -102,9 +121,8 @@ def main(run_dir: Path, jobs: str, attempt_id: str, srun_log: Path) -> None:
     for path in sorted(run_dir.glob("replicas/*/attempts.jsonl")):
         ours += [r for r in read_jsonl(path) if r.get("attempt_id") == attempt_id]
     broken, why = broken_gpu(ours)
-    host = broken or host_of(
-        faults, srun_log.read_text(errors="replace") if srun_log.is_file() else ""
-    )
+    said = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
+    host = broken or launch_failed_on(said, per_node, nodes) or host_of(faults, said)
     answers = (
         no_progress(made),
         host,
@@ -119,4 +137,11 @@ def main(run_dir: Path, jobs: str, attempt_id: str, srun_log: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    run_module(
+        lambda run, jobs, id, log, tasks, *nodes: main(
+            Path(run), jobs, id, Path(log), int(tasks), nodes
+        ),
+        __doc__,
+        5,
+        sys.maxsize,
+    )

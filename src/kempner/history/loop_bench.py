@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from kempner.files import write_atomic
+from kempner.front_door import run_module
 from kempner.history.run_history import load_history
 from kempner.history.tables import aligned
 
@@ -52,4 +53,4 @@ def main(run: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    run_module(lambda run: main(Path(run)), __doc__, 1)

@@ -18,7 +18,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +26,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from kempner.front_door import run_module
 from kempner.history.attempts import Record
 from kempner.history.facts import facts, trouble
 from kempner.history.run_history import History, load_history
@@ -88,7 +88,8 @@ def tell(
     key = f"{attempt}-stall-{known['step']}" if event == "stall" else f"{attempt}-end"
     claim = run.path / "notified" / re.sub(r"[^\w.-]", "_", key)
     name = visible(str(run.path))
-    text = f"{name}: {event.replace('_', ' ')} at step {known['step']:,}: {why}"
+    at = "" if known["step"] is None else f" at step {known['step']:,}"
+    text = f"{name}: {event.replace('_', ' ')}{at}: {why}"
     message = {"event": event, "text": text, **known, "why": why}
     try:
         claim.parent.mkdir(exist_ok=True)
@@ -208,4 +209,4 @@ def main(run_dir: str, event: str, why: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    run_module(main, __doc__, 3)

@@ -10,6 +10,7 @@ import numpy as np
 
 from kempner.history.attempts import Record
 from kempner.history.run_history import History, is_number, main_figures
+from kempner.picture import save_picture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,9 +78,9 @@ def draw(runs: list[History], out: Path) -> None:
     lr.set_xlim(0, None)
     legend(loss, runs)
     if alone:
-        title = f"{runs[0].path}: {runs[0].state.word}, step {runs[0].step:,}"
+        title = f"{runs[0].path}: {runs[0].state.word}, step {runs[0].step_text}"
         loss.set_title(title, loc="left", fontsize=11)
-    figure.savefig(out)
+    save_picture(figure, out)
 
 
 def draw_rewards(axes: Axes, runs: list[History]) -> None:
@@ -143,7 +144,7 @@ def smoothed(
 
 def mark_starts(panels: Any, run: History, color: Any) -> None:
     """Draw a dotted line at the step from which each later attempt resumed."""
-    for step in {a.first_step for a in run.attempts[1:] if a.began is not None}:
+    for step in {a.first_step for a in run.attempts[1:] if a.began and a.counted}:
         for panel in panels:
             panel.axvline(step, color=color, linestyle=":", linewidth=1.0, zorder=1)
 
@@ -175,7 +176,7 @@ def legend(axes: Axes, runs: list[History]) -> None:
         if used:
             handles.append(Line2D([], [], color="0.45", linestyle=style, linewidth=1.2))
             labels.append(label)
-    axes.legend(handles, labels, loc="upper right", framealpha=0.9, fontsize=9)
+    axes.legend(handles, labels, loc="best", framealpha=0.9, fontsize=9)
 
 
 def short_names(runs: list[History]) -> list[str]:

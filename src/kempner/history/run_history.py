@@ -17,9 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from kempner.directories import NOBODYS
 from kempner.files import read_jsonl, step_of
 from kempner.history import events
-from kempner.history.attempts import Attempt, Record, attempts_of
+from kempner.history.attempts import Attempt, Record, Refusal, attempts_of
 from kempner.history.results import PREFIX
 from kempner.history.state import State, job_of, judge, read_lock
 from kempner.history.wall_time import WallTime, wall_time_of
@@ -60,6 +61,8 @@ class History:
     successor: Job | None = None  # waits for its end, to continue the run
     records: list[Record] = field(default_factory=list, repr=False)  # attempts.jsonl as it is
     share: float = 1.0  # of metrics.jsonl that was read
+    refusals: list[Refusal] = field(default_factory=list)  # starts that never became attempts
+    refusal: Refusal | None = None  # the last one, if no attempt has come after it
 
     @cached_property
     def losses(self) -> list[Record]:
@@ -87,11 +90,25 @@ class History:
         return next((a.lineage for a in reversed(self.attempts) if a.began), ())
 
     @property
-    def step(self) -> int:
-        """Steps done, as far as is known: status.json of a running attempt is older."""
-        newest = self.attempts[-1].last_step if self.attempts else 0
+    def step(self) -> int | None:
+        """Steps done, as far as is known: status.json of a running attempt is older. None of a
+        program whose steps are not known. A program has not gone back before it prints a step."""
+        begun = [attempt for attempt in self.attempts if attempt.began is not None]
+        counted = [attempt for attempt in begun if attempt.counted]
+        newest = max((a.last_step for a in (*begun[-1:], *counted[-1:])), default=0)
         last = self.losses[-1]["step"] if self.losses else 0
-        return max(newest, last)
+        return max(newest, last) or (None if begun and not counted else 0)
+
+    @property
+    def warning(self) -> str:
+        """What somebody should know of the last attempt, in one line."""
+        last = self.attempts[-1:]
+        told = [text for a in last for text in (a.gpu_warning, a.smaller(self.attempts)) if text]
+        return "; ".join(told)
+
+    @property
+    def step_text(self) -> str:
+        return "-" if self.step is None else f"{self.step:,}"
 
 
 def is_run(path: Path) -> bool:
@@ -106,6 +123,25 @@ def runs_in(path: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return sorted(run for run in path.iterdir() if is_run(run))
     return []
+
+
+def unreadable_in(path: Path) -> list[Path]:
+    """What runs_in() cannot look into, or load_history() cannot read: directories, records of runs,
+    and links to what is not there."""
+    found = []
+    with contextlib.suppress(OSError):
+        entries = [path] if is_run(path) else sorted(path.iterdir())
+        for entry in entries:
+            if NOBODYS.fullmatch(entry.name):  # such as lost+found
+                continue
+            if entry.is_symlink() and not os.path.exists(entry):
+                found.append(entry)
+            elif os.path.isdir(entry):
+                records = [entry / name for name in RECORDS if os.path.isfile(entry / name)]
+                if not os.access(entry, os.R_OK | os.X_OK):
+                    found.append(entry)
+                found += [record for record in records if not os.access(record, os.R_OK)]
+    return found
 
 
 def load_history(
@@ -129,18 +165,24 @@ def load_history(
     known = [*filter(is_sound, found)]
     lines = [line for line in known if not is_result(line)]
     records = [*filter(events.is_event, read_jsonl(path / "attempts.jsonl"))]
-    attempts = attempts_of(events.known(records), lines, status)
-    name = next((a.job for a in reversed(attempts) if a.job), None) or status.get("job")
+    attempts, refusals = attempts_of(events.known(records), lines, status)
+    later = next((r for r in refusals[-1:] if not attempts or r.time > attempts[-1].ended), None)
+    of_starts = [start.job for start in attempts] or [start.job for start in refusals]
+    name = next(filter(None, reversed(of_starts)), None) or status.get("job")
     after = successor_of(path, jobs or {})
     if after and after.why != "Dependency":  # it is its turn; it may not have written a word yet
         name, after = after.number, None
     job = job_of(path, name, jobs)
-    state = judge(attempts, lines, read_lock(path, time.time()), job)
+    state = judge(attempts, lines, read_lock(path, time.time()), job, later)
     if state.word in ("running", "silent") and attempts:
         attempts[-1] = replace(attempts[-1], state="running")
-    return History(
-        path, status, lines, results_of(known), attempts, state, job, after, records, share
-    )
+    run = History(
+        path, status, lines, results_of(known), attempts, state, job, after, records, share,
+        refusals, later,
+    )  # fmt: skip
+    if "max_steps" in status:  # a later start may have asked for fewer than are done
+        status["max_steps"] = max(status["max_steps"], run.step)
+    return run
 
 
 def successor_of(path: Path, jobs: dict[str, Job]) -> Job | None:
@@ -230,7 +272,7 @@ def counting(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Recor
     limit = float("inf")
     for attempt in sorted(attempts, key=lambda attempt: -attempt.number):
         limits[attempt.number] = limit
-        if attempt.began:
+        if attempt.began and attempt.counted:
             limit = min(limit, attempt.first_step)
     count: list[Record] = []
     for line in lines:

@@ -13,10 +13,10 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kempner.history.attempts import AFTER, Attempt, Record
+from kempner.history.attempts import AFTER, CANCELLED, Attempt, Record, Refusal
 from kempner.process import birth
 from kempner.slurm import Job, host_name
 
@@ -24,13 +24,15 @@ from kempner.slurm import Job, host_name
 SILENT = 10
 SILENT_S = 120.0
 FIRST_LINE_S = 1800.0  # before there is a usual interval: a first step may compile
+LIVE = ("running", "silent", "starting", "waiting")
 LOCK_BEAT_LOST_S = 120.0  # the holder touches the lock every 5 s; clocks of two hosts may differ
 
 
 @dataclass(frozen=True)
 class State:
     """`word`: running, silent, starting, waiting (in the queue), or how the last attempt ended:
-    done, stopped, interrupted, failed, crashed, hung, killed. `attention`: somebody has to look."""
+    done, stopped, interrupted, failed, crashed, hung, killed, cancelled; or that no start became an
+    attempt: refused, cancelled. `attention`: somebody has to look."""
 
     word: str
     reason: str = ""
@@ -75,9 +77,28 @@ def job_of(run_dir: Path, name: str | None, jobs: dict[str, Job] | None) -> Job 
 
 
 def judge(
-    attempts: Sequence[Attempt], lines: Sequence[Record], lock: Lock, job: Job | None
+    attempts: Sequence[Attempt],
+    lines: Sequence[Record],
+    lock: Lock,
+    job: Job | None,
+    refusal: Refusal | None = None,
 ) -> State:
-    """The state of a run now."""
+    """The state of a run now. `refusal`: of a start since its last attempt; what the run is called
+    does not change by it."""
+    state = _judge(attempts, lines, lock, job, refusal)
+    if refusal is None or state.word in (*LIVE, refusal.word):
+        return state
+    reason = f"{state.reason}; " if state.attention else ""
+    return replace(state, reason=f"{reason}a later start was {refusal.text}")
+
+
+def _judge(
+    attempts: Sequence[Attempt],
+    lines: Sequence[Record],
+    lock: Lock,
+    job: Job | None,
+    refusal: Refusal | None,
+) -> State:
     last = attempts[-1] if attempts else None
     over = last is not None and last.decision == "end"  # a job of several runs may go on for others
     if job is not None and job.state == "PENDING" and not over:
@@ -89,8 +110,14 @@ def judge(
         return State("failed", last.reason, attention=True)
     queued = job is not None and job.state != "GONE"
     lives = lock.holder if job is None else queued
+    if last is None and refusal is not None and refusal.word == "refused":
+        lives = lock.holder  # its job has ended, or goes on for other runs
+    if last is None and refusal is not None and not lives:
+        return State(refusal.word, refusal.reason, attention=refusal.word == "refused")
     if last is None:
         return State("starting") if lives else _ended(last, job)
+    if last.decision == "leave" and last.why.startswith(CANCELLED) and _is_ending(job):
+        return State("cancelled", last.why) if last.state == "killed" else _ended(last, job)
     if last.state != "killed" or last.decision:  # it has ended; does a new one load already?
         again = lock.holder and lock.beat > last.ended
         again = again or (queued and last.decision in (*AFTER, "leave"))
@@ -100,6 +127,10 @@ def judge(
     return _silent(last, lines) or State("running" if last.began else "starting")
 
 
+def _is_ending(job: Job | None) -> bool:
+    return job is None or job.state in ("GONE", "CANCELLED", "COMPLETING")
+
+
 def _ended(last: Attempt | None, job: Job | None) -> State:
     """Of a run that is not done, and that nothing continues."""
     if last is None:
@@ -107,6 +138,8 @@ def _ended(last: Attempt | None, job: Job | None) -> State:
     why = ""
     if last.decision == "end":
         why = f"; not requeued: {last.why}"
+    elif last.decision == "leave" and last.why.startswith(CANCELLED):
+        why = f"; {last.why}"
     elif job is not None and job.state == "GONE":
         why = f"; job {job.number} has left the queue"
     if last.state == "killed":

@@ -16,6 +16,7 @@ from kempner.history.replicas import Replicas
 from kempner.history.results import PREFIX
 from kempner.history.run_history import History, is_number
 from kempner.history.tables import aligned, duration
+from kempner.history.wall_time import UNCOUNTED
 from kempner.startup import PARTS
 
 STEP_PARTS = ("data", "compute", "checkpoint", "eval")
@@ -43,11 +44,11 @@ def table(runs: list[History]) -> str:
 
 def facts(run: History) -> dict[str, str]:
     if not run.losses:
-        return {"state": run.state.word, "step": f"{run.step:,}"}
+        return {"state": run.state.word, "step": run.step_text}
     losses = [line for line in run.losses if line["loss"] is not None]  # None: not finite
     return {
         "state": state(run),
-        "step": f"{run.step:,} of {run.status.get('max_steps', 0):,}",
+        "step": f"{run.step_text} of {run.status.get('max_steps', 0):,}",
         "loss, first": at_step(losses[:1], "loss"),
         "loss, last": at_step(losses[-1:], "loss"),
         "loss, best": at_step(best(losses, "loss"), "loss"),
@@ -188,16 +189,24 @@ def wall_time(run: History, several: bool) -> dict[str, str]:
     parts = {
         f"  {part}": f"{duration(seconds)}, {seconds / max(spent.total, 1e-9):.1%}"
         for part, seconds in spent.parts.items()
+        if seconds or part != UNCOUNTED
     }
-    recomputed = f"{sum(spent.lost):,}" + more(*run.attempts)
+    lost = [n for a, n in zip(run.attempts, spent.lost, strict=True) if a.began or n is None]
+    known = [steps for steps in lost if steps is not None]
+    at_least = " or more" if known != lost else more(*run.attempts)
+    recomputed = f"{sum(known):,}{at_least}" if known or not lost else "-"
     return {
         "wall time": duration(spent.total),
         **(parts if several else {}),
-        "effective training time ratio": f"{spent.effective:.1%}",
+        "effective training time ratio": percent(spent.effective),
         **({"steps recomputed": recomputed} if several else {}),
         "attempts": f"{len(run.attempts):,}",
         **({"  started again": again(run)} if several else {}),
     }
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def again(run: History) -> str:
@@ -216,7 +225,7 @@ def attempt_table(run: History) -> str:
     rows = [["", "job", "ranks", "hosts", "steps", "recomputed", "start-up", "time", "end"]]
     spent = run.wall_time
     for attempt, startup, lost in zip(run.attempts, spent.startups, spent.lost, strict=True):
-        began, hosts = attempt.began, attempt.hosts
+        hosts = attempt.hosts
         job = attempt.job and f"{attempt.job}.{attempt.restart}"
         rows.append([
             attempt.name,
@@ -224,8 +233,8 @@ def attempt_table(run: History) -> str:
             str(attempt.world_size or "-"),
             (f"{hosts[0]} and {len(hosts) - 1} more" if len(hosts) > 2 else ",".join(hosts) or "-")
             + (f"; spare: {','.join(attempt.spares)}" if attempt.spares else ""),
-            f"{attempt.first_step:,} to {attempt.last_step:,}" if began else "-",
-            f"{lost:,}{more(attempt)}",
+            attempt.steps,
+            "-" if lost is None else f"{lost:,}{more(attempt)}",
             "-" if startup is None else duration(startup),
             duration(attempt.ended - attempt.opened),
             attempt.ending,
@@ -241,8 +250,19 @@ def starts(run: History) -> str:
     if any(attempt.startup for attempt in run.attempts):
         lines.append(f"\nstart-up of {run.path}, seconds\n{startup_table(run)}")
     for attempt in run.attempts:
+        if less := attempt.smaller(run.attempts):
+            lines.append(f"attempt {attempt.name}: {less}")
         lines += [f"attempt {attempt.name}, changed: {text}" for text in attempt.changed]
     return "".join(f"\n{line}" for line in lines)
+
+
+def refused(run: History) -> str:
+    """The starts that never became attempts."""
+    return "".join(
+        f"\na start {duration(time.time() - each.time)} ago"
+        f"{f' (job {each.job})' if each.job else ''} was {each.text}"
+        for each in run.refusals
+    )
 
 
 def startup_table(run: History) -> str:

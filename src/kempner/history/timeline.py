@@ -12,6 +12,7 @@ import numpy as np
 
 from kempner.history.run_history import History
 from kempner.history.wall_time import WallTime
+from kempner.picture import save_picture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,7 @@ STOP_ROWS = 5  # of numbers above the timeline
 REASONS_UNTIL = 12  # attempts; with more, only the table has the reasons
 PART_COLORS = {
     "training": "tab:blue",
+    "running": "lightsteelblue",
     "validation": "tab:cyan",
     "saving": "tab:orange",
     "lost": "tab:red",
@@ -29,6 +31,7 @@ PART_COLORS = {
     "start-up": "0.45",
     "shutdown": "burlywood",
     "not running": "0.88",
+    "ended": "white",
 }
 STATE_COLORS = {
     "done": "tab:green",
@@ -62,21 +65,24 @@ def draw(run: History, out: Path) -> None:
     draw_steps(steps, time, lambda at: (at - zero) / size)
     draw_phases(bar, time, size)
     mark_stops(steps, run, [(a.ended - zero) / size for a in run.attempts])
-    steps.set(ylabel="step", ylim=(0, None), xlim=(0, time.total / size))
+    steps.set(
+        ylabel="step", ylim=(0, None), xlim=(0, 1.02 * time.total / size)
+    )  # room for the last number
     steps.yaxis.set_major_locator(MaxNLocator(integer=True))
     steps.yaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
     steps.grid(color="0.92", linewidth=0.7)
     steps.spines[["top", "right"]].set_visible(False)
     lines = (textwrap.shorten(text, 140, placeholder=" ...") for text in reasons)
     bar.set_xlabel("\n".join((f"{unit} since the first start", "", *lines)), loc="left")
-    ratio = f"effective training time ratio {time.effective:.1%}"
-    figure.suptitle(f"{run.path}: {run.state.word}, step {run.step:,}; {ratio}", fontsize=11)
+    effective = "-" if time.effective is None else f"{time.effective:.1%}"
+    ratio = f"effective training time ratio {effective}"
+    figure.suptitle(f"{run.path}: {run.state.word}, step {run.step_text}; {ratio}", fontsize=11)
     handles, labels = (
         a + b
         for a, b in zip(*(panel.get_legend_handles_labels() for panel in (bar, steps)), strict=True)
     )
     figure.legend(handles, labels, loc="outside right upper", fontsize=9)
-    figure.savefig(out)
+    save_picture(figure, out)
 
 
 def draw_steps(axes: Axes, time: WallTime, x: Callable[[float], float]) -> None:

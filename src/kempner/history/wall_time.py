@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from kempner.history.attempts import Attempt, Record, by_number, is_known
 
+UNCOUNTED = "running"  # of a program whose steps are not known
 # From the best to the worst.
 PARTS = (
     "training",
+    UNCOUNTED,
     "validation",
     "saving",
     "lost",
@@ -21,6 +23,7 @@ PARTS = (
     "start-up",
     "shutdown",
     "not running",
+    "ended",  # as asked, until a user has continued it
 )
 # Between two lines, steps that take this many times the median, and this many seconds more, have
 # stalled: the network was down for a while, or a file system did not answer.
@@ -60,7 +63,7 @@ class WallTime:
     phases: list[Phase]
     stretches: list[Stretch]
     startups: list[float | None]  # seconds until the first step of each attempt; None: no step
-    lost: list[int]  # steps of each attempt that a resume has undone
+    lost: list[int | None]  # steps of each attempt that a resume has undone; None: not known
 
     @property
     def total(self) -> float:
@@ -75,10 +78,14 @@ class WallTime:
         return {part: math.fsum(each) for part, each in seconds.items()}
 
     @property
-    def effective(self) -> float:
+    def effective(self) -> float | None:
         """Effective training time ratio: the share of the wall time that trained steps which
-        count."""
-        return self.parts["training"] / self.total if self.total else 0.0
+        count, without the time for which the run had ended as asked; None where the steps of an
+        attempt, or those that count, are not known."""
+        if None in self.lost:
+            return None
+        wanted = self.total - self.parts["ended"]
+        return self.parts["training"] / wanted if wanted else 0.0
 
 
 def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | None) -> WallTime:
@@ -91,16 +98,36 @@ def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | Non
     pace = statistics.median(paces) if paces else 0.0
     phases = _Phases(attempts[0].opened if attempts else 0.0)
     startups = []
+    between = "not running"
     for attempt, found in zip(attempts, stretches, strict=True):
-        phases.until(attempt.opened, "not running")
+        phases.until(attempt.opened, between)
+        between = "ended" if attempt.state in ("done", "stopped") else "not running"
         opened = phases.at
+        if not attempt.counted and attempt.began is not None:
+            phases.until(attempt.began, "start-up")
+            phases.until(attempt.ended, UNCOUNTED)
         phases.until(found[0].began if found else attempt.ended, "start-up")
         startups.append(phases.at - opened if found else None)
         for stretch in found:
             phases.add(stretch, pace)
         phases.until(attempt.ended, "shutdown")
-    undone = [sum(stretch.lost for stretch in found) for found in stretches]
+    undone = _undone(attempts, stretches)
     return WallTime(phases.found, list(itertools.chain(*stretches)), startups, undone)
+
+
+def _undone(attempts: list[Attempt], stretches: list[list[Stretch]]) -> list[int | None]:
+    """Steps of each attempt that a later one has undone. What a program goes on from is known once
+    it prints a step."""
+    found: list[int | None] = []
+    begun = [attempt for attempt in attempts if attempt.began is not None]
+    known = not begun or not begun[-1].foreign or begun[-1].state in ("running", "done")
+    for attempt, own in zip(reversed(attempts), reversed(stretches), strict=True):
+        if attempt.began is None:
+            found.append(0)
+            continue
+        found.append(sum(each.lost for each in own) if known and attempt.counted else None)
+        known = known or attempt.counted
+    return found[::-1]
 
 
 def _mark_kept(attempts: list[Attempt], stretches: list[list[Stretch]], newest: int | None) -> None:
@@ -108,14 +135,16 @@ def _mark_kept(attempts: list[Attempt], stretches: list[list[Stretch]], newest: 
     its first step."""
     kept = math.inf
     if attempts and attempts[-1].state in ("crashed", "hung", "killed", "failed"):
-        newest = attempts[-1].committed if newest is None else newest
+        if newest is None and not any(attempt.foreign for attempt in attempts):
+            newest = attempts[-1].committed
         kept = math.inf if newest is None else newest  # the rest would have to be done again
     for attempt, found in zip(reversed(attempts), reversed(stretches), strict=True):
         for i in reversed(range(len(found))):
             if kept < found[i].last:
                 found[i] = found[i]._replace(kept=kept)
             kept = min(kept, found[i].first)
-        kept = kept if attempt.began is None else min(kept, attempt.first_step)
+        if attempt.began is not None and attempt.counted:
+            kept = min(kept, attempt.first_step)
 
 
 class _Phases:
@@ -193,7 +222,7 @@ def _stretches(
     come in between. The sum of step_time since the start gives the right time.
     """
     first = attempt.first_step
-    if attempt.began is None or attempt.last_step <= first:
+    if attempt.began is None or attempt.last_step <= first or not attempt.counted:
         return []
     clock, counted, reached = attempt.began, first, first + 1
     at = min(attempt.stepped or clock + pace, attempt.ended)

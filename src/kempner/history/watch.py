@@ -11,13 +11,15 @@ the batch script.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kempner.config.option import ConfigError
+from kempner.directories import refuse_other_file
+from kempner.front_door import run_module
 from kempner.history import notify
-from kempner.history.page.write import write_page
+from kempner.history.page.write import SIGN, write_page
 from kempner.history.run_history import load_history
 
 LOOK_S = 60.0  # between two looks for a stall
@@ -45,7 +47,10 @@ def main(run_dir: Path, every: int | None) -> None:
 def page(run_dir: Path, every: int | None) -> list[str]:
     """Write it; the problems, one line each."""
     try:
+        refuse_other_file(run_dir / "report.html", "the page", (SIGN,))
         write_page([run_dir], run_dir / "report.html", None, every)
+    except ConfigError as error:
+        return error.problems
     except OSError as error:  # a full disk; the next one may succeed
         return [f"no page: {error.strerror}"]
     return []
@@ -58,4 +63,4 @@ def stall(run_dir: Path, _: int | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    run_module(lambda run, every=None: main(Path(run), every and int(every)), __doc__, 1, 2)

@@ -15,7 +15,6 @@ leaves: it is to be started again.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -30,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from kempner import process_group
+from kempner.config.command_line import argument_parser
 from kempner.files import LineFile, write_atomic
+from kempner.front_door import run_program
 from kempner.lowcomm.beat import BEAT_S
 from kempner.lowcomm.door import GONE, HERE, slot_of
 
@@ -174,13 +175,13 @@ def address_of(interface: str) -> str | None:
             return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: list[str]) -> None:
+    parser = argument_parser("python -m kempner.lowcomm.judge", __doc__)
     parser.add_argument("note", type=Path, help="where to publish the address")
     parser.add_argument("address", nargs="*", help="of this host, beside that of its fast network")
     parser.add_argument("--silence", type=float, default=SILENCE_S)
     parser.add_argument("--log", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the replicas need it until they have saved
     process_group.allow_open_files()  # each rank holds two
@@ -201,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

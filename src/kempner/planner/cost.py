@@ -1,7 +1,8 @@
 """Bytes that a rank sends in a step, by what they are for, and a rough time of the step. No torch.
 
-The time ranks combinations; it predicts none. Products run at ACHIEVED of the GPU's peak, bytes at
-the rate of the link that their ranks share: NVLink inside a node, the network between nodes.
+The time ranks combinations; as a prediction it is a range that no GPU has confirmed. Products run
+at ACHIEVED of the peak, bytes at the rate of the link that their ranks share: NVLink inside a node,
+the network between nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from kempner.planner.memory import (
 )
 from kempner.run import RunConfig
 
-ACHIEVED = 0.6  # of the peak, by the model's products and attention
+# Of the peak, by products and attention: what published trainings of such models reach on H100, and
+# what large products reach alone.
+ACHIEVED = (0.36, 0.6)
 RESERVE_GIB = 4.0  # the CUDA context, NCCL's buffers, and what the allocator cannot use
 
 
@@ -179,13 +182,19 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
 class Time(NamedTuple):
     """Seconds of a step."""
 
-    compute: float
+    compute: float  # at the higher of ACHIEVED
     hidden: float  # communication behind it
     exposed: float  # communication beside it
 
     @property
     def step(self) -> float:
         return max(self.compute, self.hidden) + self.exposed
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of a step at the lower of ACHIEVED."""
+        low, high = ACHIEVED
+        return self._replace(compute=self.compute * high / low).step
 
 
 def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
@@ -199,7 +208,7 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
     for each in sent:
         near = gpu.bus if each.bus else gpu.link
         spent[each.hidden] += each.size / (near if each.within else gpu.network)
-    compute = tokens * flops / (world_size * gpu.flops * ACHIEVED)
+    compute = tokens * flops / (world_size * gpu.flops * ACHIEVED[1])
     axes = sizes(cfg.distributed, world_size, per_node)
     passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
     # Ranks that wait for the first activations, and the last gradients.

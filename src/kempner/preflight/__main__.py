@@ -16,10 +16,18 @@ import json
 import secrets
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kempner.config.command_line import argument_parser
 from kempner.files import write_atomic
+from kempner.front_door import complain, run_program
+
+if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody has looked before
+    fix = "name an image that has it (KEMPNER_CONTAINER), or run make .venv/train"
+    sys.exit(complain("preflight", [f"{sys.executable} lacks torch: {fix}"]))
+
 from kempner.preflight.allreduce import MEASURE_S, connect_limit
 from kempner.preflight.channel import Answer, Driver
 from kempner.preflight.verdict import NodeResult, Report, compare, slow_nodes
@@ -29,7 +37,7 @@ STRAGGLERS_S = 20.0  # and then for the other half
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("preflight", description=(__doc__ or "").partition("\n")[0])
+    parser = argument_parser("python -m kempner.preflight", __doc__)
     parser.add_argument("--nodes", required=True, help="their Slurm names, in Slurm's order")
     parser.add_argument("--tasks", type=int, required=True, help="tasks on each node")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs on each node")
@@ -51,7 +59,7 @@ def main(argv: list[str]) -> int:
         check_clocks(driver, nodes)
         check_directory(driver, nodes, options.dir)
         report = measure_all(driver, nodes, pick_kind(options, nodes), options.least * 1e6)
-    driver.ask((rank for node in nodes for rank in node.ranks), {"what": "end"})
+    driver.end(rank for node in nodes for rank in node.ranks)
     report.gpus = options.gpus if options.device != "cpu" else 0
     compare(report)
     report.seconds = time.monotonic() - began
@@ -195,4 +203,4 @@ def measure_groups(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main, "preflight")

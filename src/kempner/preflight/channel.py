@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 Answer = dict[str, Any]
 POLL_S = 0.005
+LEAVE_S = 10.0  # for the tasks to say that they leave
 
 
 class Driver:
@@ -51,6 +52,11 @@ class Driver:
                 time.sleep(POLL_S)
         return found
 
+    def end(self, ranks: Iterable[int]) -> None:
+        """Tell these ranks to leave, and wait until they do: the store goes with this process, and
+        a task that still waits in it prints the stack of its client."""
+        self.answers(self.ask(ranks, {"what": "end"}), time.monotonic() + LEAVE_S)
+
 
 class Task:
     """A task's side: answers them."""
@@ -61,8 +67,11 @@ class Task:
         self._next = 0
 
     def question(self) -> dict[str, Any]:
-        """Wait for the next question. Raises DistStoreError when the driver is gone."""
-        question: dict[str, Any] = json.loads(self.store.get(f"ask/{self.rank}/{self._next}"))
+        """Wait for the next question; "end" when the driver is gone."""
+        try:
+            question: dict[str, Any] = json.loads(self.store.get(f"ask/{self.rank}/{self._next}"))
+        except dist.DistError:
+            return {"what": "end"}
         return question
 
     def answer(self, answer: Answer) -> None:

@@ -41,6 +41,7 @@ def main() -> int:
         question = task.question()
         what = question.pop("what")
         if what == "end":
+            task.answer({})
             return 0
         if what == "node":
             answer = describe_node(local_rank=world.local_rank)

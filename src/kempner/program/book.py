@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from kempner import process
+from kempner import process, slurm
 from kempner.background import Background
 from kempner.code import Code
+from kempner.directories import Kind, mark
 from kempner.files import LineFile, write_atomic
-from kempner.history.events import End, Event, FirstStep, Start
+from kempner.history.events import End, Event, FirstStep, Start, of_kind, read
 from kempner.program.copy import Copy
-from kempner.program.options import Options
+from kempner.program.options import Options, check_run_dir
+from kempner.program.output import Steps
 from kempner.program.verdict import State
-from kempner.program.watch import Watch, is_numbered, number_in
+from kempner.program.watch import Watch
 from kempner.resilience.lock import RunLock
 from kempner.run_records import RunRecords, count_attempts
 
 LINE_S = 10.0  # between two lines of metrics.jsonl
 ALIVE_S = 60.0  # the same, where the step is not known
 FLUSH_S = 30.0  # for the last writes
+
+
+def has_trained(events: Sequence[Event], command: str) -> bool:
+    """Whether an attempt with this command, by its hash, has done a step, saved, or run until it
+    was asked to leave."""
+    own = {start.attempt_id for start in of_kind(events, Start) if start.command == command}
+    left = (end for end in of_kind(events, End) if end.state == "interrupted")
+    return any(event.attempt_id in own for event in (*of_kind(events, FirstStep), *left))
+
+
+def is_done(options: Options) -> bool:
+    """Whether an earlier start of this job has done this command: a script of the user's own may
+    have several, and all of them start again when the job is requeued."""
+    events = read(options.run_dir / "attempts.jsonl")
+    mine = hash_of(options.command)
+    own = {start.attempt_id for start in of_kind(events, Start) if start.command == mine}
+    job, now = slurm.job_name(), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    return any(
+        end.state == "done" and end.attempt_id in own and end.job == job and end.restart < now
+        for end in of_kind(events, End)
+    )
+
+
+def hash_of(command: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(command).encode(errors="replace")).hexdigest()[:12]
 
 
 class Book:
@@ -35,7 +64,8 @@ class Book:
         when it cannot be written."""
         self._copy = Copy.given()
         self._options, run_dir = options, options.run_dir
-        run_dir.mkdir(parents=True, exist_ok=True)
+        check_run_dir(run_dir)
+        mark(run_dir, Kind.PROGRAM)
         self._lock = RunLock(run_dir, "--run-dir=runs/NAME")
         self._background = Background(lambda text: print(f"kempner: {text}", file=sys.stderr))
         self.attempt = count_attempts(run_dir)
@@ -44,28 +74,40 @@ class Book:
         self._records.hold_reserve()
         self._metrics = LineFile(run_dir / "metrics.jsonl")
         self._file = run_dir / "progress"
-        self._progress = -1
-        with contextlib.suppress(OSError, ValueError):
-            self._progress = int(self._file.read_text())
+        self._progress = -1  # what grows with each new checkpoint or, without them, each step
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            self._progress = int(self._file.read_text().split()[0])
         self._first = self._progress
-        self.step = max(self._progress, 0) if is_numbered(options.checkpoints) else 0
-        self._line = (time.time(), self.step)  # the last one: when, and its step
-        self._stepped = False
+        self.step: int | None = None
+        self._resumes: int | None = None  # the step of the checkpoint that is there at the start
+        before = read(run_dir / "attempts.jsonl")
+        self._counts_from_0 = any(event.printed == 0 for event in of_kind(before, FirstStep))
+        self._command = hash_of(options.command)
+        self._has_trained = has_trained(before, self._command)
+        self._line = (time.time(), 0)  # the last one, or the first step: when, and its step
+        self._first_step: FirstStep | None = None
+        self._printed: Steps | None = None  # the first steps, until FirstStep is recorded
 
-    def start(self, hosts: list[str]) -> list[str]:
-        """Returns what has changed in the program's code since the last attempt."""
+    def start(self, hosts: list[str], newest: int | None) -> list[str]:
+        """Returns what has changed in the program's code since the last attempt. `newest`: the
+        number in the name of the newest checkpoint. Where the program goes on from is known once
+        it prints a step."""
+        self._resumes = newest
+        self.step = newest if self._options.steps is None else None
+        self._line = (time.time(), newest or 0)
         batch_began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
         copy = self._copy
         code = copy.code() if copy else Code("", "", ())
         changed = self._records.other_code(code, copy.root) if copy else []
         self.event(
             Start(
-                **self.head(),
+                **self.head() | {"step": None},
                 nodes=tuple(dict.fromkeys(hosts)),
                 world_size=len(hosts),
                 process_began=process.began(),
                 batch_began=batch_began,
                 code=code.hash,
+                command=self._command,
                 commit=code.commit,
                 changed=tuple(changed),
             )
@@ -77,54 +119,84 @@ class Book:
         return self._records.head(self.step)
 
     def event(self, event: Event) -> None:
+        self._end_first_step()
         self._records.event(event)
 
     # --- progress ---
 
     @property
     def progressed(self) -> bool:
-        """In this attempt."""
-        return self._stepped or self._progress > self._first
+        """In this attempt, or in an earlier one with the same command."""
+        here = self._first_step or self._printed or self._progress > self._first
+        return bool(here) or self._has_trained
 
-    def commit(self, value: int) -> None:
-        """Progress that a resume does not undo; the batch script reads it."""
+    def commit(self, value: int, step: int | None) -> None:
+        """Progress that a resume does not undo; the batch script reads it. `step`: that of the
+        newest checkpoint."""
         if value > self._progress:
             self._progress = value
-            self._background.put(lambda: write_atomic(self._file, f"{value}\n"), self._file)
+            text = f"{value}\n" if step is None else f"{value} {step}\n"
+            self._background.put(lambda: write_atomic(self._file, text), self._file)
 
     def at_checkpoint(self, watch: Watch) -> None:
-        """The newest one is complete, or there is none yet."""
+        """Any new one is progress, whatever the number in its name."""
         if watch.count:
-            number = number_in(watch.complete.path, self._options.checkpoints)
-            self.commit(self._first + watch.count if number is None else number)
-            if number is not None and self._options.steps is None:
-                self.at_step(number)
+            self.commit(self._first + watch.count, watch.number)
+            if self._printed is None:
+                self.step = watch.number
+                if self._first_step is None:
+                    self._record_first_step(time.time(), None, None)
 
-    def at_step(self, step: int | None) -> None:
-        if step is None or step == self.step:
-            return
-        self.step = step
-        if not self._stepped:
-            self._stepped = True
-            self.event(FirstStep(**self.head()))
+    def at_steps(self, steps: Steps) -> None:
+        """The program prints its steps, or gives them with its heartbeat."""
+        self.step = steps.last
+        if self._printed is None:
+            self._printed = steps
+        if self._printed.every is None and steps.every is not None:
+            self._printed = self._printed._replace(every=steps.every)
+        if self._printed.every is not None:
+            self._end_first_step()
         if not self._options.checkpoints:
-            self.commit(step)
+            self.commit(steps.last, None)
+
+    def _end_first_step(self) -> None:
+        """Records the first step that the program has printed. Where it went on from follows from
+        the distance to the second one: `step 45, step 50` after 40, unless it counts from 0. From
+        one step alone it does not, unless that is step 1."""
+        steps = self._printed
+        if steps is None or (self._first_step and self._first_step.printed is not None):
+            return
+        every = 0 if self._counts_from_0 or steps.first == 0 else steps.every
+        if every is None and steps.first > 1:
+            self._record_first_step(steps.at, None, steps.first)
+            return
+        began = max(0, steps.first - (1 if every is None else every))
+        newest = self._resumes
+        if newest is not None and (began <= newest or steps.beats) and newest <= steps.first:
+            began = newest
+        self._record_first_step(steps.at, began, steps.first)
+
+    def _record_first_step(self, at: float, began: int | None, printed: int | None) -> None:
+        head = self.head() | {"time": round(at, 3)}
+        self._line = (at, (self.step if printed is None else printed) or 0)
+        self._first_step = FirstStep(**head, began=began, printed=printed)
+        self._records.event(self._first_step)
 
     def at_warning(self) -> None:
         """Where neither steps nor checkpoints are known, that it ran so far is progress."""
-        if not (self._options.checkpoints or self._stepped):
-            self.commit(self._progress + 1)
+        if not (self._options.checkpoints or self._printed):
+            self.commit(self._progress + 1, None)
 
     def write_line(self, alive: bool) -> bool:
         """A sign of life in metrics.jsonl, for status.sh and report.py, when it is time for one."""
-        now, (at, step) = time.time(), self._line
-        moved = self.step != step
+        now, (at, step), here = time.time(), self._line, self.step or 0
+        moved = here != step
         if now - at < (LINE_S if moved else ALIVE_S) or not (moved or alive):
             return False
-        record: dict[str, Any] = {"step": self.step, "time": now, "attempt": self.attempt}
-        if self.step > step:
-            record["step_time"] = (now - at) / (self.step - step)
-        self._line = (now, self.step)
+        record: dict[str, Any] = {"step": here, "time": now, "attempt": self.attempt}
+        if here > step:
+            record["step_time"] = (now - at) / (here - step)
+        self._line = (now, here)
         text = json.dumps(record)
         self._background.put(lambda: self._metrics.write(text), self._options.run_dir)
         return True
@@ -133,6 +205,7 @@ class Book:
 
     def end(self, state: State, reason: str) -> None:
         """`state` is empty after a crash or a hang: the batch script decides."""
+        self._end_first_step()
         if state:
             self._records.status(state, reason, self.step, None)
             self.event(End(**self.head(), state=state, reason=reason))

@@ -16,6 +16,7 @@ from typing import Any
 from kempner.config.option import ConfigError
 from kempner.process_group import World
 from kempner.program.copy import Copy
+from kempner.program.launchers import uses_torchrun
 from kempner.program.options import Options
 from kempner.ray.processes import Processes
 
@@ -23,6 +24,7 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # the first of these that the progr
 # Nothing is left when this process is killed. Slurm sees to that, too; elsewhere nobody does.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--") if shutil.which("setpriv") else ()
 STACKS_S = 2.0  # for the stacks of a hang
+NAMED = 8  # processes, in a message
 
 
 class Place:
@@ -94,6 +96,15 @@ def variables(
         # A crash, and the end of a hang, then leave the stacks of all threads in the log.
         "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
+    if world.per_node == 1:  # torchrun's own options, of which each node has one
+        values |= {
+            "PET_NNODES": world.size,
+            "PET_NODE_RANK": world.rank,
+            "PET_MASTER_ADDR": start["address"],
+            "PET_MASTER_PORT": start["port"],
+            "PET_RDZV_ENDPOINT": f"{start['address']}:{start['port']}",
+            "PET_RDZV_ID": os.environ.get("KEMPNER_ATTEMPT_ID", "kempner"),
+        }
     if copy := Copy.given():
         values["PYTHONPATH"] = copy.python_path(os.environ.get("PYTHONPATH", ""))
     return {name: str(value) for name, value in values.items()}
@@ -106,7 +117,7 @@ class Child:
         """`output`: the descriptor that it writes to. Raises ConfigError when it cannot start."""
         self.options, self._processes = options, Processes()
         self.code: int | None = None
-        self.began = time.monotonic()
+        self.ended_at = 0.0  # monotonic, once it has ended
         try:
             words = [*DIES_WITH_US, *options.command]
             self.pid = self._processes.start(words, (), output, **environment)
@@ -117,12 +128,13 @@ class Child:
         """Its exit code once it has ended, negative for a signal."""
         if self.code is None:
             self.code = self._processes.exit_code(self.pid)
+            self.ended_at = time.monotonic()
         return self.code
 
     def tell(self, number: signal.Signals) -> bool:
         """Send a signal to those processes that handle it, the outermost ones: a shell or another
-        wrapper around the program would die of it, and so would its data loader's workers. False
-        when none does."""
+        wrapper around the program would die of it, and so would its data loader's workers. torchrun
+        would end its processes. False when none does."""
         found = list(self._handlers(self.pid, number))
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -130,7 +142,7 @@ class Child:
         return bool(found)
 
     def _handlers(self, pid: int, number: signal.Signals) -> Iterator[int]:
-        if _handles(pid, number):
+        if _handles(pid, number) and not _is_torchrun(pid):
             yield pid
         else:
             for child in self._processes.children(pid):
@@ -160,10 +172,27 @@ class Child:
         while found and self.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
 
+    def left_behind(self) -> list[str]:
+        """The processes that are still there once it has ended, daemons and others."""
+        found = []
+        for pid in self._processes.descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                place = Path(f"/proc/{pid}")
+                if b"KEMPNER_HEARTBEAT=" in (place / "environ").read_bytes():  # not our scontrol
+                    found.append(f"{(place / 'comm').read_text().strip()} ({pid})")
+        return found[:NAMED]
+
     def end(self) -> None:
         """End it, and all that it has started."""
         self._processes.terminate(0 if self.poll() is not None else self.pid)
         self.poll()
+
+
+def _is_torchrun(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return uses_torchrun(words)
+    return False
 
 
 def _handles(pid: int, number: signal.Signals) -> bool:

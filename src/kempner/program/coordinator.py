@@ -3,6 +3,7 @@ order of start and end, and the verdict on how the attempt has ended. No torch."
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -16,8 +17,18 @@ from kempner.program.book import Book
 from kempner.program.channel import Channel, Message, reserve_port
 from kempner.program.deadline import Deadline, last_warning
 from kempner.program.options import Options
-from kempner.program.verdict import BAD_INPUT, Ending, Outcome, crash_faults, hang_fault, judge
-from kempner.program.watch import Watch
+from kempner.program.output import Steps
+from kempner.program.verdict import (
+    BAD_INPUT,
+    SLOW_S,
+    Ending,
+    Outcome,
+    crash_faults,
+    culprit,
+    hang_fault,
+    judge,
+)
+from kempner.program.watch import POLL_S, Watch
 from kempner.rendezvous import forget_rendezvous
 
 START_S = 600.0  # for all ranks to come
@@ -32,11 +43,13 @@ LEAVE_S = 3.0  # for all ranks to hear that they may leave
 ANSWER_S = 5.0  # for what the ranks have to say of a hang
 ENDED_S = 15.0  # for the other ranks to end once one has crashed
 CROWD_S = 0.3  # after a crash: the ranks that crash at the same moment
+LOOK_S = 2.0  # for the ranks to say whether they have failed, too
 DEAF_S = 2.0  # for a program that has not come to its signal handler yet
 
 
 def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] kempner: {text}", flush=True)
+    with contextlib.suppress(OSError):  # whoever reads it has left: the program goes on
+        os.write(1, f"[{time.strftime('%H:%M:%S')}] kempner: {text}\n".encode())
 
 
 class Coordinator:
@@ -49,12 +62,15 @@ class Coordinator:
         self._new: list[Channel] = []
         self._hosts: dict[int, str] = {}
         self._endings: dict[int, Ending] = {}
+        self._ending: set[int] = set()  # the ranks that end their program because they were told to
         self._hung: dict[int, Message] = {}  # what the ranks say of a hang
-        self._asked, self._count_before = "", 0
+        self._failing: dict[int, bool] = {}  # the ranks that are there after a crash: failed, too?
+        self._asked, self._completed_before = "", 0
         self._deadline: Deadline | None = None
         self._deaf: set[int] = set()  # the ranks whose program listens to no request
         self._asked_at = 0.0
         self._began, self._finishing, self._hang_at = time.monotonic(), 0.0, 0.0
+        self._bad_at = 0.0  # the first crash
         self._started = self._over = False
         self._sent_end = ""  # why the ranks were told to end their programs
         self._alive = False
@@ -154,15 +170,27 @@ class Coordinator:
                 (self._deaf.discard if message["heard"] else self._deaf.add)(rank)
             case "alive":
                 self._alive = True
-                self._book.at_step(message["step"])
+                if message["steps"] is not None:
+                    self._book.at_steps(Steps(*message["steps"]))
             case "hung":
                 self._hung[rank] = message
                 self._hang_at = self._hang_at or time.monotonic()
             case "condition":
                 self._hung.setdefault(rank, message)
+            case "looked":
+                self._failing[rank] = message["failing"]
+            case "ending":
+                self._ending.add(rank)
             case "ended":
-                words = message["words"], message["lost_peer"]
-                self._endings[rank] = Ending(rank, self._hosts[rank], message["code"], *words)
+                self._endings[rank] = Ending(
+                    rank,
+                    self._hosts[rank],
+                    message["code"],
+                    message["words"],
+                    lost_peer=message["lost_peer"],
+                    torn=message["torn"],
+                    failed_at=time.monotonic() - message["ago"],
+                )
 
     def _tell(self, **message: Any) -> None:
         for rank, channel in self._peers.items():
@@ -188,7 +216,7 @@ class Coordinator:
         self._started = True
         hosts = [self._hosts[rank] for rank in range(self.size)]
         forget_rendezvous(self.options.run_dir)
-        changed = self._book.start(hosts)
+        changed = self._book.start(hosts, self._watch.number)
         say(
             f"attempt {self._book.attempt} in {self.options.run_dir}: "
             f"{' '.join(self.options.command)}: {self.size} process(es) on "
@@ -212,7 +240,7 @@ class Coordinator:
         if self._asked in (kind, "stop"):
             return
         self._asked, self._asked_at = kind, time.monotonic()
-        self._count_before = self._watch.count
+        self._completed_before = self._watch.completed
         if kind == "interrupt":
             self._book.at_warning()
         say(f"{why}: the program is asked to leave")
@@ -227,8 +255,13 @@ class Coordinator:
             self._end("there is no more time")
         elif self._deaf and now > self._asked_at + DEAF_S and not self._may_go_on():
             self._end("it listens to no signal")
-        elif self._deaf and self._watch.count > self._count_before:
+        elif self._deaf and self._saved_since():
             self._end(f"its next checkpoint is complete: {self._watch.complete.path}")
+
+    def _saved_since(self) -> bool:
+        """Since it was asked to leave: what was there then may be far behind by the end."""
+        saved = self._watch.completed > self._completed_before
+        return saved and self._watch.written > self._asked_at + POLL_S
 
     def _may_go_on(self) -> bool:
         """One that does not listen trains on until it has saved, where Slurm says how long."""
@@ -243,12 +276,20 @@ class Coordinator:
     # --- faults ---
 
     def _after_bad(self, bad: list[Ending]) -> None:
-        """While it leaves, each rank has its time; otherwise the others have lost it."""
+        """While it leaves, each rank has its time; otherwise the others have lost it. But a rank
+        that has failed may take longer to exit than those that have lost it."""
         if self._asked or self._sent_end:
             return
-        self._finishing = self._finishing or time.monotonic()
-        if time.monotonic() > self._finishing + CROWD_S:
-            self._sent_end = "crash"
+        now = time.monotonic()
+        if not self._bad_at:
+            self._bad_at = now
+            self._tell(do="look")
+        there = [failing for rank, failing in self._failing.items() if rank not in self._endings]
+        wait = CROWD_S if len(self._endings) + len(there) == self.size else LOOK_S
+        if any(there) or (there and culprit(bad).lost):
+            wait = SLOW_S
+        if now > self._bad_at + wait:
+            self._sent_end, self._finishing = "crash", now
             self._tell(do="end")
 
     def _end_hang(self) -> None:
@@ -286,15 +327,19 @@ class Coordinator:
     # --- the end ---
 
     def _finish(self) -> None:
+        for rank in range(self.size):
+            if rank not in self._endings and rank not in self._ending:  # its host does not answer
+                self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
         ended = list(self._endings.values())  # in the order of their ends
-        if not self._sent_end:
-            self._watch.look_at_last()
-            self._book.at_checkpoint(self._watch)
+        by_itself = not self._sent_end and (self._asked or all(e.code == 0 for e in ended))
+        over = self._bad_at or self._finishing or time.monotonic()
+        self._watch.look_at_last(bool(by_itself), over)
+        self._book.at_checkpoint(self._watch)
         hung = self._sent_end == "hang"
         # One that was ended did not end by itself, even where it left in order, with exit code 0.
         unheard = bool(self._deaf) and not self._sent_end
         outcome = judge(ended, self._asked, unheard, hung, self._book.progressed)
-        for fault in crash_faults(ended, outcome, self._book.head()):
+        for fault in crash_faults(ended, outcome, self._asked, self._book.head()):
             self._book.event(fault)
         self._close(outcome)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import glob
+import itertools
 import re
 import shutil
 import signal
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.config.option import ConfigError
+from kempner.directories import Kind, refuse_others
 
 # Options by name, with what stands after the "=".
 NAMES = {
@@ -38,11 +41,22 @@ class Options:
     heartbeat: float | None = None
     signal: signal.Signals | None = None
 
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """The directory in which all checkpoints are: in a container it has to be the host's."""
+        if not self.checkpoints:
+            return None
+        parts = Path(self.checkpoints).absolute().parts
+        fixed = [*itertools.takewhile(lambda part: not glob.has_magic(part), parts)]
+        return Path(*fixed[: len(parts) - 1])
+
 
 def parse(words: Sequence[str]) -> Options:
     """Raises ConfigError with everything that is wrong."""
     own = list(words[: words.index("--")]) if "--" in words else list(words)
     command = tuple(words[len(own) + 1 :])
+    if first := next((word for word in own if not word.startswith("-")), None):
+        raise ConfigError(f"'{first}': the command comes after '--': {USAGE}")
     problems = [] if command else [f"no command given: {USAGE}"]
     given: dict[str, str] = {}
     for word in own:
@@ -66,8 +80,6 @@ def parse(words: Sequence[str]) -> Options:
 
 
 def _advice(word: str, name: str) -> str:
-    if not word.startswith("-"):
-        return f"the command comes after '--': {USAGE}"
     near = difflib.get_close_matches(name, NAMES, 1)
     meant = f"did you mean --{near[0]}={NAMES[near[0]]}? " if near else ""
     return f"no option of run.sh; {meant}{USAGE}; options of sbatch come before run.sh"
@@ -79,7 +91,7 @@ def _steps(text: str | None, problems: list[str]) -> re.Pattern[bytes] | None:
     try:
         pattern = re.compile(text.encode())
     except re.error as error:
-        problems.append(f"--steps={text}: no regular expression: {error}")
+        problems.append(f"--steps={text}: not a valid regular expression: {error}")
         return None
     if pattern.groups != 1:
         problems.append(
@@ -123,9 +135,22 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raises ConfigError when there is nothing to start."""
+    """Raises ConfigError when there is nothing to start. A script in a container may not be seen
+    from here."""
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"no command '{command[0]}' here: give its path, load its module in site.env, or, for "
             f"a script, write: -- python {command[0]}"
         )
+    script = next((word for word in command[1:] if not word.startswith("-")), "")
+    modules = {"-c", "-m"} & set(command[1 : command.index(script)] if script else ())
+    python = re.fullmatch(r"python[\d.]*", Path(command[0]).name)
+    if python and script.endswith(".py") and not modules and not Path(script).exists():
+        raise ConfigError(f"no file '{script}' in {Path.cwd()}: correct its name, or give its path")
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Raises ConfigError when something else is there: also a run of the trainer, whose records
+    mean something else."""
+    fix = "give the program a directory of its own: --run-dir=runs/NAME"
+    refuse_others(run_dir, "--run-dir", (Kind.PROGRAM, Kind.STARTED, Kind.NOTES), fix)

@@ -6,18 +6,74 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import select
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from kempner.program.options import Options
 
 LONGEST = 1 << 16  # bytes; a longer line is cut
 PARTIAL_S = 10.0  # a line that does not end (a progress bar) is shown after so many seconds
-TAIL = 4096  # bytes that are looked through for the cause of a crash
+TAIL = 1 << 14  # bytes that are looked through for the cause of a crash
+BATCH_LOG = 100 << 20  # bytes of an attempt that a rank writes to the batch log; its own has all
+# A Python exception at the left edge, as of "[rank3]:", or a word that says so.
+EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b")
+ERROR = re.compile(
+    r".*\b(?:[Ee]rror|ERROR|[Ff]atal|FATAL|panic(?:ked)?|Segmentation fault|Killed|Aborted)\b"
+)
+TORCHRUN = "ChildFailedError"  # it counts the errors of its processes, and has none of its own
+ROOT_CAUSE = "Root Cause (first observed failure)"  # torchrun says it last
+ROOT_EXIT = re.compile(r" *exitcode *: (-?\d+)", re.M)
+ROOT_RANK = re.compile(r" *rank *: (\d+)", re.M)
+# Not SIGTERM, by which torchrun ends the others.
+TORCHRUN_SAW = re.compile(r" *traceback *: (Signal (?!15 )\d+ \(\w+\) received by PID)", re.M)
+SIGTERMED = "Signal 15 (SIGTERM) received by PID"
+# Python prints it before it runs what is to be done at its exit.
+TRACEBACK, IGNORED = b"Traceback (most recent call last)", b"Exception ignored in"
+# What a program says last when it has only lost another rank.
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exited",
+    "Socket Timeout",
+    "Connection was likely closed",
+    "Timed out waiting",
+    "pair closure",
+    "ncclRemoteError",
+)
+LOST_PEER_TAIL = 4096  # bytes
 # The batch log stays a text that grep reads: no control bytes but tab, line feed and escape.
 CONTROL = bytes(byte for byte in range(32) if byte not in b"\t\n\r\x1b") + b"\x7f"
+
+
+RESUMES = re.compile(rb"resum|restor|continu|load", re.I)  # "resuming at step 40"
+
+
+class Steps(NamedTuple):
+    """The steps that a program has told of: the first one and when, in unix seconds; how many it
+    does from one to the next, None before the second one, 0 where the first line says that it
+    resumes there; the last one."""
+
+    first: int
+    at: float
+    every: int | None
+    last: int
+    beats: bool = False  # with its heartbeat: there may have been others before the first
+
+
+def after(steps: Steps | None, step: int, line: bytes = b"") -> Steps:
+    """What is known once another step is, in this line."""
+    if steps is None:
+        return Steps(step, time.time(), 0 if RESUMES.search(line) else None, step)
+    every = steps.every
+    if every is None and step > steps.first:
+        every = step - steps.first
+    return steps._replace(every=every, last=step)
 
 
 class Output(threading.Thread):
@@ -31,9 +87,11 @@ class Output(threading.Thread):
         self._steps = options.steps
         self._partial, self._since = b"", 0.0
         self._failed = False
-        self.step: int | None = None  # the last one that it has printed
+        self.printed: Steps | None = None
         self.lines = 0  # pieces that have come so far
+        self.error_at = 0.0  # when the last traceback came, monotonic
         self.tail = b""
+        self._room = BATCH_LOG
         self._log = -1
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +112,8 @@ class Output(threading.Thread):
             self._write_log(data)
             self.tail = (self.tail + data)[-TAIL:]
             self.lines += 1
+            if TRACEBACK in data and IGNORED not in data:
+                self.error_at = time.monotonic()
             self._take(data)
         self._flush()
 
@@ -93,13 +153,20 @@ class Output(threading.Thread):
         if self._steps is not None:
             for found in self._steps.finditer(lines):
                 with contextlib.suppress(ValueError, TypeError):
-                    self.step = int(found[1].replace(b",", b""))
+                    step = int(found[1].replace(b",", b""))
+                    began = lines.rfind(b"\n", 0, found.start()) + 1
+                    self.printed = after(self.printed, step, lines[began : found.end()])
         if b"\r" in lines:
             lines = b"\n".join(
                 line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines.split(b"\n")
             )
+        if self._room <= 0:
+            return
+        self._room -= len(lines)
         lines = lines.decode(errors="replace").encode().translate(None, CONTROL)
         self._print(self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n")
+        if self._room <= 0:
+            self.say(f"more than {BATCH_LOG >> 20} MiB: what follows is in {self._path} alone")
 
     def say(self, text: str) -> None:
         """A line of the supervisor's own."""
@@ -111,7 +178,43 @@ class Output(threading.Thread):
             while data:
                 data = data[os.write(1, data) :]
 
-    def last_words(self) -> str:
-        """Its last line, as the reason of a crash."""
-        lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines()]
-        return next((line[:200] for line in reversed(lines) if line), "")
+    def last_words(self, killed: bool) -> str:
+        """Its last error, as the reason of a crash; without one its last line, which says nothing
+        about a program that was killed."""
+        lines = [line.rstrip() for line in reversed(self._tail_lines()) if re.search(r"\w", line)]
+        lines = [line for line in lines if TORCHRUN not in line and SIGTERMED not in line]
+        if seen := TORCHRUN_SAW.search(cause := self._root_cause()):
+            return cause[seen.start(1) :].splitlines()[0].strip()[:200]
+        errors = [line for line in lines if EXCEPTION.match(line)]
+        if cause:  # the other processes may have lost that one
+            errors.sort(key=_is_lost)
+        elif not errors:
+            errors = [line for line in lines if ERROR.match(line)]
+        if errors:
+            return errors[0].strip()[:200]
+        if (rank := ROOT_RANK.search(cause)) and (code := ROOT_EXIT.search(cause)):
+            return f"{ROOT_CAUSE}: rank {rank[1]}: exit code {code[1]}"
+        return "" if killed or not lines else lines[0].strip()[:200]
+
+    def lost_peer(self) -> bool:
+        """Whether it only says that another rank is gone. Of torchrun all of its processes have to:
+        it ends the others once one has failed."""
+        text = self.tail[-LOST_PEER_TAIL:].decode(errors="replace")
+        if TORCHRUN in text:
+            lines = self._tail_lines()
+            own = [line for line in lines if EXCEPTION.match(line) and TORCHRUN not in line]
+            if TORCHRUN_SAW.search(self._root_cause()) or not all(map(_is_lost, own)):
+                return False
+        return _is_lost(text)
+
+    def _root_cause(self) -> str:
+        """What torchrun says of the process that failed first; "" where it says nothing."""
+        _, found, text = self.tail.decode(errors="replace").rpartition(ROOT_CAUSE)
+        return text if found else ""
+
+    def _tail_lines(self) -> list[str]:
+        return self.tail.decode(errors="replace").splitlines()
+
+
+def _is_lost(text: str) -> bool:
+    return any(words in text for words in LOST_PEER)

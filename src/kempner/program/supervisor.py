@@ -16,7 +16,8 @@ from kempner.process_group import World
 from kempner.program.channel import Channel, Message
 from kempner.program.child import Child, Place, variables
 from kempner.program.options import Options
-from kempner.program.output import Output
+from kempner.program.output import Output, Steps, after
+from kempner.program.verdict import SLOW_S
 from kempner.run_log import log_path
 from kempner.slurm import host_name
 
@@ -24,6 +25,7 @@ KINDS = {
     signal.SIGTERM: "interrupt",
     signal.SIGUSR1: "interrupt",
     signal.SIGINT: "stop",
+    signal.SIGURG: "interrupt",  # sbatch --signal=URG@120: programs ignore it
 }
 HANDLED = (*KINDS, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
 TICK_S = 0.5
@@ -31,15 +33,6 @@ TELL_S = 2.0  # between two signs of life
 OUTPUT_S = 2.0  # for the last output of a program that has ended
 # Rank 0 has so long for its first heartbeat: it may compile, or load data.
 FIRST_BEAT_S = 1800.0
-# What a program says last when it has only lost another rank.
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "remote process exited",
-    "Socket Timeout",
-)
 TORN_DOWN = 1
 
 
@@ -70,9 +63,10 @@ class Supervisor:
         self._child: Child | None = None
         self._output: Output | None = None
         self._code: int | None = None  # that of this rank, once it may leave
-        self._reported = self._hung = False
+        self._reported = self._hung = self._torn = False
         self._unheard = ""  # the request that the program has not listened to
         self._began, self._told, self._lines = time.monotonic(), 0.0, 0
+        self._beats: Steps | None = None  # the steps of its heartbeats
 
     def main(self, channel: Channel) -> int:
         self._channel = channel
@@ -131,6 +125,8 @@ class Supervisor:
                 self._save()
             case "job_end":
                 self._place.write(self._place.end, str(message["time"]))
+            case "look":
+                self._channel.send(say="looked", failing=self._failing())
             case "report":
                 self._channel.send(say="condition", **self._condition())
             case "end":
@@ -152,7 +148,7 @@ class Supervisor:
         except ConfigError as error:
             self._output.say(f"error: {error}")
             self._reported = True
-            self._channel.send(say="ended", code=127, words=str(error), lost_peer=False)
+            self._tell_end(127, str(error), False, time.monotonic())
         finally:
             os.close(target)
         self._output.start()
@@ -170,12 +166,19 @@ class Supervisor:
         self._unheard = "" if heard else kind
         self._channel.send(say="told", heard=heard)
 
+    def _failing(self) -> bool:
+        """Whether it may be on its way out: its last words are a traceback of its own."""
+        out = self._output
+        return bool(out and time.monotonic() < out.error_at + SLOW_S and not out.lost_peer())
+
     def _save(self) -> None:
         if self._child is not None:
             self._child.tell(signal.SIGUSR2)  # save and go on, where it knows that
 
     def _end_child(self, stacks: bool) -> None:
+        self._channel.send(say="ending")
         if self._child is not None:
+            self._torn = self._child.poll() is None
             if stacks:
                 self._child.write_stacks()
             self._child.end()
@@ -198,10 +201,15 @@ class Supervisor:
         at, step = self._place.beat()
         assert self._output is not None
         if self.options.steps is not None:
-            step = self._output.step
+            steps = self._output.printed
+        elif step is not None:
+            self._beats = after(self._beats, step)._replace(every=1, beats=True)
+            steps = self._beats
+        else:
+            steps = None
         lines, self._lines = self._lines, self._output.lines
-        if step is not None or lines != self._lines or at is not None:
-            self._channel.send(say="alive", step=step)
+        if steps is not None or lines != self._lines or at is not None:
+            self._channel.send(say="alive", steps=steps)
 
     def _silence(self) -> float | None:
         """Seconds since the last heartbeat, once that is too long. A rank that has never touched
@@ -228,13 +236,25 @@ class Supervisor:
         self._reported = True
         assert self._output is not None and child.code is not None
         self._output.join(OUTPUT_S)  # a process that it has left behind may keep it open
+        if not self._torn and (left := child.left_behind()):
+            self._output.say(f"ends what the program has left behind: {', '.join(left)}")
         child.end()
         self._output.join(OUTPUT_S)
         if self.world.rank == 0:
             self._tell_progress()
         if self._unheard and self._place.asks.exists():  # it has looked at last
             self._channel.send(say="told", heard=True)
-        tail = self._output.tail.decode(errors="replace")
-        words = self._output.last_words()
-        lost = any(text in tail for text in LOST_PEER)
-        self._channel.send(say="ended", code=child.code, words=words, lost_peer=lost)
+        words = self._output.last_words(killed=child.code < 0)
+        error_at, at = self._output.error_at, child.ended_at
+        failed_at = error_at if at - SLOW_S < error_at < at else at
+        self._tell_end(child.code, words, self._output.lost_peer(), failed_at)
+
+    def _tell_end(self, code: int, words: str, lost_peer: bool, failed_at: float) -> None:
+        self._channel.send(
+            say="ended",
+            code=code,
+            words=words,
+            lost_peer=lost_peer,
+            torn=self._torn,
+            ago=time.monotonic() - failed_at,
+        )

@@ -14,6 +14,11 @@ BAD_INPUT = 2  # argparse's exit code, and Python's for a file that is not there
 NOT_STARTED = (2, 126, 127)  # the last two: a shell found no command
 HUNG = 70  # as the trainer's watchdog
 NAMED = 8  # ranks whose crash is recorded
+SLOW_S = 20.0  # for a program to exit once it has failed: its exit handlers, a core dump
+KILLED_S = 1.0  # that a rank that was killed may be noticed later than those that lost it
+# NCCL's watchdog aborts when a collective times out, and Slurm ends the ranks that are left of a
+# step. Any other signal is nobody else's doing.
+ENDED_BY_OTHERS = (-signal.SIGABRT, -signal.SIGTERM)
 
 State = Literal["done", "interrupted", "stopped", "failed", ""]
 
@@ -28,6 +33,16 @@ class Ending:
     words: str  # the last ones
     lost_peer: bool = False  # they only say that another rank is gone
     gone: bool = False
+    torn: bool = False  # its supervisor has ended it, because of another rank
+    failed_at: float = 0.0  # monotonic: its last traceback, if it failed with one, or its end
+
+    @property
+    def killed(self) -> bool:
+        return self.code < 0 and self.code not in ENDED_BY_OTHERS
+
+    @property
+    def lost(self) -> bool:
+        return self.lost_peer and not self.killed
 
     @property
     def reason(self) -> str:
@@ -56,14 +71,14 @@ class Outcome:
 
 
 def culprit(bad: Sequence[Ending]) -> Ending:
-    """The rank that failed first and by itself. `bad` is in the order in which they ended. Being
-    killed is nobody else's doing, but for SIGABRT and SIGTERM: NCCL's watchdog aborts when a
-    collective times out, and the supervisors end the others."""
-    others = (-signal.SIGABRT, -signal.SIGTERM)
-    killed = [e for e in bad if e.code < 0 and e.code not in others]
-    own = [e for e in bad if not e.lost_peer and not e.gone and e.code not in others]
+    """The rank that failed first and by itself: one that was killed rather than those that failed
+    at about the same time, which may have lost it."""
+    bad = sorted([e for e in bad if not e.torn] or bad, key=lambda e: e.failed_at)
+    own = [e for e in bad if not e.gone and not e.lost and e.code not in ENDED_BY_OTHERS]
     gone = [e for e in bad if e.gone]
-    return (killed or gone or own or list(bad))[0]
+    if gone and not any(e.killed for e in own):
+        return gone[0]
+    return min(own, key=lambda e: e.failed_at - KILLED_S * e.killed, default=bad[0])
 
 
 def judge(
@@ -76,23 +91,33 @@ def judge(
         return Outcome("", "no heartbeat", HUNG)
     if asked == "stop":
         return Outcome("stopped", "stopped by the user", 0)
-    if asked == "interrupt" and (bad or not unheard):
-        return Outcome("interrupted", "asked to make room", 0)
+    lost = any(ending.gone for ending in bad)  # Slurm ends the step of a host that is lost
+    if asked == "interrupt" and not lost and (bad or not unheard):
+        return Outcome("interrupted", "asked to save and leave", 0)
     if not bad:
         return Outcome("done", "the program has ended with exit code 0 on all ranks", 0)
     first = culprit(bad)
+    reason = first.reason
+    if first.lost:
+        reason = f"which rank failed is not known; one that has lost it: {reason}"
     if first.code in NOT_STARTED and not progressed and not first.gone:
-        return Outcome("", first.reason, BAD_INPUT, final=True)
-    return Outcome("", first.reason, 128 - first.code if first.code < 0 else first.code)
+        return Outcome("", reason, BAD_INPUT, final=True)
+    code = 128 - first.code if first.code < 0 else first.code
+    return Outcome("", reason, 1 if code == BAD_INPUT else code)  # 2 would end the job
 
 
-def crash_faults(ended: Sequence[Ending], outcome: Outcome, head: Mapping[str, Any]) -> list[Fault]:
-    """Of each rank that crashed, the first one first. srun tells of a supervisor that is gone."""
-    bad = [e for e in ended if e.code != 0 and not e.gone and e.code != -signal.SIGTERM]
-    if outcome.state or not bad or outcome.code == HUNG:
+def crash_faults(
+    ended: Sequence[Ending], outcome: Outcome, asked: str, head: Mapping[str, Any]
+) -> list[Fault]:
+    """A record of each rank that crashed by itself, the first one first. Where a supervisor is
+    gone, the other ranks have lost that one; after a request Slurm may have ended it. Of a later
+    one with another error nobody knows whether it only lost the first."""
+    own = [e for e in ended if e.code not in (0, -signal.SIGTERM) and not e.torn]
+    own = [e for e in own if not (e.gone and asked)]
+    if outcome.state or not own or outcome.code == HUNG:
         return []
-    first = culprit(bad)
-    others = [ending for ending in bad if ending is not first][: NAMED - 1]
+    first, gone = culprit(own), any(ending.gone for ending in ended)
+    others = [ending for ending in own if ending is not first][: NAMED - 1]
     return [
         Fault(
             **head,
@@ -100,7 +125,9 @@ def crash_faults(ended: Sequence[Ending], outcome: Outcome, head: Mapping[str, A
             ranks=(ending.rank,),
             hosts=(ending.host,),
             reason=ending.reason,
-            lost_peer=ending.lost_peer,
+            lost_peer=ending.lost
+            or (gone and not ending.gone)
+            or (ending is not first and not ending.gone and ending.words != first.words),
             final=outcome.final,
         )
         for ending in (first, *others)

@@ -5,72 +5,129 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from kempner import slurm
 
 POLL_S = 1.0  # a checkpoint that has not changed between two looks is complete
+SHARE = 0.05  # of the time, at most, goes into looking at the files of a checkpoint
 END_POLL_S = 60.0
+SAME_SIZE = 0.99  # of a complete checkpoint: steps and losses in it take a few bytes more or less
+GLANCED = 32  # files of a complete checkpoint
+COMPARED = 16  # names of checkpoints, to find out which of their numbers grows
+GROWING = 4  # names that show that it grows
+
+# Names under which programs write before they rename: orbax, Hugging Face, tempfile and others.
+TEMPORARY = re.compile(r"tmp|(?<![a-z])(temp|partial|part|incomplete|new|deleted)(?![a-z])", re.I)
+# But 0.35 of val_loss=0.35 is none, nor 7 of 7b or of a hash.
+NUMBER = re.compile(r"(?<![\d.])\d+(?![a-z]|\.?\d)", re.I)
+STEP = re.compile(r"(step|iter|iteration|batch|ba)s?[^a-z\d]?$", re.I)  # what stands before it
+CHECKPOINT = re.compile(r"(ckpt|checkpoint|model|state|save|weights)s?[^a-z\d]?$", re.I)
+EPOCH = re.compile(r"ep(och)?s?[^a-z\d]?$", re.I)
+DATE = re.compile(r"20\d{6}(\d{4}(\d\d)?)?|1\d{9,}")  # 20261123, or a Unix time
 
 
 class Seen(NamedTuple):
-    """The newest checkpoint: its path, its bytes, and when it was changed last."""
+    """A checkpoint: its path, its bytes, when it was changed last, and its inode."""
 
     path: str = ""
     size: int = 0
     changed: float = 0.0
+    inode: int = 0
+
+
+def open_part(path: str, pattern: str) -> str:
+    """What the pattern leaves open in a path, the same in every checkpoint: `ckpt-*` and ckpt-400
+    give 400."""
+    wild = [place for place, letter in enumerate(pattern) if letter in "*?["]
+    if not wild:
+        return ""
+    after = len(pattern.rpartition("]" if pattern.rfind("]") > wild[-1] else pattern[wild[-1]])[2])
+    return path[wild[0] : len(path) - after]
+
+
+def checkpoints(pattern: str) -> list[tuple[float, str]]:
+    """When each checkpoint was changed, and its path, the newest one last; a directory by its
+    entries alone. Links are left out where there is anything else, and what is being written."""
+    paths = [path for path in glob.glob(pattern) if not TEMPORARY.search(open_part(path, pattern))]
+    paths = [path for path in paths if not os.path.islink(path)] or paths  # latest -> another one
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):  # one that is being pruned
+            found.append((os.path.getmtime(path), path))
+    return sorted(found)
+
+
+def look_at(path: str) -> Seen:
+    """A directory counts with all that is in it. Raises OSError."""
+    files = [Path(path), *(Path(path).rglob("*") if os.path.isdir(path) else ())]
+    stats = [file.stat() for file in files]
+    size, changed = sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
+    return Seen(path, size, changed, stats[0].st_ino)
 
 
 def newest(pattern: str) -> Seen:
-    """The checkpoint that was changed last; a directory counts with all that is in it."""
-    paths = [path for path in glob.glob(pattern) if os.path.exists(path)]
-    paths = [path for path in paths if not os.path.islink(path)] or paths  # latest -> another one
-    found = [(os.path.getmtime(path), path) for path in paths]
-    if not found:
-        return Seen()
-    path = max(found)[1]
-    files = [Path(path), *(Path(path).rglob("*") if os.path.isdir(path) else ())]
-    stats = [file.stat() for file in files]
-    return Seen(path, sum(s.st_size for s in stats), max(s.st_mtime for s in stats))
+    """The checkpoint that was changed last. Raises OSError when it is pruned meanwhile."""
+    found = checkpoints(pattern)
+    return look_at(found[-1][1]) if found else Seen()
 
 
-def number_in(path: str, pattern: str) -> int | None:
-    """The step in a checkpoint's name, from what the pattern leaves open: `ckpt-*` and ckpt-400
-    give 400, `ckpt.pt` None. A number after the word step is it; else the last one."""
-    wild = [place for place, letter in enumerate(pattern) if letter in "*?["]
-    if not wild:
+def number_in(paths: Sequence[str], pattern: str) -> int | None:
+    """The step in the name of the newest of these checkpoints that has a number, the last one. It
+    is the number after the word step or the like, else after the word checkpoint or the like, else
+    one that grows from name to name. None where there is no such number: in `ckpt.pt`, in names
+    with a date or an epoch alone, and where files are made in any order."""
+    paths = [path for path in paths[-COMPARED:] if NUMBER.search(open_part(path, pattern))]
+    if not paths:
         return None
-    after = len(pattern.rpartition("]" if pattern.rfind("]") > wild[-1] else pattern[wild[-1]])[2])
-    text = path[wild[0] : len(path) - after]
-    numbers = re.findall(r"step\D?(\d+)", text) or re.findall(r"\d+", text)
-    return int(numbers[-1]) if numbers else None
-
-
-def is_numbered(pattern: str) -> bool:
-    """Whether the names of checkpoints say more than that there is one."""
-    return any(letter in pattern for letter in "*?[")
+    texts, fixed = [open_part(path, pattern) for path in paths], re.split(r"[*?[]", pattern)[0]
+    shape = NUMBER.sub("0", texts[-1])
+    rows = [NUMBER.findall(text) for text in texts if NUMBER.sub("0", text) == shape]
+    dated = any(map(DATE.fullmatch, rows[-1]))
+    found: dict[int, int] = {}  # by how sure it is
+    for place, column in zip(NUMBER.finditer(texts[-1]), zip(*rows, strict=True), strict=True):
+        word, numbers = fixed + texts[-1][: place.start()], [int(number) for number in column]
+        drops = sum(b < a for a, b in itertools.pairwise(numbers))  # one: it was started over
+        if STEP.search(word) and drops <= 1:
+            found.setdefault(0, numbers[-1])
+        elif dated or EPOCH.search(word) or (len(numbers) > 1 and len({*numbers}) == 1):
+            continue
+        elif CHECKPOINT.search(word) and drops <= 1:
+            found.setdefault(1, numbers[-1])
+        elif len(numbers) >= GROWING and not drops:
+            found.setdefault(2, numbers[-1])
+    return found[min(found)] if found else None
 
 
 class Watch(threading.Thread):
     """Start it once the ranks are there. What it finds is in its attributes."""
 
-    def __init__(self, run_dir: Path, checkpoints: str) -> None:
+    def __init__(self, run_dir: Path, pattern: str) -> None:
         super().__init__(daemon=True, name="watch")
         self.asked: list[str] = []  # requests by file: STOP, or a signal of the batch script
         self.end: float | None = None  # of the job, unix seconds
-        self.complete = Seen()  # the newest checkpoint of this attempt
-        self.count = 0  # of complete checkpoints of this attempt
+        self.count = 0  # of new checkpoints in this attempt
+        self.number: int | None = None  # the step in the name of the newest one, also of an old one
+        self.complete = Seen()  # the newest one that is whole, so that a program may be ended
+        self.completed = 0  # how many of these there were in this attempt
+        self.written = 0.0  # when the last one of them was first seen as it is, monotonic
         self._files = (run_dir / "STOP", run_dir / f".ask-{os.environ.get('KEMPNER_ATTEMPT_ID')}")
-        self._pattern = checkpoints
-        self._last = self._first = Seen()
-        if checkpoints:
+        self._pattern = pattern
+        self._first = self._last = self._counted = Seen()
+        self._since = self._pause_until = 0.0
+        self._paths: list[str] = []  # of complete ones, the newest one last
+        if pattern:
             with contextlib.suppress(OSError):
-                self._last = self._first = newest(checkpoints)
+                self._paths = [path for _, path in checkpoints(pattern)][-COMPARED:]
+                self._first = self._last = self._counted = self.complete = newest(pattern)
+            self.number = number_in(self._paths, pattern) if self._paths else None
 
     def run(self) -> None:
         end = 0.0
@@ -82,28 +139,72 @@ class Watch(threading.Thread):
                     if file.exists() and text:  # else it is being written
                         file.unlink()
                         self.asked.append(text)
-            if self._pattern:
+            if self._pattern and now >= self._pause_until:
                 with contextlib.suppress(OSError):  # one that is being pruned
                     self._look()
+                self._pause_until = now + (time.monotonic() - now) / SHARE
             if (job := slurm.job_name()) is not None and now > end:
                 end = now + END_POLL_S
                 self.end = slurm.end_of(slurm.job_fields(job)) or self.end
             time.sleep(POLL_S)
 
     def _look(self) -> None:
-        """One that has not changed since the last look is complete, and one that has a successor:
-        a program may save more often than this looks."""
-        before, self._last = self._last, newest(self._pattern)
+        """A checkpoint that has not changed since the last look is complete, and so is one that has
+        a successor: a program may save more often than this looks. A file that is written anew all
+        the time is progress, too: the one before was whole, or this one has its size again; with
+        both it is complete."""
+        found = checkpoints(self._pattern)
+        path = found[-1][1] if found else ""
+        if path and path == self.complete.path == self._last.path and not self._is_new(path):
+            return
+        before, self._last = self._last, look_at(path) if path else Seen()
+        if self._last != before:
+            self._since = time.monotonic()
         if self._last == before or self._last.path != before.path:
-            self._take(before)
+            self._take(before, complete=True)
+            return
+        replaced, whole = self._last.inode != before.inode, self._last.size == before.size
+        if replaced or whole:
+            self._take(before, complete=replaced and whole)
 
-    def look_at_last(self) -> None:
-        """The program has left in order: nothing changes any more."""
-        if self._pattern:
-            with contextlib.suppress(OSError):
-                self._take(newest(self._pattern))
+    def _is_new(self, path: str) -> bool:
+        """Whether a complete checkpoint is being written again, from a few of its files: it may be
+        a directory with many."""
+        with contextlib.suppress(OSError), os.scandir(path) as entries:
+            times = [entry.stat().st_mtime for entry in itertools.islice(entries, GLANCED)]
+            return max([os.path.getmtime(path), *times]) > self.complete.changed
+        return look_at(path) != self.complete  # a file
 
-    def _take(self, seen: Seen) -> None:
-        if seen not in (Seen(), self._first, self.complete):
-            self.complete = seen
+    def look_at_last(self, in_order: bool, ended: float) -> None:
+        """Once the program has ended, nothing changes any more: what it has saved is complete if it
+        left in order or, after a crash at the monotonic time `ended`, if it was whole before."""
+        if not self._pattern:
+            return
+        with contextlib.suppress(OSError):
+            for _, path in checkpoints(self._pattern)[-2:]:
+                seen = look_at(path)
+                stayed = seen == self._last and self._since < ended - POLL_S
+                newer = seen.changed >= self._counted.changed
+                if newer and (in_order or stayed or self._is_whole(seen)):
+                    self._take(seen, complete=True)
+
+    def _is_whole(self, seen: Seen) -> bool:
+        """Whether one that was saved just before a crash has the size of a complete one. A file
+        that is written again in its place has exactly that size: a log only grows."""
+        one = self.complete
+        if (seen.path, seen.inode) == (one.path, one.inode):
+            return seen.size == one.size
+        return one.size > 0 and seen.size >= SAME_SIZE * one.size
+
+    def _take(self, seen: Seen, complete: bool) -> None:
+        """`complete`: surely, so that a program may be ended now."""
+        if seen == Seen() or seen == self._first:
+            return
+        if seen != self._counted:
+            self._counted = seen
             self.count += 1
+            self._paths = [*(p for p in self._paths if p != seen.path), seen.path][-COMPARED:]
+            self.number = number_in(self._paths, self._pattern)
+        if complete and seen != self.complete:
+            self.complete, self.completed = seen, self.completed + 1
+            self.written = self._since

@@ -22,6 +22,8 @@ class Processes:
     def __init__(self) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.codes: dict[int, int] = {}
+        # A Popen that is deleted, or found by the next one, takes the exit code of its process.
+        self._started: list[subprocess.Popen[bytes]] = []
 
     def start(
         self,
@@ -41,6 +43,7 @@ class Processes:
             env={**os.environ, **env},
             start_new_session=True,
         )
+        self._started.append(process)
         return process.pid
 
     def exit_code(self, pid: int) -> int | None:

@@ -49,13 +49,13 @@ class RunLock:
         """Made whole under another name and linked: a link is atomic on NFS too, and never half
         there."""
         fresh = self.path.with_name(f".lock.{host_name()}.{os.getpid()}")
-        fresh.write_text(self._text)
         try:
+            fresh.write_text(self._text)
             os.link(fresh, self.path)
         except FileExistsError:
             return False
         finally:
-            fresh.unlink()
+            fresh.unlink(missing_ok=True)
         return True
 
     def _remove(self, dead: dict[str, Any] | None) -> None:

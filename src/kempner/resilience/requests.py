@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner import slurm
+from kempner.signals import on_signals
 
 if TYPE_CHECKING:
     import torch
@@ -71,25 +70,16 @@ class StopRequests:
     """Collects this process's requests. Make it first of all: a signal during the imports must not
     kill Python.
 
-    The flags are set by a thread on the signal wake-up socket, because a Python handler does not
-    run while the main thread waits in a collective. Handlers stay until the process exits; more
-    signals of a kind change nothing.
+    A thread sets the flags; more signals of a kind change nothing.
     """
 
     def __init__(self) -> None:
         self.flags = [0.0] * len(REQUESTS)
         self._unsaid: list[str] = []  # what came before there was a log
         self._say: Callable[[str], None] = self._unsaid.append
-        # Both ends must live: when one is collected, the wake-ups end.
-        self._sockets = socket.socketpair()
-        self._sockets[1].setblocking(False)
         self._job_end: float | None = None
         self._profile = 0.0
-        signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
-        self._start_thread("signals", self._listen)
-        for number in OF_SIGNAL:
-            signal.signal(number, _leave_it_to_the_thread)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_SIGNAL)  # task.sh lets them wait until here
+        on_signals(OF_SIGNAL, lambda number: self.request(OF_SIGNAL[number], number.name))
 
     @staticmethod
     def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
@@ -135,12 +125,6 @@ class StopRequests:
                 (run_dir / "PROFILE").unlink()
                 self._profile = 1.0
                 self._say("PROFILE file: a profile was requested")
-
-    def _listen(self) -> None:
-        while received := self._sockets[0].recv(64):
-            for number in received:
-                if number in OF_SIGNAL:
-                    self.request(OF_SIGNAL[signal.Signals(number)], signal.Signals(number).name)
 
     def request(self, kind: int, name: str) -> None:
         self.flags[kind] = 1.0
@@ -200,11 +184,6 @@ def final_verdict(
     if checkpointer.failed_saves:
         return Verdict(state="failed", reason="the last checkpoint was not written")
     raise TimeoutError(f"the checkpoint of step {step} was not durable in time")
-
-
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> Any:
-    """A handler in Python, so that the signal neither kills the process nor is ignored by the
-    wake-up socket."""
 
 
 def end_process(code: int) -> None:

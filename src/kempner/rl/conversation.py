@@ -30,7 +30,7 @@ def open_words(tokenizer: str, init_from: str | None) -> Words:
         return Words(own, [own.eod], {own.eod}, Path())
     if not tokenizer and init_from is None:
         raise ConfigError(
-            'rl.tokenizer: must be given, a directory or "bytes", as there is no model.init_from '
+            'rl.tokenizer: is required (a directory or "bytes"), as there is no model.init_from '
             "to take it from"
         )
     folder = Path(tokenizer).expanduser() if tokenizer else find(init_from or "").carried

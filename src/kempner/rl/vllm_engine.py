@@ -23,12 +23,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 from kempner import slurm
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
+from kempner.front_door import run_program
+from kempner.signals import leave_event
 
 TOKEN = "KEMPNER_SERVE_TOKEN"
 LOOK_S = 0.5
@@ -67,10 +71,7 @@ class Allowed:
 
 
 def main(argv: list[str]) -> int:
-    end = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: end.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+    end = leave_event()
     options, more = parse(argv)
     python = os.environ.get("KEMPNER_VLLM") or sys.executable
     if "KEMPNER_VLLM" not in os.environ and importlib.util.find_spec("vllm") is None:
@@ -84,12 +85,16 @@ def main(argv: list[str]) -> int:
     while (found := newest(options.weights)) is None:
         if end.wait(LOOK_S):
             return 0
+    place = (options.publish / f"engine-{engine_number()}").resolve()
+    try:
+        refuse_other_file(place, "--publish", ("http://",))
+    except ConfigError as error:
+        return fail(str(error))
     with socket.socket() as probe:
         probe.bind(("", options.port))
         port = probe.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.cli.main", *words(found, options, port), *more]
     process = subprocess.Popen(command, env=environment(token), start_new_session=True)
-    place = options.publish / f"engine-{engine_number()}"
     try:
         while process.poll() is None and not end.is_set():
             if not place.exists() and ready(port, token, found):
@@ -110,7 +115,8 @@ def fail(message: str) -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """What is not known here is vLLM's."""
-    parser = argparse.ArgumentParser(prog="vllm_engine", allow_abbrev=False)
+    parser = argument_parser("python -m kempner.rl.vllm_engine", __doc__)
+    parser.allow_abbrev = False
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--publish", type=Path, required=True)
     parser.add_argument("--token-file", type=Path, required=True)
@@ -175,4 +181,4 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

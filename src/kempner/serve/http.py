@@ -139,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or len(length) > 12 or int(length) > MOST_BYTES:
             self.close_connection = True
-            raise BadRequest(f"Content-Length: must be given, at most {MOST_BYTES}")
+            raise BadRequest(f"Content-Length: is required, at most {MOST_BYTES}")
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             raise ClientGone

@@ -72,7 +72,7 @@ class Fields:
     def text(self, name: str) -> str:
         value = self.take(name)
         if not isinstance(value, str) or not value:
-            raise BadRequest(f"{name}: must be given, a string")
+            raise BadRequest(f"{name}: is required (a string)")
         return value
 
     def end(self) -> None:

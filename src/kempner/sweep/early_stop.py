@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.config.option import option
 from kempner.files import read_jsonl
+from kempner.front_door import run_module
 
 POLL_S = 2.0
 SHARE = 0.05  # of the time at most goes into reading the neighbours' files
@@ -73,4 +73,4 @@ def main(run: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    run_module(lambda run: main(Path(run)), __doc__, 1)

@@ -140,7 +140,7 @@ class _Reader:
                 "the results so far"
             )
         if "points" not in own:
-            self.wrong("propose.points: must be given, the number of points in all")
+            self.wrong("propose.points: is required (the number of points in all)")
         if not space:
             self.wrong("propose: nothing to choose; write optimizer.lr = {log = [1e-4, 1e-2]}")
         try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kempner.directories import Kind, mark
 from kempner.files import end_torn_line, read_jsonl
 
 
@@ -98,9 +99,9 @@ class Journal:
 def locked(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
     """The journal, for one process at a time; raises BlockingIOError when another one has it for
     `patience` seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
+    mark(folder, Kind.SWEEP)
     end = time.monotonic() + patience
-    with open(folder / ".lock", "w") as file:
+    with open(folder / ".lock", "a") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,7 +41,11 @@ def look(points: Sequence[Point], journal: Journal, whole: bool = False) -> list
     """`whole`: with all lines of metrics.jsonl."""
     jobs = slurm.my_jobs()
     found = [_look(point, journal, jobs, None if whole else TAIL) for point in points]
-    lost = [each for each in found if each.failed and each.task and not each.run.attempts]
+    lost = [
+        each
+        for each in found
+        if each.failed and each.task and not (each.run.attempts or each.run.refusals)
+    ]
     told = slurm.accounted([each.task for each in lost if each.task])
     return [_accounted(each, told) if each in lost else each for each in found]
 
@@ -53,8 +57,10 @@ def _look(
     run = load_history(point.run_dir, jobs, tail)
     state = run.state
     job = None if task is None or jobs is None else jobs.get(task, slurm.Job(task, "GONE"))
-    begun = any(attempt.job == task for attempt in run.attempts)
-    over = begun and run.attempts[-1].decision == "end"  # the job may go on, for other points
+    refused = any(refusal.job == task for refusal in run.refusals)
+    begun = refused or any(attempt.job == task for attempt in run.attempts)
+    # The job may go on, for other points.
+    over = refused or (begun and run.attempts[-1].decision == "end")
     if task is None and not is_run(point.run_dir):
         state = State("planned")
     elif task is None or state.word in ("done", "stopped"):
@@ -67,7 +73,7 @@ def _look(
         state = State("starting")
     elif job is not None and job.state == "GONE" and journal.was_cancelled(point.name):
         state = CANCELLED
-    elif not run.attempts:
+    elif not run.attempts and not refused:
         state = State("killed", f"job {task} ended before the run began", attention=True)
     if any(point.name in each.points for each in journal.open):
         state = State("unknown", "Slurm has not said whether it took the job")

@@ -15,14 +15,17 @@ from typing import Any
 
 from kempner.config.option import ConfigError
 from kempner.config.values import did_you_mean
+from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
 from kempner.history.run_history import History
 from kempner.history.tables import aligned
+from kempner.picture import refuse_other_picture, save_picture
 from kempner.sweep.file import Sweep
 from kempner.sweep.journal import Journal
 from kempner.sweep.look import Look, look
 from kempner.sweep.points import Point, short
 
+SIGN = ",step,state,tokens_per_s,parameters,run\n"  # of a table.csv: the end of its first line
 LAST = 10  # lines of metrics.jsonl whose mean is the training loss
 LOG_FROM = 8.0  # largest over smallest value of an axis
 
@@ -41,10 +44,14 @@ class Row:
         return self.look.state.word == "done"
 
 
-def write(sweep: Sweep, points: list[Point], options: argparse.Namespace) -> int:
-    """Print the table, and write sweep/table.csv and table.png. Raises ConfigError."""
+def write(sweep: Sweep, points: list[Point], options: argparse.Namespace, begun: bool) -> int:
+    """Print the table and, once the sweep has begun, write sweep/table.csv and table.png. Raises
+    ConfigError."""
     x = axis_of(sweep, points, options.x)
     own = sweep.dir / "sweep"
+    table, picture = own / "table.csv", own / "table.png"
+    refuse_other_file(table, "the table", (SIGN,))
+    refuse_other_picture(picture, "the picture", named=False)
     looks = look(points, Journal(own), whole=True)
     kind = "val_loss" if any(each.run.validations for each in looks) else "loss"
     rows = [Row(each, *loss_of(each.run, kind, options.step)) for each in looks]
@@ -52,13 +59,15 @@ def write(sweep: Sweep, points: list[Point], options: argparse.Namespace) -> int
     head = [*sweep.varied, kind, "at step", "state", "tokens/s", "run"]
     cells = [[*map(short, map(row.value, sweep.varied)), *figures(row)] for row in rows]
     print(aligned([head, *cells], 2, range(len(head) - 1)))
-    own.mkdir(parents=True, exist_ok=True)
-    write_atomic(own / "table.csv", as_csv(sweep, kind, rows))
-    made = [str(own / "table.csv")]
+    if not begun:
+        print("sweep: nothing is submitted yet: the table is not written", file=sys.stderr)
+        return 0
+    write_atomic(table.resolve(), as_csv(sweep, kind, rows))
+    made = [str(table)]
     if x is not None and any(row.loss is not None for row in rows):
         try:
-            draw(sweep, rows, x, kind, own / "table.png")
-            made.append(str(own / "table.png"))
+            draw(sweep, rows, x, kind, picture)
+            made.append(str(picture))
         except ModuleNotFoundError:
             fix = ".venv/bin/pip install -c constraints.txt -e '.[plot]'"
             print(f"sweep: no picture: matplotlib is not installed; run {fix}", file=sys.stderr)
@@ -158,4 +167,4 @@ def draw(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path) -> Non
     if any(lines):
         axes.legend(loc="best", fontsize=8)
     axes.grid(color="0.9", linewidth=0.7)
-    figure.savefig(out)
+    save_picture(figure, out)

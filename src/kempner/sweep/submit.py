@@ -14,7 +14,6 @@ from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
 from kempner.files import write_atomic
 from kempner.history import events
-from kempner.history.run_history import is_run
 from kempner.sweep.file import Sweep
 from kempner.sweep.journal import Journal, Submission
 from kempner.sweep.look import HOLDS, Look
@@ -22,6 +21,9 @@ from kempner.sweep.points import Point, check_points
 from kempner.sweep.resources import profile_environment
 
 DELAYS_S = (1, 2, 4, 8, 16, 32)  # before sbatch is tried again
+# In the words of an sbatch that has sent nothing; after any others Slurm may have the job.
+NO_CLUSTER = "Could not establish a configuration source"
+NOT_SENT = (NO_CLUSTER, "(connect failure)", "Connection refused")
 MAX_ARRAY_SIZE = 1001  # Slurm's default
 
 
@@ -58,8 +60,6 @@ def check(sweep: Sweep, points: Sequence[Point], held: Sequence[Array] = ()) -> 
     ConfigError with all problems."""
     problems: list[str] = []
     arrays: list[Array] = []
-    if is_run(sweep.dir):
-        problems.append(f"{sweep.dir}: is the directory of a run; give the sweep another name")
     try:
         profile_environment(sweep.profile)
     except ConfigError as error:
@@ -173,10 +173,10 @@ def submit(
         *array.words, *array.program, f"@{lines}",
     ]  # fmt: skip
     job: str | None = ""
+    maybe = False  # the answer may be lost, and not the job: no second try without Slurm's word
     for delay in (0, *DELAYS_S):
         time.sleep(delay)
-        if delay:  # the answer may be lost, and not the job: no second try without Slurm's word
-            job = find(journal, submission)
+        job = find(journal, submission) if maybe else ""
         if job:
             break
         if job is None:
@@ -187,8 +187,11 @@ def submit(
         if done.returncode == 0:
             break
         say(f"sbatch failed: {done.stderr.strip() or done.returncode}")
+        maybe = not any(word in done.stderr for word in NOT_SENT)
+        if NO_CLUSTER in done.stderr:
+            break
     else:
-        job = find(journal, submission)
+        job = find(journal, submission) if maybe else ""
     record(journal, submission, job)
     return bool(job)
 
@@ -213,7 +216,10 @@ def record(journal: Journal, submission: Submission, job: str | None) -> None:
         journal.append(event="refused", name=submission.name)
 
 
-def settle(journal: Journal) -> None:
-    """What an earlier sweep.py could not record, because it was killed or Slurm was away."""
+def settle(journal: Journal, here: bool = False) -> None:
+    """What an earlier sweep.py could not record, because it was killed or Slurm was away. `here`:
+    points that Slurm still does not answer for are run on this machine; should it have the job all
+    the same, the lock of a run lets one of the two train."""
     for submission in journal.open:
-        record(journal, submission, find(journal, submission))
+        job = find(journal, submission)
+        record(journal, submission, "" if here and job is None else job)

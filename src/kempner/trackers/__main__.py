@@ -10,7 +10,6 @@ not, 2 on bad input.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -18,6 +17,9 @@ import sys
 from pathlib import Path
 
 from kempner.config import toml
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.front_door import run_program
 from kempner.trackers.config import missing
 from kempner.trackers.follow import follow
 
@@ -25,13 +27,7 @@ NAMES = ("tensorboard", "wandb")
 
 
 def main(argv: list[str]) -> int:
-    about, _, more = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m kempner.trackers",
-        description=about,
-        epilog=more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("python -m kempner.trackers", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("names", nargs="*", metavar="TRACKER", help=f"{' or '.join(NAMES)}")
     parser.add_argument(
@@ -48,8 +44,7 @@ def main(argv: list[str]) -> int:
         wrong = f"{name}: no such tracker; there are {' and '.join(NAMES)}"
         problem = problem or (missing(name) if name in NAMES else wrong)
     if problem:
-        print(f"trackers: error: {problem}", file=sys.stderr)
-        return 2
+        raise ConfigError(problem)
     if len(names) > 1:  # one must not wait for the other
         again = [sys.executable, "-m", "kempner.trackers", str(options.run)]
         flags = ["--follow"] if options.follow else []
@@ -69,4 +64,4 @@ def configured(run_dir: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main, "trackers")

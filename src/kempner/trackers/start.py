@@ -52,7 +52,8 @@ class Trackers:
                 with contextlib.suppress(ProcessLookupError):  # with the helpers that it has
                     os.killpg(process.pid, signal.SIGKILL)
             if process.poll() != 0:
+                again = f"{sys.orig_argv[0]} -m kempner.trackers {self._run_dir} {name}"
                 self._announce(
                     f"WARNING: tracker {name} does not have the last points; the next attempt, or "
-                    f"`python -m kempner.trackers {self._run_dir} {name}`, passes them on"
+                    f"`{again}`, passes them on"
                 )

@@ -12,24 +12,27 @@ from kempner.history.attempts import AFTER, Attempt, Record
 from kempner.history.events import KINDS
 from kempner.history.page.markup import clock, lasting, pill, same_day, shown
 from kempner.history.run_history import History
-from kempner.history.wall_time import Phase
+from kempner.history.wall_time import PARTS, UNCOUNTED, Phase
 
 COLUMNS = 360  # of a bar; each shows in what shares its time was spent
 HEIGHT = 20
 QUEUE, IDLE = "in the queue", "nobody runs it"
-ORDER = ("training", "validation", "saving", "lost", "stalled", "start-up", "shutdown", QUEUE, IDLE)
+ORDER = (*(part for part in PARTS if part != "not running"), QUEUE, IDLE)
 MEANING = {
     "training": "steps that count",
+    UNCOUNTED: "a program whose steps are not known",
     "lost": "steps that a restart has done again",
     "stalled": "steps that took far longer than the usual",
     "start-up": "from the start of the batch script to the first step",
     "shutdown": "from the last step to the end",
     QUEUE: "between an attempt and the next one of a requeued job",
     IDLE: "between attempts, and no job was waiting",
+    "ended": "done or stopped as asked, until a user continued it; not in the ratio",
 }
 # Events that the list of attempts shows in other words.
 TOLD = frozenset(("start", "first_step", "end", "fault", "decision"))
 HEAD = frozenset(("event", "time", "job", "restart", "attempt_id", "attempt", "step"))
+REFUSALS = 20  # that are shown
 NOTES = 20  # of an attempt
 
 
@@ -106,9 +109,10 @@ def life(run: History, now: float) -> str:
         for part in ORDER
         if sums[part] > 0
     )
+    share = f", {sums['training'] / total:.1%} of it in steps that count"
     return (
-        f"<section><h2>Where the time went <span>{lasting(total)} since the first start, "
-        f"{sums['training'] / total:.1%} of it in steps that count</span></h2>"
+        f"<section><h2>Where the time went <span>{lasting(total)} since the first start"
+        f"{'' if sums[UNCOUNTED] else share}</span></h2>"
         f"{bar(phases, began, ended)}{axis(began, ended, now)}"
         f'<ul class="key">{keys}</ul></section>'
     )
@@ -158,7 +162,7 @@ def attempts(run: History, now: float, name: str, most: int) -> str:
     """All attempts, the newest first. `name`: of the run within the page."""
     phases = phases_of(run, now)
     if not run.attempts:
-        return ""
+        return f"<section><h2>Attempts</h2>{refused(run, now)}</section>" if run.refusals else ""
     began, ended = (phases[0].began, phases[-1].ended) if phases else (0.0, 0.0)
     notes = notes_of(run)
     rows = []
@@ -176,7 +180,16 @@ def attempts(run: History, now: float, name: str, most: int) -> str:
     more = f'<p class="none">{left:,} earlier attempts are in attempts.jsonl</p>' if left else ""
     return (
         f"<section><h2>Attempts <span>{len(run.attempts):,}, the newest first</span></h2>"
-        f'<ol class="attempts">{"".join(rows)}</ol>{more}</section>'
+        f'<ol class="attempts">{"".join(rows)}</ol>{more}{refused(run, now)}</section>'
+    )
+
+
+def refused(run: History, now: float) -> str:
+    """The starts that never became attempts, the newest first."""
+    return "".join(
+        f'<p class="none">{clock(each.time, now)}'
+        f"{f' · job {shown(each.job, 40)}' if each.job else ''}: {shown(each.text, 600)}</p>"
+        for each in run.refusals[: -1 - REFUSALS : -1]
     )
 
 
@@ -190,7 +203,7 @@ def attempt(run: History, i: int, now: float, name: str, drawn: str, notes: list
         f"<b>{shown(a.name, 20)}</b>",
         f"{clock(a.opened, now)} – {'now' if a.state == 'running' else until(a, now)}",
         lasting(a.ended - a.opened),
-        f"steps {a.first_step:,} – {a.last_step:,}" if a.began else "no step",
+        "no step" if a.steps == "-" else f"steps {a.steps.replace(' to ', ' – ')}",
         (f"start-up {lasting(startup)}" if startup is not None else "")
         + (f" · {lost:,} steps done again" if lost else ""),
         shown(f"{hosts}{ranks}{job}", 160),

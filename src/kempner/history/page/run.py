@@ -57,7 +57,7 @@ def section(
 def header(run: History, told: dict[str, Any], now: float) -> str:
     state = told["state"]
     why = f'<p class="why">{shown(told["why"], 1000)}</p>' if told["attention"] else ""
-    if state == "waiting":
+    if state == "waiting" or (run.refusal and not told["attention"] and told["why"]):
         why = f"<p>{shown(told['why'], 400)}</p>"
     facts = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
@@ -84,7 +84,8 @@ def cells(run: History, told: dict[str, Any], now: float) -> list[tuple[str, str
     """(name, value, more) of each figure, as HTML."""
     most = told["max_steps"]
     sign = last_sign(run)
-    found = [("step", f"{told['step']:,}", f"of {most:,} · {told['progress']:.1%}" if most else "")]
+    step = "-" if told["step"] is None else f"{told['step']:,}"
+    found = [("step", step, f"of {most:,} · {told['progress']:.1%}" if most else "")]
     if told["eta"] is not None:
         found.append(("done", clock(told["eta"], now), f"in {lasting(told['eta_s'])} at this pace"))
     if sign is not None:
@@ -136,7 +137,7 @@ def night(run: History, now: float) -> str:
 
 def curves(run: History, *, brief: bool) -> str:
     buckets = BUCKETS // 3 if brief else BUCKETS
-    marks = [a.first_step for a in run.attempts if a.began and a.first_step][:MARKS]
+    marks = [a.first_step for a in run.attempts if a.began and a.counted and a.first_step][:MARKS]
     steps = [line["step"] for line in run.lines]
     most = max(steps, default=0) or None
 
@@ -171,7 +172,8 @@ def curves(run: History, *, brief: bool) -> str:
             figure("Learning rate", "", [Curve(points_of(run.losses, "lr"))], zero=True),
         ]
     if not any(found):
-        return '<section><p class="none">No step is recorded yet.</p></section>'
+        what = "No losses are recorded." if run.step else "No step is recorded yet."
+        return f'<section><p class="none">{what}</p></section>'
     many = len(run.losses) > 2 * buckets
     note = "x: step" + ("; dotted: a restart" if marks else "")
     note += f"; of {len(run.losses):,} lines, means and extremes" if many else ""

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kempner.directories import SEAL, seal
 from kempner.files import write_atomic
 from kempner.history.facts import facts
 from kempner.history.nodes import Node, merged, nodes_of
@@ -31,6 +32,7 @@ POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'"
 )
+SIGN = f'content="{POLICY}"'  # that a file is such a page
 
 
 class Told(NamedTuple):
@@ -57,7 +59,7 @@ def write_page(
     else:
         told = [_tell(each) for each in work]
     lives = any(each.facts["state"] in LIVE for each in told)
-    write_atomic(page, document(told, now, every if lives else None))
+    write_atomic(page.resolve(), seal(document(told, now, every if lives else None)))
     return lives
 
 
@@ -81,6 +83,7 @@ def document(told: list[Told], now: float, every: int | None) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="generator" content="kempner {SEAL}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark">{again}<title>{shown(title, 200)}</title>'
         f'<link rel="icon" href="data:,"><style>{STYLE.read_text()}</style></head>\n'
@@ -101,7 +104,8 @@ def index(told: list[Told], now: float) -> str:
 
     order = sorted(range(len(told)), key=rank)
     anchors = {told[i].facts["run"]: f"r{i}" for i in order}
-    counts = {"need attention": sum(each.facts["attention"] for each in told)}
+    alarms = sum(each.facts["attention"] for each in told)
+    counts = {"needs attention" if alarms == 1 else "need attention": alarms}
     for each in told:
         state = each.facts["state"]
         counts[state] = counts.get(state, 0) + 1
@@ -137,7 +141,7 @@ def row(each: Told, name: str, now: float) -> str:
         f'<tr><th scope="row"><a href="#{name}">{shown(f["run"], 120)}</a></th>'
         f'<td data-l="state">{pill(f["state"], f["attention"])}</td>'
         f'<td data-l="step"><div class="progress">{share}</div>'
-        f"<small>{f['step']:,}{most}</small></td>"
+        f"<small>{'–' if f['step'] is None else format(f['step'], ',')}{most}</small></td>"
         f'<td class="curve" data-l="loss">{each.spark}</td>'
         f'<td class="n" data-l="last loss">{number(f["loss"])}</td>'
         f'<td class="n" data-l="tokens/s">{rate}</td>'

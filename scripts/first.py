@@ -1,0 +1,63 @@
+"""What every program here calls first: where the environment is missing it says what to do, and
+from then on Ctrl-C and closed streams are seen to, while the rest is imported.
+
+It is also read by an old Python: no syntax after 3.6, neither here nor in the programs.
+"""
+
+import os
+import sys
+
+PACKAGES = ("kempner", "torch", "numpy", "tomli", "safetensors", "huggingface_hub")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BIN = os.path.join(ROOT, ".venv", "bin")
+
+
+def begin():
+    sys.excepthook = hook
+    if sys.version_info < (3, 10):  # noqa: UP036
+        refuse(f"it is Python {sys.version.split()[0]}, and 3.10 is needed", in_environment())
+    from kempner import front_door
+
+    front_door.begin_program()
+
+
+def hook(kind, error, trace):
+    """In place of the traceback of an import that fails for want of the environment, or that is
+    interrupted before front_door.py sees to that."""
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(130)
+    lacking = getattr(error, "name", None)
+    if issubclass(kind, ModuleNotFoundError) and lacking in PACKAGES:
+        refuse(f"it has no package {lacking}", in_environment())
+    if issubclass(kind, ModuleNotFoundError) and lacking == "ray":
+        fix = f"run: {os.path.join(BIN, 'pip')} install -c constraints.txt -e '.[ray]'"
+        refuse("it has no package ray", fix)
+    sys.__excepthook__(kind, error, trace)
+
+
+def in_environment():
+    """The same command by the environment's Python."""
+    import shlex
+
+    python = os.path.join(BIN, "python")
+    fix = "type: {} {}".format(python, " ".join(map(shlex.quote, sys.argv)))
+    if os.path.exists(python):
+        return fix
+    return f"make the environment by `make -C {ROOT} .venv/train`, then {fix}"
+
+
+def refuse(why, fix):
+    """One line, and exit code 2; for --help what the program is, and 0."""
+    if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
+        about = sys.modules["__main__"].__doc__.strip()
+        sys.stdout.write(f"{about}\n\nAll options, which need the environment: {fix}\n")
+        sys.stdout.flush()
+        os._exit(0)
+    name = os.path.splitext(os.path.basename(sys.argv[0]))[0]
+    sys.stderr.write(f"{name}: error: {sys.executable} does not serve here: {why}; {fix}\n")
+    sys.stderr.flush()
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    print("first.py is not a program: those of scripts/ import it")

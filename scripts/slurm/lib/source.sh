@@ -1,0 +1,87 @@
+# shellcheck shell=bash
+# Read a file of settings, which is bash: site.env, a profile, KEMPNER_SECRETS. A file that bash cannot read to its end
+# stops the script before anything starts: half of the settings would be missing in the middle of a job.
+
+readonly KP_READ="source \"\$KP_FILE\"" # bash's words for the command that reads the file
+
+kp_can_source() { # <file> [secrets]: stops when it is not text that bash can parse
+    local file=$1 line mark=$'\xef\xbb\xbf'
+    [[ ! -d $file ]] || kp_die "$file is a directory: give a file of NAME=value lines"
+    [[ -r $file ]] || kp_die "$file cannot be read: correct its permissions, or name another file"
+    [[ -f $file ]] || return 0 # /dev/null
+    ((0 == $(LC_ALL=C tr -dc '\0' <"$file" | head -c 1 | wc -c))) ||
+        kp_die "$file is a binary file: give a text file of NAME=value lines"
+    [[ $(head -c 3 -- "$file") != "$mark" ]] ||
+        kp_die "$file, line 1: begins with a byte order mark: remove it by: sed -i '1s/^\\xef\\xbb\\xbf//' '$file'"
+    line=$(grep -nm 1 $'\r$' -- "$file") && kp_die "$file, line ${line%%:*}: ends with a carriage return, as" \
+        "Windows writes lines: remove them by: sed -i 's/\\r\$//' '$file'"
+    # extglob: a line of the file may switch it on, which the parser alone does not see
+    line=$(BASH_ENV='' LC_ALL=C bash -O extglob -n -- "$file" 2>&1) && return
+    # "FILE: line 5: syntax error: unexpected end of file"; of secrets it may quote one
+    line=${line%%$'\n'*} line=${line#"$file: line "}
+    [[ -z ${2:-} ]] || line="${line%%:*}: it is not shown here"
+    kp_die "$file, line ${line%%:*}: bash cannot parse it:${line#*:}; look for a quote, a bracket or an if that is" \
+        "not closed"
+}
+
+kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops where a line of it ends this script
+    # No local variables: where ${NAME:?} ends the script, they are gone before its EXIT trap.
+    KP_FILE=$1 KP_HIDDEN=${2:-} KP_PLACE=$PWD KP_LINE='' KP_COMMAND='' KP_EXIT=$(trap -p EXIT)
+    command_not_found_handle() { return 127; } # kp_source_failed says which and where
+    trap 'kp_source_left "$?"' EXIT
+    trap 'kp_source_failed "$?" "$LINENO" "${BASH_SOURCE[0]}"' ERR
+    # Modules and the like are not written for errexit and its like. -T: the file has DEBUG, too.
+    set +eu +o pipefail
+    set -aT
+    trap 'kp_source_at "$LINENO" "$BASH_COMMAND" "${BASH_SOURCE[0]}"' DEBUG
+    # shellcheck source=/dev/null
+    source "$KP_FILE"
+    KP_STATUS=$?
+    trap - DEBUG ERR
+    set +aT
+    set -eu -o pipefail
+    [[ $PWD == "$KP_PLACE" ]] || cd -- "$KP_PLACE" # the script's own path and its arguments may be relative
+    export -n KP_LINE KP_COMMAND KP_STATUS
+    [[ $KP_COMMAND != "return "* || $KP_STATUS == 0 ]] || kp_source_wrong "$KP_LINE" \
+        "leaves out the rest of the file: 'return' alone does so, when that is meant"
+    trap - EXIT
+    eval "$KP_EXIT"
+    unset -f command_not_found_handle
+}
+
+kp_source_at() { # <line> <command> <file>: before each command
+    [[ $3 != "$KP_FILE" || $2 == "$KP_READ" ]] || KP_LINE=$1 KP_COMMAND=$2
+}
+
+kp_source_failed() { # <exit code> <line> <file>: says which line has failed; stops when it is no command
+    local why="ended with exit code $1" text assignment='^[[:space:]]*(export[[:space:]]+)?[A-Za-z_][A-Za-z0-9_]*='
+    [[ $3 == "$KP_FILE" && $BASH_COMMAND != "$KP_READ" ]] || return 0
+    text=$(sed -n "$2p" -- "$KP_FILE")
+    if (($1 == 127)) && [[ ! $text =~ $assignment ]]; then # not X=$(command), which may be meant to be empty
+        why="there is no such command here: correct the line"
+        [[ ! $text =~ ^[[:space:]]*[A-Za-z0-9_]+[[:space:]]+= ]] || why="write NAME=VALUE, without blanks around '='"
+        kp_source_wrong "$2" "$why"
+    fi
+    # In the copy of the code it would be said twice. Not on standard output, which others may read.
+    [[ ${KP_ROOT:-} != "${KP_ORIGIN:-}" ]] || kp_log "warning: $(kp_source_place "$2"): $why" >&2
+}
+
+kp_source_left() { # <exit code>: the EXIT trap while a file is read; after Ctrl-C it says nothing
+    (($1 <= 128)) || exit "$1"
+    kp_source_wrong "$KP_LINE" "ends the script that reads the file: remove it; 'return' leaves the file"
+}
+
+kp_source_wrong() { # <line> <what is wrong; what to do>: ends the script, as kp_die
+    trap - DEBUG ERR EXIT
+    set +T
+    printf 'kempner: error: %s: %s\n' "$(kp_source_place "$1")" "$2" >&2
+    [[ $KP_EXIT != *kp_stay_ended* ]] || kp_stay_ended || true
+    exit 2
+}
+
+kp_source_place() { # <line>: the file, the line and, unless it may be a secret, what it says
+    local text
+    text=$(sed -n "$1{s/^[[:space:]]*//; s/[[:space:]]*\$//; p}" -- "$KP_FILE")
+    if [[ -n $KP_HIDDEN ]]; then text="(not shown)"; else text=": '$text'"; fi
+    echo "$KP_FILE, line $1${KP_HIDDEN:+ }$text"
+}

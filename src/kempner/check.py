@@ -1,0 +1,51 @@
+"""Answer what the batch script asks about a configuration, in one process: where Python is in a
+container, each start of it may take minutes. No torch.
+
+    python -m kempner.check PROGRAM ARGUMENTS
+
+runs PROGRAM with the arguments and --check, and prints, each with a NUL behind it: the checked
+configuration, run.dir, checkpoint.dir, distributed.device, the directories of token shards, an
+empty text, and the configuration files among the arguments with all that they build upon. The exit
+code is that of PROGRAM.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from kempner.code import inputs
+from kempner.config import toml
+from kempner.front_door import run_module
+
+
+def answers(text: str) -> Iterator[str]:
+    """The parts of a checked configuration that the batch script needs."""
+    cfg = toml.loads(text)
+    yield cfg["run"]["dir"]
+    yield cfg.get("checkpoint", {}).get("dir", "")
+    yield cfg.get("distributed", {}).get("device", "auto")
+    data = cfg.get("data", {})
+    paths = [data.get("dataset_path", ""), *(s["path"] for s in data.get("sources", []))]
+    for path in map(os.path.expanduser, paths):
+        if os.path.isfile(os.path.join(path, "dataset.json")):
+            yield path
+
+
+def main(program: str, arguments: Sequence[str]) -> int:
+    command = [sys.executable, program, *arguments, "--check"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        return done.returncode
+    try:
+        found = [done.stdout, *answers(done.stdout), "", *map(str, inputs(arguments))]
+    except (ValueError, KeyError, TypeError):  # --help among the arguments
+        found = []
+    print(*(f"{text}\0" for text in found), sep="", end="")
+    return 0
+
+
+if __name__ == "__main__":
+    run_module(lambda program, *arguments: main(program, arguments), __doc__, 1, sys.maxsize)

@@ -1,0 +1,88 @@
+"""Whether a run may go on from a checkpoint, or be forked from it: told from its manifest, before
+anything is started. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from kempner.config.option import ConfigError
+from kempner.data.opening import changes
+from kempner.model.config import OF_TRAINING, ModelConfig
+
+# A manifest states under "fixed" what gives its weights and its position their meaning. These facts
+# may differ in the run that loads it; all others never may, such as the shapes of the weights.
+MAY_CHANGE = tuple(f"model.{name}" for name in OF_TRAINING)
+MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
+    *MAY_CHANGE,
+    "model.init_from",
+    "data.*",
+    "train.seq_len",
+    "model.max_seq_len",  # longer contexts: no weight depends on these
+    "model.rope_*",
+    "model.sliding_window",
+)
+
+
+def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
+    """Raises ConfigError when the checkpoint is of another run or another model."""
+    if "imported" in manifest:
+        raise ConfigError(
+            f"{path} was imported from {manifest['imported']}, and is no run to continue: start "
+            "one from it with --model.init_from=THIS_RUN and a --run.dir of its own"
+        )
+    if manifest.get("run") != about.get("run"):
+        raise ConfigError(
+            f"{path} is of another run (id {manifest.get('run')}, this run has id "
+            f"{about.get('run')}): give this run a directory of its own, --checkpoint.dir=DIR; or, "
+            "if this is the same run in a new run.dir, write the checkpoint's id into RUN_DIR/id"
+        )
+    if differ := differences(manifest, about, MAY_CHANGE):
+        fix = "Use what is there, or give this run a directory of its own: --run.dir=runs/NAME"
+        if not differences(manifest, about, MAY_CHANGE_IN_A_FORK):
+            fix += "; add --run.fork=RUN_DIR to begin from the weights of this one"
+        raise ConfigError(f"{path} does not fit this run: {'; '.join(differ.values())}. {fix}")
+
+
+def check_fork(source: str, path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
+    """Raises ConfigError when the checkpoint that run.fork = `source` names has other weights."""
+    if differ := differences(manifest, about, MAY_CHANGE_IN_A_FORK):
+        raise ConfigError(
+            f"run.fork = {source}: {path} has other weights than this run: "
+            f"{'; '.join(differ.values())}. Use what is there: a fork may change the data, "
+            "train.seq_len, the schedule and the world, not the shape or the meaning of the weights"
+        )
+
+
+def differences(
+    manifest: dict[str, Any], about: dict[str, Any], allowed: tuple[str, ...]
+) -> dict[str, str]:
+    """The facts that differ and that are not `allowed` to, and what to say of each. An option of
+    the model that a manifest does not have came later: it had its default."""
+    before = {each.name: each.default for each in fields(ModelConfig)}
+    differ = {
+        name: f"{name} is {_text(there)} there, {_text(value)} here"
+        for section, values in about["fixed"].items()
+        for key, value in values.items()
+        if (there := manifest["fixed"].get(section, {}).get(key, before.get(key))) != value
+        and (name := f"{section}.{key}") != "data.mixture"
+    }
+    if (lora := manifest["fixed"].get("lora")) and "lora" not in about["fixed"]:
+        differ["lora.rank"] = f"lora.rank is {lora['rank']} there, 0 here"
+    if mixture := manifest["fixed"].get("data", {}).get("mixture"):
+        same_length = "train.seq_len" not in differ
+        if (here := about["fixed"]["data"].get("mixture")) is None:
+            differ["data.sources"] = "data.sources are read there, here it learns from rewards"
+        elif past := changes(mixture, here, manifest["phases"], manifest["samples"], same_length):
+            differ["data.sources"] = "; ".join(past)
+    return {
+        name: text
+        for name, text in differ.items()
+        if not any(fnmatch(name, pattern) for pattern in allowed)
+    }
+
+
+def _text(value: Any) -> Any:
+    return "none" if value is None else value  # as options and files have it

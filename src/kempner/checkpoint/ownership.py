@@ -1,0 +1,122 @@
+"""Whose a directory of checkpoints is, and which names in it: a run renames and deletes only what
+is its own. No torch.
+
+The directory and each checkpoint have a mark (kempner.directories) with the id of the run, which is
+written before anything else. Versions before the mark are known by their manifests, and what they
+left unfinished by the names in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from kempner.config import toml
+from kempner.config.option import ConfigError
+from kempner.directories import (
+    MARK,
+    NOTHING,
+    Kind,
+    describe,
+    kind_of,
+    mark,
+    read_manifest_of,
+    read_mark,
+    read_run_id,
+)
+from kempner.files import step_of
+
+IN_A_CHECKPOINT = re.compile(
+    r"ranks-\d+|config\.toml|tensors\.json|manifest\.json|\.metadata|\..*\.new"
+)
+AROUND = re.compile(r"step_\d{8,}(\..*)?|latest|skip\.json|lock|\.lock\..*|replicas|\..*\.new")
+
+
+def claim(root: Path, run: str) -> None:
+    """Mark the directory as that of this run. Raises ConfigError when it is something else, or
+    another run's."""
+    if found := problems(root, run):
+        raise ConfigError(found)
+    if read_mark(root) != (Kind.CHECKPOINTS, run):
+        mark(root, Kind.CHECKPOINTS, run)
+
+
+def problems(root: Path, run: str) -> list[str]:
+    """What keeps this run from saving its checkpoints there; `run` is empty before it has begun."""
+    if (owner := owner_of(root)) and owner != run:
+        return [
+            f"checkpoint.dir = {root} has the checkpoints of {_name_of(root, owner)}, and is of "
+            f"another run (id {owner}, this run has {f'id {run}' if run else 'none yet'}): give "
+            "this run a directory of its own, --checkpoint.dir=DIR; or, if this is the same run in "
+            "a new run.dir, write that id into RUN_DIR/id"
+        ]
+    in_a_run = root.name == "checkpoints" and kind_of(root.parent) in (Kind.RUN, Kind.STARTED)
+    if in_a_run or kind_of(root) in (*NOTHING, Kind.CHECKPOINTS) or _is_left(root):
+        return []
+    return [
+        f"checkpoint.dir = {root} is {describe(root)}; give a directory that is empty or not there "
+        "yet, --checkpoint.dir=DIR"
+    ]
+
+
+def owner_of(root: Path) -> str:
+    """The id of the run that the directory belongs to; "" when nobody has one."""
+    kind, run = read_mark(root)
+    if kind is not None or not root.is_dir():
+        return run
+    try:
+        checkpoints = [path for path in root.iterdir() if step_of(path.name) is not None]
+    except OSError:
+        return ""
+    runs = (read_manifest_of(path).get("run") for path in sorted(checkpoints, reverse=True))
+    return next((str(run) for run in runs if run), "")
+
+
+def is_own(path: Path) -> bool:
+    """Whether a checkpoint, or what is left of one, is of the run that its directory belongs to.
+    Raises OSError."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    kind, run = read_mark(path)
+    if kind not in (None, Kind.CHECKPOINT):
+        return False
+    if kind is None and not (manifest := read_manifest_of(path)):
+        return all(IN_A_CHECKPOINT.fullmatch(name) for name in os.listdir(path))
+    owner = read_mark(path.parent)[1]
+    run = run if kind else str(manifest.get("run") or "")
+    return run == owner or not (run and owner)
+
+
+def remove(path: Path) -> None:
+    """Delete a directory that is_own(), its mark last: a killed deletion is still known. What
+    cannot be deleted stays."""
+    for entry in path.iterdir() if path.is_dir() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != MARK:
+            entry.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(root: Path) -> bool:
+    """Whether a version before the mark was killed here in its first save."""
+    try:
+        names = os.listdir(root)
+        steps = [root / name for name in names if name.startswith("step_")]
+        return all(AROUND.fullmatch(name) for name in names) and all(map(is_own, steps))
+    except OSError:
+        return False
+
+
+def _name_of(root: Path, owner: str) -> str:
+    """The run as its user knows it."""
+    if read_run_id(root.parent) == owner:
+        return str(root.parent)
+    for path in sorted(root.iterdir(), reverse=True):
+        try:
+            return str(toml.loads((path / "config.toml").read_text())["run"]["dir"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return "a run that has saved nothing yet"

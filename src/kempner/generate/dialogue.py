@@ -1,0 +1,42 @@
+"""A dialogue with a model, in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kempner.data.chat_template import Message
+from kempner.generate.config import Sampling
+from kempner.generate.engine import Engine
+from kempner.generate.texts import Text, generate
+from kempner.load import Loaded
+
+
+def talk(loaded: Loaded, sampling: Sampling) -> None:
+    """Answer what the user types, until Ctrl-D or Ctrl-C. The model reads the dialogue so far,
+    without its oldest turns where they leave no room for an answer."""
+    messages: list[Message] = []
+    try:
+        while True:
+            if not (text := input("> ")).strip():
+                continue
+            messages.append({"role": "user", "content": text})
+            answer = ""
+            for piece in reply(loaded, messages, sampling):
+                print(piece, end="", flush=True)
+                answer += piece
+            print()
+            messages.append({"role": "assistant", "content": answer})
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
+def reply(loaded: Loaded, messages: list[Message], sampling: Sampling) -> Iterator[str]:
+    """The model's answer to the last message, piece by piece; takes turns without room out of
+    `messages`."""
+    words, room = loaded.words, max(1, loaded.window - sampling.max_tokens)
+    while len(ids := words.chat(messages)) > room and len(messages) > 1:
+        del messages[:2]
+    window = min(loaded.window, len(ids) + sampling.max_tokens)
+    engine = Engine[Text](loaded.model, words.tokenizer.vocab_size, window, 1)
+    for piece in generate(engine, words.tokenizer, words.ends, [ids], sampling):
+        yield piece.text

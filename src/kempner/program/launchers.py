@@ -1,0 +1,194 @@
+"""Commands that start processes themselves. torchrun runs once on each host, and run.sh tells it of
+the others; the rest do run.sh's own work, and are refused with the line to write. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from kempner.config.option import ConfigError
+
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+MPI = "srun starts the ranks of MPI, with KEMPNER_MPI=pmix: docs/any-program.md"
+REFUSED = {  # and what they are not needed for
+    "accelerate": "Accelerate reads the variables of run.sh: docs/any-program.md has more",
+    "accelerate-launch": "Accelerate reads the variables of run.sh",
+    "accelerate.commands.launch": "Accelerate reads the variables of run.sh",
+    "accelerate.commands.accelerate_cli": "Accelerate reads the variables of run.sh",
+    "deepspeed": "DeepSpeed reads the variables of run.sh",
+    "deepspeed.pt": "DeepSpeed reads the variables of run.sh",
+    "ds": "DeepSpeed reads the variables of run.sh",
+    "deepspeed.launcher.runner": "DeepSpeed reads the variables of run.sh",
+    "composer": "Composer reads the variables of run.sh",
+    "horovodrun": MPI,
+    "mpirun": MPI,
+    "mpirun.openmpi": MPI,
+    "mpirun.mpich": MPI,
+    "mpiexec": MPI,
+    "mpiexec.openmpi": MPI,
+    "mpiexec.hydra": MPI,
+    "orterun": MPI,
+    "srun": "run.sh starts srun itself; KEMPNER_SRUN has more options for it",
+}
+# These only launch with the word "launch": `accelerate config` does not.
+LAUNCH = ("accelerate", "accelerate.commands.accelerate_cli")
+SHELLS = ("sh", "bash", "dash", "zsh")
+BEFORE = ("env", "exec", "command", "nohup", "time", "if", "then", "else", "do", "while", "{", "!")
+WRAPPERS = ("timeout", "nice", "ionice", "stdbuf", "numactl", "taskset")  # with options and numbers
+
+
+def shell_string(command: Sequence[str]) -> int | None:
+    """Where the words have the string of `bash -lc STRING`, also behind env or a container."""
+    shell, value = False, False
+    for place, word in enumerate(command):
+        if shell and not value and re.fullmatch(r"-[a-z]*c", word):
+            return place + 1 if place + 1 < len(command) else None
+        shell = Path(word).name in SHELLS or (shell and (value or word[:1] in "-+"))
+        value = shell and word in ("-o", "+o", "-O", "+O")
+        if word.endswith((".py", ".sh")):
+            break
+    return None
+
+
+def simple_commands(command: Sequence[str]) -> list[list[str]]:
+    """The command or, where it is a string for a shell, those in it."""
+    place = shell_string(command)
+    if place is None:
+        return [[*command]]
+    lexer = shlex.shlex(command[place].replace("\n", " ; "), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        words = [*lexer]
+    except ValueError:  # an open quote: the shell will say so
+        words = command[place].split()
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word.strip("();&|<>"):
+            found[-1].append(word)
+        else:
+            found.append([])
+    return [each for words in found if words for each in simple_commands(words)]
+
+
+def bare(command: Sequence[str]) -> list[str]:
+    """A simple command without what the shell, env or a wrapper such as timeout takes before it."""
+    words = [*command]
+    while words and (words[0] in (*BEFORE, *WRAPPERS) or re.match(r"\w+=", words[0])):
+        wrapper = words.pop(0) in WRAPPERS
+        while wrapper and words and re.match(r"-|\d", words[0]):
+            del words[0]
+    return words
+
+
+def starters(command: Sequence[str]) -> list[str]:
+    """The words of a simple command that start its program: those before its script, behind env,
+    uv run, a container or a profiler. Without a script the first words alone: the rest may be
+    anything."""
+    words = bare(command)
+    if any(k and word.endswith((".py", ".sh")) for k, word in enumerate(words)):
+        return words
+    options = [*itertools.takewhile(lambda word: word[0:1] == "-" and word != "-m", words[1:])]
+    module = len(options) + 1
+    return words[: module + 2 if words[module : module + 1] == ["-m"] else 1]
+
+
+def place_of(names: Collection[str], words: Sequence[str]) -> int | None:
+    """Where the first of these commands or modules is among the words before the script."""
+    for place, word in enumerate(words):
+        if word.endswith((".py", ".sh")):
+            break
+        if Path(word).name in names:
+            return place
+    return None
+
+
+def launcher_in(command: Sequence[str]) -> int | None:
+    """Where a simple command names a launcher that is refused."""
+    words = bare(command)
+    names, after, before = {*REFUSED}, len(starters(command)), len(command) - len(words)
+    start = 0
+    while (place := place_of(names, words[start:after])) is not None:
+        start += place + 1
+        launches = words[start : start + 1] == ["launch"]
+        if launches or Path(words[start - 1]).name not in LAUNCH:
+            return before + start - 1
+    return None
+
+
+def uses_torchrun(command: Sequence[str]) -> bool:
+    found = simple_commands(command) if command else []
+    return any(place_of(TORCHRUN, starters(words)) is not None for words in found)
+
+
+def check_launcher(command: Sequence[str], nodes: int) -> None:
+    """Raises ConfigError for a launcher that would start the program again for each GPU, and for
+    options of torchrun with which each node would train alone."""
+    for words in simple_commands(command):
+        place = launcher_in(words)
+        if place is not None:
+            name = Path(words[place]).name
+            line = shlex.join(without_launcher(command, words[:place], words[place:]))
+            raise ConfigError(
+                f"'{name}' starts processes itself, and run.sh would start it once for each GPU:"
+                f" write -- {line}; {REFUSED[name]}"
+            )
+    if nodes == 1 or not uses_torchrun(command):
+        return
+    text = " ".join(command)
+    alone = re.search(r"--standalone|--node[-_]rank[= ]\d+", text)
+    count = re.search(r"--nnodes[= ](?:\d+:)?(\d+)", text)
+    if count and int(count[1]) != nodes:
+        alone = count
+    if alone:
+        raise ConfigError(
+            f"torchrun {alone[0]} on {nodes} nodes: run.sh starts one torchrun on each node and"
+            " tells it of the others: leave out --nnodes, --node-rank, --standalone, --master-addr,"
+            " --master-port and --rdzv-endpoint"
+        )
+
+
+def without_launcher(
+    command: Sequence[str], before: Sequence[str], launched: Sequence[str]
+) -> list[str]:
+    """The command without its launcher, the first word of `launched`, and with what stands before
+    it (env, uv run). In a string for a shell all else stays as it is."""
+    python, program = program_in(launched[1:])
+    place = shell_string(command)
+    if place is None:
+        if before[-1:] == ["-m"]:  # python -m accelerate.commands.launch
+            options = [*itertools.takewhile(lambda word: word[0:1] == "-", before[::-1])]
+            before = before[: -len(options) - 1]
+        return [*before, *python, *program]
+    text, name = command[place], re.escape(Path(program[0]).name)
+    launcher = re.compile(rf"(?<![\w/.'\"-]){re.escape(launched[0])}(?![\w/.'\"-])")
+    began = next((found.start() for found in launcher.finditer(text)), None)
+    if began is None:  # it is quoted
+        return ["COMMAND"]
+    there = re.compile(rf"(?<!\S)(?!-)\S*{name}(?![\w./-])").search(text, began + 1)
+    rest = text[there.start() :] if there else shlex.join(program)
+    began = [found.start() for found in launcher.finditer(text[: there and there.start()])][-1]
+    # As of `python -m accelerate.commands.launch`.
+    before = re.sub(r"\S*python\S* +(-\S+ +)*$", "", text[:began])
+    return [*command[:place], before + " ".join([*python, rest])]
+
+
+def program_in(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The program that a launcher was to start, behind options and their values, with what has to
+    stand before it: a Python script, a module or a command."""
+    for place, word in enumerate(words):
+        if word.endswith(".py"):
+            return ["python"], [*words[place:]]
+    for place, word in enumerate(words[:-1]):
+        if word in ("-m", "--module") and "." in words[place + 1]:
+            return ["python", "-m"], [*words[place + 1 :]]
+    plain = [
+        k for k, word in enumerate(words) if word[:1] not in "-0123456789" and word != "launch"
+    ]
+    known = (k for k in plain if shutil.which(words[k]))
+    free = (k for k in plain if k == 0 or not words[k - 1].startswith("-"))
+    place = next(itertools.chain(known, free, plain), len(words))
+    return [], [*words[place:]] or ["COMMAND"]
