@@ -236,6 +236,11 @@ def _init(
         timeout=timedelta(seconds=start_timeout),
         device_id=gpu,
     )
+    if gpu:
+        # It has connected now. While a device is bound torch makes every further group by a split
+        # of this one: torch 2.13 then dies of SIGSEGV in gloo's (pytorch#192106), and new_group()
+        # of some of the ranks waits for all of them in ncclCommSplit (pytorch#145376).
+        dist.group.WORLD.bound_device_id = None
 
 
 def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
