@@ -189,7 +189,8 @@ def start(
     if device.type == "cuda":
         if replicas == 1:
             dist.destroy_process_group()
-        log = _log_nccl(world)
+        # NCCL names a network inside of one host, too, where it does not use it.
+        log = _log_nccl(world) if world.size > world.per_node else None
         with _or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
         _prove(store, world, "cuda", start_timeout)
@@ -240,7 +241,7 @@ def _init(
         # It has connected now. While a device is bound torch makes every further group by a split
         # of this one: torch 2.13 then dies of SIGSEGV in gloo's (pytorch#192106), and new_group()
         # of some of the ranks waits for all of them in ncclCommSplit (pytorch#145376).
-        dist.group.WORLD.bound_device_id = None
+        dist.distributed_c10d._get_default_group().bound_device_id = None
 
 
 def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
@@ -286,7 +287,7 @@ def _check_transport(log: str) -> None:
     """Print NCCL's own word for the network of this host. Raises ConfigError when the fabric that
     was found here is not the one that NCCL uses: the run would take ten times as long."""
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
-    if not used:  # one host: NVLink or shared memory alone
+    if not used:
         return
     host = slurm.host_name()
     print(f"kempner: network of {host}: NCCL uses NET/{used}", file=sys.stderr, flush=True)

@@ -152,6 +152,25 @@ def test_a_fabric_that_nccl_does_not_use_is_an_error(
     assert "NCCL uses NET/" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("size", "per_node", "asked"), [(4, 2, True), (2, 2, False)])
+def test_the_network_of_one_host_is_not_looked_at(
+    size: int, per_node: int, asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL names one at each start, also where it speaks over NVLink alone."""
+    looked: list[World] = []
+    monkeypatch.setattr(process_group, "_log_nccl", looked.append)
+    quiet: Any = lambda *_: types.SimpleNamespace()  # noqa: E731
+    for module, name in (
+        (rendezvous, "open_store"), (rendezvous, "check_in"), (process_group, "_prove"),
+        (process_group, "_init"), (process_group, "set_timeout"),
+        (torch.distributed, "PrefixStore"), (torch.distributed, "destroy_process_group"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, quiet)
+    world = World(0, 0, size, "slurm", per_node)
+    process_group.start(world, torch.device("cuda", 0), tmp_path, 5.0)
+    assert bool(looked) is asked
+
+
 # --- The rendezvous -----------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -218,7 +237,7 @@ def mesh_as_on_gpus(rank: int, run_dir: Path, axes: dict[str, int], said: Any) -
 
     def without_nccl(backend: str, *, device_id: Any, **options: Any) -> None:
         init(backend.replace("nccl", "gloo"), **options)
-        dist.group.WORLD.bound_device_id = device_id
+        dist.distributed_c10d._get_default_group().bound_device_id = device_id
 
     replaced: dict[Any, dict[str, Any]] = {
         dist: {"init_process_group": without_nccl},
