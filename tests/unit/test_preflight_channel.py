@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from kempner.preflight.channel import Driver, Task
+
+ROOT = Path(__file__).parents[2]
+DRIVER = """
+import os, sys
+from kempner.preflight.channel import Driver
+driver = Driver()
+driver.ask([0], {"what": "time"})
+print(driver.port, flush=True)
+while not driver.store.check(["answer/0/0"]) and sys.argv[1] == "wait":
+    pass
+os._exit(0)
+"""
+
+
+def task_of(driver: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """A task that srun starts; what it says, and how it ends."""
+    assert driver.stdout is not None
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    env = os.environ | names | {"KEMPNER_PREFLIGHT_PORT": driver.stdout.readline().strip()}
+    if driver.args[-1] == "leave":  # type: ignore[index]
+        driver.wait()
+    return subprocess.run(
+        [sys.executable, "-m", "kempner.preflight.task"],
+        env=env, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+
+
+def test_a_task_whose_driver_ends_is_quiet() -> None:
+    """It waits for a question, or has not even begun to, while its node was busy."""
+    for how in ("wait", "leave"):
+        command = [sys.executable, "-c", DRIVER, how]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+            done = task_of(driver)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), how
 
 
 def test_the_driver_leaves_after_its_tasks() -> None:

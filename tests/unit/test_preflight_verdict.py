@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kempner.preflight import task
 from kempner.preflight.__main__ import rounds, take_transport
 from kempner.preflight.allreduce import connect_limit, run_in_child
 from kempner.preflight.verdict import NodeResult, Report, compare, slow_nodes
@@ -191,6 +194,25 @@ def test_a_measurement_that_hangs_dies_or_fails() -> None:
     assert run_in_child(lambda _: os._exit(3), 5, 5) == {  # type: ignore[arg-type,return-value]
         "error": "the process that measures died"
     }
+
+
+def test_the_process_that_measures_forks_asks_nothing_of_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses CUDA in what a process forks after it has asked whether there is a GPU."""
+    asked = tmp_path / "asked"
+
+    def available() -> bool:
+        asked.write_text(str(os.getpid()))
+        return True
+
+    for name in ("is_available", "device_count"):
+        monkeypatch.setattr(torch.cuda, name, available)
+    assert task.describe_node(local_rank=0)["real_gpus"] is True
+    assert int(asked.read_text()) != os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    said = run_in_child(lambda ok: ok() or {"a": 1}, 5, 5)  # type: ignore[func-returns-value]
+    assert said == {"error": "AssertionError: CUDA was asked before the fork"}
 
 
 def test_connecting_has_a_limit_of_its_own() -> None:

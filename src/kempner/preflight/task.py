@@ -19,6 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# The driver may end while a task still waits for it, and torch then prints the stack of its client.
+# What fails is told by exceptions, which the table shows. torch reads this as it is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
 import torch
 import torch.distributed as dist
 
@@ -26,16 +30,19 @@ from kempner.gpu.findings import at_rest
 from kempner.gpu.reading import NoAnswer, open_reader
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
-from kempner.preflight.channel import Task
+from kempner.preflight.channel import Task, driver_has_ended
 from kempner.process_group import World, discover, gpu_on_the_bus
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
+DRIVER_S = 60.0  # for the driver of the GPUs to answer; without persistence mode it loads first
 
 
 def main() -> int:
     world = discover()
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     port = int(os.environ["KEMPNER_PREFLIGHT_PORT"])
+    if driver_has_ended(address, port):
+        return 0
     task = Task(address, port, world.rank)
     while True:
         question = task.question()
@@ -77,7 +84,7 @@ def describe_node(local_rank: int) -> dict[str, Any]:
     gpus, faults = gpus_seen()
     return node | {
         "gpus": gpus,
-        "real_gpus": torch.cuda.is_available() or gpu_on_the_bus() is not None,
+        "real_gpus": torch_sees_gpus() or gpu_on_the_bus() is not None,
         "gpu_faults": faults,
         "memory_free": memory_free(),
         "network": os.environ.get("KEMPNER_NETWORK", ""),
@@ -87,6 +94,17 @@ def describe_node(local_rank: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages(),
     }
+
+
+def torch_sees_gpus() -> bool:
+    """Asked in a process of its own: the question alone makes torch refuse CUDA in every process
+    that this one forks later, and so in all measurements."""
+
+    def ask(connected: Callable[[], None]) -> dict[str, Any]:
+        connected()
+        return {"any": torch.cuda.is_available()}
+
+    return bool(run_in_child(ask, DRIVER_S, DRIVER_S).get("any"))
 
 
 def packages() -> dict[str, str]:
