@@ -111,13 +111,30 @@ def tasks(text: str, **env: str) -> str:
         ("gres/gpu:a100=4", 4),
         ("gres/gpu:nvidia_a100-sxm4-80gb:4", 4),
         ("gpu:a100:2(IDX:0-1),gpu:v100:2(IDX:2-3)", 4),
+        ("gpu:1g.10gb:2(IDX:0-1)", 2),  # instances of MIG
+        ("gres/gpu:nvidia_a100_1g.5gb=7", 7),
+        ("gpu:1g.10gb:2(IDX:0-1)", 2),  # instances of MIG
+        ("gres/gpu:nvidia_a100_1g.5gb=7", 7),
         ("nic:2(IDX:0-1),gpu:3(IDX:0-2)", 3),
         ("nic:2(IDX:0-1)", 0),
         ("", 0),
     ],
 )
 def test_counting_gpus(text: str, count: int) -> None:
-    assert bash('kp_count_gpus "$TEXT"', TEXT=text).stdout.strip() == str(count)
+    assert bash('kp_count_gpus "$TEXT"; echo $KP_COUNT', TEXT=text).stdout.strip() == str(count)
+
+
+def test_the_gpus_of_many_nodes_are_counted_without_a_process_each() -> None:
+    """Slurm has a line for each node whose CPUs differ: 10 s of every start at 2,000 nodes."""
+    script = """
+        copy=$(declare -f kp_count_gpus)
+        eval "counts${copy#kp_count_gpus}"
+        kp_count_gpus() { [[ $BASHPID == "$$" ]] || echo "a process for $1" >&2; counts "$1"; }
+        kp_gpus
+        echo $KP_GPUS
+    """
+    done = bash(script, KP_JOB=job("gpu:8(IDX:0-7)", "gpu:8(IDX:0-7)"), KP_NODES="2")
+    assert (done.stdout, done.stderr) == ("8\n", "")
 
 
 FOUR = ("gpu:h100:4(IDX:0-3)", "gpu:h100:4(IDX:0-3)")
