@@ -102,7 +102,7 @@ def _of_step(world: World, env: Mapping[str, str]) -> World:
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
     """The device of this process: `kind` is auto, cuda or cpu. The index is the local rank, or 0
-    when one GPU is seen.
+    when one GPU is seen. Of several instances of MIG it hides all but its own.
 
     Raises ConfigError when there are fewer GPUs than tasks on this host, or when a GPU is in this
     host and in the job, but torch cannot use it: the run would train on the CPU for days.
@@ -110,6 +110,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     import torch
 
     host = socket.gethostname()
+    if kind != "cpu":
+        _keep_own_instance(local_rank)
     if kind != "cpu" and not torch.cuda.is_available() and (gpu := gpu_on_the_bus()):
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
         raise ConfigError(
@@ -126,13 +128,35 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
             "(--gpus-per-node), or set distributed.device=cpu"
         )
     if count > 1 and local_rank >= count:
-        raise ConfigError(
-            f"local rank {local_rank} on {host} has no GPU: {count} are visible; "
-            f"--ntasks-per-node must be {count}, the GPUs per node"
-        )
+        raise ConfigError(f"local rank {local_rank} on {host} has no GPU: {_why_too_few(count)}")
     device = torch.device("cuda", local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def _keep_own_instance(local_rank: int) -> None:
+    """A process can use one instance of MIG, and takes the first that it sees: all ranks would take
+    the same one. CUDA reads the variable when it is first asked for anything."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(names) > 1 and all(name.startswith("MIG-") for name in names):
+        if local_rank >= len(names):
+            raise ConfigError(
+                f"local rank {local_rank} on {socket.gethostname()} has no instance of MIG: "
+                f"{_why_too_few(len(names))}"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]
+
+
+def _why_too_few(count: int) -> str:
+    """What to do where a task sees only `count` GPUs, several, but none for itself."""
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if given.isdecimal() and int(given) > count:
+        return (
+            f"it sees {count} of the {given} that Slurm gave the job there; --gpu-bind=closest "
+            "(KEMPNER_SRUN) shows each task those of its socket alone: leave it out, or give "
+            "--gpu-bind=single:1 in its place, with which each task sees one of its own"
+        )
+    return f"{count} are visible; --ntasks-per-node must be {count}, the GPUs per node"
 
 
 def gpu_on_the_bus() -> str | None:

@@ -247,8 +247,8 @@ def test_srun_command() -> None:
     assert srun(KP_GPUS="0", KP_BESIDE="", OMP_NUM_THREADS="3") == cpu
     beside = SRUN.replace("node=4\nenv", "node=4\n--jobid=7\n--overlap\nenv")
     assert srun(KP_GPUS="4", KP_BESIDE="1") == beside
-    site = SRUN.replace("node=4\nenv", "node=4\n--cpu-bind=cores\n--gpu-bind=closest\nenv")
-    flags = "--cpu-bind=cores --gpu-bind=closest"
+    site = SRUN.replace("node=4\nenv", "node=4\n--cpu-bind=cores\n--gpu-bind=single:1\nenv")
+    flags = "--cpu-bind=cores --gpu-bind=single:1"
     assert srun(KP_GPUS="4", KP_BESIDE="", KEMPNER_SRUN=flags) == site
 
 

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from kempner.gpu.findings import ECC
 from kempner.preflight import task
 from kempner.preflight.__main__ import rounds, take_transport
 from kempner.preflight.allreduce import connect_limit, run_in_child
 from kempner.preflight.verdict import NodeResult, Report, compare, slow_nodes
+from tests.gpus import Shim, gpu
 
 
 def node(name: str, **facts: Any) -> NodeResult:
     usual: dict[str, Any] = {
         "gpus": 4,
+        "gpus_given": 4,
         "gpu_faults": [],
         "memory_free": 100 << 30,
         "network": "InfiniBand",
@@ -80,6 +83,38 @@ def test_the_one_that_differs_is_named(facts: dict[str, Any], said: str) -> None
         report = judge(*nodes)
         assert report.record()["bad"] == "abc"[place]
         assert any(said in fault for fault in nodes[place].faults), nodes[place].faults
+
+
+def test_gpus_of_other_jobs_and_of_other_tasks_are_none_of_ours() -> None:
+    shared = node("a", gpus=8, gpus_given=None)  # Slurm hides nothing, and has set nothing
+    bound = node("b", gpus=1, gpus_given=1)  # --gpu-bind: its first task sees one
+    report = judge(shared, bound)
+    assert not report.faulty
+    assert [row.split()[1] for row in report.table().splitlines()[1:3]] == ["8/4", "1/1"]
+
+
+@pytest.mark.parametrize(
+    ("env", "seen"),
+    [
+        ({"SLURM_STEP_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}, (2, [])),  # of eight
+        ({"SLURM_STEP_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, (2, [f"GPU 3: {ECC} = 3"])),
+        ({}, (8, [f"GPU 3: {ECC} = 3"])),
+        ({"SLURM_STEP_GPUS": "0,1,2", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c"},
+         (3, [f"GPU 3: {ECC} = 3"])),
+    ],
+)  # fmt: skip
+def test_only_the_gpus_of_the_job_are_looked_at(
+    env: dict[str, str], seen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node whose other GPUs are another job's, and not hidden."""
+    broken = {"ecc__errors__uncorrected__volatile__total": "3"}
+    shim = Shim(tmp_path / "gpus")
+    shim.say(*(gpu(k, **(broken if k == 3 else {})) for k in range(8)))
+    for name in ("SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (shim.env | env).items():
+        monkeypatch.setenv(name, value)
+    assert task.gpus_seen() == seen
 
 
 def test_of_two_that_differ_neither_is_blamed() -> None:

@@ -109,6 +109,26 @@ def test_a_task_without_a_gpu_is_told_which_flag_to_give(monkeypatch: pytest.Mon
         pick_device("cuda", 0)
 
 
+def test_a_binding_that_hides_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--gpu-bind=closest shows the GPUs of a socket: four of eight."""
+    see(monkeypatch, 4)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    with pytest.raises(ConfigError, match=r"it sees 4 of the 8.*--gpu-bind=single:1") as error:
+        pick_device("auto", 5)
+    assert "--ntasks-per-node" not in str(error.value)  # that would halve the job
+
+
+def test_each_rank_takes_an_instance_of_mig_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows a process the first one alone."""
+    see(monkeypatch, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert pick_device("auto", 1) == torch.device("cuda", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    with pytest.raises(ConfigError, match="no instance of MIG: 2 are visible"):
+        pick_device("auto", 2)
+
+
 def test_a_gpu_that_torch_cannot_use_is_an_error_in_a_job_with_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

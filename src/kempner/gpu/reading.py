@@ -94,11 +94,20 @@ def bus(text: str) -> str:
     return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}".lower() if found else ""
 
 
+def given_names() -> list[str] | None:
+    """Numbers, or names, of the GPUs that Slurm gave to this task; None where it set nothing. With
+    a binding (--gpu-bind) these are the task's own, otherwise all of the job's on this node."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = os.environ.get("SLURM_STEP_GPUS") or visible
+    if visible and "MIG-" in visible:  # the numbers are of the cards, or of Slurm's own list
+        given = visible
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
 def of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
     """On a node that is shared, those that the job was given. Where the others are hidden from the
     job the driver counts from 0, so that their numbers say nothing: then all are."""
-    given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("CUDA_VISIBLE_DEVICES") or ""
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    names = given_names() or []
     mine = [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]
     return mine if 0 < len(names) < len(gpus) and mine else list(gpus)
 

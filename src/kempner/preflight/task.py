@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from kempner.gpu.findings import at_rest
-from kempner.gpu.reading import NoAnswer, open_reader
+from kempner.gpu.reading import NoAnswer, given_names, of_this_job, open_reader
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
 from kempner.preflight.channel import Task, driver_has_ended
@@ -82,8 +82,10 @@ def describe_node(local_rank: int) -> dict[str, Any]:
     if local_rank:
         return node
     gpus, faults = gpus_seen()
+    given = given_names()
     return node | {
         "gpus": gpus,
+        "gpus_given": None if given is None else len(given),
         "real_gpus": torch_sees_gpus() or gpu_on_the_bus() is not None,
         "gpu_faults": faults,
         "memory_free": memory_free(),
@@ -117,16 +119,18 @@ def packages() -> dict[str, str]:
 
 
 def gpus_seen() -> tuple[int | None, list[str]]:
-    """How many GPUs the driver lists; without it, how many Slurm gave to the task, or None where
-    Slurm set nothing. And the errors that they report, one line each."""
+    """How many of the job's GPUs the driver lists, or of its instances of MIG Slurm; without a
+    driver, how many Slurm gave to the task, or None where Slurm set nothing. And the errors that
+    the GPUs report, one line each."""
+    given = given_names()
+    instances = [name for name in given or () if name.startswith("MIG-")]
     reader = open_reader()
     with contextlib.suppress(NoAnswer):
         if reader is not None:
-            gpus = reader.read()
+            gpus = of_this_job(reader.read())
             faults = [f"{gpu.label}: {n} = {v}" for gpu in gpus for n, v in at_rest(gpu)]
-            return len(gpus), faults
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len([gpu for gpu in given.split(",") if gpu]) if given is not None else None, []
+            return len(instances) or len(gpus), faults
+    return None if given is None else len(given), []
 
 
 def memory_free() -> int:

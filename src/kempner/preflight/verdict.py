@@ -64,6 +64,11 @@ class Report:
     def faulty(self) -> bool:
         return bool(self.faults) or any(node.faults for node in self.nodes)
 
+    def expected_of(self, node: NodeResult) -> int:
+        """GPUs that its first task should see: with --gpu-bind not those of the other tasks."""
+        given = node.facts.get("gpus_given")
+        return self.gpus if given is None else min(self.gpus, given)
+
     def add_pair(self, a: NodeResult, b: NodeResult, figure: Figure) -> None:
         a.pairs[b.name] = b.pairs[a.name] = figure
 
@@ -99,7 +104,7 @@ class Report:
             clock = "-" if node.clock_s is None else f"{node.clock_s:+.3f} s"
             rows.append((
                 node.name,
-                "-" if not self.gpus else f"{gpus or 0}/{self.gpus}",
+                "-" if not self.gpus else f"{gpus or 0}/{self.expected_of(node)}",
                 f"{facts['memory_free'] / 2**30:.0f} GiB" if "memory_free" in facts else "-",
                 clock,
                 " ".join(filter(None, (facts.get("interface"), facts.get("network"), used))) or "-",
@@ -153,9 +158,9 @@ def compare(report: Report) -> None:
     answered = [node for node in report.nodes if node.answered]
     for node in answered:
         check_transport(node, alone=len(answered) == 1)
-        gpus = node.facts["gpus"] or 0
-        if report.gpus and gpus != report.gpus:
-            node.faults.append(f"{gpus} GPU(s) seen, {report.gpus} expected")
+        gpus, expected = node.facts["gpus"] or 0, report.expected_of(node)
+        if gpus < expected:
+            node.faults.append(f"{gpus} GPU(s) seen, {expected} expected")
         node.faults += node.facts["gpu_faults"]
         if node.clock_s is not None and abs(node.clock_s) > CLOCK_S:
             node.faults.append(f"its clock differs by {node.clock_s:+.1f} s from this host's")
