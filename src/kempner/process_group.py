@@ -169,7 +169,8 @@ def gpu_on_the_bus() -> str | None:
     for device in root.glob("bus/pci/devices/*"):
         with contextlib.suppress(OSError):
             maker = PCI_GPUS.get((device / "vendor").read_text().strip())
-            if maker and (device / "class").read_text().startswith("0x03"):  # a display controller
+            # A display controller, or a processing accelerator, as MI300X calls itself.
+            if maker and (device / "class").read_text().startswith(("0x03", "0x12")):
                 return maker
     return None
 
