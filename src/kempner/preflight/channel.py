@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -19,9 +18,6 @@ import torch.distributed as dist
 Answer = dict[str, Any]
 POLL_S = 0.005
 LEAVE_S = 10.0  # for the tasks to say that they leave
-CONNECT_S = 120.0
-# Longer than the driver has ever nothing to ask of a task. A driver that ends is noticed at once.
-QUESTION_S = 7200.0
 
 
 class Driver:
@@ -62,24 +58,11 @@ class Driver:
         self.answers(self.ask(ranks, {"what": "end"}), time.monotonic() + LEAVE_S)
 
 
-def driver_has_ended(address: str, port: int) -> bool:
-    """It listens before it says its port. torch would knock at a closed one for two minutes, until
-    the batch script ends the step by force."""
-    try:
-        socket.create_connection((address, port), CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # no way to it: torch says more
-        pass
-    return False
-
-
 class Task:
     """A task's side: answers them."""
 
     def __init__(self, address: str, port: int, rank: int) -> None:
-        self.store = dist.TCPStore(address, port, None, False, timedelta(seconds=CONNECT_S))
-        self.store.set_timeout(timedelta(seconds=QUESTION_S))
+        self.store = dist.TCPStore(address, port, None, False, timedelta(seconds=120))
         self.rank = rank
         self._next = 0
 

@@ -27,13 +27,16 @@ import torch
 import torch.distributed as dist
 
 from kempner.gpu.findings import at_rest
-from kempner.gpu.reading import NoAnswer, given_names, of_this_job, open_reader
+from kempner.gpu.reading import MEMORY, NoAnswer, Reader, given_names, of_this_job, open_reader
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
-from kempner.preflight.channel import Task, driver_has_ended
+from kempner.preflight.channel import Task
 from kempner.process_group import World, discover, gpu_on_the_bus
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
+CONNECT_S = 120.0
+BUSY_MIB = 2048.0  # of a GPU's memory; drivers and displays keep less
+FREED_S = 10.0  # a process that was killed gives its memory back when its kernels have ended
 DRIVER_S = 60.0  # for the driver of the GPUs to answer; without persistence mode it loads first
 
 
@@ -61,6 +64,18 @@ def main() -> int:
         else:
             answer = measure(f"{address}:{port}", world, **question)
         task.answer(answer)
+
+
+def driver_has_ended(address: str, port: int) -> bool:
+    """It listens before it says its port. A client of torch's store would knock at a closed one
+    for two minutes, until the batch script ends the step by force."""
+    try:
+        socket.create_connection((address, port), CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # no way to it: who connects says more
+        pass
+    return False
 
 
 def measure(server: str, world: World, name: str, ranks: list[int], kind: str) -> dict[str, Any]:
@@ -129,8 +144,37 @@ def gpus_seen() -> tuple[int | None, list[str]]:
         if reader is not None:
             gpus = of_this_job(reader.read())
             faults = [f"{gpu.label}: {n} = {v}" for gpu in gpus for n, v in at_rest(gpu)]
+            if not instances:  # of the same card, other jobs have other ones
+                faults += memory_in_use(reader)
             return len(instances) or len(gpus), faults
     return None if given is None else len(given), []
+
+
+def memory_in_use(reader: Reader) -> list[str]:
+    """The GPUs whose memory others have, one line each. The run would end by lack of memory, which
+    looks like a fault of its own."""
+    end = time.monotonic() + FREED_S
+    while True:
+        busy = [gpu for gpu in of_this_job(reader.read()) if (gpu.number(MEMORY) or 0) > BUSY_MIB]
+        if not busy or time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    return [
+        f"{gpu.label}: {(gpu.number(MEMORY) or 0) / 1024:.1f} GiB of its memory in use before the "
+        f"run{', by ' if pids else ''}{', '.join(map(process_name, pids))}"
+        for gpu in busy
+        for pids in (reader.processes(gpu),)
+    ]
+
+
+def process_name(pid: int) -> str:
+    """With its program and user, where this process may see it: not from inside a container."""
+    try:
+        program = Path(f"/proc/{pid}/comm").read_text().strip()
+        user = Path(f"/proc/{pid}").owner()
+    except (OSError, KeyError):
+        return f"process {pid}"
+    return f"process {pid} ({program}, {user})"
 
 
 def memory_free() -> int:

@@ -16,6 +16,8 @@ SLOW = 0.5  # of the median node's bandwidth
 CLOCK_S = 5.0  # saves before the end of a job assume that clocks agree better than this
 NETWORKS = ("InfiniBand", "RoCE", "EFA", "Slingshot", "Ethernet", "")
 LITTLE_MEMORY = 0.5  # of the median node's
+FEW, FEW_SHARE = 2, 0.03  # nodes that may be broken at the same time
+NAMED = 8  # of many nodes
 
 
 @dataclass
@@ -29,6 +31,7 @@ class NodeResult:
     clock_s: float | None = None
     inside: Figure | None = None
     transport: str = ""
+    late: str = ""  # which of its tasks did not answer
     pairs: dict[str, Figure] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -59,6 +62,7 @@ class Report:
     whole: Figure | None = None
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)  # that no single node can be blamed for
+    notes: list[str] = field(default_factory=list)
 
     @property
     def faulty(self) -> bool:
@@ -77,6 +81,7 @@ class Report:
         return {
             "bad": ",".join(node.name for node in self.nodes if node.faults),
             "faults": self.faults,
+            "notes": self.notes,
             "seconds": round(self.seconds, 1),
             "device": self.kind,
             "whole": self.whole,
@@ -110,7 +115,7 @@ class Report:
                 " ".join(filter(None, (facts.get("interface"), facts.get("network"), used))) or "-",
                 show(node.inside),
                 show(max(node.pairs.values(), key=bandwidth, default=None)),
-                "FAULTY" if node.faults else "ok",
+                "FAULTY" if node.faults else "late" if node.late else "ok",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
@@ -122,7 +127,7 @@ class Report:
         for node in self.nodes:
             lines += [f"{node.name}: {fault}" for fault in node.faults]
             lines += [f"note: {node.name}: {note}" for note in node.notes]
-        lines += self.faults
+        lines += [*self.faults, *(f"note: {note}" for note in self.notes)]
         bad = self.record()["bad"]
         if bad:
             lines.append(f"exclude: {bad} (sbatch --exclude={bad})")
@@ -151,6 +156,27 @@ def slow_nodes(report: Report) -> list[NodeResult]:
         return []
     median = statistics.median_high([node.best for node in paired])
     return [node for node in paired if node.best < max(SLOW * median, report.least)]
+
+
+def blame_late(report: Report, ended: bool) -> None:
+    """A node whose tasks have not answered is faulty, but not one of many: those wait for what they
+    share, as a file system that reads Python's packages for the first time. `ended`: srun has, so
+    that they are not late: they have failed."""
+    late = [node for node in report.nodes if node.late]
+    if len(late) <= max(FEW, FEW_SHARE * len(report.nodes)):
+        for node in late:
+            node.faults.append(node.late)
+        return
+    names = ", ".join(node.name for node in late[:NAMED])
+    more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+    text = (
+        f"{len(late)} of {len(report.nodes)} nodes did not answer {{}}, too many to blame each of "
+        f"them: look at what they share, the file system and Python: {names}{more}"
+    )
+    if ended:
+        report.faults.append(text.format("before srun ended"))
+    else:
+        report.notes.append(text.format("in time"))
 
 
 def compare(report: Report) -> None:
