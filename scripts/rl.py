@@ -148,6 +148,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         world = process_group.discover()
         device = process_group.pick_device(cfg.distributed.device, world.local_rank)
+        process_group.stay_near(device, world)
         compiler.need(cfg.train.compile and device.type == "cuda")
         limit = cfg.distributed.start_timeout
         world = process_group.start(world, device, cfg.run.dir, limit)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kempner import nccl_transport, rendezvous, slurm, startup
 from kempner.config.option import ConfigError
+from kempner.gpu import affinity
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +158,35 @@ def _why_too_few(count: int) -> str:
             "--gpu-bind=single:1 in its place, with which each task sees one of its own"
         )
     return f"{count} are visible; --ntasks-per-node must be {count}, the GPUs per node"
+
+
+def stay_near(device: torch.device, world: World) -> None:
+    """Keep this process to the CPUs, and so to the memory, of its GPU's socket."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    names = [_on_the_bus(index) for index in range(torch.cuda.device_count())]
+    chosen = affinity.stay_near(names[device.index], names, world.per_node)
+    if chosen and not world.local_rank:
+        print(
+            f"kempner: CPUs of {slurm.host_name()}: each rank keeps to those of its GPU's socket, "
+            f"the first one to {len(chosen)} (KEMPNER_NUMA=0: to all that it was given)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _on_the_bus(index: int) -> str:
+    """The name of a GPU on the PCI bus; empty where this torch does not tell it."""
+    import torch
+
+    about: Any = torch.cuda.get_device_properties(index)
+    try:
+        parts = about.pci_domain_id, about.pci_bus_id, about.pci_device_id
+    except AttributeError:
+        return ""
+    return "{:04x}:{:02x}:{:02x}".format(*parts)
 
 
 def gpu_on_the_bus() -> str | None:

@@ -208,6 +208,7 @@ SRUN = """--job-name=kempner-7.0.1
 --immediate=300
 --export=ALL
 --gpus-per-node=4
+--distribution=block:block
 env
 --block-signal=TERM,INT,USR1,USR2
 KEMPNER_SIGNALS_WAIT=1
@@ -243,11 +244,13 @@ def srun(**env: str) -> str:
 def test_srun_command() -> None:
     """Whole, so that no flag comes or goes unseen."""
     assert srun(KP_GPUS="4", KP_BESIDE="") == SRUN
-    cpu = SRUN.replace("--gpus-per-node=4\n", "")
+    cpu = SRUN.replace("--gpus-per-node=4\n--distribution=block:block\n", "")
     assert srun(KP_GPUS="0", KP_BESIDE="", OMP_NUM_THREADS="3") == cpu
-    beside = SRUN.replace("node=4\nenv", "node=4\n--jobid=7\n--overlap\nenv")
+    beside = SRUN.replace("block\nenv", "block\n--jobid=7\n--overlap\nenv")
     assert srun(KP_GPUS="4", KP_BESIDE="1") == beside
-    site = SRUN.replace("node=4\nenv", "node=4\n--cpu-bind=cores\n--gpu-bind=single:1\nenv")
+    given = SRUN.replace("--distribution=block:block\n", "")  # of sbatch: srun reads it
+    assert srun(KP_GPUS="4", KP_BESIDE="", SLURM_DISTRIBUTION="cyclic") == given
+    site = SRUN.replace("block\nenv", "block\n--cpu-bind=cores\n--gpu-bind=single:1\nenv")
     flags = "--cpu-bind=cores --gpu-bind=single:1"
     assert srun(KP_GPUS="4", KP_BESIDE="", KEMPNER_SRUN=flags) == site
 
@@ -336,6 +339,7 @@ def test_spares_that_make_no_sense(given: dict[str, str], why: str) -> None:
         ({"KEMPNER_MAX_CRASHES": "0"}, "KEMPNER_MAX_CRASHES=0: must be a number from 1"),
         ({"KEMPNER_EXCLUDE": "all"}, "KEMPNER_EXCLUDE=all: must be a number from 0"),
         ({"KEMPNER_SIGNAL_LEAD": "2m"}, "KEMPNER_SIGNAL_LEAD=2m: must be a number from 0"),
+        ({"KEMPNER_NUMA": "off"}, "KEMPNER_NUMA=off: must be 0, or 1"),
         ({"KEMPNER_PREFLIGHT": "off"}, "KEMPNER_PREFLIGHT=off: must be 1, or 0"),
         ({"KEMPNER_STAGE": "local"}, "KEMPNER_STAGE=local: must be an absolute path"),
         ({"KEMPNER_STAGE_ENVIRONMENT": "yes"}, "KEMPNER_STAGE_ENVIRONMENT=yes: must be 1, or 0"),
