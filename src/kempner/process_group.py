@@ -154,8 +154,8 @@ def _why_too_few(count: int) -> str:
     if given.isdecimal() and int(given) > count:
         return (
             f"it sees {count} of the {given} that Slurm gave the job there; --gpu-bind=closest "
-            "(KEMPNER_SRUN) shows each task those of its socket alone: leave it out, or give "
-            "--gpu-bind=single:1 in its place, with which each task sees one of its own"
+            "(KEMPNER_SRUN) shows each task those of its socket alone: leave --gpu-bind out, and "
+            "each rank takes one of its own"
         )
     return f"{count} are visible; --ntasks-per-node must be {count}, the GPUs per node"
 

@@ -250,8 +250,8 @@ def test_srun_command() -> None:
     assert srun(KP_GPUS="4", KP_BESIDE="1") == beside
     given = SRUN.replace("--distribution=block:block\n", "")  # of sbatch: srun reads it
     assert srun(KP_GPUS="4", KP_BESIDE="", SLURM_DISTRIBUTION="cyclic") == given
-    site = SRUN.replace("block\nenv", "block\n--cpu-bind=cores\n--gpu-bind=single:1\nenv")
-    flags = "--cpu-bind=cores --gpu-bind=single:1"
+    site = SRUN.replace("block\nenv", "block\n--cpu-bind=cores\n--hint=nomultithread\nenv")
+    flags = "--cpu-bind=cores --hint=nomultithread"
     assert srun(KP_GPUS="4", KP_BESIDE="", KEMPNER_SRUN=flags) == site
 
 
