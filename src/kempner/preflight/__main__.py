@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
     driver = Driver()
     write_atomic(options.meet / "port", f"{driver.port}\n")
     nodes = check_in(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
+    failed = (options.meet / "ended").exists()  # later it is there in any case
     report = Report(nodes)
     if any(node.answered for node in nodes):
         check_clocks(driver, nodes)
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
         report = measure_all(driver, nodes, pick_kind(options, nodes), options.least * 1e6)
     driver.end(rank for node in nodes for rank in node.ranks)
     report.gpus = options.gpus if options.device != "cpu" else 0
-    blame_late(report, (options.meet / "ended").exists())
+    blame_late(report, failed)
     compare(report)
     report.seconds = time.monotonic() - began
     print(report.table(), flush=True)
