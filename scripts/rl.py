@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import sys
 from dataclasses import replace
 
-from kempner import process_group
+from kempner import compiler, process_group
 from kempner.configure import configure, reject
 from kempner.parts import open_checkpointer, open_layout, open_objective, prepare_torch
 from kempner.progress import resume
@@ -148,6 +148,8 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         world = process_group.discover()
         device = process_group.pick_device(cfg.distributed.device, world.local_rank)
+        process_group.stay_near(device, world)
+        compiler.need(cfg.train.compile and device.type == "cuda")
         limit = cfg.distributed.start_timeout
         world = process_group.start(world, device, cfg.run.dir, limit)
         run = Run(cfg, world)

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import sys
 
-from kempner import process_group
+from kempner import compiler, process_group
 from kempner.configure import configure, reject
 from kempner.parts import (
     open_checkpointer,
@@ -173,6 +173,8 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
     try:
         world = process_group.discover()
         device = process_group.pick_device(cfg.distributed.device, world.local_rank)
+        process_group.stay_near(device, world)
+        compiler.need(cfg.train.compile and device.type == "cuda")
         replicas = cfg.lowcomm.in_step(world.size, world.per_node)
         run_dir = cfg.of_replica(world.replica).run.dir
         limit = cfg.distributed.start_timeout

@@ -17,6 +17,9 @@ if state.get("hangs"):
 if state.get("says"):
     print(state["says"])
     sys.exit(2)
+if "--query-compute-apps=gpu_uuid,pid" in sys.argv:
+    print("\\n".join(state.get("processes", [])))
+    sys.exit()
 names = next(w for w in sys.argv if w.startswith("--query-gpu=")).partition("=")[2].split(",")
 if unknown := [name for name in names if name in state.get("unknown", [])]:
     print(f'Field "{{unknown[0]}}" is not a valid field to query.')

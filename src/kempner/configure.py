@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kempner import bench
+from kempner import bench, compiler
 from kempner.bench import Variant
 from kempner.checkpoint import commit, fork, ownership
 from kempner.config.command_line import Command, help_text, parse_command
@@ -31,7 +31,7 @@ from kempner.optim.config import learning_rate
 from kempner.parallel.layout import Axes, sizes
 from kempner.parts import fixed_facts, open_data, open_mixture
 from kempner.planner.build import build
-from kempner.process_group import discover
+from kempner.process_group import discover, gpu_on_the_bus
 from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
 from kempner.run import RunConfig, check_batch, check_pipeline
@@ -94,6 +94,8 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
     only = flags["check"] or flags["build"]
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover().rank):
         warn(cfg)  # once: the scripts have called --check
+    if flags["check"] and may_compile_for_gpus(cfg) and (text := compiler.lacking()):
+        print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
     if flags["bench"]:
@@ -108,12 +110,18 @@ def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> li
     if cfg.rl.on != rewards:
         return [OTHER_PROGRAM[rewards]]
     problems = check_inputs(cfg, 0 if only else discover().rank, only)
+    if only and may_compile_for_gpus(cfg) and gpu_on_the_bus() and (text := compiler.lacking()):
+        problems.append(text)  # in the batch script, on the first of the nodes
     if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
         problems += check_world(cfg, *size_of(flags))
     elif not only:
         world = discover()
         problems += check_world(cfg, world.size * world.replicas, world.per_node)
     return problems
+
+
+def may_compile_for_gpus(cfg: RunConfig) -> bool:
+    return cfg.train.compile and cfg.distributed.device != "cpu"
 
 
 def size_of(flags: Mapping[str, Any]) -> tuple[int, int]:

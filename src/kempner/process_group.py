@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kempner import nccl_transport, rendezvous, slurm, startup
 from kempner.config.option import ConfigError
+from kempner.gpu import affinity
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +103,7 @@ def _of_step(world: World, env: Mapping[str, str]) -> World:
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
     """The device of this process: `kind` is auto, cuda or cpu. The index is the local rank, or 0
-    when one GPU is seen.
+    when one GPU is seen. Of several instances of MIG it hides all but its own.
 
     Raises ConfigError when there are fewer GPUs than tasks on this host, or when a GPU is in this
     host and in the job, but torch cannot use it: the run would train on the CPU for days.
@@ -110,6 +111,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     import torch
 
     host = socket.gethostname()
+    if kind != "cpu":
+        _keep_own_instance(local_rank)
     if kind != "cpu" and not torch.cuda.is_available() and (gpu := gpu_on_the_bus()):
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
         raise ConfigError(
@@ -126,13 +129,64 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
             "(--gpus-per-node), or set distributed.device=cpu"
         )
     if count > 1 and local_rank >= count:
-        raise ConfigError(
-            f"local rank {local_rank} on {host} has no GPU: {count} are visible; "
-            f"--ntasks-per-node must be {count}, the GPUs per node"
-        )
+        raise ConfigError(f"local rank {local_rank} on {host} has no GPU: {_why_too_few(count)}")
     device = torch.device("cuda", local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def _keep_own_instance(local_rank: int) -> None:
+    """A process can use one instance of MIG, and takes the first that it sees: all ranks would take
+    the same one. CUDA reads the variable when it is first asked for anything."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(names) > 1 and all(name.startswith("MIG-") for name in names):
+        if local_rank >= len(names):
+            raise ConfigError(
+                f"local rank {local_rank} on {socket.gethostname()} has no instance of MIG: "
+                f"{_why_too_few(len(names))}"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]
+
+
+def _why_too_few(count: int) -> str:
+    """What to do where a task sees only `count` GPUs, several, but none for itself."""
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if given.isdecimal() and int(given) > count:
+        return (
+            f"it sees {count} of the {given} that Slurm gave the job there; --gpu-bind=closest "
+            "(KEMPNER_SRUN) shows each task those of its socket alone: leave --gpu-bind out, and "
+            "each rank takes one of its own"
+        )
+    return f"{count} are visible; --ntasks-per-node must be {count}, the GPUs per node"
+
+
+def stay_near(device: torch.device, world: World) -> None:
+    """Keep this process to the CPUs, and so to the memory, of its GPU's socket."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    names = [_on_the_bus(index) for index in range(torch.cuda.device_count())]
+    chosen = affinity.stay_near(names[device.index], names, world.per_node)
+    if chosen and not world.local_rank:
+        print(
+            f"kempner: CPUs of {slurm.host_name()}: each rank keeps to those of its GPU's socket, "
+            f"the first one to {len(chosen)} (KEMPNER_NUMA=0: to all that it was given)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _on_the_bus(index: int) -> str:
+    """The name of a GPU on the PCI bus; empty where this torch does not tell it."""
+    import torch
+
+    about: Any = torch.cuda.get_device_properties(index)
+    try:
+        parts = about.pci_domain_id, about.pci_bus_id, about.pci_device_id
+    except AttributeError:
+        return ""
+    return "{:04x}:{:02x}:{:02x}".format(*parts)
 
 
 def gpu_on_the_bus() -> str | None:
@@ -145,7 +199,8 @@ def gpu_on_the_bus() -> str | None:
     for device in root.glob("bus/pci/devices/*"):
         with contextlib.suppress(OSError):
             maker = PCI_GPUS.get((device / "vendor").read_text().strip())
-            if maker and (device / "class").read_text().startswith("0x03"):  # a display controller
+            # A display controller, or a processing accelerator, as MI300X calls itself.
+            if maker and (device / "class").read_text().startswith(("0x03", "0x12")):
                 return maker
     return None
 
@@ -189,7 +244,8 @@ def start(
     if device.type == "cuda":
         if replicas == 1:
             dist.destroy_process_group()
-        log = _log_nccl(world)
+        # NCCL names a network inside of one host, too, where it does not use it.
+        log = _log_nccl(world) if world.size > world.per_node else None
         with _or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
         _prove(store, world, "cuda", start_timeout)
@@ -236,6 +292,11 @@ def _init(
         timeout=timedelta(seconds=start_timeout),
         device_id=gpu,
     )
+    if gpu:
+        # It has connected now. While a device is bound torch makes every further group by a split
+        # of this one: torch 2.13 then dies of SIGSEGV in gloo's (pytorch#192106), and new_group()
+        # of some of the ranks waits for all of them in ncclCommSplit (pytorch#145376).
+        dist.distributed_c10d._get_default_group().bound_device_id = None
 
 
 def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
@@ -281,7 +342,7 @@ def _check_transport(log: str) -> None:
     """Print NCCL's own word for the network of this host. Raises ConfigError when the fabric that
     was found here is not the one that NCCL uses: the run would take ten times as long."""
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
-    if not used:  # one host: NVLink or shared memory alone
+    if not used:
         return
     host = slurm.host_name()
     print(f"kempner: network of {host}: NCCL uses NET/{used}", file=sys.stderr, flush=True)

@@ -111,13 +111,30 @@ def tasks(text: str, **env: str) -> str:
         ("gres/gpu:a100=4", 4),
         ("gres/gpu:nvidia_a100-sxm4-80gb:4", 4),
         ("gpu:a100:2(IDX:0-1),gpu:v100:2(IDX:2-3)", 4),
+        ("gpu:1g.10gb:2(IDX:0-1)", 2),  # instances of MIG
+        ("gres/gpu:nvidia_a100_1g.5gb=7", 7),
+        ("gpu:1g.10gb:2(IDX:0-1)", 2),  # instances of MIG
+        ("gres/gpu:nvidia_a100_1g.5gb=7", 7),
         ("nic:2(IDX:0-1),gpu:3(IDX:0-2)", 3),
         ("nic:2(IDX:0-1)", 0),
         ("", 0),
     ],
 )
 def test_counting_gpus(text: str, count: int) -> None:
-    assert bash('kp_count_gpus "$TEXT"', TEXT=text).stdout.strip() == str(count)
+    assert bash('kp_count_gpus "$TEXT"; echo $KP_COUNT', TEXT=text).stdout.strip() == str(count)
+
+
+def test_the_gpus_of_many_nodes_are_counted_without_a_process_each() -> None:
+    """Slurm has a line for each node whose CPUs differ: 10 s of every start at 2,000 nodes."""
+    script = """
+        copy=$(declare -f kp_count_gpus)
+        eval "counts${copy#kp_count_gpus}"
+        kp_count_gpus() { [[ $BASHPID == "$$" ]] || echo "a process for $1" >&2; counts "$1"; }
+        kp_gpus
+        echo $KP_GPUS
+    """
+    done = bash(script, KP_JOB=job("gpu:8(IDX:0-7)", "gpu:8(IDX:0-7)"), KP_NODES="2")
+    assert (done.stdout, done.stderr) == ("8\n", "")
 
 
 FOUR = ("gpu:h100:4(IDX:0-3)", "gpu:h100:4(IDX:0-3)")
@@ -191,6 +208,7 @@ SRUN = """--job-name=kempner-7.0.1
 --immediate=300
 --export=ALL
 --gpus-per-node=4
+--distribution=block:block
 env
 --block-signal=TERM,INT,USR1,USR2
 KEMPNER_SIGNALS_WAIT=1
@@ -226,12 +244,14 @@ def srun(**env: str) -> str:
 def test_srun_command() -> None:
     """Whole, so that no flag comes or goes unseen."""
     assert srun(KP_GPUS="4", KP_BESIDE="") == SRUN
-    cpu = SRUN.replace("--gpus-per-node=4\n", "")
+    cpu = SRUN.replace("--gpus-per-node=4\n--distribution=block:block\n", "")
     assert srun(KP_GPUS="0", KP_BESIDE="", OMP_NUM_THREADS="3") == cpu
-    beside = SRUN.replace("node=4\nenv", "node=4\n--jobid=7\n--overlap\nenv")
+    beside = SRUN.replace("block\nenv", "block\n--jobid=7\n--overlap\nenv")
     assert srun(KP_GPUS="4", KP_BESIDE="1") == beside
-    site = SRUN.replace("node=4\nenv", "node=4\n--cpu-bind=cores\n--gpu-bind=closest\nenv")
-    flags = "--cpu-bind=cores --gpu-bind=closest"
+    given = SRUN.replace("--distribution=block:block\n", "")  # of sbatch: srun reads it
+    assert srun(KP_GPUS="4", KP_BESIDE="", SLURM_DISTRIBUTION="cyclic") == given
+    site = SRUN.replace("block\nenv", "block\n--cpu-bind=cores\n--hint=nomultithread\nenv")
+    flags = "--cpu-bind=cores --hint=nomultithread"
     assert srun(KP_GPUS="4", KP_BESIDE="", KEMPNER_SRUN=flags) == site
 
 
@@ -319,6 +339,7 @@ def test_spares_that_make_no_sense(given: dict[str, str], why: str) -> None:
         ({"KEMPNER_MAX_CRASHES": "0"}, "KEMPNER_MAX_CRASHES=0: must be a number from 1"),
         ({"KEMPNER_EXCLUDE": "all"}, "KEMPNER_EXCLUDE=all: must be a number from 0"),
         ({"KEMPNER_SIGNAL_LEAD": "2m"}, "KEMPNER_SIGNAL_LEAD=2m: must be a number from 0"),
+        ({"KEMPNER_NUMA": "off"}, "KEMPNER_NUMA=off: must be 0, or 1"),
         ({"KEMPNER_PREFLIGHT": "off"}, "KEMPNER_PREFLIGHT=off: must be 1, or 0"),
         ({"KEMPNER_STAGE": "local"}, "KEMPNER_STAGE=local: must be an absolute path"),
         ({"KEMPNER_STAGE_ENVIRONMENT": "yes"}, "KEMPNER_STAGE_ENVIRONMENT=yes: must be 1, or 0"),

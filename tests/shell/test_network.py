@@ -265,7 +265,16 @@ def test_nothing_leads_anywhere(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("given", "others"),
-    [("em4", "em4"), ("=em4", "em4"), ("em", "em4"), ("eth9,em4", None), ("^lo,docker", "")],
+    [
+        ("em4", "em4"),
+        ("=em4", "em4"),
+        ("em", "em4"),
+        ("eth9,em4", "em4"),  # of a list that a site's module sets one is enough
+        ("hsn,em,bond", "em4"),
+        ("eth9,bond", None),
+        ("=em", None),
+        ("^lo,docker", ""),
+    ],
 )
 def test_the_users_value_stays(node: Node, given: str, others: str | None) -> None:
     """NCCL's grammar: prefixes, "=" for exact names, "^" for all but these."""
@@ -282,6 +291,8 @@ def test_the_users_value_stays(node: Node, given: str, others: str | None) -> No
 def test_gloo_takes_whole_names(node: Node) -> None:
     done = node.run(GLOO_SOCKET_IFNAME="em")
     assert done.returncode == 2 and "has no interface 'em'; it has em4 lo" in done.stderr
+    done = node.run(GLOO_SOCKET_IFNAME="em4,em5")  # it makes a device of each
+    assert done.returncode == 2 and "has no interface 'em5'" in done.stderr
 
 
 def test_only_the_first_task_of_a_node_says_it(node: Node) -> None:

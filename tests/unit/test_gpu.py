@@ -300,6 +300,7 @@ class FakeNvml(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.lost, self.links, self.xids = False, [1, 1, 0], [79]
+        self.versions = [self.nvmlMemory_v2]
         answers: dict[str, Any] = {
             "nvmlDeviceGetCount": 1,
             "nvmlDeviceGetHandleByIndex": "handle",
@@ -315,6 +316,7 @@ class FakeNvml(types.ModuleType):
             "nvmlDeviceGetCurrPcieLinkGeneration": 5,
             "nvmlDeviceGetMaxPcieLinkGeneration": 5,
             "nvmlDeviceGetIndex": 0,
+            "nvmlDeviceGetComputeRunningProcesses": [types.SimpleNamespace(pid=4711)],
             "nvmlEventSetCreate": "set",
             "nvmlDeviceRegisterEvents": None,
             "nvmlInit": None,
@@ -326,6 +328,14 @@ class FakeNvml(types.ModuleType):
         if self.lost:
             raise self.NVMLError(self.NVML_ERROR_GPU_IS_LOST)
         return 61
+
+    nvmlMemory_v2 = 0x02000028
+
+    def nvmlDeviceGetMemoryInfo(self, _: object, version: int | None = None) -> object:
+        """The older version counts what the driver keeps for itself."""
+        if version and version not in self.versions:
+            raise self.NVMLError(3)
+        return types.SimpleNamespace(used=(612 if version else 1300) << 20)
 
     def nvmlDeviceGetSerial(self, _: object) -> str:
         raise self.NVMLError(3)  # not supported
@@ -352,6 +362,9 @@ def test_one_look_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.switches == ("remapped_rows.pending",) and found.nvlinks == (0, 1)
     assert found.slowdowns == ("hw_slowdown", "hw_thermal_slowdown")
     assert list(reader.xids(0.1)) == [("0000:3b:00", 79)] and not list(reader.xids(0.1))
+    assert found.number(reading.MEMORY) == 612 and reader.processes(found) == [4711]
+    fake.versions = []
+    assert reader.read()[0].number(reading.MEMORY) == 1300
     fake.lost = True
     (found,) = reader.read()
     assert found.lost and found.pci == "0000:3b:00"

@@ -29,6 +29,7 @@ LAYERS = (
         "front_door",
         "picture",
         "nccl_transport",
+        "compiler",
         "hub",
     },
     {"trackers", "code", "startup", "check"},

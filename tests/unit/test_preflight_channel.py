@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kempner.preflight import __main__ as program
 from kempner.preflight.channel import Driver, Task
+from tests.unit.test_preflight_verdict import node
+
+ROOT = Path(__file__).parents[2]
+DRIVER = """
+import os, sys, time
+from kempner.preflight.channel import Driver
+driver = Driver()
+keys = driver.ask([0], {"what": "time"})
+print(driver.port, flush=True)
+if sys.argv[1] == "wait":
+    driver.answers(keys, time.monotonic() + 60)
+os._exit(0)
+"""
+
+
+def task_of(driver: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """A task that srun starts; what it says, and how it ends."""
+    assert driver.stdout is not None
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    env = os.environ | names | {"KEMPNER_PREFLIGHT_PORT": driver.stdout.readline().strip()}
+    if driver.args[-1] == "leave":  # type: ignore[index]
+        driver.wait()
+    return subprocess.run(
+        [sys.executable, "-m", "kempner.preflight.task"],
+        env=env, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+
+
+def test_a_task_whose_driver_ends_is_quiet() -> None:
+    """It waits for a question, or has not even begun to, while its node was busy."""
+    for how in ("wait", "leave"):
+        command = [sys.executable, "-c", DRIVER, how]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+            done = task_of(driver)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), how
 
 
 def test_the_driver_leaves_after_its_tasks() -> None:
@@ -36,3 +78,30 @@ def test_a_store_that_is_closed_is_the_end() -> None:
     del driver
     thread.join(timeout=60)
     assert asked == [{"what": "end"}]
+
+
+def test_the_run_starts_where_most_nodes_are_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also though srun has ended by the time of the verdict: the tasks that came have left."""
+    monkeypatch.setattr(program, "CHECK_IN_S", 3.0)
+
+    def answer() -> None:
+        while not (tmp_path / "port").exists():
+            time.sleep(0.01)
+        task = Task("localhost", int((tmp_path / "port").read_text().split()[0]), 0)
+        while (what := task.question()["what"]) != "end":
+            task.answer(
+                node("a").facts | {"local_rank": 0} if what == "node" else {"time": time.time()}
+            )
+        (tmp_path / "ended").touch()
+        task.answer({})
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    words = f"--nodes=a,b,c,d --tasks=1 --gpus=0 --dir={tmp_path} --json={tmp_path}/told"
+    code = program.main([*words.split(), f"--meet={tmp_path}"])
+    thread.join()
+    said = capsys.readouterr().out
+    assert "note: 3 of 4 nodes did not answer in time" in said and ": b, c, d\n" in said
+    assert code == 0, said

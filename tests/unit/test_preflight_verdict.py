@@ -5,18 +5,24 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kempner.preflight.__main__ import rounds, take_transport
+from kempner.gpu.findings import ECC
+from kempner.preflight import task
+from kempner.preflight.__main__ import check_in, rounds, take_transport
 from kempner.preflight.allreduce import connect_limit, run_in_child
-from kempner.preflight.verdict import NodeResult, Report, compare, slow_nodes
+from kempner.preflight.verdict import NodeResult, Report, blame_late, compare, slow_nodes
+from tests.gpus import Shim, gpu
 
 
 def node(name: str, **facts: Any) -> NodeResult:
     usual: dict[str, Any] = {
         "gpus": 4,
+        "gpus_given": 4,
         "gpu_faults": [],
         "memory_free": 100 << 30,
         "network": "InfiniBand",
@@ -77,6 +83,123 @@ def test_the_one_that_differs_is_named(facts: dict[str, Any], said: str) -> None
         report = judge(*nodes)
         assert report.record()["bad"] == "abc"[place]
         assert any(said in fault for fault in nodes[place].faults), nodes[place].faults
+
+
+def test_gpus_of_other_jobs_and_of_other_tasks_are_none_of_ours() -> None:
+    shared = node("a", gpus=8, gpus_given=None)  # Slurm hides nothing, and has set nothing
+    bound = node("b", gpus=1, gpus_given=1)  # --gpu-bind: its first task sees one
+    report = judge(shared, bound)
+    assert not report.faulty
+    assert [row.split()[1] for row in report.table().splitlines()[1:3]] == ["8/4", "1/1"]
+
+
+@pytest.mark.parametrize(
+    ("env", "seen"),
+    [
+        ({"SLURM_STEP_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}, (2, [])),  # of eight
+        ({"SLURM_STEP_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, (2, [f"GPU 3: {ECC} = 3"])),
+        ({}, (8, [f"GPU 3: {ECC} = 3"])),
+        ({"SLURM_STEP_GPUS": "0,1,2", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c"},
+         (3, [f"GPU 3: {ECC} = 3"])),
+    ],
+)  # fmt: skip
+def test_only_the_gpus_of_the_job_are_looked_at(
+    env: dict[str, str], seen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node whose other GPUs are another job's, and not hidden."""
+    broken = {"ecc__errors__uncorrected__volatile__total": "3"}
+    shim = Shim(tmp_path / "gpus")
+    shim.say(*(gpu(k, **(broken if k == 3 else {})) for k in range(8)))
+    for name in ("SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (shim.env | env).items():
+        monkeypatch.setenv(name, value)
+    assert task.gpus_seen() == seen
+
+
+def test_memory_that_others_have_is_a_fault_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would end by lack of memory, and be blamed for it."""
+    shim = Shim(tmp_path / "gpus")
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
+    monkeypatch.setenv("PATH", shim.env["PATH"])
+    held, other = gpu(1, memory__used="61440"), gpu(2, memory__used="61440")
+    shim.say(
+        gpu(0, memory__used="612"), held, other, processes=[f"GPU-1, {os.getpid()}", "GPU-1, [N/A]"]
+    )
+    monkeypatch.setattr(task, "FREED_S", 0.0)
+    count, (said,) = task.gpus_seen()
+    assert count == 2
+    assert said.startswith("GPU 1: 60.0 GiB of its memory in use before the run, by process ")
+    assert f" {os.getpid()} (" in said and said.count("process ") == 1
+    assert task.process_name(1 << 30) == f"process {1 << 30}"
+    # One that is freed while it is looked at is none.
+    monkeypatch.setattr(task, "FREED_S", 60.0)
+    monkeypatch.setattr(task.time, "sleep", lambda _: shim.say(gpu(0), gpu(1, memory__used="3")))
+    assert task.gpus_seen() == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("count", "late", "blamed"),
+    [(2, 1, True), (3, 2, True), (4, 3, False), (1000, 30, True), (1000, 31, False)],
+)
+def test_many_that_are_late_are_not_blamed(count: int, late: int, blamed: bool) -> None:
+    """A cold file system: they are named, and the run starts on them."""
+    report = Report([node(f"n{k}") for k in range(count)])
+    for one in report.nodes[:late]:
+        one.late, one.facts = "1 of 1 task(s) did not answer", {}
+    blame_late(report, ended=False)
+    compare(report)
+    assert report.faulty is blamed
+    assert len(list(filter(None, report.record()["bad"].split(",")))) == (late if blamed else 0)
+    assert bool(report.notes) is not blamed
+    if not blamed:
+        assert f"note: {late} of {count} nodes did not answer in time" in report.table()
+        assert len(report.table().splitlines()[-2]) < 300 and "late" in report.table()
+
+
+def test_many_that_fail_are_a_fault_of_what_they_share() -> None:
+    report = Report([node(f"n{k}") for k in range(4)])
+    for one in report.nodes:
+        one.late = "1 of 1 task(s) did not answer before srun ended"
+    blame_late(report, ended=True)
+    assert report.record()["bad"] == "" and report.faulty
+    assert "4 of 4 nodes did not answer before srun ended" in report.faults[0]
+
+
+class SlowDriver:
+    """Its tasks answer at these seconds after the first question; a clock that the test sets."""
+
+    def __init__(self, times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times, self.now = times, 0.0
+        monkeypatch.setattr("kempner.preflight.__main__.time.monotonic", lambda: self.now)
+
+    def ask(self, ranks: Any, question: object) -> dict[int, str]:
+        return {rank: str(rank) for rank in ranks}
+
+    def answers(self, keys: dict[int, str], deadline: float) -> dict[int, dict[str, Any]]:
+        self.now = max(self.now, deadline)
+        return {rank: {"local_rank": 0} for rank in keys if self.times[rank] <= self.now}
+
+
+@pytest.mark.parametrize(
+    ("times", "late"),
+    [
+        ([5.0, 5.0, 25.0, 999.0], 1),
+        ([50.0] * 3 + [120.0], 0),  # the first half was slow, too
+        ([250.0] * 500 + [500.0] * 500, 0),  # half a second more for each node
+        ([2000.0] * 4, 4),
+    ],
+)
+def test_a_cold_file_system_takes_longer_for_more_nodes(
+    times: list[float], late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver: Any = SlowDriver(times, monkeypatch)
+    names = [f"n{k}" for k in range(len(times))]
+    nodes = check_in(driver, tmp_path / "ended", names, 1)
+    assert sum(bool(one.late) for one in nodes) == late
+    assert driver.now < 1000
 
 
 def test_of_two_that_differ_neither_is_blamed() -> None:
@@ -191,6 +314,25 @@ def test_a_measurement_that_hangs_dies_or_fails() -> None:
     assert run_in_child(lambda _: os._exit(3), 5, 5) == {  # type: ignore[arg-type,return-value]
         "error": "the process that measures died"
     }
+
+
+def test_the_process_that_measures_forks_asks_nothing_of_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses CUDA in what a process forks after it has asked whether there is a GPU."""
+    asked = tmp_path / "asked"
+
+    def available() -> bool:
+        asked.write_text(str(os.getpid()))
+        return True
+
+    for name in ("is_available", "device_count"):
+        monkeypatch.setattr(torch.cuda, name, available)
+    assert task.describe_node(local_rank=0)["real_gpus"] is True
+    assert int(asked.read_text()) != os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    said = run_in_child(lambda ok: ok() or {"a": 1}, 5, 5)  # type: ignore[func-returns-value]
+    assert said == {"error": "AssertionError: CUDA was asked before the fork"}
 
 
 def test_connecting_has_a_limit_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import queue
@@ -108,6 +109,26 @@ def test_a_task_without_a_gpu_is_told_which_flag_to_give(monkeypatch: pytest.Mon
         pick_device("cuda", 0)
 
 
+def test_a_binding_that_hides_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--gpu-bind=closest shows the GPUs of a socket: four of eight."""
+    see(monkeypatch, 4)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    with pytest.raises(ConfigError, match=r"it sees 4 of the 8.*leave --gpu-bind out") as error:
+        pick_device("auto", 5)
+    assert "--ntasks-per-node" not in str(error.value)  # that would halve the job
+
+
+def test_each_rank_takes_an_instance_of_mig_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows a process the first one alone."""
+    see(monkeypatch, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert pick_device("auto", 1) == torch.device("cuda", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    with pytest.raises(ConfigError, match="no instance of MIG: 2 are visible"):
+        pick_device("auto", 2)
+
+
 def test_a_gpu_that_torch_cannot_use_is_an_error_in_a_job_with_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -149,6 +170,25 @@ def test_a_fabric_that_nccl_does_not_use_is_an_error(
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="NCCL_NET=Socket"):
         process_group._check_transport(f"node1:1:1 [0] NCCL INFO Using network {used}\n")
     assert "NCCL uses NET/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "per_node", "asked"), [(4, 2, True), (2, 2, False)])
+def test_the_network_of_one_host_is_not_looked_at(
+    size: int, per_node: int, asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL names one at each start, also where it speaks over NVLink alone."""
+    looked: list[World] = []
+    monkeypatch.setattr(process_group, "_log_nccl", looked.append)
+    quiet: Any = lambda *_: types.SimpleNamespace()  # noqa: E731
+    for module, name in (
+        (rendezvous, "open_store"), (rendezvous, "check_in"), (process_group, "_prove"),
+        (process_group, "_init"), (process_group, "set_timeout"),
+        (torch.distributed, "PrefixStore"), (torch.distributed, "destroy_process_group"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, quiet)
+    world = World(0, 0, size, "slurm", per_node)
+    process_group.start(world, torch.device("cuda", 0), tmp_path, 5.0)
+    assert bool(looked) is asked
 
 
 # --- The rendezvous -----------------------------------------------------------------------------
@@ -202,6 +242,70 @@ def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
     assert {path.name for path in run_dir.iterdir()} == notes
     rendezvous.forget_rendezvous(run_dir)
     assert not list(run_dir.iterdir())
+
+
+def mesh_as_on_gpus(rank: int, run_dir: Path, axes: dict[str, int], said: Any) -> None:
+    """One of two ranks: start() and build_layout() as with GPUs, with gloo in the place of NCCL."""
+    import torch.distributed as dist
+
+    from kempner.parallel.config import DistributedConfig
+    from kempner.parallel.layout import build_layout
+
+    names = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2"}
+    os.environ.update(names)
+    init, prove = dist.init_process_group, process_group._prove
+
+    def without_nccl(backend: str, *, device_id: Any, **options: Any) -> None:
+        init(backend.replace("nccl", "gloo"), **options)
+        dist.distributed_c10d._get_default_group().bound_device_id = device_id
+
+    replaced: dict[Any, dict[str, Any]] = {
+        dist: {"init_process_group": without_nccl},
+        process_group: {
+            "_prove": lambda store, world, device, seconds: prove(store, world, "cpu", seconds),
+            "_log_nccl": lambda world: None,
+        },
+        torch.accelerator: {
+            "is_available": lambda: True,
+            "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        },
+        torch.cuda: {
+            "is_initialized": lambda: True,
+            "set_device": lambda device: None,
+            "device_count": lambda: 2,
+        },
+        copy: {"deepcopy": lambda value, *_: value},  # of NCCL's options; gloo's have none
+    }
+    for module, names_there in replaced.items():
+        for name, value in names_there.items():
+            setattr(module, name, value)
+    world = process_group.start(discover(), torch.device("cuda", 0), run_dir, 60)
+    layout = build_layout(DistributedConfig(**axes), world.size, 2, "cuda")
+    some = dist.new_group([0], backend="gloo")  # as the checkpointer's of a pipeline
+    total = torch.ones(1)
+    for group in (None, *layout.groups, *([some] if rank == 0 else [])):
+        dist.all_reduce(total, group=group)
+    said.put((rank, total.item()))
+    process_group.leave(world)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep", "dp_replicate"])
+def test_meshes_of_several_axes_with_a_device_bound(tmp_path: Path, axis: str) -> None:
+    """torch splits the world's group then, which ends the process by SIGSEGV."""
+    said = CONTEXT.Queue()
+    todo = [
+        CONTEXT.Process(target=mesh_as_on_gpus, args=(rank, tmp_path, {axis: 2}, said))
+        for rank in range(2)
+    ]
+    for task in todo:
+        task.start()
+    for task in todo:
+        task.join(timeout=120)
+    codes = [task.exitcode for task in todo]
+    for task in todo:
+        task.kill()
+    assert codes == [0, 0]
+    assert {said.get(timeout=10)[0] for _ in todo} == {0, 1}
 
 
 def depart(rank: int, run_dir: Path, said: Any) -> None:

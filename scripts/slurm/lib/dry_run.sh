@@ -130,7 +130,8 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
         gpus=$((${KP_ASKED[gpus_per_socket]##*:} * ${KP_ASKED[sockets_per_node]:-1}))
     gres=${gpus:+gres:gpu:${gpus##*:}}
     gres=${gres:-${KP_ASKED[gres]:-}}
-    tasks=${KP_ASKED[ntasks_per_node]:-$(kp_count_gpus "${gres:-$KP_DRY_GRES}")}
+    kp_count_gpus "${gres:-$KP_DRY_GRES}"
+    tasks=${KP_ASKED[ntasks_per_node]:-$KP_COUNT}
     KP_DRY_CPUS=${KP_DRY_CPUS:-$(((tasks > 0 ? tasks : 1) * ${KP_ASKED[cpus_per_task]:-1}))}
     KP_JOB="JobId=JOBID NodeList=$names JobName=${KP_ASKED[job_name]:-kempner} NumNodes=$nodes"
     KP_JOB+=" NumCPUs=$((KP_DRY_CPUS * nodes)) Requeue=1 BatchFlag=0"

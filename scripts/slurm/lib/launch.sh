@@ -212,6 +212,8 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
 
     # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and another job's GPUs on a shared node be taken.
     ((KP_GPUS == 0)) || KP_SRUN+=(--gpus-per-node="$KP_GPUS")
+    # By default srun puts every other task of a node on the other socket; GPUs are numbered along the sockets.
+    ((KP_GPUS == 0)) || [[ -n ${SLURM_DISTRIBUTION:-} ]] || KP_SRUN+=(--distribution=block:block)
     [[ -z $KP_BESIDE ]] || KP_SRUN+=(--jobid="$SLURM_JOB_ID" --overlap)
     ((${#KP_PLACES[@]} == 0)) || KP_SRUN+=(--nodelist="$(kp_comma "${KP_PLACES[@]}")")
     # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever.

@@ -57,20 +57,24 @@ kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
 kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came with the nodes)
     local line counts=() asked
     while read -r line; do
-        [[ $line != Nodes=*GRES=* ]] || counts+=("$(kp_count_gpus "${line##*GRES=}")")
+        [[ $line == Nodes=*GRES=* ]] || continue
+        kp_count_gpus "${line##*GRES=}"
+        counts+=("$KP_COUNT")
     done <<<"$KP_JOB"
     KP_GPUS=${counts[0]:-0} KP_GPUS_ASKED=''
 
     asked=$(kp_field TresPerNode)
     if [[ $asked == *gpu* ]]; then
-        KP_GPUS=$(kp_count_gpus "$asked")
+        kp_count_gpus "$asked"
+        KP_GPUS=$KP_COUNT
         KP_GPUS_ASKED=--gpus-per-node=$KP_GPUS
         return
     fi
 
     asked=$(kp_field TresPerSocket)
     if [[ $asked == *gpu* ]]; then
-        asked=$(kp_count_gpus "$asked")
+        kp_count_gpus "$asked"
+        asked=$KP_COUNT
         KP_GPUS=$((asked * $(kp_field Socks/Node))) # without --sockets-per-node sbatch refuses it
         KP_GPUS_ASKED=--gpus-per-socket=$asked
         return
@@ -78,7 +82,8 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
 
     asked=$(kp_field TresPerJob)
     if [[ $asked == *gpu* ]]; then
-        asked=$(kp_count_gpus "$asked")
+        kp_count_gpus "$asked"
+        asked=$KP_COUNT
         ((asked % KP_NODES == 0)) || kp_die "--gpus=$asked on $KP_NODES nodes: give --gpus-per-node=N instead"
         KP_GPUS_ASKED=--gpus=$asked
     fi
@@ -91,7 +96,7 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     done
     [[ -z $KP_GPUS_ASKED ]] || KP_GPUS=$((asked / KP_NODES))
     asked=$(kp_field TresPerTask)
-    [[ $asked != *gpu* ]] || KP_GPUS_ASKED=--gpus-per-task=$(kp_count_gpus "$asked")
+    [[ $asked != *gpu* ]] || { kp_count_gpus "$asked" && KP_GPUS_ASKED=--gpus-per-task=$KP_COUNT; }
 }
 
 kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a node than its first one had
@@ -117,13 +122,14 @@ kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a 
     kp_finish
 }
 
-kp_count_gpus() { # <GRES or TRES>: the GPUs in it: gpu, gpu:4, gpu:h100:4(IDX:0-3), gres/gpu=4, several types
-    local text=$1 count=0 pattern='gpu([:=/][A-Za-z][^:=,(]*)?([:=]([0-9]+))?(.*)'
+kp_count_gpus() { # <GRES or TRES>: sets KP_COUNT, the GPUs in it: gpu, gpu:h100:4(IDX:0-3), gres/gpu=4, several types
+    # Of a type, gpu:1g.10gb:4, only the whole is no number. No subshell: a job of 2,000 nodes may have as many lines.
+    local text=$1 pattern='gpu([:=/][^:=,(]*[^:=,(0-9][^:=,(]*)?([:=]([0-9]+))?(.*)'
+    KP_COUNT=0
     while [[ $text =~ $pattern ]]; do
-        count=$((count + ${BASH_REMATCH[3]:-1}))
+        KP_COUNT=$((KP_COUNT + ${BASH_REMATCH[3]:-1}))
         text=${BASH_REMATCH[4]}
     done
-    echo "$count"
 }
 
 kp_gpus_here() { # the GPUs of this machine that a process may see

@@ -4,7 +4,7 @@
 
 KP_VARIABLES=(SITE PYTHON TRAIN MAX_CRASHES RESTARTS SPARES SPARE_COMMAND EXCLUDE CHAIN SIGNAL_LEAD PREFLIGHT
     PREFLIGHT_LEAST CODE STAGE STAGE_ENVIRONMENT CONTAINER MOUNTS CONTAINER_RUNTIME SECRETS MAIL NOTIFY WEBHOOK PAGE
-    SRUN MPI NPROC ORCHESTRATE SERVE SERVE_TOKEN VLLM)
+    SRUN MPI NPROC NUMA ORCHESTRATE SERVE SERVE_TOKEN VLLM)
 
 kp_is_setting() { # <variable>: true when it is one of them
     [[ " ${KP_VARIABLES[*]} " == *" ${1#KEMPNER_} "* ]]
@@ -32,6 +32,7 @@ kp_check_settings() { # stops at values that make no sense: later they would end
     for name in KEMPNER_PREFLIGHT KEMPNER_STAGE_ENVIRONMENT; do
         [[ ${!name:-0} =~ ^[01]$ ]] || kp_die "$name=${!name}: must be 1, or 0, which is the same as unset"
     done
+    [[ ${KEMPNER_NUMA:-1} =~ ^[01]$ ]] || kp_die "KEMPNER_NUMA=$KEMPNER_NUMA: must be 0, or 1, which is the same as unset"
     [[ ${KEMPNER_MPI:-none} =~ ^[a-z][a-z0-9_]*$ ]] ||
         kp_die "KEMPNER_MPI=$KEMPNER_MPI: must be a value of srun --mpi, such as pmix: 'srun --mpi=list' shows them"
     [[ ${KEMPNER_CODE:-1} =~ ^[01]$ ]] ||

@@ -28,7 +28,9 @@ SLOWDOWNS = {
     "hw_power_brake_slowdown": 0x80,
 }
 REASONS = [f"clocks_event_reasons.{name}" for name in SLOWDOWNS]
+MEMORY = "memory.used"  # MiB
 NUMBERS = [
+    MEMORY,
     "temperature.gpu",
     "power.draw",
     "utilization.gpu",
@@ -79,6 +81,9 @@ class Reader(Protocol):
     def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
         """Bus and number of the next error, waited for so long."""
 
+    def processes(self, gpu: Gpu) -> list[int]:
+        """Numbers of the processes that have some of its memory, of those that are known."""
+
 
 def open_reader() -> Reader | None:
     """None on a node without a driver, or without both of these."""
@@ -94,11 +99,20 @@ def bus(text: str) -> str:
     return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}".lower() if found else ""
 
 
+def given_names() -> list[str] | None:
+    """Numbers, or names, of the GPUs that Slurm gave to this task; None where it set nothing. With
+    a binding (--gpu-bind) these are the task's own, otherwise all of the job's on this node."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = os.environ.get("SLURM_STEP_GPUS") or visible
+    if visible and "MIG-" in visible:  # the numbers are of the cards, or of Slurm's own list
+        given = visible
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
 def of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
     """On a node that is shared, those that the job was given. Where the others are hidden from the
     job the driver counts from 0, so that their numbers say nothing: then all are."""
-    given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("CUDA_VISIBLE_DEVICES") or ""
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    names = given_names() or []
     mine = [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]
     return mine if 0 < len(names) < len(gpus) and mine else list(gpus)
 
@@ -124,6 +138,12 @@ class NvidiaSmi:
         time.sleep(seconds)
         return iter(())
 
+    def processes(self, gpu: Gpu) -> list[int]:
+        with contextlib.suppress(NoAnswer):
+            rows = self._ask(["gpu_uuid", "pid"], "compute-apps")
+            return [int(pid) for uuid, pid in rows if uuid == gpu.uuid and pid.isdecimal()]
+        return []
+
     def _learn(self) -> dict[str, str]:
         """It refuses a whole query for one name that it does not know: then each is asked."""
         with contextlib.suppress(NoAnswer):
@@ -138,8 +158,9 @@ class NvidiaSmi:
                     known.setdefault(name, called)
         return known
 
-    def _ask(self, names: list[str]) -> list[list[str]]:
-        command = [self._program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+    def _ask(self, names: list[str], about: str = "gpu") -> list[list[str]]:
+        query = f"--query-{about}={','.join(names)}"
+        command = [self._program, query, "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(
                 command,
@@ -231,6 +252,11 @@ class Nvml:
         index = self._maybe(lambda: self._nvml.nvmlDeviceGetIndex(data.device))
         yield self._about[index].pci if index is not None else "", int(data.eventData)
 
+    def processes(self, gpu: Gpu) -> list[int]:
+        ask = self._nvml.nvmlDeviceGetComputeRunningProcesses
+        found = self._maybe(lambda: ask(self._handles[gpu.index])) or []
+        return [process.pid for process in found]
+
     def _identity(self, index: int) -> Gpu:
         nvml, handle = self._nvml, self._handles[index]
         return Gpu(
@@ -250,7 +276,12 @@ class Nvml:
                 return replace(about, lost=True)
             temperature = None
         power = self._maybe(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        # The older structure counts what the driver keeps for itself as used.
+        memory = self._maybe(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used)
+        if memory is None:
+            memory = self._maybe(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used)
         figures = [
+            None if memory is None else memory / 2**20,
             temperature,
             None if power is None else power / 1000,
             self._maybe(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),

@@ -30,10 +30,12 @@ if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody
 
 from kempner.preflight.allreduce import MEASURE_S, connect_limit
 from kempner.preflight.channel import Answer, Driver
-from kempner.preflight.verdict import NodeResult, Report, compare, slow_nodes
+from kempner.preflight.verdict import NodeResult, Report, blame_late, compare, slow_nodes
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
-STRAGGLERS_S = 20.0  # and then for the other half
+NODE_S = 0.5  # more for each node: a file system that has nothing cached serves them in turn,
+LONGEST_S = 900.0
+STRAGGLERS_S = 30.0  # and then for the other half, or twice as long as the first one took
 
 
 def main(argv: list[str]) -> int:
@@ -54,6 +56,7 @@ def main(argv: list[str]) -> int:
     driver = Driver()
     write_atomic(options.meet / "port", f"{driver.port}\n")
     nodes = check_in(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
+    failed = (options.meet / "ended").exists()  # later it is there in any case
     report = Report(nodes)
     if any(node.answered for node in nodes):
         check_clocks(driver, nodes)
@@ -61,6 +64,7 @@ def main(argv: list[str]) -> int:
         report = measure_all(driver, nodes, pick_kind(options, nodes), options.least * 1e6)
     driver.end(rank for node in nodes for rank in node.ranks)
     report.gpus = options.gpus if options.device != "cpu" else 0
+    blame_late(report, failed)
     compare(report)
     report.seconds = time.monotonic() - began
     print(report.table(), flush=True)
@@ -78,25 +82,26 @@ def pick_kind(options: argparse.Namespace, nodes: list[NodeResult]) -> str:
 
 
 def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[NodeResult]:
-    """Wait for the tasks. One that does not answer makes its node faulty."""
+    """Wait for the tasks; `ended` is there once srun has ended."""
     everyone = range(len(names) * tasks)
     keys = driver.ask(everyone, {"what": "node"})
-    deadline = time.monotonic() + CHECK_IN_S
+    began = time.monotonic()
+    deadline = began + min(LONGEST_S, CHECK_IN_S + NODE_S * len(names))
     answers: dict[int, Answer] = {}
     half_here = False
     while len(answers) < len(keys) and time.monotonic() < deadline and not ended.exists():
         missing = {rank: key for rank, key in keys.items() if rank not in answers}
         answers |= driver.answers(missing, time.monotonic() + 0.2)
         if not half_here and 2 * len(answers) >= len(keys):
-            half_here, deadline = True, min(deadline, time.monotonic() + STRAGGLERS_S)
+            now, half_here = time.monotonic(), True
+            deadline = min(deadline, now + max(STRAGGLERS_S, 2 * (now - began)))
     nodes = []
     for k, name in enumerate(names):
         ranks = range(k * tasks, (k + 1) * tasks)  # srun fills one node after the other
         node = NodeResult(name, [rank for rank in ranks if rank in answers])
         if len(node.ranks) < tasks:
-            missing_tasks = tasks - len(node.ranks)
             why = " before srun ended" if ended.exists() else ""
-            node.faults.append(f"{missing_tasks} of {tasks} task(s) did not answer{why}")
+            node.late = f"{tasks - len(node.ranks)} of {tasks} task(s) did not answer{why}"
         for rank in node.ranks:
             node.facts = answers[rank] if answers[rank]["local_rank"] == 0 else node.facts
         nodes.append(node)

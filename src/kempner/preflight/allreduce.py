@@ -57,6 +57,8 @@ def run_in_child(
             os.write(write, READY)
 
         try:
+            # CUDA would say so too, but only on a node with GPUs, where no test of ours runs.
+            assert not torch.cuda._is_in_bad_fork(), "CUDA was asked before the fork"
             answer = measure(connected)
         except Exception as error:  # whatever it is, the table shows it
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}

@@ -19,23 +19,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# The driver may end while a task still waits for it, and torch then prints the stack of its client.
+# What fails is told by exceptions, which the table shows. torch reads this as it is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
 import torch
 import torch.distributed as dist
 
 from kempner.gpu.findings import at_rest
-from kempner.gpu.reading import NoAnswer, open_reader
+from kempner.gpu.reading import MEMORY, NoAnswer, Reader, given_names, of_this_job, open_reader
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
 from kempner.preflight.channel import Task
 from kempner.process_group import World, discover, gpu_on_the_bus
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
+CONNECT_S = 120.0
+BUSY_MIB = 2048.0  # of a GPU's memory; drivers and displays keep less
+FREED_S = 10.0  # a process that was killed gives its memory back when its kernels have ended
+DRIVER_S = 60.0  # for the driver of the GPUs to answer; without persistence mode it loads first
 
 
 def main() -> int:
     world = discover()
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     port = int(os.environ["KEMPNER_PREFLIGHT_PORT"])
+    if driver_has_ended(address, port):
+        return 0
     task = Task(address, port, world.rank)
     while True:
         question = task.question()
@@ -54,6 +64,18 @@ def main() -> int:
         else:
             answer = measure(f"{address}:{port}", world, **question)
         task.answer(answer)
+
+
+def driver_has_ended(address: str, port: int) -> bool:
+    """It listens before it says its port. A client of torch's store would knock at a closed one
+    for two minutes, until the batch script ends the step by force."""
+    try:
+        socket.create_connection((address, port), CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # no way to it: who connects says more
+        pass
+    return False
 
 
 def measure(server: str, world: World, name: str, ranks: list[int], kind: str) -> dict[str, Any]:
@@ -75,9 +97,11 @@ def describe_node(local_rank: int) -> dict[str, Any]:
     if local_rank:
         return node
     gpus, faults = gpus_seen()
+    given = given_names()
     return node | {
         "gpus": gpus,
-        "real_gpus": torch.cuda.is_available() or gpu_on_the_bus() is not None,
+        "gpus_given": None if given is None else len(given),
+        "real_gpus": torch_sees_gpus() or gpu_on_the_bus() is not None,
         "gpu_faults": faults,
         "memory_free": memory_free(),
         "network": os.environ.get("KEMPNER_NETWORK", ""),
@@ -87,6 +111,17 @@ def describe_node(local_rank: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages(),
     }
+
+
+def torch_sees_gpus() -> bool:
+    """Asked in a process of its own: the question alone makes torch refuse CUDA in every process
+    that this one forks later, and so in all measurements."""
+
+    def ask(connected: Callable[[], None]) -> dict[str, Any]:
+        connected()
+        return {"any": torch.cuda.is_available()}
+
+    return bool(run_in_child(ask, DRIVER_S, DRIVER_S).get("any"))
 
 
 def packages() -> dict[str, str]:
@@ -99,16 +134,47 @@ def packages() -> dict[str, str]:
 
 
 def gpus_seen() -> tuple[int | None, list[str]]:
-    """How many GPUs the driver lists; without it, how many Slurm gave to the task, or None where
-    Slurm set nothing. And the errors that they report, one line each."""
+    """How many of the job's GPUs the driver lists, or of its instances of MIG Slurm; without a
+    driver, how many Slurm gave to the task, or None where Slurm set nothing. And the errors that
+    the GPUs report, one line each."""
+    given = given_names()
+    instances = [name for name in given or () if name.startswith("MIG-")]
     reader = open_reader()
     with contextlib.suppress(NoAnswer):
         if reader is not None:
-            gpus = reader.read()
+            gpus = of_this_job(reader.read())
             faults = [f"{gpu.label}: {n} = {v}" for gpu in gpus for n, v in at_rest(gpu)]
-            return len(gpus), faults
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len([gpu for gpu in given.split(",") if gpu]) if given is not None else None, []
+            if not instances:  # of the same card, other jobs have other ones
+                faults += memory_in_use(reader)
+            return len(instances) or len(gpus), faults
+    return None if given is None else len(given), []
+
+
+def memory_in_use(reader: Reader) -> list[str]:
+    """The GPUs whose memory others have, one line each. The run would end by lack of memory, which
+    looks like a fault of its own."""
+    end = time.monotonic() + FREED_S
+    while True:
+        busy = [gpu for gpu in of_this_job(reader.read()) if (gpu.number(MEMORY) or 0) > BUSY_MIB]
+        if not busy or time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    return [
+        f"{gpu.label}: {(gpu.number(MEMORY) or 0) / 1024:.1f} GiB of its memory in use before the "
+        f"run{', by ' if pids else ''}{', '.join(map(process_name, pids))}"
+        for gpu in busy
+        for pids in (reader.processes(gpu),)
+    ]
+
+
+def process_name(pid: int) -> str:
+    """With its program and user, where this process may see it: not from inside a container."""
+    try:
+        program = Path(f"/proc/{pid}/comm").read_text().strip()
+        user = Path(f"/proc/{pid}").owner()
+    except (OSError, KeyError):
+        return f"process {pid}"
+    return f"process {pid} ({program}, {user})"
 
 
 def memory_free() -> int:

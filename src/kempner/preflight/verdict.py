@@ -16,6 +16,8 @@ SLOW = 0.5  # of the median node's bandwidth
 CLOCK_S = 5.0  # saves before the end of a job assume that clocks agree better than this
 NETWORKS = ("InfiniBand", "RoCE", "EFA", "Slingshot", "Ethernet", "")
 LITTLE_MEMORY = 0.5  # of the median node's
+FEW, FEW_SHARE = 2, 0.03  # nodes that may be broken at the same time
+NAMED = 8  # of many nodes
 
 
 @dataclass
@@ -29,6 +31,7 @@ class NodeResult:
     clock_s: float | None = None
     inside: Figure | None = None
     transport: str = ""
+    late: str = ""  # which of its tasks did not answer
     pairs: dict[str, Figure] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -59,10 +62,16 @@ class Report:
     whole: Figure | None = None
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)  # that no single node can be blamed for
+    notes: list[str] = field(default_factory=list)
 
     @property
     def faulty(self) -> bool:
         return bool(self.faults) or any(node.faults for node in self.nodes)
+
+    def expected_of(self, node: NodeResult) -> int:
+        """GPUs that its first task should see: with --gpu-bind not those of the other tasks."""
+        given = node.facts.get("gpus_given")
+        return self.gpus if given is None else min(self.gpus, given)
 
     def add_pair(self, a: NodeResult, b: NodeResult, figure: Figure) -> None:
         a.pairs[b.name] = b.pairs[a.name] = figure
@@ -72,6 +81,7 @@ class Report:
         return {
             "bad": ",".join(node.name for node in self.nodes if node.faults),
             "faults": self.faults,
+            "notes": self.notes,
             "seconds": round(self.seconds, 1),
             "device": self.kind,
             "whole": self.whole,
@@ -99,13 +109,13 @@ class Report:
             clock = "-" if node.clock_s is None else f"{node.clock_s:+.3f} s"
             rows.append((
                 node.name,
-                "-" if not self.gpus else f"{gpus or 0}/{self.gpus}",
+                "-" if not self.gpus else f"{gpus or 0}/{self.expected_of(node)}",
                 f"{facts['memory_free'] / 2**30:.0f} GiB" if "memory_free" in facts else "-",
                 clock,
                 " ".join(filter(None, (facts.get("interface"), facts.get("network"), used))) or "-",
                 show(node.inside),
                 show(max(node.pairs.values(), key=bandwidth, default=None)),
-                "FAULTY" if node.faults else "ok",
+                "FAULTY" if node.faults else "late" if node.late else "ok",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
@@ -117,7 +127,7 @@ class Report:
         for node in self.nodes:
             lines += [f"{node.name}: {fault}" for fault in node.faults]
             lines += [f"note: {node.name}: {note}" for note in node.notes]
-        lines += self.faults
+        lines += [*self.faults, *(f"note: {note}" for note in self.notes)]
         bad = self.record()["bad"]
         if bad:
             lines.append(f"exclude: {bad} (sbatch --exclude={bad})")
@@ -148,14 +158,35 @@ def slow_nodes(report: Report) -> list[NodeResult]:
     return [node for node in paired if node.best < max(SLOW * median, report.least)]
 
 
+def blame_late(report: Report, ended: bool) -> None:
+    """A node whose tasks have not answered is faulty, but not one of many: those wait for what they
+    share, as a file system that reads Python's packages for the first time. `ended`: srun has, so
+    that they are not late: they have failed."""
+    late = [node for node in report.nodes if node.late]
+    if len(late) <= max(FEW, FEW_SHARE * len(report.nodes)):
+        for node in late:
+            node.faults.append(node.late)
+        return
+    names = ", ".join(node.name for node in late[:NAMED])
+    more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+    text = (
+        f"{len(late)} of {len(report.nodes)} nodes did not answer {{}}, too many to blame each of "
+        f"them: look at what they share, the file system and Python: {names}{more}"
+    )
+    if ended:
+        report.faults.append(text.format("before srun ended"))
+    else:
+        report.notes.append(text.format("in time"))
+
+
 def compare(report: Report) -> None:
     """Find the nodes that differ from the others or fall short; adds to the faults and notes."""
     answered = [node for node in report.nodes if node.answered]
     for node in answered:
         check_transport(node, alone=len(answered) == 1)
-        gpus = node.facts["gpus"] or 0
-        if report.gpus and gpus != report.gpus:
-            node.faults.append(f"{gpus} GPU(s) seen, {report.gpus} expected")
+        gpus, expected = node.facts["gpus"] or 0, report.expected_of(node)
+        if gpus < expected:
+            node.faults.append(f"{gpus} GPU(s) seen, {expected} expected")
         node.faults += node.facts["gpu_faults"]
         if node.clock_s is not None and abs(node.clock_s) > CLOCK_S:
             node.faults.append(f"its clock differs by {node.clock_s:+.1f} s from this host's")

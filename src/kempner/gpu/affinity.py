@@ -1,0 +1,82 @@
+"""Which CPUs are near a GPU, from /sys. No torch.
+
+A copy between a GPU and memory of the other socket takes the link between the two: a half to two
+thirds of the speed. A page lies where the CPU is that writes it first, so that the memory of a
+process follows its CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SLACK = 0.75  # of a rank's share of the CPUs, which the system keeps some of
+
+
+def stay_near(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
+    """Keep this process, and all that it starts, to those of its CPUs that are near `gpu`; returns
+    them, or nothing where it changed nothing. The GPUs are names of the PCI bus, 0000:3b:00; `gpus`
+    are all that this process sees, `ranks` the processes of this run on this host.
+
+    KEMPNER_NUMA=0 turns it off.
+    """
+    if os.environ.get("KEMPNER_NUMA") == "0":
+        return set()
+    allowed = os.sched_getaffinity(0)
+    chosen = choose(gpu, gpus, ranks, allowed, os.environ)
+    # A thread inherits the CPUs of the one that starts it; those of torch are there already.
+    for thread in Path("/proc/self/task").iterdir() if chosen else ():
+        with contextlib.suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread.name), chosen)
+    return chosen
+
+
+def choose(
+    gpu: str, gpus: Sequence[str], ranks: int, allowed: set[int], env: Mapping[str, str]
+) -> set[int]:
+    """Of the allowed CPUs those that are near `gpu`, if some are not; none where that would leave
+    the ranks there less than their share, and where Slurm has bound this one to CPUs of its own."""
+    root = Path(env.get("KEMPNER_SYS", "/sys"))
+    near = near_cpus(root, gpu) & allowed
+    if not near or near == allowed:
+        return set()
+    others = gpus if len(gpus) > 1 else _same_kind(root, gpu)
+    sharing = sum(near_cpus(root, other) & allowed == near for other in others)
+    sharing = min(max(sharing, 1), ranks)
+    asked = env.get("SLURM_CPUS_PER_TASK", "")
+    share = int(asked) if asked.isdecimal() else len(allowed) // ranks
+    return near if len(near) >= SLACK * share * sharing else set()
+
+
+def near_cpus(root: Path, gpu: str) -> set[int]:
+    """Those that the kernel says are local to it: without NUMA, all; nothing for an unknown one."""
+    for function in sorted(root.glob(f"bus/pci/devices/{gpu}.*")):
+        with contextlib.suppress(OSError, ValueError):
+            return cpus((function / "local_cpulist").read_text())
+    return set()
+
+
+def _same_kind(root: Path, gpu: str) -> list[str]:
+    """The GPUs of this host: a process that sees one alone does not know of the other ranks'."""
+
+    def kind(function: Path) -> tuple[str, ...]:
+        return tuple((function / name).read_text() for name in ("vendor", "device"))
+
+    own = next(iter(sorted(root.glob(f"bus/pci/devices/{gpu}.*"))))
+    found = set()
+    for function in root.glob("bus/pci/devices/*"):
+        with contextlib.suppress(OSError):
+            if kind(function) == kind(own):
+                found.add(function.name.rpartition(".")[0])
+    return sorted(found)
+
+
+def cpus(text: str) -> set[int]:
+    """As the kernel writes a list of them: 0-15,64-79."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
