@@ -388,7 +388,7 @@ status() {
 install() {
     # For scripts/slurm/tmux.sh and its tests, and for the tests of the page and of containers.
     local packages=(tmux chromium charliecloud-runtime)
-    local of_a_site=(slurmdbd mariadb-server-core mariadb-client-core libfaketime)
+    local of_a_site=(slurmdbd mariadb-server-core mariadb-client-core)
     if [[ -n $(missing_commands) ]]; then
         [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
         command -v apt-get >/dev/null ||
@@ -397,14 +397,14 @@ install() {
     elif [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
         return 0
     elif command -v tmux >/dev/null && command -v chromium >/dev/null && command -v ch-run >/dev/null &&
-        [[ -z $(accounting_lacks)$(clock_lacks) ]]; then
+        [[ -z $(accounting_lacks) ]]; then
         return 0
     fi
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -q
     apt-get install -q -y --no-install-recommends "${packages[@]}"
     apt-get install -q -y --no-install-recommends "${of_a_site[@]}" ||
-        echo "testbed: a site has no accounting and no clocks here: ${of_a_site[*]} cannot be installed" >&2
+        echo "testbed: a site has no accounting here: ${of_a_site[*]} cannot be installed" >&2
 }
 
 readonly COMMANDS="install, up, down, status, crash, revive, away, cut, join, bytes, exec, as, break, path"

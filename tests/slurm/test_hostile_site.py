@@ -221,7 +221,6 @@ def test_two_clusters_with_the_same_names(site: Site) -> None:
 
 
 def test_clocks_are_90_s_apart(site: Site) -> None:
-    site.need("clock")
     folder = site.folder("clock")
     words = ["--nodes=2", "--nodelist=node1,node2"]
     command = (
