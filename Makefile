@@ -28,7 +28,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 INSTALL_SLURM := if [[ $$EUID == 0 ]] && command -v apt-get >/dev/null; then bash scripts/slurm/testbed.sh install; fi
 SHELL_FILES := $(wildcard scripts/slurm/*.sh benchmarks/*.sh) .ci/run
 # Programs of their own; the other parts are checked through the commands that source them.
-SHELL_FILES += $(addprefix scripts/slurm/lib/,task.sh inside.sh stage_node.sh guard.sh ray_node.sh ray_enter.sh)
+SHELL_FILES += $(addprefix scripts/slurm/lib/,task.sh inside.sh stage_node.sh guard.sh ray_node.sh ray_enter.sh) scripts/slurm/testbed/slow_client.sh
 # Every script sources all parts of lib/, and the analysis of the data's flow takes two thirds of the time.
 SHELLCHECK := -x -a --extended-analysis=false
 
@@ -92,7 +92,7 @@ check: .venv/dev
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	printf '%s\n' $(SHELL_FILES) | xargs -n 1 -P "$$(nproc)" .venv/bin/shellcheck $(SHELLCHECK)
-	.venv/bin/shfmt -i 4 -ci -d $(SHELL_FILES) scripts/slurm/lib
+	.venv/bin/shfmt -i 4 -ci -d $(SHELL_FILES) scripts/slurm/lib scripts/slurm/testbed
 
 # A GPU machine may have no network: a Python that has torch is used as it is, with nothing installed.
 gpu-check:

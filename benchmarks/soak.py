@@ -3,6 +3,7 @@
     python -m benchmarks.soak --faults 30 --seed 1 --out soak.md              ours, 10 to 15 minutes
     python -m benchmarks.soak --faults 30 --seed 1 --pattern kit spares       and with a spare node
     python -m benchmarks.soak --faults 30 --seed 1 --pattern kit naive        and naive.sh, the same
+    python -m benchmarks.soak --site hostile --faults 40 --seed 1             ours: soak_site.py
 
 Needs root: it boots a Slurm of two hosts (scripts/slurm/testbed.sh), or three for the spare one,
 and trains a small model on two, one task on each. The faults are drawn from the seed before the
@@ -479,8 +480,9 @@ def revived(run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def cluster_of(nodes: int, folder: Path, gpus: int = 1) -> Iterator[Cluster]:
-    env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid())}
+def cluster_of(nodes: int, folder: Path, gpus: int = 1, **more: str) -> Iterator[Cluster]:
+    """`more`: variables of testbed.sh."""
+    env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid()), **more}
     for attempt in range(5):  # a number may be taken by another cluster
         env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
         command = ["bash", str(TESTBED), "up", str(nodes), str(gpus)]
@@ -537,11 +539,18 @@ def main() -> int:
     parser.add_argument("--hang-limit", type=float, default=60.0, help="process group's timeout")
     parser.add_argument("--out", type=Path, help="Markdown of the figures")
     parser.add_argument("--keep", type=Path, help="keep the run directories here")
+    parser.add_argument(
+        "--site", help="hostile, or parts of it: docs/testbed.md; the kit, as a user"
+    )
     args = parser.parse_args()
     if args.faults < 1:
         parser.error(f"--faults {args.faults}: at least 1")
     if args.keep and args.keep.exists():
         parser.error(f"--keep {args.keep}: it is there already; name another")
+    if args.site:
+        from benchmarks.soak_site import soak_site
+
+        return soak_site(args.site, args.faults, args.seed, args.keep, args.out)
     plan = draw(args.faults, args.seed)
     say("\n".join(map(str, plan)))
     folder = args.keep or Path(tempfile.mkdtemp(prefix="soak-"))

@@ -160,14 +160,19 @@ def need_slurm() -> None:
 
 @contextlib.contextmanager
 def boot(
-    nodes: int, gpus: int, tmp_path_factory: pytest.TempPathFactory, conf: str = "", gpu: str = ""
+    nodes: int,
+    gpus: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    conf: str = "",
+    gpu: str = "",
+    **more: str,
 ) -> Iterator[Cluster]:
     """A cluster for as long as the body runs. Skips where it cannot boot, but fails in CI. `conf`:
     lines of slurm.conf that it has in place of the usual ones, between blanks; `gpu`: the type of
-    its GPUs."""
+    its GPUs; `more`: other variables of testbed.sh."""
     need_slurm()
     env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid()), "KEMPNER_TESTBED_CONF": conf}
-    env["KEMPNER_TESTBED_GPU"] = gpu
+    env |= {"KEMPNER_TESTBED_GPU": gpu, **more}
     disk = tmp_path_factory.mktemp("small-disk")  # a host sees what was mounted before it booted
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], check=True)
     for attempt in range(5):  # a number may be taken by another cluster

@@ -8,18 +8,23 @@
 #   testbed.sh status               what is up, and Slurm's own view of it
 #   testbed.sh crash NODE           a host dies: every process on it, at once; head: the controller's
 #   testbed.sh revive NODE          boot that host again
+#   testbed.sh away SECONDS         take the controller away for so long; returns when it is back
 #   testbed.sh cut NODE             unplug the host's fast network (ib0)
 #   testbed.sh join NODE            plug it in again
 #   testbed.sh bytes NODE IFACE     bytes that the host has received over em4 or ib0: which network was used
 #   testbed.sh exec NODE COMMAND    run a command on that host
+#   testbed.sh as USER COMMAND      run a command as a user of a site: alice, or mallory beside her
+#   testbed.sh break NODE FAULT     of a site with nodes: unmounted, eio or python, until the host is booted again
 #   testbed.sh path                 with SLURM_BIN=DIR: the PATH that has the programs of that Slurm first
 #
 # Each host has its own processes, hostname, /etc/hosts, /sys/class/net, management NIC (em4, 10.77.ID.k) and
 # fast NIC (ib0, 10.78.ID.k); the file system is this machine's own. Several clusters live side by side, each
 # with its number: KEMPNER_TESTBED=3 testbed.sh up. With KEMPNER_TESTBED_OWNER=PID the cluster goes down by itself
 # when that process is gone. KEMPNER_TESTBED_CONF="JobRequeue=0 KillWait=2" changes lines of slurm.conf;
-# KEMPNER_TESTBED_GPU=h100 gives the GPUs a type. SLURM_BIN=DIR takes the Slurm whose programs are in DIR, or in
-# DIR/bin and DIR/sbin, in place of the one in PATH.
+# KEMPNER_TESTBED_GPU=h100 gives the GPUs a type. KEMPNER_TESTBED_SITE=hostile makes it a site as sites are (or some of
+# its parts, with commas between: slow,noise,accounting,home,nodes,twin,clock,memory), and KEMPNER_TESTBED_SEED draws
+# which calls fail there. SLURM_BIN=DIR takes the Slurm whose programs are in DIR, or in DIR/bin and DIR/sbin, in place
+# of the one in PATH.
 set -euo pipefail
 
 die() { # <what is wrong; what to do>
@@ -37,6 +42,26 @@ export SLURM_CONF=$STATE/slurm.conf
 
 # shellcheck source-path=SCRIPTDIR source=lib/help.sh
 source "${SELF%/*}/lib/help.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/site.sh
+source "${SELF%/*}/testbed/site.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/users.sh
+source "${SELF%/*}/testbed/users.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/slow.sh
+source "${SELF%/*}/testbed/slow.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/noise.sh
+source "${SELF%/*}/testbed/noise.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/accounting.sh
+source "${SELF%/*}/testbed/accounting.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/home.sh
+source "${SELF%/*}/testbed/home.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/nodes.sh
+source "${SELF%/*}/testbed/nodes.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/twin.sh
+source "${SELF%/*}/testbed/twin.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/clock.sh
+source "${SELF%/*}/testbed/clock.sh"
+# shellcheck source-path=SCRIPTDIR source=testbed/memory.sh
+source "${SELF%/*}/testbed/memory.sh"
 
 take_slurm() { # with SLURM_BIN=DIR: puts its programs in front of PATH; stops when one is missing or does not fit
     local dir program conf missing=() version versions=''
@@ -118,10 +143,6 @@ CONF
 write_files() { # <nodes> <gpus per node>
     local nodes=$1 gpus=$2 k
     write_slurm_conf "$nodes" "$gpus" >"$SLURM_CONF"
-    for k in ${KEMPNER_TESTBED_CONF:-}; do
-        sed -i "/^${k%%=*}=/d" "$SLURM_CONF"
-        echo "$k" >>"$SLURM_CONF"
-    done
     for ((k = 0; k < gpus; k++)); do
         mknod "$STATE/dev/gpu$k" c 1 3 # /dev/null once more: slurmd counts a GPU by its device file
         echo "NodeName=node[1-$nodes] Name=gpu ${KEMPNER_TESTBED_GPU:+Type=$KEMPNER_TESTBED_GPU }File=$STATE/dev/gpu$k"
@@ -148,9 +169,11 @@ start() { # <host> [nsenter option]: its processes live in one PID namespace, so
 
 init() { # <host>: the first process of a host; when a daemon of the host ends, so do this process and the host
     hostname "$1"
+    site host "$1"
     mount --bind "$STATE/hosts" /etc/hosts
     start_munged "$1"
     if [[ $1 == head ]]; then
+        site head
         slurmctld -D &
     else
         # A fresh /sys shows this host's own interfaces; Slurm needs the control groups mounted in it, too.
@@ -235,6 +258,21 @@ revive() { # <host>
     fi
 }
 
+away() { # <seconds>: a clean end, so that the controller keeps its state, as that of a pair would
+    local head tries
+    [[ ${1:-} =~ ^[0-9]+$ ]] || die "away SECONDS: a number, not '${1:-}'"
+    need_host head
+    head=$(first_process "$(<"$STATE/pid/head")")
+    scontrol shutdown slurmctld >/dev/null 2>&1 || true
+    for ((tries = 0; tries < 100; tries++)); do
+        kill -0 "${head:-none}" 2>/dev/null || break
+        sleep 0.1
+    done
+    stop head
+    sleep "$1"
+    revive head
+}
+
 list_nodes() {
     ip netns list | awk -v prefix="kp$ID-" 'index($1, prefix) == 1 { print substr($1, length(prefix) + 1) }'
 }
@@ -258,8 +296,10 @@ check_machine() {
 }
 
 up() { # [nodes] [gpus per node]
-    local nodes=${1:-2} gpus=${2:-4} k
+    local nodes=${1:-2} gpus=${2:-4} k chosen
     [[ $nodes =~ ^[1-9][0-9]?$ && $gpus =~ ^[0-9]{1,2}$ ]] || die "up [NODES 1..99] [GPUS PER NODE 0..99], not: up $*"
+    choose_site "$nodes"
+    chosen=("${SITE[@]}")
     check_machine "up $nodes $gpus"
     if [[ -s $STATE/pid/head ]] && kill -0 "$(<"$STATE/pid/head")" 2>/dev/null; then
         die "cluster $ID is up: export SLURM_CONF=$SLURM_CONF; or take it down; or KEMPNER_TESTBED=$((ID % 250 + 1))"
@@ -271,12 +311,17 @@ up() { # [nodes] [gpus per node]
     mkdir -m 755 "$STATE"
     mkdir "$STATE"/{ctld,spool,pid,log,dev,sys,munge}
     write_files "$nodes" "$gpus"
+    NODES=$nodes GPUS=$gpus SITE=("${chosen[@]}")
+    ((${#SITE[@]} == 0)) || printf '%s\n' "${SITE[@]}" >"$STATE/site"
+    site files
+    for k in ${KEMPNER_TESTBED_CONF:-}; do set_conf "$k"; done
     for k in m i; do ip link add "kp$k$ID" up type bridge; done
     ip addr add "10.77.$ID.254/24" dev "kpm$ID"
     start head
     wait_for slurmctld scontrol ping
     for ((k = 1; k <= nodes; k++)); do boot "node$k"; done
     wait_for "idle hosts" all_idle "$nodes"
+    site up
     [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER"
     trap - EXIT
     echo "testbed: cluster $ID is up: $nodes host(s), $gpus GPU(s) each; down again: KEMPNER_TESTBED=$ID $SELF down" >&2
@@ -321,6 +366,8 @@ down() {
         kill_and_wait "${leftover[@]}"
         ip netns del "$(namespace "$host")"
     done
+    read_site
+    site down
     ip link del "kpm$ID" 2>/dev/null || true
     ip link del "kpi$ID" 2>/dev/null || true
     rm -rf "$STATE"
@@ -341,6 +388,7 @@ status() {
 install() {
     # For scripts/slurm/tmux.sh and its tests, and for the tests of the page and of containers.
     local packages=(tmux chromium charliecloud-runtime)
+    local of_a_site=(slurmdbd mariadb-server-core mariadb-client-core)
     if [[ -n $(missing_commands) ]]; then
         [[ $EUID == 0 ]] || die "needs root: sudo $SELF install"
         command -v apt-get >/dev/null ||
@@ -348,31 +396,35 @@ install() {
         packages+=(slurmctld slurmd slurm-client munge iproute2 util-linux)
     elif [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
         return 0
-    elif command -v tmux >/dev/null && command -v chromium >/dev/null && command -v ch-run >/dev/null; then
+    elif command -v tmux >/dev/null && command -v chromium >/dev/null && command -v ch-run >/dev/null &&
+        [[ -z $(accounting_lacks) ]]; then
         return 0
     fi
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -q
     apt-get install -q -y --no-install-recommends "${packages[@]}"
+    apt-get install -q -y --no-install-recommends "${of_a_site[@]}" ||
+        echo "testbed: a site has no accounting here: ${of_a_site[*]} cannot be installed" >&2
 }
 
-readonly COMMANDS="install, up, down, status, crash, revive, cut, join, bytes, exec, path"
+readonly COMMANDS="install, up, down, status, crash, revive, away, cut, join, bytes, exec, as, break, path"
 case ${1:-} in
     -h | --help)
         kp_header
         exit
         ;;
     up) most=3 ;;
-    crash | revive | cut | join) most=2 ;;
-    bytes) most=3 ;;
-    exec | init | guard) most=$# ;;
+    crash | revive | away | cut | join) most=2 ;;
+    bytes | break) most=3 ;;
+    exec | as | init | login | break_host | guard) most=$# ;;
     install | down | status | path) most=1 ;;
     *) die "no command '${1:-}': give one of $COMMANDS; --help says what they do" ;;
 esac
 (($# <= most)) || die "$1: '${*:most+1:1}' is one word too many: --help says what it takes"
 take_slurm
+read_site
 case $1 in
-    up | down | status | install | init | guard) "$@" ;;
+    up | down | status | install | init | login | break_host | guard | away) "$@" ;;
     crash) need_host "${2:-}" && stop "$2" ;;
     revive) need_host "${2:-}" && stop "$2" && revive "$2" ;;
     cut) need_node "${2:-}" && ip link set "i$ID-${2#node}" down ;;
@@ -385,6 +437,16 @@ case $1 in
     exec)
         (($# > 2)) || die "exec NODE COMMAND: no command is given"
         on_host "${@:2}"
+        ;;
+    as)
+        [[ -e $SLURM_CONF ]] || die "cluster $ID is not up: testbed.sh up, or KEMPNER_TESTBED=NUMBER of one that is"
+        (($# > 2)) || die "as USER COMMAND: no command is given"
+        as "${@:2}"
+        ;;
+    break)
+        need_node "${2:-}"
+        [[ " ${FAULTS[*]} " == *" ${3:-} "* ]] || die "break NODE FAULT: one of ${FAULTS[*]}, not '${3:-}'"
+        on_host "$2" bash "$SELF" break_host "$3"
         ;;
     path) echo "$PATH" ;;
 esac

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# In place of one of Slurm's clients: does what it does, but for one call in ten. By the seed and the number of the call:
+#
+#   timeout   fails with Slurm's words: Socket timed out on send/recv operation
+#   away      fails with Slurm's words: Unable to contact slurm controller (connect failure)
+#   late      answers after 8 s
+#   lost      is carried out, and fails all the same as if it had timed out; not srun: its step would be ended
+#
+# slow_client.sh DIR SEED CLIENT [ARGUMENT]...    DIR: real/ has the clients, `calls` gets a line for each call
+set -euo pipefail
+
+dir=$1 seed=$2 client=$3
+shift 3
+
+asks_nobody() { # <argument>...: it needs no controller
+    case ${1:-} in -V | --version | --help | --usage) return 0 ;; esac
+    [[ $client == scontrol && ${1:-} == show && ${2:-} == host* ]]
+}
+! asks_nobody "$@" || exec "$dir/real/$client" "$@"
+
+exec {calls}<>"$dir/calls"
+flock "$calls"
+number=$(($(wc -l <"$dir/calls") + 1))
+draw=$(cksum <<<"$seed $number")
+draw=${draw%% *} how=''
+if ((draw % 10 == 0)); then
+    kinds=(timeout away late lost)
+    how=${kinds[draw / 10 % 4]}
+    [[ $client,$how != srun,lost ]] || how=timeout
+fi
+printf '%s %s %s %s %s\n' "$number" "$(uname -n)" "${how:-ok}" "$client" "$*" >>"$dir/calls"
+exec {calls}>&-
+
+timeout='Socket timed out on send/recv operation'
+away='Unable to contact slurm controller (connect failure)'
+fail() { # <Slurm's words>
+    case $client in
+        squeue) echo "slurm_load_jobs error: $1" ;;
+        sinfo) echo "slurm_load_partitions: $1" ;;
+        sbatch) echo "sbatch: error: Batch job submission failed: $1" ;;
+        srun) echo "srun: error: Unable to create step for job ${SLURM_JOB_ID:-0}: $1" ;;
+        scancel) echo "scancel: error: Kill job error on job id ${*: -1}: $1" ;;
+        *) echo "slurm_load_jobs error: $1" ;;
+    esac >&2
+    exit 1
+}
+case $how in
+    timeout) fail "$timeout" ;;
+    away) fail "$away" ;;
+    late) sleep 8 ;;
+    lost)
+        "$dir/real/$client" "$@" >/dev/null 2>&1 || true
+        fail "$timeout"
+        ;;
+esac
+exec "$dir/real/$client" "$@"

@@ -1,0 +1,79 @@
+# shellcheck shell=bash
+# Every site has it: users without rights, whom only the hosts of this cluster know, and what they may read: the
+# repository, its packages and its Python, which may lie under a directory that is closed to them.
+#
+#   $STATE/kit        the repository            $STATE/venv   a Python with its packages, KEMPNER_PYTHON of users
+#   $STATE/project    alice's, on every host    $STATE/home   the homes
+#
+# The machine's own /etc stays as it is: hosts, and `testbed.sh as`, have another one mounted over it.
+
+readonly USERS=(alice:4201 mallory:4202)
+
+users_files() {
+    local each name id base version packages root=${SELF%/scripts/*}
+    mkdir "$STATE"/{etc,home,kit,python,packages}
+    mkdir -p "$STATE/venv/bin"
+    cp -p /etc/{passwd,shadow,group} "$STATE/etc"
+    for each in "${USERS[@]}"; do
+        name=${each%:*} id=${each#*:}
+        sed -i "/^$name:/d" "$STATE"/etc/{passwd,shadow,group}
+        echo "$name:x:$id:$id::$STATE/home/$name:/bin/bash" >>"$STATE/etc/passwd"
+        echo "$name:*:19000:0:99999:7:::" >>"$STATE/etc/shadow"
+        echo "$name:x:$id:" >>"$STATE/etc/group"
+        command install -d -o "$id" -g "$id" -m 700 "$STATE/home/$name"
+    done
+    command install -d -o "${USERS[0]#*:}" -g "${USERS[0]#*:}" "$STATE/project"
+    printf '#!/bin/sh\n' >"$STATE/task_prolog"
+    chmod 755 "$STATE/task_prolog"
+    set_conf "TaskProlog=$STATE/task_prolog"
+
+    { read -r base && read -r version && read -r packages; } < <("$(kit_python)" -c 'import sys, sysconfig
+print(sys.base_prefix, "%d.%d" % sys.version_info[:2], sysconfig.get_path("purelib"), sep="\n")')
+    printf '%s\n' "$root" "$base" "$packages" >"$STATE/kit.paths"
+    ln -s "$STATE/python/bin/python$version" "$STATE/venv/bin/python"
+    echo "home = $STATE/python/bin" >"$STATE/venv/pyvenv.cfg"
+    mkdir -p "$STATE/venv/lib/python$version/site-packages"
+    printf '%s\n' "$STATE/packages" "$STATE/kit/src" >"$STATE/venv/lib/python$version/site-packages/kit.pth"
+}
+
+kit_python() { # prints the Python whose packages the users have
+    local python=${SELF%/scripts/*}/.venv/bin/python
+    [[ -x $python ]] || python=$(type -P python3) || die "no python3 here: users of a site need one"
+    echo "${KEMPNER_PYTHON:-$python}"
+}
+
+users_host() { # only in this mount namespace: `down` removes $STATE, and must not meet the repository in it
+    local name path paths
+    mapfile -t paths <"$STATE/kit.paths"
+    for name in kit python packages; do
+        path=${paths[0]} paths=("${paths[@]:1}")
+        mount --bind "$path" "$STATE/$name"
+        mount -o remount,bind,ro "$STATE/$name"
+    done
+    # The batch script's own way to the Python, where --export=NONE keeps KEMPNER_PYTHON from it
+    [[ ! -d $STATE/kit/.venv ]] || mount --bind "$STATE/venv" "$STATE/kit/.venv"
+    mount -t overlay overlay -o "ro,lowerdir=$STATE/etc:/etc" /etc
+}
+
+users_exports() {
+    printf '%s\n' "SLURM_CONF=$SLURM_CONF" "KEMPNER_PYTHON=$STATE/venv/bin/python" KEMPNER_SITE=/dev/null \
+        OMP_NUM_THREADS=1
+}
+
+as() { # <user> <command>...: as on a login node of the site, in the project's directory
+    local user=$1 exports
+    ((${#SITE[@]} > 0)) || die "cluster $ID is no site and has no users: KEMPNER_TESTBED_SITE=hostile testbed.sh up"
+    [[ " ${USERS[*]%:*} " == *" $user "* ]] || die "no user '$user' at this site: give one of ${USERS[*]%:*}"
+    mapfile -t exports < <(site exports)
+    exec unshare --mount bash "$SELF" login "$user" "${exports[@]}" -- "${@:2}"
+}
+
+login() { # <user> NAME=VALUE... -- <command>...: see as, in a mount namespace of its own
+    local user=$1 exports=()
+    shift
+    while [[ $1 != -- ]]; do exports+=("$1") && shift; done
+    shift
+    users_host
+    exec env -i -C "$STATE/project" HOME="$STATE/home/$user" USER="$user" LOGNAME="$user" SHELL=/bin/bash TERM=dumb \
+        LANG=C.UTF-8 PATH="$PATH" "${exports[@]}" setpriv --reuid "$user" --regid "$user" --init-groups "$@"
+}
