@@ -87,7 +87,7 @@ CASES = {
     "crashed in an allocation": Case((*BEGUN, CRASH), "running", "crashed", "! rank 0", job=RUNS),
     "crashed, requeued": Case((*BEGUN, CRASH, REQUEUED), "running", "waiting",
                               "job 7: BeginTime, expected 2026-01-02T03:04:05", job=QUEUED),
-    "crashed, and held": Case((*BEGUN, CRASH, REQUEUED), "running", "waiting", "! job 7: JobHeldAdmin",
+    "crashed, held": Case((*BEGUN, CRASH, REQUEUED), "running", "waiting", "! job 7: JobHeld",
                               job=replace(QUEUED, why="JobHeldAdmin")),
     "waits its turn": Case((*BEGUN, CRASH, REQUEUED), "running", "waiting", "job 7: QOSMaxJobs",
                                job=replace(QUEUED, why="QOSMaxJobsPerUserLimit")),
