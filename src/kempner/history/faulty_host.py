@@ -28,8 +28,10 @@ ENDING = "kempner: ending the other ranks"  # restart.sh kills those that are le
 # From here on srun, or restart.sh, ends the ranks that are left: who dies later is no culprit.
 ENDED_BY_US = re.compile(rf"^{ENDING}|Terminating StepId=|Job step aborted", re.MULTILINE)
 
-# "srun: error: node1: tasks 0-1: Exited with exit code 1"
-LEFT = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code", re.MULTILINE)
+# Python, or a shell, found no such file there, or the trainer no GPU: all exit codes of bad input.
+NO_START = re.compile(
+    r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code (?:2|126|127)$", re.MULTILINE
+)
 
 # What a rank says when a file system, and not this rank, has failed.
 FILE_SYSTEM = re.compile(
@@ -44,7 +46,7 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
     A rank that does not answer hangs alone; all that follows is srun's doing. A rank that a signal
     killed (kernel, out of memory, broken hardware) leaves no record, but srun reports it; the
     others only lose their peer. Otherwise it is the first rank with an error of its own; and where
-    no rank has recorded one, the first that has left.
+    no rank has recorded one, the host where the program could not be started.
     """
     for fault in faults:
         if fault.get("kind") == "hang":
@@ -58,8 +60,9 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
         return str(killed[0])
     own = (fault for fault in faults if fault.get("kind") == "crash" and not fault.get("lost_peer"))
     found = next((fault["hosts"][0] for fault in own if fault.get("hosts")), "")
-    if not faults and len(set(left := LEFT.findall(before))) == 1:
-        found = left[0]
+    unstarted = set(NO_START.findall(before))
+    if not faults and len(unstarted) == 1:
+        found = unstarted.pop()
     return str(found)
 
 
