@@ -51,6 +51,16 @@ LAST_WORDS_S = 5.0  # the same, for one that crashed or hangs
 LAST_POINTS_S = 15.0  # for the trackers
 
 
+def memory_is_ours() -> bool:
+    """Whether this process has all of its GPU's memory but a tenth; True where nobody says."""
+    if not torch.cuda.is_available():
+        return True
+    with contextlib.suppress(RuntimeError):  # after some errors CUDA answers nothing
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved() < total / 10
+    return True
+
+
 class Opened(NamedTuple):
     """What rank 0 finds when it opens the run directory."""
 
@@ -70,6 +80,7 @@ class Run:
         self.dir = Path(cfg.run.dir)
         self.step = 0
         self._begun = self._stepped = False
+        self._began_at = 0
         self._lock: RunLock | None = None
         self._trackers: Trackers | None = None
         self._gpus: GpuWatch | None = None
@@ -104,7 +115,7 @@ class Run:
 
     def begin(self, progress: Progress) -> None:
         """The state is loaded and the first step comes: record the start."""
-        self.step = step = progress.step
+        self.step = self._began_at = step = progress.step
         lineage = tuple(parent["from"] for parent in progress.lineage)
         changed = self._record_start(lineage) if self.world.rank == 0 else []
         self._begun = True
@@ -159,6 +170,7 @@ class Run:
                 code=code.hash,
                 commit=code.commit,
                 versions=code.versions,
+                command=os.environ.get("KEMPNER_COMMAND", ""),
                 changed=tuple(changed),
                 parts=startup.parts(),
             )
@@ -232,13 +244,16 @@ class Run:
         self.log("".join(traceback.format_exception(error)).rstrip())
         reason = f"{where}: {detail.splitlines()[0]}"
         no_memory = isinstance(error, torch.OutOfMemoryError)
-        if no_memory:  # the next start would need as much
+        if no_memory:
             fix = explain(self.cfg, self.world, check_world)
             detail += f"\n  {fix}"
             reason += f"; {fix}"
         self._log.to_stderr(f"{where}: {detail}\n  (traceback in {self._log.path})")
         if self._begun or not bad_input:
-            final = bad_input or no_memory
+            # The next start would need as much, unless steps have fit before, or others have the
+            # memory.
+            early = self.step - self._began_at < 2
+            final = bad_input or (no_memory and early and memory_is_ours())
             self._records.event(
                 Fault(
                     **self._records.head(self.step),

@@ -185,6 +185,73 @@ def jobs_named(name: str) -> list[str] | None:
     return None if told is None else list(dict.fromkeys(told.split()))
 
 
+def other_nodes(job: str, without: Sequence[str]) -> int | None:
+    """How many nodes could take this job, but for those in `without` and those that it excludes
+    already; None where that is not known. Nodes that are busy count: the job waits for them.
+
+    Of the request it looks at the partition, the named nodes, the features (with & or |), the kinds
+    and numbers of GPUs and the reservation.
+    """
+    fields = job_fields(job)
+    told = _ask("sinfo", "-h", "-N", "-p", fields.get("Partition", ""), "-o", "%N|%t|%f|%G")
+    if not fields or told is None:
+        return None
+    allowed: set[str] | None = None
+    for names in (_named(fields, "ReqNodeList"), _reserved(fields)):
+        if names is not None:
+            allowed = set(names) if allowed is None else allowed & set(names)
+    left_out = {*without, *(_named(fields, "ExcNodeList") or ())}
+    wanted = _is_set(fields.get("Features", ""))
+    if wanted and not re.fullmatch(r"[\w.&|-]+", wanted):
+        return None  # counts and brackets: only Slurm knows
+    found = set()
+    for line in told.splitlines():
+        name, _, rest = line.partition("|")
+        state, features, gres = (*rest.split("|"), "", "", "")[:3]
+        if re.match(r"down|drain|drng|fail|maint|unk", state) or name in left_out:
+            continue
+        if allowed is not None and name not in allowed:
+            continue
+        if _has_features(wanted, features) and _has_gpus(fields.get("TresPerNode", ""), gres):
+            found.add(name)
+    return len(found)
+
+
+def _is_set(value: str) -> str:
+    return "" if value in ("(null)", "N/A") else value
+
+
+def _named(fields: Mapping[str, str], name: str) -> list[str] | None:
+    """The hosts of a field of the job, None when it is not set."""
+    value = _is_set(fields.get(name, ""))
+    if not value:
+        return None
+    return (_ask("scontrol", "show", "hostnames", value) or "").split()
+
+
+def _reserved(fields: Mapping[str, str]) -> list[str] | None:
+    name = _is_set(fields.get("Reservation", ""))
+    if not name:
+        return None
+    told = dict(re.findall(r"(\S+?)=(\S*)", _ask("scontrol", "show", "res", "-o", name) or ""))
+    return _named(told, "Nodes") or []
+
+
+def _has_features(wanted: str, features: str) -> bool:
+    has = set(features.split(","))
+    return all(has & set(word.split("|")) for word in wanted.split("&") if word)
+
+
+def _has_gpus(wanted: str, gres: str) -> bool:
+    """Whether a node with these GRES (gpu:h100:4(S:0-1)) has what TresPerNode asks for
+    (gres:gpu:h100:4)."""
+    for kind, count in re.findall(r"gpu((?::[A-Za-z][^:,(=]*)?)(?:[:=](\d+))?", wanted):
+        has = re.findall(r"gpu((?::[A-Za-z][^:,(=]*)?)(?::(\d+))?", gres)
+        if sum(int(n or 1) for own, n in has if kind in ("", own)) < int(count or 1):
+            return False
+    return True
+
+
 def max_array_size() -> int | None:
     """An array's largest index is under it; None without an answer."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history.attempts import CANCELLED
-
 ROOT = Path(__file__).parents[2]
 LIB = ROOT / "scripts/slurm/lib/all.sh"
 
@@ -431,8 +429,9 @@ def test_whether_the_job_was_cancelled(
     state: str, reason: str, restarts: int, cancelled: bool
 ) -> None:
     job = f"KP_JOB='JobState={state} Reason={reason} Restarts={restarts}' KP_START=1"
-    told = bash(f"{job} KP_JOB_STATE={state}; kp_leaving").stdout
-    assert told.startswith(CANCELLED) == cancelled and state in told
+    told = bash(f"{job} KP_JOB_STATE={state}; kp_see_end; echo $KP_ENDING; kp_in_words").stdout
+    ending, words = told.splitlines()
+    assert (ending == "cancelled") == cancelled and words.startswith(state)
 
 
 HOSTS_SHIM = """#!/bin/bash
@@ -703,8 +702,88 @@ def test_a_start_that_was_cut_short_is_no_crash(
     assert done.stdout == ("yes\n" if spared else "no\n"), done.stderr
 
 
+AWAY = "slurm_load_jobs error: Socket timed out on send/recv operation"
+
+
+@pytest.mark.parametrize(
+    ("answers", "after", "asked", "ends"),
+    [
+        (["timeout", "timeout", "ok"], "RUNNING", 3, "requeue"),
+        (["timeout"], "PENDING", 1, "requeue"),  # the order was carried out, its answer was lost
+        (["denied"] * 3, "RUNNING", 3, "refused: Access denied"),
+    ],
+)
+def test_a_requeue_is_asked_for_again(
+    tmp_path: Path, answers: list[str], after: str, asked: int, ends: str
+) -> None:
+    """A busy controller's "Socket timed out" is no refusal."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"""#!/bin/bash
+        [[ $1 == requeue ]] || {{ cat {tmp_path}/job; exit; }}
+        echo asked >>{tmp_path}/asked
+        sed -i 's/JobState=[A-Z]*/JobState={after}/' {tmp_path}/job
+        case $(sed -n "$(wc -l <{tmp_path}/asked)p" {tmp_path}/answers) in
+            ok) exit 0 ;;
+            timeout) echo "{AWAY}" >&2 ;;
+            denied) echo "Access denied" >&2 ;;
+        esac
+        exit 1
+    """)
+    scontrol.chmod(0o755)
+    (tmp_path / "answers").write_text("\n".join(answers) + "\n")
+    (tmp_path / "job").write_text(job(""))
+    script = """
+        KP_BESIDE='' KP_EXCLUDED='' KP_PAUSE=0
+        kp_shielded() { [[ $1 == sleep ]] || "$@"; }
+        kp_show_job
+        if kp_requeue; then echo requeue; else echo "refused: $KP_REFUSED"; fi
+    """
+    done = bash(script, SLURM_JOB_ID="7", PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert done.stdout.splitlines()[-1] == ends, done.stderr
+    assert (tmp_path / "asked").read_text().count("asked") == asked
+
+
+def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    """No answer is no state: the decision is made once it is back."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"""#!/bin/bash
+        echo "$*" >>{tmp_path}/asked
+        (($(wc -l <{tmp_path}/asked) > 40)) || {{ echo "{AWAY}" >&2; exit 1; }}
+        [[ $1 == requeue ]] || echo "$TEXT"
+    """)
+    scontrol.chmod(0o755)
+    script = f"""
+        KP_BESIDE='' KP_COMMITTED_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
+        KP_PYTHON={sys.executable} KP_SRUN_LOG=none KP_AWAY_S=0 KP_JOB=$TEXT KP_START=0
+        kp_shielded() {{ [[ $1 == sleep ]] || (exec "$@"); }}
+        kp_decide "the step ended" || true
+    """
+    env = {"TEXT": job(""), "SLURM_JOB_ID": "7", "KEMPNER_ATTEMPT_ID": "7.0.1", "KP_CODE": "1"}
+    done = bash(script, **env, PATH=f"{tmp_path}:/usr/bin:/bin", PYTHONPATH=f"{ROOT}/src")
+    assert done.stdout.count("Slurm does not answer") == 1
+    assert "requeue: the step ended (no checkpoint yet)" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_crash_loop_has_a_bound_without_python(tmp_path: Path) -> None:
+    """The judge fails each time, as in a container that takes too long to start."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("scontrol", 'echo "$TEXT"'), ("python3", "exit 1")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    script = f"""
+        KP_BESIDE='' KP_COMMITTED_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
+        KP_PYTHON=false KP_SRUN_LOG=none
+        for i in 1 2 3 4; do KP_DECIDED='' && kp_decide "the step ended" >/dev/null; done
+    """
+    env = {"TEXT": job(""), "SLURM_JOB_ID": "7", "KEMPNER_ATTEMPT_ID": "7.0.1", "KP_CODE": "1"}
+    bash(script, **env, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+    lines = map(json.loads, (tmp_path / "attempts.jsonl").read_text().splitlines())
+    made = [(line["decision"], line["no_progress"]) for line in lines]
+    assert made == [("requeue", 1), ("requeue", 2), ("end", 3), ("end", 4)]
+
+
 def test_crashes_are_counted_without_python(tmp_path: Path) -> None:
-    """As kempner.history.faulty_host counts them: null is one more, a number is the number."""
+    """As kempner.history.judge counts them: null is one more, a number is the number."""
     kinds = [(12, "2"), (12, "0"), (13, "9"), (12, "null"), (12, "null")]
     lines = [
         f'{{"event": "decision", "job": "{job}", "restart": 0, "no_progress": {count}}}\n'

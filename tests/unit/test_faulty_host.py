@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from kempner.history.faulty_host import (
     final_reason,
     host_of,
     launch_failed_on,
-    main,
     no_progress,
 )
 
@@ -24,6 +21,13 @@ srun: error: node2: task 2: Killed
 srun: launch/slurm: _step_signal: Terminating StepId=1.0
 srun: error: node1: tasks 0-1: Exited with exit code 1
 srun: error: node3: task 3: Terminated
+"""
+
+# One rank leaves with an error of its own; srun then kills the others.
+STOPPED = """\
+srun: error: n2: task 9: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=7.0
+srun: error: n1: tasks 0-7: Killed
 """
 
 
@@ -41,6 +45,15 @@ def fault(kind: str, *hosts: str, lost_peer: bool = False) -> dict[str, Any]:
         ([fault("hang", "node1", "node2")], "", ""),  # who is to blame for a network?
         ([fault("hang")], KILLED, ""),
         ([], "srun: error: node1: task 0: Exited with exit code 1\n", ""),
+        ([], "srun: error: node1: task 0: Exited with exit code 2\n", "node1"),
+        (
+            [],
+            "srun: error: n1: task 0: Exited with exit code 2\n"
+            "srun: error: n2: task 1: Exited with exit code 2\n",
+            "",
+        ),
+        ([fault("crash", "n2")], STOPPED, "n2"),
+        ([], STOPPED, ""),
         ([], "srun: error: n-1: tasks 0-3,7: Segmentation fault (core dumped)\n", "n-1"),
         ([], "srun: error: node1: task 0: Terminated\n", ""),
         ([], "srun: error: node7: task 12: Aborted (core dumped)\n", ""),  # it waited for another
@@ -77,56 +90,6 @@ def test_a_final_fault() -> None:
     assert final_reason([fault("crash"), oom]) == "CUDA out of memory: 7 GiB"
     assert final_reason([fault("crash"), oom | {"final": False}]) == ""
     assert host_of([oom], "") == ""
-
-
-def test_what_the_batch_script_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only decisions about this job, only faults of this attempt; always seven lines."""
-    records = [
-        decision("1", no_progress=5, blamed="node9", excluded="node9"),
-        decision("2", no_progress=1, blamed="node8", excluded="node8"),
-        decision("2", no_progress=2, blamed="node3", excluded="node7", decision="restart"),
-        {"event": "first_step", "time": 1042.0, "attempt_id": "2.2.7"},
-        fault("crash", "node9") | {"attempt_id": "2.0.1"},
-        fault("crash", "node3") | {"attempt_id": "2.2.7"},
-    ]
-    text = "".join(json.dumps(record) + "\n" for record in records) + '{"event": "fau'
-    (tmp_path / "attempts.jsonl").write_text(text)
-    monkeypatch.setenv("KEMPNER_BATCH_BEGAN", "1000")
-    main(tmp_path, "2", "2.2.7", tmp_path / "no log")
-    assert capsys.readouterr().out == "2\nnode3\nagain\n1\n\n\n42\n"
-    monkeypatch.delenv("KEMPNER_BATCH_BEGAN")
-    main(tmp_path / "nowhere", "2", "2.2.7", Path(""))  # a preflight has no srun log
-    assert capsys.readouterr().out == "0\n\n\n0\n\n\n0\n"
-
-
-@pytest.mark.parametrize("folder", [".", "replicas/1"])
-def test_a_broken_gpu_is_to_blame_at_the_first_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
-) -> None:
-    """Whatever else the ranks say; but not for a warning, and not for another attempt's."""
-
-    def found(host: str, answer: str, attempt_id: str = "2.2.7") -> dict[str, Any]:
-        about = {"host": host, "answer": answer, "attempt_id": attempt_id}
-        return {"event": "gpu", **about, "reason": f"GPU 1: of\n{host}"}
-
-    own = [fault("hang", "node9") | {"attempt_id": "2.2.7"}]
-    gpus = [
-        found("node1", "end", "2.1.5"),
-        found("node2", "warn"),
-        found("node3", "note"),
-        found("node4", "exclude"),
-        found("node5", "end"),
-    ]
-    for path, records in ((".", own), (folder, gpus)):
-        (tmp_path / path).mkdir(parents=True, exist_ok=True)
-        with (tmp_path / path / "attempts.jsonl").open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-    main(tmp_path, "2", "2.2.7", Path(""))
-    assert capsys.readouterr().out == "0\nnode4\nagain\n0\n\nGPU 1: of node4\n0\n"
-    main(tmp_path, "2", "2.3.9", Path(""))
-    assert capsys.readouterr().out == "0\n\n\n0\n\n\n0\n"
 
 
 def test_a_task_that_could_not_be_started() -> None:

@@ -30,7 +30,7 @@ MODULES = (
     "kempner.preflight",
     "kempner.rl.vllm_engine",
     "kempner.trackers",
-    "kempner.history.faulty_host",
+    "kempner.history.judge",
     "kempner.history.loop_bench",
     "kempner.history.notify",
     "kempner.history.watch",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.history import faulty_host, summary
+from kempner.history import judge, summary
 from kempner.history.facts import facts
 from kempner.history.nodes import nodes_of
 from kempner.history.run_history import load_history, runs_in
@@ -429,10 +429,10 @@ def test_events_with_damaged_values(tmp_path: Path, capsys: pytest.CaptureFixtur
                 run = load_history(path, {})
                 json.dumps(facts(run, BEGAN), allow_nan=False)
                 [STATUS.node_row(node) for node in nodes_of([run])], summary.attempt_table(run)
-                faulty_host.main(path, "7", "7.0", path / "srun.log")
+                judge.main(str(path), str(path / "srun.log"), "jobs=7", "attempt=7.0")
             except Exception as error:
                 raise AssertionError((key, value)) from error
-            assert capsys.readouterr().out.count("\n") == 7, (key, value)
+            assert capsys.readouterr().out.count("\n") == len(judge.ANSWERS), (key, value)
 
 
 def test_directories_that_this_user_may_not_read(

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,10 @@ CASES = {
     "crashed in an allocation": Case((*BEGUN, CRASH), "running", "crashed", "! rank 0", job=RUNS),
     "crashed, requeued": Case((*BEGUN, CRASH, REQUEUED), "running", "waiting",
                               "job 7: BeginTime, expected 2026-01-02T03:04:05", job=QUEUED),
+    "crashed, held": Case((*BEGUN, CRASH, REQUEUED), "running", "waiting", "! job 7: JobHeld",
+                              job=replace(QUEUED, why="JobHeldAdmin")),
+    "waits its turn": Case((*BEGUN, CRASH, REQUEUED), "running", "waiting", "job 7: QOSMaxJobs",
+                               job=replace(QUEUED, why="QOSMaxJobsPerUserLimit")),
     "crashed while loading": Case((CRASH,), "", "crashed", "! rank 0 on n1: RuntimeError: boom"),
     "hung": Case((*BEGUN, HANG), "running", "hung", "! no step for 120 s", lock="DEAD"),
     "out of memory": Case((*BEGUN, OOM), "failed", "failed", "! of status.json"),

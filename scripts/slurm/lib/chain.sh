@@ -272,8 +272,8 @@ kp_chain_on() { # <what happened>: records whether the successor goes on
     elif ! kp_chain_queued "$KP_SUCCESSOR"; then
         kp_record end "$1; job $KP_SUCCESSOR, which was to continue it, was cancelled"
     else
-        kp_leave_out_spent
         [[ -z $KP_EXCLUDED ]] || kp_exclude "$KP_SUCCESSOR"
+        ((KP_PAUSE == 0)) || kp_put_off "$KP_SUCCESSOR"
         kp_record chain "$1; job $KP_SUCCESSOR continues it"
     fi
 }

@@ -56,6 +56,8 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
 
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "run.dir $KP_RUN_DIR cannot be written: give another --run.dir"
     KP_COMMITTED_BEFORE=$(kp_committed_step)
+    KEMPNER_COMMAND=$(sha256sum <<<"${KP_VALUES[0]}") # what the run is; see Start in events.py
+    export KEMPNER_COMMAND=${KEMPNER_COMMAND:0:12}
     kp_mark check
 }
 

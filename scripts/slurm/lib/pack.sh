@@ -92,13 +92,13 @@ kp_pack_ended() { # <number of the run> <exit code of its subshell>
 kp_pack_finish() { # ends the script: requeues the job when a run has to go on; the others see that they have ended
     trap '' TERM INT HUP USR1 USR2
     KP_DECIDED=end KP_FAULT="failed twice in a row"
-    ! kp_show_job || [[ -z $KP_AGAIN || $(kp_field JobState) == RUNNING ]] || KP_DECIDED=leave # Slurm is ending the job
+    ! kp_wait_for_job || [[ -z $KP_AGAIN || $(kp_field JobState) == RUNNING ]] || KP_DECIDED=leave # Slurm is ending the job
     if [[ -n $KP_AGAIN && $KP_DECIDED == end ]]; then
-        if kp_shielded scontrol requeue "$(kp_job_id)"; then
+        if kp_ask_requeue; then
             [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
             KP_DECIDED=requeue
         else
-            kp_log "scontrol requeue was refused: the runs that have to go on must be submitted again"
+            kp_log "scontrol requeue was refused: $KP_REFUSED: the runs that have to go on must be submitted again"
         fi
     fi
     kp_log "$KP_DECIDED"
@@ -147,9 +147,7 @@ kp_keep_log() { # in place of launch.sh's: the log is in the run directory alrea
 }
 
 kp_requeue() { # in place of requeue.sh's: the job is requeued when all runs have ended, unless Slurm is ending it now
-    [[ $(kp_field JobState) != RUNNING ]] || return 0
-    kp_shielded scontrol requeue "$(kp_job_id)" && return 0
-    kp_show_job && (($(kp_field Restarts) > ${SLURM_RESTART_COUNT:-0})) # another run was first
+    [[ $(kp_field JobState) != RUNNING ]] || kp_ask_requeue # true, too, when another run was first
 }
 
 kp_finish() { # in place of requeue.sh's: ends the subshell, whose exit code says whether the run has to go on

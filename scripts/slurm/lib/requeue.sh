@@ -2,7 +2,9 @@
 # The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
 # The table of decisions is in docs/slurm.md.
 
-KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question whose fault it was may take; tests shorten it
+KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
+KP_AWAY_S=10                 # seconds between two questions to a controller that is away
+KP_ENDING=''                 # not empty: Slurm is ending the job, or somebody has cancelled it
 
 kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there is none
     local link pattern='step_0*([0-9]+)/*$'
@@ -50,9 +52,10 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
     kp_log "$1: $2"
     printf -v line '{"event": "decision", "decision": "%s", "why": %s, "job": "%s", "restart": %d, "attempt_id": %s, ' \
         "$1" "$(kp_json "$2")" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$(kp_json "$KEMPNER_ATTEMPT_ID")"
-    printf -v line '%s"step": %s, "no_progress": %s, "blamed": %s, "excluded": %s, "batch_began": %d, "time": %(%s)T}' \
+    printf -v line '%s"step": %s, "no_progress": %s, "blamed": %s, "excluded": %s, "kind": "%s", ' \
         "$line" "$(kp_step)" "${KP_NO_PROGRESS:-null}" "$(kp_json "$KP_BLAMED")" "$(kp_json "$KP_EXCLUDED")" \
-        "${KEMPNER_BATCH_BEGAN:-0}" -1
+        "${KP_KIND:-}"
+    printf -v line '%s"batch_began": %d, "time": %(%s)T}' "$line" "${KEMPNER_BATCH_BEGAN:-0}" -1
 
     # A rank that was killed may have left half a line: it must not swallow this one.
     [[ -z $(tail -c 1 -- "$file" 2>/dev/null) ]] || line=$'\n'$line
@@ -84,72 +87,96 @@ kp_was_cut_short() { # true when this attempt was asked to leave before its trai
         "$KP_RUN_DIR/attempts.jsonl"
 }
 
-kp_judge() { # reads the records, once: sets KP_NO_PROGRESS, KP_FINAL, KP_BLAMED, KP_START_S (seconds until the first
-    # step), and KP_EXCLUDED if the host is left out, KP_REPLACED if a spare takes its place
-    local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' host='' again='' excluded='' before='' broken='' nodes
-    [[ -z $KP_JUDGED ]] || return 0
-    KP_JUDGED=1
-    # After an orderly end with a new checkpoint there is nothing to find out, and KillWait may be short.
-    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || [[ $KP_STATE != interrupted ]] || return 0
-    mapfile -t nodes < <(kp_shielded scontrol show hostnames "$(kp_field NodeList)")
-    ((${#KP_PLACES[@]} == 0)) || nodes=("${KP_PLACES[@]}")
+kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge); sets KP_ANSWERED, KP_WHY, KP_KIND,
+    # KP_NO_PROGRESS, KP_BLAMED, KP_EXCLUDED, KP_REPLACED, KP_FAULT, KP_PAUSE (minutes) and KP_NOTES
+    local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start=''
     kp_history # a container may take longer to start than there is time
-    if kp_ask "${KP_HISTORY[@]}" -m kempner.history.faulty_host \
-        "$KP_RUN_DIR" "$(kp_chain_jobs)" "$KEMPNER_ATTEMPT_ID" "$KP_SRUN_LOG" "${KP_TASKS:-1}" "${nodes[@]}"; then
-        # The last seven lines: in a step, a TaskProlog may have said something before.
-        { read -r before && read -r host && read -r again && read -r excluded && read -r KP_FINAL && read -r broken &&
-            read -r KP_START_S; } < <(tail -n 7 <<<"$KP_ANSWER") || true
-    else
+    kp_facts "$1"
+    if kp_ask "${KP_HISTORY[@]}" -m kempner.history.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
+        # The last eleven lines: in a step, a TaskProlog may have said something before.
+        { read -r KP_ANSWERED && read -r KP_WHY && read -r KP_KIND && read -r KP_NO_PROGRESS && read -r KP_BLAMED &&
+            read -r KP_EXCLUDED && read -r KP_REPLACED && read -r KP_FAULT && read -r KP_PAUSE && read -r start &&
+            read -r KP_NOTES; } < <(tail -n 11 <<<"$KP_ANSWER") || true
+    fi
+    if [[ ! $KP_ANSWERED =~ ^(restart|requeue|chain|end|leave)$ || ! $KP_NO_PROGRESS$KP_PAUSE$start =~ ^[0-9]+$ ]]; then
         kp_log "the records of earlier attempts could not be read: only a preflight can exclude a host"
+        kp_judge_alone "$1"
     fi
-    [[ $before =~ ^[0-9]+$ ]] || before=$(kp_count_crashes)
-    [[ -z $broken || -n $KP_PREFLIGHT ]] || KP_FAULT="has a broken $broken"
-    if ((KP_COMMITTED <= KP_COMMITTED_BEFORE)); then
-        KP_NO_PROGRESS=$((before + 1))
-        ! kp_was_cut_short || KP_NO_PROGRESS=$before
-    fi
-
-    [[ -z $KP_PREFLIGHT ]] || host=$KP_BAD again=$KP_BAD
-    [[ -z $KP_LOST ]] || host=$KP_LOST again=$KP_LOST
-    [[ $KP_STATE != interrupted && -z $KP_FINAL ]] || return 0
-    KP_BLAMED=$host
-    [[ -n $again ]] || return 0
-    # Slurm itself keeps the next start off a node that is lost.
-    kp_replace "$host" || [[ -n $KP_LOST ]] || kp_leave_out "$host" "${excluded:-0}"
 }
 
-kp_leave_out() { # <hosts> <how many the job already does without>: sets KP_EXCLUDED, unless too few others are left
-    local most=${KEMPNER_EXCLUDE:-2} node left=0 out
-    ((most > 0)) || return 0
-    if (($2 >= most)); then
-        kp_log "$1: $KP_FAULT, not excluded: $2 nodes are already (KEMPNER_EXCLUDE=$most)"
-        return 0
+kp_facts() { # <what happened>: sets facts, of the caller, to what only this script knows
+    local batch=0 end now left='' requeue=1 chain='' IFS=' '
+    ! kp_is_batch || batch=1
+    if [[ -n $KP_CHAIN ]]; then
+        chain=next
+        ((KP_LINK < KEMPNER_CHAIN)) || chain=last
+    elif [[ $(kp_field Requeue) == 0 ]]; then
+        requeue=0
     fi
-
-    # With fewer nodes than it needs, the job would wait for ever.
-    out=" ${1//,/ } $(kp_excluded | xargs -r scontrol show hostnames | paste -sd' ') "
-    while read -r node; do
-        [[ $out == *" $node "* ]] || left=$((left + 1))
-    done < <(sinfo -h -N -p "$(kp_field Partition)" -o '%N %t' |
-        awk '$2 !~ /down|drain|drng|fail|maint|unk/ { print $1 }' | sort -u)
-    if ((left < KP_NODES + ${KEMPNER_SPARES:-0})); then
-        kp_log "$1: $KP_FAULT, not excluded: the other nodes of the partition, $left, are too few"
-        return 0
+    end=$(kp_field EndTime)
+    if [[ $end == [0-9]* ]] && end=$(date -d "$end" +%s 2>/dev/null); then
+        printf -v now '%(%s)T' -1
+        left=$((end - ${KEMPNER_SIGNAL_LEAD:-120} - now))
     fi
-    KP_EXCLUDED=$1
+    facts=(
+        run="$KP_STATE" what="$1" code="${KP_CODE:-}" refusal="$(kp_refusal)" before="$(kp_count_crashes)"
+        committed="$KP_COMMITTED" committed_before="$KP_COMMITTED_BEFORE" command="${KEMPNER_COMMAND:-}"
+        jobs="$(kp_chain_jobs)" job_id="$(kp_job_id)" attempt="$KEMPNER_ATTEMPT_ID" began="${KEMPNER_BATCH_BEGAN:-}"
+        job="${KP_ENDING:-running}" slurm="$(kp_in_words)" batch="$batch" requeue="$requeue" chain="$chain"
+        tasks="${KP_TASKS:-1}" nodes="${KP_NODES:-1}" places="${KP_PLACES[*]:-$(kp_hosts)}" spares="${#KP_SPARES[@]}"
+        wanted_spares="${KEMPNER_SPARES:-0}" lost="$KP_LOST" spent="${KP_SPENT[*]}" left="$left"
+        max_crashes="${KEMPNER_MAX_CRASHES:-3}" max_excluded="${KEMPNER_EXCLUDE:-2}" max_wait="${KEMPNER_MAX_WAIT:-24}"
+    )
+    [[ -z $KP_PREFLIGHT ]] || facts+=(preflight=1 bad="$KP_BAD")
+    [[ $KP_PENDING != INT ]] || facts+=(interrupt=1)
+    ! kp_chain_survives || facts+=(successor="$KP_SUCCESSOR")
+    ! kp_was_cut_short || facts+=(cut_short=1)
+    ! kp_could_restart || facts+=(room=1)
+    ! grep -q '^srun: error: Unable to create step' "$KP_SRUN_LOG" 2>/dev/null || facts+=(not_created=1)
 }
 
-kp_leave_out_spent() { # adds the hosts that spares have replaced to KP_EXCLUDED: Slurm would take them again
-    local host pattern already
-    ((${#KP_SPENT[@]} > 0)) || return 0
-    pattern=$(kp_chain_jobs)
-    pattern='"decision": "(requeue|chain)".* "job": "('${pattern//,/|}')".* "excluded": "[^"]'
-    already=$(kp_shielded grep -csE "$pattern" "$KP_RUN_DIR/attempts.jsonl") || true
-    [[ -n $KP_EXCLUDED ]] || KP_FAULT="was replaced by a spare node"
-    for host in "${KP_SPENT[@]}"; do
-        kp_leave_out "${KP_EXCLUDED:+$KP_EXCLUDED,}$host" "${already:-0}"
-        already=$((already + 1))
-    done
+kp_hosts() { # the nodes of the job, on one line
+    kp_shielded scontrol show hostnames "$(kp_field NodeList)" 2>/dev/null | paste -sd' '
+}
+
+kp_see_end() { # when Slurm itself is ending the job, sets KP_ENDING: ending, or cancelled by somebody
+    KP_ENDING=''
+    [[ $KP_JOB_STATE != RUNNING && $(kp_field Reason) != TimeLimit ]] || return 0
+    KP_ENDING=ending
+    # A requeue counts at once.
+    [[ ! $KP_JOB_STATE,$(kp_field Reason),$(kp_field Restarts) =~ ^(COMPLETING|CANCELLED),None,$KP_START$ ]] ||
+        KP_ENDING=cancelled
+}
+
+kp_in_words() { # the state of the job
+    local reason
+    reason=$(kp_field Reason)
+    [[ $KP_ENDING == ending && ! $reason =~ ^(None)?$ ]] || reason=''
+    echo "${KP_JOB_STATE:-no answer}${reason:+, $reason}"
+}
+
+kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; no crash loop goes on without a bound
+    KP_ANSWERED=requeue KP_WHY=$1 KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_PAUSE=0 KP_NOTES=''
+    KP_NO_PROGRESS=$(kp_count_crashes)
+    kp_was_cut_short || KP_NO_PROGRESS=$((KP_NO_PROGRESS + 1))
+    ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
+    if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
+        KP_ANSWERED=end KP_WHY="the run is $KP_STATE"
+    elif [[ -n $KP_ENDING ]]; then
+        KP_ANSWERED=leave KP_WHY="Slurm is ending the job ($(kp_in_words)), and decides whether it starts again"
+        ! kp_chain_survives || KP_ANSWERED=chain KP_WHY="Slurm is ending the job ($(kp_in_words))"
+    elif ! kp_is_batch; then
+        KP_ANSWERED=end KP_WHY="$1; only a batch job is requeued"
+    elif ((KP_NO_PROGRESS >= ${KEMPNER_MAX_CRASHES:-3})); then
+        KP_ANSWERED=end
+        KP_WHY="$1; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=${KEMPNER_MAX_CRASHES:-3})"
+    elif [[ -n $KP_CHAIN ]]; then
+        KP_ANSWERED=chain
+    elif [[ $(kp_field Requeue) == 0 ]]; then
+        KP_ANSWERED=end KP_WHY="$1; the job was submitted with --no-requeue"
+    elif [[ -n $KP_PREFLIGHT && -n $KP_BAD ]]; then
+        KP_EXCLUDED=$KP_BAD KP_FAULT="failed the preflight" KP_WHY="$1; without $KP_BAD: $KP_FAULT"
+    fi
 }
 
 kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or nothing
@@ -175,57 +202,34 @@ kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes
 # --- the decision ------------------------------------------------------------------------------------------
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
-    local what=$1 most=${KEMPNER_MAX_CRASHES:-3} state pending=$KP_PENDING
+    local what=$1 pending=$KP_PENDING
     # Between two attempts a signal must not be lost: kp_on_signal keeps it.
     [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_deaf
     [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
     kp_look
-    if kp_may_restart && [[ $KP_PENDING == "$pending" ]]; then
-        kp_record restart "$what ($(kp_reached))"
+    [[ $KP_STATE != interrupted ]] || what=${KP_INTERRUPTED:-interrupted and saved}
+    what+=" ($(kp_reached))"
+    kp_judge "$what"
+    if [[ $KP_PENDING != "$pending" ]]; then # a subshell may have died of the signal, and it changes what follows
+        kp_deaf
+        kp_look
+        kp_judge "$what"
+    fi
+    [[ -z $KP_NOTES ]] || kp_log "$KP_NOTES"
+    if [[ $KP_ANSWERED == restart ]]; then
+        kp_record restart "$KP_WHY"
         return
     fi
 
     kp_deaf
-    [[ $KP_PENDING == "$pending" ]] || kp_look # a subshell may have died of the signal
-    [[ -z $KP_REPLACED ]] || KP_REPLACED='' KP_EXCLUDED=''
-    [[ $KP_STATE != interrupted ]] || what=${KP_INTERRUPTED:-interrupted and saved}
-    what+=" ($(kp_reached))"
-    state=$KP_JOB_STATE
-    if [[ $KP_STATE =~ ^(done|stopped|failed)$ ]]; then
-        kp_record end "the run is $KP_STATE"
-    elif [[ ${KP_CODE:-} == 2 ]]; then
-        what=$(kp_refusal)
-        kp_record end "bad input${what:+: $what}"
-    elif [[ $state != RUNNING && $(kp_field Reason) != TimeLimit ]] && kp_chain_survives; then
-        kp_record chain "Slurm is ending the job ($state, $(kp_field Reason)); job $KP_SUCCESSOR continues it"
-    elif [[ $state != RUNNING && $(kp_field Reason) != TimeLimit ]]; then
-        kp_record leave "$(kp_leaving)"
-    elif ! kp_is_batch; then
-        kp_record end "$what; only a batch job is requeued"
-    elif [[ $KP_PENDING == INT ]]; then
-        kp_record end "$what; SIGINT between two attempts"
-    elif [[ -z $KP_CHAIN && $(kp_field Requeue) == 0 ]]; then
-        kp_record end "$what; the job was submitted with --no-requeue"
-    elif kp_judge && [[ -n $KP_FINAL ]]; then
-        kp_record end "$KP_FINAL; another attempt would end in the same way"
-    elif ((KP_NO_PROGRESS >= most)); then
-        kp_record end "$what; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=$most)"
-    elif [[ -n $KP_PREFLIGHT && -z $KP_EXCLUDED ]]; then
-        kp_record end "$what; there are no other nodes to take"
-    elif [[ -n $KP_CHAIN ]]; then
-        kp_chain_on "$what"
+    if [[ $KP_ANSWERED == chain && $KP_JOB_STATE == RUNNING ]]; then
+        kp_chain_on "$KP_WHY"
+    elif [[ $KP_ANSWERED != requeue ]]; then
+        kp_record "$KP_ANSWERED" "$KP_WHY"
     elif kp_requeue; then
-        kp_record requeue "$what${KP_EXCLUDED:+; without $KP_EXCLUDED: $KP_FAULT}"
+        kp_record requeue "$KP_WHY"
     else
-        kp_record end "$what; scontrol requeue was refused"
-    fi
-}
-
-kp_leaving() { # why the job is left to Slurm, in words: those of scancel are known to attempts.py
-    if [[ $KP_JOB_STATE,$(kp_field Reason),$(kp_field Restarts) =~ ^(COMPLETING|CANCELLED),None,$KP_START$ ]]; then
-        echo "the job was cancelled (Slurm: $KP_JOB_STATE)" # a requeue counts at once
-    else
-        echo "Slurm is ending the job (${KP_JOB_STATE:-no answer}), and decides whether it starts again"
+        kp_record end "$KP_WHY; scontrol requeue was refused${KP_REFUSED:+: $KP_REFUSED}"
     fi
 }
 
@@ -233,20 +237,56 @@ kp_deaf() { # a requeue signals this shell, and its subshells would die of it
     trap '' TERM INT HUP USR1 USR2
 }
 
-kp_look() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE; forgets what kp_judge found
-    KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_FINAL='' KP_NO_PROGRESS='' KP_START_S='' KP_JUDGED='' KP_JOB_STATE=''
-    KP_FAULT="failed twice in a row"
-    [[ -z $KP_PREFLIGHT ]] || KP_FAULT="failed the preflight"
+kp_look() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE; forgets what kp_judge has said
+    KP_ANSWERED='' KP_WHY='' KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_NO_PROGRESS='' KP_PAUSE=0
+    KP_NOTES='' KP_JOB_STATE='' KP_FAULT=''
     kp_verdict
     KP_COMMITTED=$(kp_committed_step)
     ((KP_COMMITTED <= KP_COMMITTED_BEFORE)) || KP_NO_PROGRESS=0
-    ! kp_show_job || KP_JOB_STATE=$(kp_field JobState)
+    ! kp_wait_for_job || KP_JOB_STATE=$(kp_field JobState)
+    kp_see_end
 }
 
-kp_requeue() { # starts the job again, without KP_EXCLUDED; fails when Slurm refuses
-    kp_leave_out_spent
-    kp_shielded scontrol requeue "$(kp_job_id)" || return 1
+kp_wait_for_job() { # as kp_show_job, for as long as the controller is away: no answer is no state of the job
+    local said='' most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
+    until kp_show_job; do
+        kp_is_batch && ((SECONDS < most)) || return 1
+        [[ ! $(kp_shielded scontrol show job "$(kp_job_id)" 2>&1) =~ Invalid\ job\ id ]] || return 1
+        [[ -n $said ]] || kp_log "Slurm does not answer: the decision waits until it does"
+        said=1
+        kp_shielded sleep "$KP_AWAY_S"
+    done
+}
+
+kp_requeue() { # starts the job again, without KP_EXCLUDED, and after KP_PAUSE minutes; fails when Slurm refuses
+    kp_ask_requeue || return 1
     [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
+    ((KP_PAUSE == 0)) || kp_put_off "$(kp_job_id)"
+}
+
+kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm refuses in words, and sets KP_REFUSED
+    local said tries=0 away='timed out|[Uu]nable to contact|[Cc]onnection|[Cc]ommunication|[Tt]ry again|[Zz]ero [Bb]ytes'
+    KP_REFUSED=''
+    until said=$(kp_shielded scontrol requeue "$(kp_job_id)" 2>&1); do
+        # An answer that was lost is no refusal: the order may have been carried out.
+        ! kp_show_job || [[ $(kp_field JobState) == RUNNING ]] || return 0
+        said=${said//$'\n'/; } tries=$((tries + 1))
+        if [[ ! $said =~ $away ]] && ((tries > 2)); then
+            KP_REFUSED=$said
+            return 1
+        fi
+        ((tries != 1)) || kp_log "scontrol requeue: ${said:-no answer}; it is asked again"
+        kp_shielded sleep $((tries < 10 ? tries : 10))
+    done
+}
+
+kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slurm takes this once it is pending again
+    local tries
+    for ((tries = 0; tries < 30; tries++)); do
+        kp_shielded scontrol update JobId="$1" StartTime="now+${KP_PAUSE}minutes" 2>/dev/null && return 0
+        kp_shielded sleep 0.1
+    done
+    kp_log "scontrol refused to put the next start off"
 }
 
 kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code
@@ -269,13 +309,28 @@ kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (inte
     exit "$KP_CODE"
 }
 
-kp_stay_ended() { # the EXIT trap: makes sure that an end is the end
-    # Slurm 24.05 and later mark a job that was preempted with a grace time, and after our own requeue the mark is
-    # still there: the job would be requeued once more at its next end, even if the run is done.
+kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a step, which makes sure that an end is the end
     [[ -z $KP_DRY && (-z $KP_DECIDED || $KP_DECIDED == end) ]] && kp_in_job && [[ -z $KP_BESIDE ]] || return 0
 
     # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which must stay possible.
-    [[ -n $KP_DECIDED ]] || { kp_show_job && [[ $(kp_field JobState) == RUNNING ]]; } || return 0
+    if [[ -z $KP_DECIDED ]]; then
+        kp_show_job && [[ $(kp_field JobState) == RUNNING ]] || return 0
+        ! kp_is_batch || ! kp_is_whole_script || kp_ended_early "$1"
+        [[ -z $KP_DECIDED || $KP_DECIDED == end ]] || exit 0 # it starts again
+    fi
+    # Slurm 24.05 and later mark a job that was preempted with a grace time, and after our own requeue the mark is
+    # still there: the job would be requeued once more at its next end, even if the run is done.
     kp_chain_cancel "the job has ended before its run began"
     ! kp_is_batch || ! kp_is_whole_script || kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
+}
+
+kp_ended_early() { # <exit code>: decides after a start that has ended before its step
+    # An earlier start of this job has come through here with the same command: what stops this one is the host, or the
+    # site. Only of a first start it is bad input.
+    (($1 != 0 && $1 != 130)) || return 0
+    [[ -n ${KP_RUN_DIR:-} || $KP_ROOT == "$KP_ORIGIN" ]] || KP_RUN_DIR=${KP_ROOT%/code/*}
+    [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] || return 0
+    KP_CODE=$1 KP_RESTARTS=0 KP_CHECKPOINTS=${KP_CHECKPOINTS:-$KP_RUN_DIR/checkpoints}
+    KP_COMMITTED_BEFORE=${KP_COMMITTED_BEFORE:-$(kp_committed_step)}
+    kp_decide "this start has ended with exit code $1 before its step" || true
 }

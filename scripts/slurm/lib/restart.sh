@@ -12,7 +12,6 @@ KP_LOST='' KP_REPLACED='' # nodes that do not answer; nodes whose places spares 
 KP_SPENT=()               # of those, the ones that were to blame: no later start of the job takes them
 KP_STUCK=''               # not empty: a task could not be killed
 KP_DROPPED=''             # not empty: the job has lost a node
-KP_TOO_LATE=''            # not empty: the log has said that a restart would run into the time limit
 KP_GUARD='' KP_SPARE=''   # the sruns of guard.sh and of KEMPNER_SPARE_COMMAND
 
 kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLACES, KP_SPARES; takes them off KP_NODES
@@ -171,41 +170,8 @@ kp_asked_to_leave() { # true after a signal that is more than a wish for a save
 }
 
 kp_could_restart() { # true when the job itself allows another step, whatever has happened to the last one
-    local end now left lead=${KEMPNER_SIGNAL_LEAD:-120}
     ((KP_RESTARTS > 0)) && kp_is_batch && ! kp_asked_to_leave || return 1
-    [[ -z $KP_STUCK && $KP_JOB_STATE == RUNNING ]] || return 1
-    ! kp_is_over && [[ ${KP_CODE:-} != 2 ]] || return 1
-
-    # Less than a start-up and as much training before the warning comes: a requeue has the whole time limit again.
-    end=$(kp_field EndTime)
-    [[ $end == [0-9]* ]] && end=$(date -d "$end" +%s 2>/dev/null) || return 0
-    printf -v now '%(%s)T' -1
-    left=$((end - lead - now))
-    ((left < 2 * ${KP_START_S:-0})) || return 0
-    [[ -n $KP_TOO_LATE ]] ||
-        kp_log "no restart in place: the warning before the time limit is due in $((left > 0 ? left : 0)) s, the last" \
-            "start took ${KP_START_S:-0} s"
-    KP_TOO_LATE=1
-    return 1
-}
-
-kp_replace() { # <nodes, by commas>: true when spares can take the places of all of them; sets KP_REPLACED, KP_EXCLUDED
-    local nodes
-    IFS=, read -ra nodes <<<"$1"
-    ((${#nodes[@]} > 0 && ${#nodes[@]} <= ${#KP_SPARES[@]})) && kp_could_restart || return 1
-    KP_REPLACED=$1 KP_EXCLUDED=$1
-}
-
-kp_may_restart() { # true when the next attempt begins in this job, at once; see kp_decide
-    kp_could_restart && kp_judge && kp_could_restart || return 1
-    [[ -z $KP_FINAL ]] && ((KP_NO_PROGRESS < ${KEMPNER_MAX_CRASHES:-3})) || return 1
-    # A node that is lost, faulty or excluded from the next start must be replaced.
-    [[ -z $KP_LOST$KP_PREFLIGHT$KP_EXCLUDED || -n $KP_REPLACED ]] || return 1
-
-    # What fails at once, for want of a file system or of a GPU that Slurm knows, would use up all attempts in seconds.
-    # A requeue waits, and may bring other nodes.
-    [[ -n $KP_REPLACED || (-z $KP_CHAIN && $(kp_field Requeue) == 0) ]] && return 0
-    ((KP_NO_PROGRESS < 2)) && ! grep -q '^srun: error: Unable to create step' "$KP_SRUN_LOG" 2>/dev/null
+    [[ -z $KP_STUCK && $KP_JOB_STATE == RUNNING ]] && ! kp_is_over
 }
 
 kp_again() { # after the decision to restart: the next attempt has a name of its own, and its nodes

@@ -3,7 +3,7 @@
 
 kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
     kp_listen
-    trap 'kp_stay_ended || true' EXIT
+    trap 'kp_stay_ended $? || true' EXIT
     kp_begin
     [[ $KP_ROOT != "$KP_ORIGIN" ]] || kp_check_variables # in the copy it would be said twice
     kp_enter

@@ -75,7 +75,7 @@ kp_source_wrong() { # <line> <what is wrong; what to do>: ends the script, as kp
     trap - DEBUG ERR EXIT
     set +T
     printf 'kempner: error: %s: %s\n' "$(kp_source_place "$1")" "$2" >&2
-    [[ $KP_EXIT != *kp_stay_ended* ]] || kp_stay_ended || true
+    [[ $KP_EXIT != *kp_stay_ended* ]] || kp_stay_ended 2 || true
     exit 2
 }
 

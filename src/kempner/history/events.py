@@ -51,7 +51,7 @@ class Start(Event):
     code: str = ""  # RUN/code/CODE is what it runs; "": the repository itself
     commit: str = ""
     versions: tuple[str, ...] = ()  # of packages, "NAME VERSION"
-    command: str = ""  # a hash of the command that run.sh started
+    command: str = ""  # a hash of the command that run.sh started, or of the configuration
     changed: tuple[str, ...] = ()  # since the last attempt, in words
     parts: dict[str, float] = field(default_factory=dict)  # of the start-up, seconds: startup.py
 
@@ -127,6 +127,8 @@ class Decision(Event):
     no_progress: int | None = None
     blamed: str = ""  # the host that the attempt failed on
     excluded: str = ""  # the same, where the next attempt does without it
+    # Whose fault it was: the program's input, the program, a host, the site; "": nobody's.
+    kind: str = ""
     batch_began: float | None = None
 
 

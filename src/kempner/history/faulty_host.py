@@ -1,29 +1,15 @@
-"""What the batch script asks the records before it decides on another attempt. No torch.
-
-    python -m kempner.history.faulty_host RUN_DIR JOBS ATTEMPT_ID SRUN_LOG TASKS_PER_NODE NODES
-
-prints seven lines: how many attempts of the jobs (12, or those of a chain: 12,13) in a row, before
-this one, made no progress; the host that this attempt failed on, or nothing; "again" when it is to
-be left out: the previous attempt failed on it too, or one of its GPUs is broken; how often the jobs
-have excluded a host; why no other attempt can succeed, or nothing; what is wrong with the GPU, or
-nothing; and the seconds that the attempt took until its first step was done or, without one, has
-taken in all.
+"""What the records of an attempt and srun's log say of its end: which host it failed on, and why.
+No torch.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kempner.files import read_jsonl
-from kempner.front_door import run_module
 from kempner.history.events import is_time
-from kempner.history.tables import visible
 
 Record = dict[str, Any]
 
@@ -39,25 +25,57 @@ NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed", re.MULTILIN
 
 ENDING = "kempner: ending the other ranks"  # restart.sh kills those that are left
 
+# From here on srun, or restart.sh, ends the ranks that are left: who dies later is no culprit.
+ENDED_BY_US = re.compile(rf"^{ENDING}|Terminating StepId=|Job step aborted", re.MULTILINE)
+
+# Python, or a shell, found no such file there, or the trainer no GPU: all exit codes of bad input.
+NO_START = re.compile(
+    r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code (?:2|126|127)$", re.MULTILINE
+)
+
+# What a rank says when a file system, and not this rank, has failed.
+FILE_SYSTEM = re.compile(
+    r"\[Errno (5|108|112|116|121)\]|Input/output error|Stale file handle|Remote I/O error"
+    r"|Transport endpoint"
+)
+
 
 def host_of(faults: Sequence[Record], srun_log: str) -> str:
     """The host that an attempt failed on, "" when nothing points at one.
 
     A rank that does not answer hangs alone; all that follows is srun's doing. A rank that a signal
     killed (kernel, out of memory, broken hardware) leaves no record, but srun reports it; the
-    others only lose their peer. Otherwise it is the first rank with an error of its own.
+    others only lose their peer. Otherwise it is the first rank with an error of its own; and where
+    no rank has recorded one, the host where the program could not be started.
     """
     for fault in faults:
         if fault.get("kind") == "hang":
             hosts = fault.get("hosts", [])
             return str(hosts[0]) if len(hosts) == 1 else ""
-    killed = DEATH.findall(srun_log.partition(ENDING)[0])
+    before = ENDED_BY_US.split(srun_log, maxsplit=1)[0]
+    killed = DEATH.findall(before)
     if not faults and len(set(killed)) > 1:  # all at once: the cause is not on one host
         return ""
     if killed:
         return str(killed[0])
     own = (fault for fault in faults if fault.get("kind") == "crash" and not fault.get("lost_peer"))
-    return str(next((fault["hosts"][0] for fault in own if fault.get("hosts")), ""))
+    found = next((fault["hosts"][0] for fault in own if fault.get("hosts")), "")
+    unstarted = set(NO_START.findall(before))
+    if not faults and len(unstarted) == 1:
+        found = unstarted.pop()
+    return str(found)
+
+
+def site_fault(faults: Sequence[Record], nodes: int) -> str:
+    """A file system that fails on several hosts at once, in words; "" without one. On one host of
+    several it is a fault of that host."""
+    failed = [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
+    named = [fault.get("hosts") for fault in failed]
+    hosts = {str(host) for each in named if isinstance(each, list) for host in each}
+    if len(hosts) < min(2, nodes) or len(hosts) < 2:
+        return ""
+    reason = " ".join(str(failed[0].get("reason", "")).split())
+    return f"a file system fails on {len(hosts)} hosts: {reason}"
 
 
 def launch_failed_on(srun_log: str, per_node: int, nodes: Sequence[str]) -> str:
@@ -103,45 +121,3 @@ def broken_gpu(faults: Sequence[Record]) -> tuple[str, str]:
         if fault.get("event") == "gpu" and fault.get("answer") in ("end", "exclude"):
             return str(fault.get("host", "")), " ".join(str(fault.get("reason", "")).split())
     return "", ""
-
-
-def main(
-    run_dir: Path,
-    jobs: str,
-    attempt_id: str,
-    srun_log: Path,
-    per_node: int = 1,
-    nodes: Sequence[str] = (),
-) -> None:
-    records = read_jsonl(run_dir / "attempts.jsonl")
-    decisions = [r for r in records if r.get("event") == "decision"]
-    made = [r for r in decisions if r.get("job") in jobs.split(",")]
-    ours = [r for r in records if r.get("attempt_id") == attempt_id]
-    faults = [record for record in ours if record.get("event") == "fault"]
-    for path in sorted(run_dir.glob("replicas/*/attempts.jsonl")):
-        ours += [r for r in read_jsonl(path) if r.get("attempt_id") == attempt_id]
-    broken, why = broken_gpu(ours)
-    said = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
-    host = broken or launch_failed_on(said, per_node, nodes) or host_of(faults, said)
-    answers = (
-        no_progress(made),
-        host,
-        "again" if broken or (host and host == blamed_before(made)) else "",
-        sum(bool(d.get("excluded")) for d in made if d.get("decision") != "restart"),
-        final_reason(faults),
-        why,
-        start_up(ours, float(os.environ.get("KEMPNER_BATCH_BEGAN") or time.time())),
-    )
-    for answer in answers:  # one line each, whatever the records hold
-        print(visible(" ".join(str(answer).split())))
-
-
-if __name__ == "__main__":
-    run_module(
-        lambda run, jobs, id, log, tasks, *nodes: main(
-            Path(run), jobs, id, Path(log), int(tasks), nodes
-        ),
-        __doc__,
-        5,
-        sys.maxsize,
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,6 +27,12 @@ SILENT_S = 120.0
 FIRST_LINE_S = 1800.0  # before there is a usual interval: a first step may compile
 LIVE = ("running", "silent", "starting", "waiting")
 LOCK_BEAT_LOST_S = 120.0  # the holder touches the lock every 5 s; clocks of two hosts may differ
+
+# Slurm's reasons for a job that waits, which pass by themselves: squeue(1), "JOB REASON CODES".
+PASSING = re.compile(
+    r"None|Priority|Resources|BeginTime|Dependency|Licenses|Reservation|JobArrayTaskLimit|Prolog"
+    r"|Cleaning|FrontEndDown|PartitionDown|(QOS|Assoc|Max).*|"
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,8 @@ def _judge(
     over = last is not None and last.decision == "end"  # a job of several runs may go on for others
     if job is not None and job.state == "PENDING" and not over:
         when = f", expected {job.start}" if job.start not in ("", "N/A") else ""
-        return State("waiting", f"job {job.number}: {job.why}{when}")
+        stuck = PASSING.fullmatch(job.why) is None
+        return State("waiting", f"job {job.number}: {job.why}{when}", attention=stuck)
     if last is not None and last.state in ("done", "stopped"):
         return State(last.state, last.reason)
     if last is not None and last.state == "failed":

@@ -1,0 +1,240 @@
+"""The batch script's question at the end of a step: what follows? No torch.
+
+    python -m kempner.history.judge RUN_DIR SRUN_LOG [NAME=VALUE ...]
+
+reads the records of the run, asks Slurm about other nodes where one is to be left out, and prints
+eleven lines, as ANSWERS names them. NAME=VALUE are the facts that only the batch script has
+(kp_facts of requeue.sh); one that is missing is not known.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kempner import slurm
+from kempner.files import read_jsonl
+from kempner.front_door import run_module
+from kempner.history.decision import Decision, Ended, decide
+from kempner.history.events import is_time
+from kempner.history.faulty_host import (
+    blamed_before,
+    broken_gpu,
+    final_reason,
+    host_of,
+    launch_failed_on,
+    no_progress,
+    site_fault,
+    start_up,
+)
+from kempner.history.tables import visible
+
+Record = dict[str, Any]
+
+ANSWERS = (
+    "decision",
+    "why",
+    "kind",
+    "no_progress",
+    "blamed",
+    "excluded",
+    "replaced",
+    "fault",
+    "pause",
+    "start",
+    "notes",
+)
+BROKEN = "has a broken"
+DAY_S = 86400.0  # exclusions of an earlier day no longer count
+
+
+@dataclass(frozen=True)
+class Facts:
+    """NAME=VALUE of the command line."""
+
+    given: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        return self.given.get(name, "")
+
+    def words(self, name: str) -> tuple[str, ...]:
+        return tuple(self.text(name).replace(",", " ").split())
+
+    def number(self, name: str, default: float) -> float:
+        try:
+            return float(self.text(name))
+        except ValueError:
+            return default
+
+    def count(self, name: str, default: int) -> int:
+        return int(self.number(name, default))
+
+    def flag(self, name: str) -> bool:
+        return self.text(name) not in ("", "0")
+
+
+def records_of(run_dir: Path) -> tuple[list[Record], str]:
+    """The records of the run, and what is wrong with the file system when they cannot be read."""
+    try:
+        with open(run_dir / "attempts.jsonl", "rb") as file:
+            file.read(1)
+    except FileNotFoundError:
+        if not run_dir.is_dir():
+            return [], f"the run directory {run_dir} is not there"
+    except OSError as error:
+        return [], f"the records of the run cannot be read: {error.strerror}"
+    return read_jsonl(run_dir / "attempts.jsonl"), ""
+
+
+def has_trained(records: Sequence[Record], jobs: Sequence[str], command: str) -> bool:
+    """Whether a start of these jobs, or another one with this command by its hash, has done a step
+    or come further."""
+    own = {
+        record.get("attempt_id")
+        for record in records
+        if record.get("event") == "start" and command and record.get("command") == command
+    }
+    for record in records:
+        if record.get("job") in jobs or record.get("attempt_id") in own:
+            if record.get("event") == "first_step":
+                return True
+            if record.get("event") == "decision" and record.get("no_progress") == 0:
+                return True
+    return False
+
+
+def waited(made: Sequence[Record], now: float) -> float:
+    """Hours since the first decision in a row that a fault of the site was met with."""
+    began = now
+    for decision in reversed(made):
+        if decision.get("kind") != "site" or not is_time(decision.get("time")):
+            break
+        began = float(decision["time"])
+    return max(0.0, now - began) / 3600
+
+
+def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[Ended, int, str]:
+    """What is known; the attempts without progress; and the host that is blamed."""
+    jobs, attempt_id = facts.words("jobs"), facts.text("attempt")
+    records, unread = records_of(run_dir)
+    made = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
+    ours = [r for r in records if r.get("attempt_id") == attempt_id]
+    faults = [record for record in ours if record.get("event") == "fault"]
+    for path in sorted(run_dir.glob("replicas/*/attempts.jsonl")):
+        ours += [r for r in read_jsonl(path) if r.get("attempt_id") == attempt_id]
+    said = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
+
+    broken, gpu = broken_gpu(ours)
+    nodes = facts.words("places")
+    found = (
+        broken or launch_failed_on(said, facts.count("tasks", 1), nodes) or host_of(faults, said)
+    )
+    again = bool(broken) or (bool(found) and found == blamed_before(made))
+    bad, lost = facts.words("bad"), facts.words("lost")
+    fault = "failed the preflight" if facts.flag("preflight") else "failed twice in a row"
+    if broken and not facts.flag("preflight"):
+        fault = f"{BROKEN} {gpu}"
+    faulty = lost or (bad if facts.flag("preflight") else (found,) if again else ())
+    blamed = ",".join(lost or (bad if facts.flag("preflight") else (found,)))
+    orderly = facts.text("run") == "interrupted"
+    if orderly:
+        faulty, blamed = (), ""
+    spent = facts.words("spent")
+    if spent and not faulty:
+        fault = "was replaced by a spare node"
+
+    site = "" if orderly else unread or site_fault(faults, len(nodes))
+    before = facts.count("before", -1) if unread else no_progress(made)
+    count = before + (0 if site or facts.flag("cut_short") else 1)
+    if facts.count("committed", -1) > facts.count("committed_before", -1):
+        count = 0
+    # Those with broken hardware use up nothing of what KEMPNER_EXCLUDE allows.
+    out = [d for d in made if d.get("decision") != "restart" and BROKEN not in str(d.get("why"))]
+    ended = Ended(
+        run=facts.text("run"),
+        what=facts.text("what") or "the step has ended",
+        refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
+        trained=bool(unread) or has_trained(records, jobs, facts.text("command")),
+        final=final_reason(faults),
+        site=site,
+        waited=waited(made, now),
+        no_progress=count,
+        job=facts.text("job") or "running",  # type: ignore[arg-type]
+        slurm=facts.text("slurm"),
+        batch=facts.flag("batch"),
+        interrupt=facts.flag("interrupt"),
+        may_requeue=facts.text("requeue") != "0",
+        chain=facts.text("chain"),  # type: ignore[arg-type]
+        successor=facts.text("successor"),
+        faulty=faulty,
+        fault=fault,
+        lost=bool(lost),
+        broken=bool(broken),
+        preflight=facts.flag("preflight"),
+        spent=spent,
+        spares=facts.count("spares", 0),
+        nodes=facts.count("nodes", 1),
+        needed=facts.count("nodes", 1) + facts.count("wanted_spares", 0),
+        excluded=sum(len(_names(d)) for d in out if _age(d, now) < DAY_S),
+        room=facts.flag("room"),
+        created=not facts.flag("not_created"),
+        left=facts.number("left", 0.0) if facts.text("left") else None,
+        start=start_up(ours, facts.number("began", now)),
+        max_crashes=facts.count("max_crashes", 3),
+        max_excluded=facts.count("max_excluded", 2),
+        max_wait=facts.number("max_wait", 24.0),
+    )
+    return ended, count, blamed
+
+
+def _names(decision: Record) -> list[str]:
+    return str(decision.get("excluded", "")).replace(",", " ").split()
+
+
+def _age(decision: Record, now: float) -> float:
+    began = decision.get("time")
+    return now - began if is_time(began) else 0.0
+
+
+def with_others(ended: Ended, job: str) -> Ended:
+    """With the number of other nodes, where it is asked for."""
+    if not (ended.faulty and not ended.lost) and not ended.spent:
+        return ended
+    return replace(ended, others=slurm.other_nodes(job, (*ended.faulty, *ended.spent)))
+
+
+def answer(decision: Decision, ended: Ended, count: int, blamed: str) -> dict[str, object]:
+    """What the batch script reads."""
+    return {
+        "decision": decision.answer,
+        "why": decision.why,
+        "kind": decision.kind,
+        "no_progress": count,
+        "blamed": blamed,
+        "excluded": ",".join(decision.excluded),
+        "replaced": ",".join(decision.replaced),
+        "fault": ended.fault,
+        "pause": decision.pause,
+        "start": round(ended.start),
+        "notes": "; ".join(decision.notes),
+    }
+
+
+def main(run_dir: str, srun_log: str, *facts: str) -> None:
+    given = Facts(dict(fact.split("=", 1) for fact in facts))
+    ended, count, blamed = collect(Path(run_dir), Path(srun_log), given, time.time())
+    jobs = given.words("jobs")
+    ended = with_others(ended, given.text("job_id") or (jobs[-1] if jobs else ""))
+    told = answer(decide(ended), ended, count, blamed)
+    for name in ANSWERS:  # one line each, whatever the records hold
+        print(visible(" ".join(str(told[name]).split())))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("LC_ALL", "C.UTF-8")
+    run_module(main, __doc__, 2, sys.maxsize)

@@ -1,0 +1,305 @@
+"""What follows the end of a step: every rule, every fact, and what nobody knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kempner import slurm
+from kempner.history import decision, judge
+from kempner.history.decision import RULES, Ended, decide, leave_out, rule_of, table
+
+ROOT = Path(__file__).parents[2]
+
+# One for each rule, in their order: the least that makes it hold.
+EXAMPLES: list[dict[str, Any]] = [
+    {"run": "done"},
+    {"refused": "no such file"},
+    {"job": "ending", "successor": "13"},
+    {"job": "cancelled"},
+    {"job": "ending"},
+    {"batch": False},
+    {"interrupt": True},
+    {"final": "out of memory"},
+    {"site": "away", "waited": 24.0},
+    {"no_progress": 3},
+    {"room": True},
+    {"may_requeue": False},
+    {"chain": "last"},
+    {"preflight": True, "faulty": ("n1",), "others": 0},
+    {"site": "away"},
+    {"chain": "next"},
+    {},
+]
+
+# For each fact, two ends that differ in it alone, and in what follows.
+FACTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "run": ({}, {"run": "failed"}),
+    "what": ({}, {"what": "a crash"}),
+    "refused": ({}, {"refused": "no such file"}),
+    "trained": ({"refused": "x"}, {"refused": "x", "trained": True}),
+    "final": ({}, {"final": "out of memory"}),
+    "site": ({}, {"site": "away"}),
+    "waited": ({"site": "away"}, {"site": "away", "waited": 2.0}),
+    "no_progress": ({}, {"no_progress": 3}),
+    "job": ({}, {"job": "ending"}),
+    "slurm": ({"job": "ending"}, {"job": "ending", "slurm": "PREEMPTED"}),
+    "batch": ({}, {"batch": False}),
+    "interrupt": ({}, {"interrupt": True}),
+    "may_requeue": ({}, {"may_requeue": False}),
+    "chain": ({}, {"chain": "next"}),
+    "successor": ({"job": "ending"}, {"job": "ending", "successor": "13"}),
+    "faulty": ({"others": 9}, {"others": 9, "faulty": ("n1",)}),
+    "fault": ({"others": 9, "faulty": ("n1",)}, {"others": 9, "faulty": ("n1",), "fault": "x"}),
+    "lost": ({"others": 9, "faulty": ("n1",)}, {"others": 9, "faulty": ("n1",), "lost": True}),
+    "broken": (
+        {"others": 9, "faulty": ("n1",), "excluded": 2},
+        {"others": 9, "faulty": ("n1",), "excluded": 2, "broken": True},
+    ),
+    "preflight": (
+        {"faulty": ("n1",), "others": 0},
+        {"faulty": ("n1",), "others": 0, "preflight": True},
+    ),
+    "spent": ({"others": 9}, {"others": 9, "spent": ("n1",)}),
+    "spares": ({"room": True, "lost": True, "faulty": ("n1",)},) * 2,  # see below
+    "nodes": ({"faulty": ("a", "b", "c"), "others": 99},) * 2,
+    "needed": ({"faulty": ("n1",), "others": 2}, {"faulty": ("n1",), "others": 2, "needed": 3}),
+    "others": ({"faulty": ("n1",)}, {"faulty": ("n1",), "others": 2}),
+    "excluded": (
+        {"faulty": ("n1",), "others": 2},
+        {"faulty": ("n1",), "others": 2, "excluded": 2},
+    ),
+    "room": ({}, {"room": True}),
+    "created": ({"room": True}, {"room": True, "created": False}),
+    "left": ({"room": True, "start": 30.0}, {"room": True, "start": 30.0, "left": 59.0}),
+    "start": ({"room": True, "left": 59.0}, {"room": True, "left": 59.0, "start": 30.0}),
+    "max_crashes": ({"no_progress": 3}, {"no_progress": 3, "max_crashes": 4}),
+    "max_excluded": (
+        {"faulty": ("n1",), "others": 2},
+        {"faulty": ("n1",), "others": 2, "max_excluded": 0},
+    ),
+    "max_wait": (
+        {"site": "away", "waited": 30.0},
+        {"site": "away", "waited": 30.0, "max_wait": 48.0},
+    ),
+}
+FACTS["spares"] = (FACTS["spares"][0], FACTS["spares"][0] | {"spares": 1})
+FACTS["nodes"] = (FACTS["nodes"][0], FACTS["nodes"][0] | {"nodes": 100})
+
+
+def test_what_is_not_known_never_ends_a_run() -> None:
+    assert decide(Ended()).answer == "requeue"
+    for field in dataclasses.fields(Ended):
+        assert field.default is not dataclasses.MISSING, field.name
+
+
+def test_each_rule_has_an_example() -> None:
+    found = [rule_of(ended, leave_out(ended)) for ended in (Ended(**e) for e in EXAMPLES)]
+    assert found == list(RULES)
+
+
+@pytest.mark.parametrize("left_out", range(len(RULES) - 1))
+def test_a_rule_that_is_taken_away_is_missed(
+    left_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its example then gets another answer, or other words."""
+    ended = Ended(**EXAMPLES[left_out])
+    before = decide(ended)
+    monkeypatch.setattr(decision, "RULES", (*RULES[:left_out], *RULES[left_out + 1 :]))
+    assert decide(ended) != before
+
+
+@pytest.mark.parametrize("place", range(len(RULES) - 1))
+def test_the_order_of_two_rules_counts(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both hold, the first one decides."""
+    both = Ended(**EXAMPLES[place + 1] | EXAMPLES[place])
+    nodes = leave_out(both)
+    if not (RULES[place].holds(both, nodes) and RULES[place + 1].holds(both, nodes)):
+        pytest.skip("they exclude each other")
+    assert rule_of(both, nodes) in RULES[: place + 1]
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Ended)])
+def test_each_fact_counts(name: str) -> None:
+    one, other = (Ended(**given) for given in FACTS[name])
+    differ = [f.name for f in dataclasses.fields(Ended) if vars(one)[f.name] != vars(other)[f.name]]
+    assert differ == [name] and decide(one) != decide(other)
+
+
+def test_an_end_takes_a_reason_that_is_known() -> None:
+    """No fact of the nodes, and no number of them that nobody knows, ends a run alone."""
+    for name in ("faulty", "spent", "lost", "broken", "preflight", "created", "others", "trained"):
+        ended = Ended(**FACTS[name][1] | {"others": None})
+        assert decide(ended).answer in ("restart", "requeue"), name
+
+
+def test_the_pause_grows_with_the_time_waited() -> None:
+    pauses = [decide(Ended(site="away", waited=hours)).pause for hours in (0, 0.2, 1, 10)]
+    assert pauses == [1, 3, 15, 60]
+    assert decide(Ended(no_progress=1)).pause == 0
+
+
+def test_nodes_that_are_left_out() -> None:
+    def out(**given: Any) -> tuple[tuple[str, ...], str]:
+        made = decide(Ended(fault="failed twice in a row", **given))
+        return made.excluded, " ".join(made.notes)
+
+    assert out(faulty=("a",), others=2) == (("a",), "")
+    assert out(faulty=("a",), others=0)[1].endswith(
+        "0 other node(s) could take this job, it needs 1"
+    )
+    many = tuple(f"n{i}" for i in range(40))
+    assert out(faulty=many, others=500, nodes=128)[0] == ()  # 6 at most
+    assert "the limit is 6 (KEMPNER_EXCLUDE)" in out(faulty=many, others=500, nodes=128)[1]
+    assert out(faulty=many[:6], others=500, nodes=128)[0] == many[:6]
+    assert out(faulty=("a",), others=5, excluded=2, broken=True)[0] == ("a",)
+    assert out(faulty=("a",), others=5, max_excluded=0, broken=True) == ((), "")
+
+
+def test_the_table_of_the_page() -> None:
+    """Write it there when a rule changes: python -c 'from kempner.history import decision;
+    print(decision.table())'."""
+    assert table() in (ROOT / "docs/slurm.md").read_text()
+
+
+# --- judge.py -------------------------------------------------------------------------------------
+
+BASE = {
+    "run": "", "what": "the step ended", "code": "1", "committed": "-1", "committed_before": "-1",
+    "jobs": "2", "attempt": "2.2.7", "job": "running", "batch": "1", "requeue": "1", "nodes": "2",
+    "places": "node1 node2", "began": "1000",
+}  # fmt: skip
+
+
+def ask(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], log: Path = Path("none"), **facts: str
+) -> dict[str, str]:
+    words = [f"{name}={value}" for name, value in (BASE | facts).items()]
+    judge.main(str(run_dir), str(log), *words)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(judge.ANSWERS)
+    return dict(zip(judge.ANSWERS, lines, strict=True))
+
+
+def write(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(record) + "\n" for record in records) + '{"event": "fau'
+    (run_dir / "attempts.jsonl").write_text(text)
+
+
+def made(job: str, **values: object) -> dict[str, object]:
+    return {"event": "decision", "job": job, "time": 1.0, **values}
+
+
+def crash(*hosts: str, **values: object) -> dict[str, object]:
+    return {"event": "fault", "kind": "crash", "hosts": list(hosts), "attempt_id": "2.2.7"} | values
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "other_nodes", lambda job, without: 9)
+
+
+def test_only_this_job_and_only_this_attempt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path,
+        [
+            made("1", no_progress=5, blamed="node9", excluded="node9"),
+            made("2", no_progress=1, blamed="node3", excluded="node8"),
+            {"event": "first_step", "time": 1042.0, "attempt_id": "2.2.7"},
+            crash("node9", attempt_id="2.0.1"),
+            crash("node3"),
+        ],
+    )
+    said = ask(tmp_path, capsys)
+    assert (said["decision"], said["no_progress"], said["blamed"]) == ("requeue", "2", "node3")
+    assert (said["excluded"], said["fault"]) == ("node3", "failed twice in a row")
+    assert said["why"] == "the step ended; without node3: failed twice in a row"
+    assert said["start"] == "42"
+
+
+def test_bad_input_only_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, [])
+    said = ask(tmp_path, capsys, code="2", refusal="no such file")
+    assert (said["decision"], said["why"]) == ("end", "bad input: no such file")
+    assert said["kind"] == "bad input"
+    first = {"event": "first_step", "time": 1.0, "job": "2", "attempt_id": "2.0.1"}
+    write(tmp_path, [first])
+    said = ask(tmp_path, capsys, code="2", refusal="node1: no CUDA device", room="1")
+    assert (said["decision"], said["kind"]) == ("requeue", "host")  # not in place: the same node
+    start = {"event": "start", "time": 1.0, "job": "1", "attempt_id": "1.0.1", "command": "abc"}
+    write(tmp_path, [start, first | {"job": "1", "attempt_id": "1.0.1"}])
+    assert ask(tmp_path, capsys, code="2", command="abc")["decision"] == "requeue"
+    assert ask(tmp_path, capsys, code="2", command="xyz")["decision"] == "end"
+
+
+def test_a_file_system_that_is_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is nobody's crash: the count stands still, the pause grows, and the time has a limit."""
+    storm = [crash("node1", reason="OSError: [Errno 5] Input/output error: x")]
+    write(tmp_path, storm)
+    assert ask(tmp_path, capsys)["kind"] != "site"  # on one host of two it is that host's
+    storm.append(crash("node2", reason="OSError: [Errno 116] Stale file handle"))
+    write(tmp_path, [made("2", no_progress=2), *storm])
+    said = ask(tmp_path, capsys)
+    assert (said["decision"], said["kind"], said["no_progress"]) == ("requeue", "site", "2")
+    assert said["pause"] == "1"
+    write(tmp_path, [made("2", no_progress=2, kind="site"), *storm])  # since 1970
+    said = ask(tmp_path, capsys)
+    assert said["decision"] == "end" and "KEMPNER_MAX_WAIT=24" in said["why"]
+    said = ask(tmp_path / "unmounted", capsys, before="2")
+    assert (said["decision"], said["kind"], said["no_progress"]) == ("requeue", "site", "2")
+    (tmp_path / "odd" / "attempts.jsonl").mkdir(parents=True)  # EISDIR, as EIO would be
+    assert ask(tmp_path / "odd", capsys, before="1", code="2")["kind"] == "site"
+
+
+@pytest.mark.parametrize("folder", [".", "replicas/1"])
+def test_a_broken_gpu_is_to_blame_at_the_first_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """Whatever else the ranks say; but not for a warning, and not for another attempt's."""
+
+    def found(host: str, answer: str, attempt_id: str = "2.2.7") -> dict[str, Any]:
+        about = {"host": host, "answer": answer, "attempt_id": attempt_id}
+        return {"event": "gpu", **about, "reason": f"GPU 1: of\n{host}"}
+
+    gpus = [
+        found("node1", "end", "2.1.5"),
+        found("node2", "warn"),
+        found("node3", "note"),
+        found("node4", "exclude"),
+        found("node5", "end"),
+    ]
+    write(tmp_path, [crash("node9")])
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write("\n")
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    with (tmp_path / folder / "attempts.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in gpus)
+    said = ask(tmp_path, capsys)
+    assert (said["blamed"], said["excluded"]) == ("node4", "node4")
+    assert said["fault"] == "has a broken GPU 1: of node4"
+    assert ask(tmp_path, capsys, attempt="2.3.9")["blamed"] == ""
+
+
+def test_exclusions_of_another_day_and_of_broken_gpus_use_up_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1e9
+    monkeypatch.setattr(judge.time, "time", lambda: now)
+    old = [made("2", excluded=f"old{i}", time=now - 90000, decision="requeue") for i in range(3)]
+    gpu = made("2", excluded="x", time=now, decision="requeue", why="x: has a broken GPU 0")
+    new = made("2", excluded="a,b", blamed="node3", time=now - 60, decision="requeue")
+    for last, excluded in ((made("2", blamed="node3", time=now), "node3"), (new, "")):
+        write(tmp_path, [*old, gpu, last, crash("node3")])
+        said = ask(tmp_path, capsys, max_crashes="99")
+        assert said["excluded"] == excluded, said
+    assert "2 were in the last day" in said["notes"]
