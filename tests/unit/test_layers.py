@@ -23,6 +23,7 @@ LAYERS = (
         "background",
         "signals",
         "slurm",
+        "peers",
         "rendezvous",
         "config",
         "directories",

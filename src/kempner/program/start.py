@@ -9,9 +9,9 @@ import socket
 import threading
 import time
 
-from kempner import rendezvous
+from kempner import peers, rendezvous
 from kempner.process_group import World, allow_open_files, discover
-from kempner.program.channel import Channel, serve
+from kempner.program.channel import Channel
 from kempner.program.coordinator import START_S, Coordinator
 from kempner.program.options import Options
 from kempner.program.supervisor import KINDS, Signals, Supervisor
@@ -28,7 +28,8 @@ def supervise(options: Options) -> int:
 def supervise_here(options: Options, ranks: int) -> int:
     """All ranks on this machine, without Slurm; signals go to each rank's process."""
     os.environ.setdefault("KEMPNER_ATTEMPT_ID", f"{host_name()}.0.{os.getpid()}")
-    server = serve()
+    os.environ.setdefault(peers.VARIABLE, peers.new_key())
+    server = peers.listen("127.0.0.1")
     if ranks == 1:
         return _rank(options, World(0, 0, 1, "single"), server)
     signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)
@@ -57,9 +58,9 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
             rendezvous.copy_of(options.run_dir).unlink(missing_ok=True)
         return code
     allow_open_files()  # a connection for each rank, here and in torch's store
-    server = server or serve()
-    port = server.getsockname()[1]
-    coordinator = Coordinator(options, world.size, server, "127.0.0.1" if here else own_address())
+    entrance = peers.Entrance(server or peers.listen(), peers.job_key())
+    port, host = entrance.port, "127.0.0.1" if here else own_address()
+    coordinator = Coordinator(options, world.size, entrance, host)
     thread = threading.Thread(target=coordinator.run, name="coordinator")
     thread.start()
     if not here and world.size > 1:
