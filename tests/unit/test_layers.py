@@ -24,6 +24,7 @@ LAYERS = (
         "signals",
         "slurm",
         "peers",
+        "private",
         "rendezvous",
         "config",
         "directories",
