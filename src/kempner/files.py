@@ -33,7 +33,9 @@ def write_atomic(
     secret."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with open(fresh, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        # Where others can write, a link of that name could lead anywhere.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(fresh, flags, mode), "wb") as file:
             if callable(content):
                 content(file)
             else:

@@ -3,6 +3,7 @@ processes of this machine; rank 0's process also has the coordinator. No torch."
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -55,7 +56,7 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
         address = ("127.0.0.1", server.getsockname()[1]) if server is not None else None
         code = supervisor.main(_join(options, world, address))
         if not here and world.local_rank == 0:
-            rendezvous.copy_of(options.run_dir).unlink(missing_ok=True)
+            rendezvous.forget_copy(options.run_dir)
         return code
     allow_open_files()  # a connection for each rank, here and in torch's store
     entrance = peers.Entrance(server or peers.listen(), peers.job_key())
@@ -67,7 +68,7 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
         rendezvous.publish(options.run_dir, port)
     code = supervisor.main(_join(options, world, ("127.0.0.1", port)))
     thread.join(10.0)
-    rendezvous.copy_of(options.run_dir).unlink(missing_ok=True)
+    rendezvous.forget_copy(options.run_dir)
     return code
 
 
@@ -81,7 +82,8 @@ def _join(options: Options, world: World, known: tuple[str, int] | None) -> Chan
         except OSError:
             if tries == JOIN_TRIES - 1:
                 raise
-            copy.unlink(missing_ok=True)  # it may be another cluster's
+            with contextlib.suppress(OSError):  # it may be another cluster's
+                copy.unlink(missing_ok=True)
             time.sleep(1.0)
         else:
             break
