@@ -74,6 +74,10 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
     kp_source "$file"
 }
 
+kp_is_secret() { # <variable>: true when its value must not be shown
+    [[ $1 =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) || " $KP_SECRET_NAMES " == *" $1 "* ]]
+}
+
 kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read
     local file=${KEMPNER_SECRETS:-} mode pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     [[ -n $file ]] || return 0
