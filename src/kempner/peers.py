@@ -73,9 +73,11 @@ class Entrance:
         self._here, self._bell = socket.socketpair()
         self._here.setblocking(False)
         self._bell.setblocking(False)
+        self._end, self._close = socket.socketpair()
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
+        self._selector.register(self._end, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="entrance")
         self._thread.start()
 
@@ -96,8 +98,10 @@ class Entrance:
     def close(self) -> None:
         """Nobody is let in any more; those who were stay."""
         self._open = False
+        self._close.close()
         self._thread.join(2 * TICK_S)
-        for each in (self._server, self._here, self._bell, *self._guests, *self._let_in):
+        own = (self._server, self._here, self._bell, self._end)
+        for each in (*own, *self._guests, *self._let_in):
             each.close()
 
     def __enter__(self) -> Entrance:

@@ -42,7 +42,11 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
     KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # the others have to say what they see
     KP_SRUN_NAME=$name KP_CODE=0
 
-    mkdir -p -- "$meet" || kp_die "$meet cannot be made: submit from a directory that can be written"
+    mkdir -p -- "$meet" || {
+        kp_log "$meet cannot be made: submit from a directory that can be written, or make room there"
+        KP_CODE=3
+        return
+    }
     kp_python -m kempner.preflight --meet "$meet" --json "$json" \
         --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
         ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &

@@ -277,7 +277,7 @@ set_network
 if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # one line per node
     address=${ADDRESS[${INTERFACE:-none}]:-}
     printf '[%(%T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
-        "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)"
+        "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)" 2>/dev/null || true
 fi
 may_use() { # <path in KEMPNER_STAGED>: true when it is there and nobody else could have put it there; see stage.sh
     local why

@@ -6,7 +6,7 @@
 Writes its port and the directory to DIR/port, for the tasks (kempner.preflight.task) that srun then
 starts; DIR/ended appears when srun has ended. Queries the tasks (kempner.preflight.channel), prints
 a table and writes the same as JSON. Exit code 0: no faults; 1: faults, with the faulty nodes in
-"bad" of the JSON; 2: bad input.
+"bad" of the JSON; 2: bad input; 3: preflight itself has failed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kempner.preflight.verdict import NodeResult, Report, compare, slow_nodes
 from kempner.process_group import allow_open_files
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
+NOTHING_PROVED = 3  # the exit code: preflight itself has failed
 STRAGGLERS_S = 20.0  # and then for the other half
 
 
@@ -50,6 +51,14 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--meet", type=Path, required=True, help="directory for the port file")
     options = parser.parse_args(argv)
+    try:
+        return prove(options)
+    except OSError as error:  # a full disk is no fault of a node, nor bad input
+        complain("preflight", [f"{error.filename or options.json}: {error.strerror}: make room"])
+        return NOTHING_PROVED
+
+
+def prove(options: argparse.Namespace) -> int:
     began = time.monotonic()
     allow_open_files()  # a connection for each task
     driver = Driver()
