@@ -79,11 +79,11 @@ kp_code_untracked() { # [patterns to leave out]...: the files that git neither k
 }
 
 kp_code_secrets() { # says which files are left out because of their names
-    local found
-    mapfile -d '' -t found < <(comm -z -23 <(kp_code_untracked | sort -z) \
+    local withheld
+    mapfile -d '' -t withheld < <(comm -z -23 <(kp_code_untracked | sort -z) \
         <(kp_code_untracked "${KP_UNTRACKED_SECRETS[@]}" | sort -z)) 2>/dev/null || return 0
-    ((${#found[@]} == 0)) || kp_log "not in the copy of the code, as their names say that they are secrets, and git" \
-        "does not know them: ${found[*]:0:5}"
+    ((${#withheld[@]} == 0)) || kp_log "not in the copy of the code, as their names say that they are secrets, and git" \
+        "does not know them: ${withheld[*]:0:5}"
 }
 
 kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB name NUL"

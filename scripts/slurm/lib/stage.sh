@@ -79,8 +79,11 @@ kp_on_each_host() { # <command>...: on each node, outside of the container
 }
 
 kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, made once for each state of its packages
-    local prefix state fresh
-    prefix=$("$KP_PYTHON" -c 'import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")')
+    local prefix state fresh KP_VALUES=()
+    kp_values "$KP_PYTHON" -c '
+import sys
+print("kempner-answer", sys.prefix * (sys.prefix != sys.base_prefix), sep="\0", end="\0")' || return 1
+    prefix=${KP_VALUES[0]:-}
     [[ -n $prefix ]] || return 1
     state=$(stat -c '%n %Y' -- "$prefix"/lib/python*/site-packages/* | sha256sum)
     KP_PACKED=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
