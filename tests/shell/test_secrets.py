@@ -162,3 +162,11 @@ echo "$KEMPNER_PEER_KEY"
     *lines, told, key = done.stdout.splitlines()
     assert told == "none s3cret-d none"
     assert not any(word in line for line in lines for word in (*WORDS[1:], key))
+
+
+@pytest.mark.parametrize("name", ["SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"])
+def test_a_profile_asks_for_nothing_that_sbatch_drops(tmp_path: Path, name: str) -> None:
+    (tmp_path / "site.d").mkdir()
+    (tmp_path / "site.d/mine.env").write_text(f"{name}=4G\n")
+    done = bash("KP_ROOT=$COPY; kp_read_site", COPY=str(tmp_path), KEMPNER_SITE="mine")
+    assert done.returncode == 2 and f"sbatch drops {name} without a word" in done.stderr

@@ -7,7 +7,7 @@ KP_PROFILE=''              # the profile that was read, site.d/NAME.env
 # Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a word.
 KP_SBATCH='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER|CORE_SPEC|CPUS_PER_GPU'
 KP_SBATCH+='|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT'
-KP_SBATCH+='|JOB_NAME|MEM_BIND|MEM_PER_CPU|MEM_PER_GPU|MEM_PER_NODE|NETWORK|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT'
+KP_SBATCH+='|JOB_NAME|MEM_BIND|MEM_PER_NODE|NETWORK|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT'
 KP_SBATCH+='|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
 KP_SBATCH+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
 
@@ -29,6 +29,8 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
     kp_can_source "$file"
     mapfile -t assigned < <(sed -nE "$pattern" "$file")
     for name in "${assigned[@]}"; do
+        [[ ! $name =~ ^SBATCH_MEM_PER_[CG]PU$ ]] || kp_die "$1: beside the --mem=0 of the scripts sbatch drops $name" \
+            "without a word: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
         [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($KP_SBATCH)$ ]] ||
             kp_die "$1: sbatch reads no $name: correct it, or give the option on its command line"
         [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name} # paths are added to, not replaced
