@@ -618,6 +618,15 @@ def test_an_sbatch_that_says_more(
     assert len(calls) == 1 and journal.task(swept[0].name) == f"{job}_0"
 
 
+@pytest.mark.parametrize("name", ["a,b", "../../x", "50%j", "..", "a\\b"])
+def test_a_name_that_would_be_more_than_a_name(tmp_path: Path, name: str) -> None:
+    """`squeue --name=a,b` asks for two names: an array whose answer was lost was sent twice."""
+    (problem,) = problems_of(tmp_path, f"name = {json.dumps(name)}\n[axes]\ntrain.seed = [1, 2]\n")
+    assert problem.startswith("name = ") and "is no name of a sweep" in problem
+    named = points_of(tmp_path, 'name = "lr 1e-3 (b)"\n[axes]\ntrain.seed = [1, 2]\n')
+    assert named[0].run_dir.parent.name == "lr 1e-3 (b)"
+
+
 def test_what_slurm_never_answers_about_runs_here(
     swept: list[Point], monkeypatch: pytest.MonkeyPatch
 ) -> None:
