@@ -33,6 +33,7 @@ from benchmarks.gpu_job import (
     train,
     trainer,
 )
+from kempner import peers
 
 WARM_UP = 3  # steps of a benchmark that do not count
 BENCH_S, BENCH_STEPS = 10.0, 4  # a benchmark measures at least this long, and as many steps
@@ -166,14 +167,16 @@ def preflight(job: Job) -> Figures:
     meet, report = job.work / "meet", job.work / "preflight.json"
     meet.mkdir()
     gpus = job.ranks if job.device == "cuda" else 0
+    env = os.environ | {peers.VARIABLE: peers.new_key()}
     driver = subprocess.Popen([
         sys.executable, "-m", "kempner.preflight", f"--nodes={socket.gethostname()}",
         f"--tasks={job.ranks}", f"--gpus={gpus}", f"--device={job.device}",
         f"--dir={job.work}", f"--json={report}", f"--meet={meet}",
-    ])  # fmt: skip
+    ], env=env)  # fmt: skip
     while not (meet / "port").exists() and driver.poll() is None:
         time.sleep(0.05)
-    env = os.environ | {"KEMPNER_PREFLIGHT_PORT": (meet / "port").read_text().strip()}
+    port, _, directory = (meet / "port").read_text().strip().partition(" ")
+    env |= {"KEMPNER_PREFLIGHT_PORT": port, "KEMPNER_PREFLIGHT_DIR": directory}
     tasks = []
     for rank in range(job.ranks):
         world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks)}

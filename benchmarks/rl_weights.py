@@ -108,7 +108,7 @@ class Engine:
         if kind == "directory":
             weights.replace(self.model, str(place))
         else:
-            weights.receive(self.model, str(manifest), "")
+            weights.receive(self.model, str(manifest), self.exchange.token.read_text().strip())
         seconds = time.monotonic() - began
         if self.number <= 2:
             sums = json.loads((self.run / f"sums-{self.number}").read_text())

@@ -3,9 +3,9 @@
 python scripts/program.py [OPTIONS] -- COMMAND [ARGUMENTS]      see docs/any-program.md
 
 --here N     all N ranks on this machine, without Slurm
---check N    only checks the words, for a job of N nodes; prints the run directory, "torchrun" where
-             that is the command, the directory of the checkpoints, and "done" where an earlier
-             start of the job has done it all, each with a NUL after it
+--check N    only checks the words, for a job of N nodes; prints ANSWER, the run directory,
+             "torchrun" where that is the command, the directory of the checkpoints, and "done"
+             where an earlier start of the job has done it all, each with a NUL after it
 """
 
 if __name__ == "__main__":
@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 from dataclasses import replace
 
-from kempner.front_door import run_program
+from kempner.front_door import ANSWER, run_program
 from kempner.program.book import is_done
 from kempner.program.copy import Copy, check_code
 from kempner.program.launchers import check_launcher, uses_torchrun
@@ -45,7 +45,8 @@ def main(words: list[str]) -> int:
     if check:
         launcher = "torchrun" if uses_torchrun(options.command) else ""
         over = "done" if is_done(options) else ""
-        print(options.run_dir, launcher, options.checkpoint_dir or "", over, sep="\0", end="\0")
+        found = (ANSWER, options.run_dir, launcher, options.checkpoint_dir or "", over)
+        print(*found, sep="\0", end="\0")
         return 0
     return supervise_here(options, int(words[1])) if here else supervise(options)
 

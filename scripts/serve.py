@@ -135,10 +135,12 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     """Until `end` is set."""
     own_gpu()
     from kempner.load import load
+    from kempner.process_group import allow_open_files
     from kempner.serve.http import Server
     from kempner.serve.weights import first_version
     from kempner.serve.worker import Worker
 
+    allow_open_files()  # a connection for each client
     try:
         name = options.source or str(options.weights)
         server = Server(options.host, options.port, name, token)

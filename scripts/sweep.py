@@ -275,11 +275,11 @@ def send(
             problem = throttle(array)
             if problem:
                 say(f"job {array.job}: its limit stays as it is: {problem}")
-        elif submit(sweep, array, journal, env, say):
-            job = journal.task(array.points[0].name) or ""
-            print(f"job {job.partition('_')[0]}: {len(array.points)} point(s)")
         else:
-            missing += len(array.points)
+            taken = submit(sweep, array, journal, env, say)
+            for part in taken:
+                print(f"job {part.job}: {len(part.points)} point(s)")
+            missing += len(array.points) - sum(len(part.points) for part in taken)
     if missing:
         fix = f"'{options.command}' again submits them alone, and with --here runs them here"
         fail(f"{missing} point(s) were not submitted; {fix}")

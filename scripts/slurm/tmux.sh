@@ -68,10 +68,12 @@ kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's sessi
 }
 
 kp_words() { # <command>...: sets KP_WORDS, the command for tmux, which takes words, with this shell's settings
+    # Everybody on the host can read the words, of a server that stays: no secret is among them. No pane needs one, nor
+    # those who are told of a run.
     local name number
     KP_WORDS=(env "PATH=$PATH") # a server that is running already has its own
     for name in "${!KEMPNER_@}" SLURM_CONF; do
-        [[ -z ${!name+set} ]] || KP_WORDS+=("$name=${!name}")
+        [[ -z ${!name+set} || $name =~ ^KEMPNER_(NOTIFY|MAIL)$ ]] || kp_is_secret "$name" || KP_WORDS+=("$name=${!name}")
     done
     KP_WORDS+=("$@")
     for ((number = 0; number < ${#KP_WORDS[@]}; number++)); do

@@ -3,10 +3,10 @@ container, each start of it may take minutes. No torch.
 
     python -m kempner.check PROGRAM ARGUMENTS
 
-runs PROGRAM with the arguments and --check, and prints, each with a NUL behind it: the checked
-configuration, run.dir, checkpoint.dir, distributed.device, the directories of token shards, an
-empty text, and the configuration files among the arguments with all that they build upon. The exit
-code is that of PROGRAM.
+runs PROGRAM with the arguments and --check, and prints, each with a NUL behind it: ANSWER, the
+checked configuration, run.dir, checkpoint.dir, distributed.device, the directories of token shards,
+an empty text, and the configuration files among the arguments with all that they build upon. The
+exit code is that of PROGRAM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from kempner.code import inputs
 from kempner.config import toml
-from kempner.front_door import run_module
+from kempner.front_door import ANSWER, run_module
 
 
 def answers(text: str) -> Iterator[str]:
@@ -43,7 +43,7 @@ def main(program: str, arguments: Sequence[str]) -> int:
         found = [done.stdout, *answers(done.stdout), "", *map(str, inputs(arguments))]
     except (ValueError, KeyError, TypeError):  # --help among the arguments
         found = []
-    print(*(f"{text}\0" for text in found), sep="", end="")
+    print(*(f"{text}\0" for text in (ANSWER, *found)), sep="", end="")
     return 0
 
 

@@ -24,13 +24,18 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
+def write_atomic(
+    path: Path, content: str | bytes | Callable[[BinaryIO], object], mode: int = 0o666
+) -> None:
     """Replace a file so that a reader, or a crash, sees the old content or the new, and the new one
     is durable. `content` may be a function that writes to the open file. An error, such as OSError
-    on a full disk, leaves the old file and nothing else."""
+    on a full disk, leaves the old file and nothing else. `mode`: less the umask; 0o600 for a
+    secret."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with open(fresh, "wb") as file:
+        # Where others can write, a link of that name could lead anywhere.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(fresh, flags, mode), "wb") as file:
             if callable(content):
                 content(file)
             else:

@@ -254,7 +254,7 @@ def start(
             log.unlink(missing_ok=True)
     set_timeout(start_timeout)
     if not world.local_rank:
-        rendezvous.copy_of(Path(run_dir)).unlink(missing_ok=True)
+        rendezvous.forget_copy(Path(run_dir))
     return world
 
 

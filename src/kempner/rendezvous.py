@@ -7,8 +7,12 @@ No port is ever guessed. Nothing here costs a rank more as the world grows, but 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
+import shutil
 import socket
+import stat
 import tempfile
 import time
 import zlib
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 LOCAL_COPY_S = 10.0  # local ranks wait so long for their first rank's copy of the address
 SLOWEST_POLL_S = 1.0
+LITTER_S = 86400.0  # no start takes so long
+OURS = re.compile(r"kempner-(\d+-[0-9a-f]{8}\.rendezvous-|nccl-)")
 NAMED_RANKS = 32  # of the missing ones, in a message
 
 CAUSES = """  likely causes:
@@ -65,8 +71,10 @@ def open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
 def publish(run_dir: Path, port: int) -> None:
     """Rank 0 says where the others find it."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    for place in (_note_in(run_dir), copy_of(run_dir)):
-        write_atomic(place, f"{slurm.own_address()} {port}\n")
+    text = f"{slurm.own_address()} {port}\n"
+    write_atomic(_note_in(run_dir), text)
+    with contextlib.suppress(OSError):  # somebody else may have made a file of that name there
+        write_atomic(copy_of(run_dir), text)
 
 
 def find(run_dir: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
@@ -94,6 +102,30 @@ def copy_of(run_dir: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"kempner-{os.getuid()}-{run}{_note_in(run_dir).name}"
 
 
+def forget_copy(run_dir: Path) -> None:
+    """Remove it, once all ranks of this host have met, and what starts that were killed have left
+    beside it. The first rank of a host."""
+    run = copy_of(run_dir).name.partition(".rendezvous-")[0]
+    for path in Path(tempfile.gettempdir()).glob("kempner-*"):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            old = time.time() > found.st_mtime + LITTER_S
+            if found.st_uid != os.getuid():
+                continue
+            if path.name.startswith(f"{run}.rendezvous-") or (old and OURS.match(path.name)):
+                path.unlink()
+            elif old and path.name.startswith("kempner-rank"):
+                _remove_unless_held(path)
+
+
+def _remove_unless_held(directory: Path) -> None:
+    """A rank's directory: its process holds a lock on `held` in it for as long as it lives, also
+    from within a container, whose processes have other numbers."""
+    with open(directory / "held") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
     """The address that rank 0 has published. Only the first rank of each host asks the shared file
     system, less and less often, and copies it for the others of its host: the metadata server sees
@@ -104,7 +136,7 @@ def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) ->
         # A container may give each task a /tmp of its own: then all ask the shared file system.
         for file in [copy] * (local_rank > 0) + [note] * (not local_rank or waited > LOCAL_COPY_S):
             with contextlib.suppress(OSError, ValueError):  # not there yet, or stale
-                if file == copy and file.stat().st_uid != os.getuid():
+                if file == copy and not _is_own_file(file):
                     continue
                 address, port = file.read_text().split()
                 if file == note:
@@ -120,6 +152,11 @@ def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) ->
         f"rank 0 has published no address in {note} within {start_timeout:.0f} s "
         f"(distributed.start_timeout)\n{causes()}"
     )
+
+
+def _is_own_file(path: Path) -> bool:
+    found = path.lstat()
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
 
 
 def check_in(store: dist.Store, world: World, start_timeout: float) -> None:

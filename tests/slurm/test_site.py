@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -155,3 +157,24 @@ def test_three_jobs_on_the_same_hosts(cluster: Cluster, tmp_path: Path, times: i
             log = (tmp_path / f"kempner-{job}.out").read_text()
             assert code == 0 and f"met {job} {job}\n" in log, log
             assert cluster.field(job, "Restarts") == "0"
+
+
+def test_a_full_home_directory(cluster: Cluster, tmp_path: Path) -> None:
+    """The batch log is there, and nothing else of the run: it ended each start at its first line.
+    Now it trains, is requeued, trains again, and says so in its own directory."""
+    home, run_dir = cluster.small_disk / "home", tmp_path / "run"
+    home.mkdir()
+    try:
+        with contextlib.suppress(OSError), open(home / "full", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        words = [f"--run.dir={run_dir}", "--plan=save,done"]
+        env = {**FAKE, "KEMPNER_RESTARTS": "0"}
+        job = cluster.sbatch("singlenode.sh", *words, cwd=home, env=env)
+        assert cluster.wait(job) == 0
+        assert (home / f"kempner-{job}.out").stat().st_size == 0
+    finally:
+        shutil.rmtree(home)
+    log = (run_dir / "logs/batch-no-room.log").read_text()
+    assert "requeue: " in log and "end: the run is done" in log
+    assert cluster.field(job, "Restarts") == "1"

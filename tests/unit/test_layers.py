@@ -23,6 +23,8 @@ LAYERS = (
         "background",
         "signals",
         "slurm",
+        "peers",
+        "private",
         "rendezvous",
         "config",
         "directories",

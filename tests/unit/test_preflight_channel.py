@@ -1,4 +1,4 @@
-"""How a preflight ends: the driver serves the store, and its tasks still look into it."""
+"""How a preflight goes on and ends: the driver asks, its tasks come, answer and leave."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kempner import peers
 from kempner.preflight import __main__ as program
 from kempner.preflight.channel import Driver, Task
 from tests.unit.test_preflight_verdict import node
@@ -51,6 +52,11 @@ def test_a_task_whose_driver_ends_is_quiet() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), how
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(peers.VARIABLE, peers.new_key())
+
+
 def test_the_driver_leaves_after_its_tasks() -> None:
     driver, left = Driver(), []
 
@@ -68,16 +74,38 @@ def test_the_driver_leaves_after_its_tasks() -> None:
     thread.join()
 
 
-def test_a_store_that_is_closed_is_the_end() -> None:
+def test_a_driver_that_is_gone_is_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    """Quietly: a table with all ok is not followed by the stack of a store's client."""
     driver = Driver()
     task = Task("localhost", driver.port, 0)
     asked: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: asked.append(task.question()))
     thread.start()
-    time.sleep(0.1)
-    del driver
+    end = time.monotonic() + 60
+    while not driver._tasks and time.monotonic() < end:
+        driver.answers({0: "none"}, time.monotonic() + 0.1)
+    for link in driver._tasks.values():
+        link.socket.close()
     thread.join(timeout=60)
     assert asked == [{"what": "end"}]
+    task.answer({})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_task_may_come_late_and_twice() -> None:
+    """It gets what was asked before it came; another that calls itself the same is not heard."""
+    driver = Driver()
+    keys = driver.ask([1], {"what": "time"})
+    assert driver.answers(keys, time.monotonic() + 0.01) == {}
+    first = Task("localhost", driver.port, 1)
+    first.answer({"time": 7.0})
+    assert driver.answers(keys, time.monotonic() + 60) == {1: {"time": 7.0}}
+    second = Task("localhost", driver.port, 1)
+    second.answer({"time": 8.0})
+    keys = driver.ask([1], {"what": "time"})
+    assert driver.answers(keys, time.monotonic() + 1) == {}
+    assert second.question() == {"what": "end"}
+    assert first.question() == first.question() == {"what": "time"}
 
 
 def test_the_run_starts_where_most_nodes_are_late(

@@ -19,6 +19,7 @@ import torch
 from kempner import configure, process_group, rendezvous
 from kempner.config.option import ConfigError
 from kempner.process_group import World, discover, pick_device
+from kempner.program.child import Place
 from kempner.slurm import job_name
 
 # What a batch shell has; a salloc shell has the counts alone. SLURM_STEP_ID is -5 in newer ones.
@@ -365,6 +366,56 @@ def test_only_the_first_rank_of_a_host_asks_the_shared_file_system(
     copy.unlink()
     assert rendezvous._read_note(note, copy, 0, 5.0) == ("10.0.0.2", 4712)
     assert copy.read_text() == note.read_text()
+
+
+def test_a_file_of_somebody_else_ends_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the copy in /tmp is foreseeable: where it cannot be replaced, or leads elsewhere,
+    the ranks of the host take the address from the run directory. 75 such files, for five job
+    numbers, ended a run."""
+    host = tmp_path / "tmp"
+    host.mkdir()
+    monkeypatch.setattr(rendezvous, "LOCAL_COPY_S", 0.2)
+    monkeypatch.setattr("tempfile.tempdir", str(host))
+    run_dir = tmp_path / "run"
+    copy = rendezvous.copy_of(run_dir)
+    copy.mkdir()  # as root no file of another user would do
+    rendezvous.publish(run_dir, 4711)
+    assert rendezvous.find(run_dir, 3, 30.0)[1] == 4711
+    rendezvous.forget_copy(run_dir)
+    copy.rmdir()
+    (tmp_path / "mine").write_text("10.0.0.9 1")
+    copy.symlink_to(tmp_path / "mine")
+    assert rendezvous.find(run_dir, 3, 30.0)[1] == 4711
+    rendezvous.publish(run_dir, 4712)
+    assert not copy.is_symlink() and (tmp_path / "mine").read_text() == "10.0.0.9 1"
+
+
+def test_what_killed_starts_have_left_in_tmp_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this run at once, of others when it is a day old and no process has it any more."""
+    host = tmp_path / "tmp"
+    host.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(host))
+    ours = rendezvous.copy_of(tmp_path / "run").name.partition(".")[0]
+    of_another = ours[:-8] + "0123abcd"
+    gone = [f"{ours}.rendezvous-1.0.0", f"{of_another}.rendezvous-2.0.0", "kempner-nccl-old"]
+    kept = [f"{of_another}.rendezvous-3.0.0", "kempner-nccl-new", "kempner-notes", "other"]
+    for name in (*gone, *kept):
+        (host / name).touch()
+    places = Place(0), Place(1), Place(2)
+    places[0]._held.close()  # its process was killed
+    (host / "kempner-rank9-mine").mkdir()
+    old = [*gone[1:], "kempner-notes", "other", "kempner-rank9-mine"]
+    for path in (*(host / name for name in old), places[0].path, places[1].path):
+        os.utime(path, (0, 0))
+    rendezvous.forget_copy(tmp_path / "run")
+    left = {path.name for path in host.iterdir()}
+    assert left == {*kept, "kempner-rank9-mine", places[1].path.name, places[2].path.name}
+    for place in places:
+        place.remove()
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import threading
 import time
@@ -22,8 +23,9 @@ from kempner.history import summary
 from kempner.history.events import Decision, Fault, FirstStep, append, of_kind, read
 from kempner.history.facts import facts
 from kempner.history.run_history import load_history
+from kempner.peers import VARIABLE, Entrance, listen, new_key
 from kempner.program.book import Book
-from kempner.program.channel import Channel, serve
+from kempner.program.channel import Channel
 from kempner.program.coordinator import Coordinator
 from kempner.program.copy import Copy, check_code
 from kempner.program.launchers import check_launcher, uses_torchrun
@@ -41,14 +43,15 @@ def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meet:
     """The coordinator of two ranks, once it has ended; only rank 0 has come, and acts."""
     monkeypatch.setenv("KEMPNER_ATTEMPT_ID", "7.0")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv(VARIABLE, key := new_key())
 
     def run(act: Callable[[Channel], object]) -> Coordinator:
         options = parse([f"--run-dir={tmp_path / 'run'}", "--", "true"])
-        with serve() as server:
-            coordinator = Coordinator(options, 2, server, "127.0.0.1")
+        with Entrance(listen("127.0.0.1"), key) as entrance:
+            coordinator = Coordinator(options, 2, entrance, "127.0.0.1")
             thread = threading.Thread(target=coordinator.run)
             thread.start()
-            rank = Channel.connect("127.0.0.1", server.getsockname()[1], 10.0)
+            rank = Channel.connect("127.0.0.1", entrance.port, 10.0)
             rank.send(rank=0, host="n1", attempt_id="7.0")
             act(rank)
             while rank.open and not rank.receive():
@@ -75,6 +78,27 @@ def test_asked_to_leave_before_all_ranks_are_there(
 def test_a_rank_that_leaves_before_the_start(meet: Meet, capfd: pytest.CaptureFixture[str]) -> None:
     assert meet(Channel.close).code == 1
     assert "ranks [0] of 2 left before the start: see srun's messages" in capfd.readouterr().err
+
+
+def test_a_stranger_ends_no_run(meet: Meet, tmp_path: Path) -> None:
+    """The attempt id is the name of the step, which squeue shows to everybody: with it, two lines
+    made status.json say "done"."""
+
+    def act(rank: Channel) -> None:
+        port = rank.socket.getpeername()[1]
+        for number in (0, 1):
+            stranger = Channel(socket.create_connection(("127.0.0.1", port), 30))
+            stranger.send(rank=number, host="n1", attempt_id="7.0")
+            stranger.send(say="ended", code=0, words="", lost_peer=False, torn=False, ago=0.0)
+            stranger.send(say="asked", kind="stop", why="SIGINT")
+            stranger.close()
+        # Nor does one of ours that is not understood.
+        rank.send(say="ended")
+        rank.send(say="asked", kind=7)
+        rank.send(say="asked", kind="interrupt", why="SIGTERM")
+
+    assert meet(act).code == 0
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "interrupted"
 
 
 def test_a_signal_without_a_name() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,6 +77,60 @@ def engine(worker: Worker) -> Iterator[Client]:
     for thread in threads:
         thread.join()
     server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "[", "Origin": "http://localhost"}, 403),
+    ],
+)
+def test_a_page_in_a_browser_of_this_machine(
+    engine: Client, worker: Worker, headers: dict[str, str], code: int
+) -> None:
+    """Without a token the loopback is the fence: any page that a browser here has open reached it,
+    and paused the engine."""
+    server = Server("127.0.0.1", 0, "small", "")
+    server.worker = worker
+    thread = threading.Thread(target=lambda: server.serve_forever(0.02))
+    thread.start()
+    try:
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", "/pause", "", {"Content-Type": "text/plain"} | headers)
+        assert connection.getresponse().status == code
+        connection.close()
+        assert worker.paused == (code == 200)
+    finally:
+        worker.pause(False)
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(
+    engine: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had a thread and a descriptor for a minute; who has been allowed something keeps its
+    connection."""
+    monkeypatch.setattr(http, "MOST_STRANGERS", 20)
+    ours = engine.open("/health")
+    assert ours.getresponse().read()
+    strangers = [socket.create_connection(("127.0.0.1", engine.port), 60) for _ in range(100)]
+    assert strangers[0].recv(1) == b""  # the oldest was ended
+    assert engine.ask("/health")["status"] == "ok"
+    ours.request("GET", "/health", headers={"Authorization": "Bearer secret"})
+    assert ours.getresponse().status == 200
+    for stranger in strangers:
+        stranger.close()
+    ours.close()
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -515,6 +516,115 @@ def test_without_a_controller(
     (array,) = arrays_of(sweep, swept, None)
     assert not submitting.submit(sweep, array, journal, {}, lambda text: None)
     assert len(made) == calls and not journal.open
+
+
+FULL = """sbatch: error: QOSMaxSubmitJobPerUserLimit
+sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit,
+user's size and/or time limits)"""
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, room: int) -> list[tuple[int, str]]:
+    """An sbatch that takes so many tasks, as with MaxSubmitJobs; the size of each array and its
+    answer."""
+    made: list[tuple[int, str]] = []
+
+    def sbatch(words: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        indices = next(word for word in words if word.startswith("--array="))
+        tasks = int(indices.partition("=0-")[2].partition("%")[0]) + 1
+        held = sum(size for size, said in made if said == "taken")
+        made.append((tasks, "taken" if held + tasks <= room else "refused"))
+        if held + tasks <= room:
+            return subprocess.CompletedProcess(words, 0, f"{70 + len(made)};site\n", "")
+        return subprocess.CompletedProcess(words, 1, "", FULL)
+
+    monkeypatch.setattr(submitting.subprocess, "run", sbatch)
+    monkeypatch.setattr(submitting.time, "sleep", lambda s: made.append((0, "slept")) if s else 0)
+    return made
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+def test_no_more_jobs_are_allowed_at_a_time(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """What there is room for is submitted, at once; the rest stays planned, and may be submitted
+    later. The whole array was refused, seven times in a minute."""
+    made = limited(monkeypatch, room)
+    journal = Journal(Path("runs/s/sweep"))
+    journal.folder.mkdir(parents=True)
+    sweep = read_sweep(Path("s.toml"))
+    (array,) = arrays_of(sweep, swept, None)
+    assert len(swept) == 3
+    said: list[str] = []
+    taken = submitting.submit(sweep, array, journal, {}, said.append)
+    assert [point for part in taken for point in part.points] == swept[:room]
+    assert (0, "slept") not in made and not journal.open
+    assert [bool(journal.task(point.name)) for point in swept] == [i < room for i in range(3)]
+    left = [f"{3 - room} of 3 point(s) stay planned"] if room < 3 else []
+    assert [text.partition(":")[0] for text in said] == left
+    made.clear()
+    (rest,) = arrays_of(sweep, swept[room:], None) if room < 3 else (array,)
+    submitting.submit(sweep, replace(rest, running=1), journal, {}, said.append)
+    if room < 3:
+        assert sum(said == "taken" for _, said in made) <= 1  # each part would run so many at once
+
+
+def test_a_policy_is_not_asked_twice(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def sbatch(*args: object, **more: object) -> subprocess.CompletedProcess[str]:
+        calls.append(1)
+        return subprocess.CompletedProcess([], 1, "", FULL.replace("MaxSubmitJobPer", "MaxWall"))
+
+    monkeypatch.setattr(submitting.subprocess, "run", sbatch)
+    journal = Journal(Path("runs/s/sweep"))
+    journal.folder.mkdir(parents=True)
+    sweep = read_sweep(Path("s.toml"))
+    (array,) = arrays_of(sweep, swept, None)
+    said: list[str] = []
+    assert not submitting.submit(sweep, array, journal, {}, said.append)
+    assert len(calls) == 1 and not journal.open and "violates accounting" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("printed", "job"),
+    [
+        ("80\n", "80"),
+        ("80;site42\n", "80"),
+        ("site42: your project has 12 hours left\n80\n", "80"),
+        ("80\nthank you\n", "80"),
+        ("7 jobs\n80\n", "80"),
+        ("submitted\n", "9"),
+        ("", "9"),
+    ],
+)
+def test_an_sbatch_that_says_more(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch, printed: str, job: str
+) -> None:
+    """A site's wrapper: the job is the last line that is one; without one the queue is asked."""
+    calls: list[int] = []
+
+    def sbatch(*args: object, **more: object) -> subprocess.CompletedProcess[str]:
+        calls.append(1)
+        return subprocess.CompletedProcess([], 0, printed, "")
+
+    monkeypatch.setattr(submitting.subprocess, "run", sbatch)
+    monkeypatch.setattr(submitting.time, "sleep", lambda s: None)
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: ["9"])
+    journal = Journal(Path("runs/s/sweep"))
+    journal.folder.mkdir(parents=True)
+    sweep = read_sweep(Path("s.toml"))
+    (array,) = arrays_of(sweep, swept, None)
+    assert submitting.submit(sweep, array, journal, {}, lambda text: None)
+    assert len(calls) == 1 and journal.task(swept[0].name) == f"{job}_0"
+
+
+@pytest.mark.parametrize("name", ["a,b", "../../x", "50%j", "..", "a\\b"])
+def test_a_name_that_would_be_more_than_a_name(tmp_path: Path, name: str) -> None:
+    """`squeue --name=a,b` asks for two names: an array whose answer was lost was sent twice."""
+    (problem,) = problems_of(tmp_path, f"name = {json.dumps(name)}\n[axes]\ntrain.seed = [1, 2]\n")
+    assert problem.startswith("name = ") and "is no name of a sweep" in problem
+    named = points_of(tmp_path, 'name = "lr 1e-3 (b)"\n[axes]\ntrain.seed = [1, 2]\n')
+    assert named[0].run_dir.parent.name == "lr 1e-3 (b)"
 
 
 def test_what_slurm_never_answers_about_runs_here(

@@ -14,14 +14,33 @@ KP_PIDS=()                              # of replicas.sh: the running sruns; KP_
 KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' # the decision; "failed", and the nodes that failed
 KP_SRUN_LOG='' KP_SECRET_NAMES='' KP_LAUNCHER='' KP_EARLY=''
 KP_OWN_STEPS='' KP_ATTEMPT=0 # the script that starts lost steps again by itself; restarts so far
+KP_NO_ROOM=''                # where the batch log has moved to: see kp_move_log
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-kp_log() { # <message>
-    printf '[%(%T)T] kempner: %s\n' -1 "$*"
+kp_log() { # <message>: whatever becomes of it; a log is for people, and never ends a run
+    # The run directory may be known by now.
+    [[ $KP_NO_ROOM != /dev/null || -z ${KP_RUN_DIR:-} ]] || kp_move_log
+    (trap '' PIPE && printf '[%(%T)T] kempner: %s\n' -1 "$*") 2>/dev/null && return
+    kp_move_log
+    printf '[%(%T)T] kempner: %s\n' -1 "$*" 2>/dev/null || true
+}
+
+kp_move_log() { # the batch log takes no line, as in a full home directory: it goes on in the run directory
+    local file=/dev/null
+    if [[ -p /dev/fd/1 || -S /dev/fd/1 || -t 1 ]]; then # whoever has read it has left
+        KP_NO_ROOM=unread
+        exec >/dev/null
+        return
+    fi
+    [[ $KP_NO_ROOM == */logs/* || -z ${KP_RUN_DIR:-} ]] ||
+        ! { mkdir -p -- "$KP_RUN_DIR/logs" && : >>"$KP_RUN_DIR/logs/batch-no-room.log"; } 2>/dev/null ||
+        file=$KP_RUN_DIR/logs/batch-no-room.log
+    KP_NO_ROOM=$file
+    exec >>"$file" 2>&1
 }
 
 kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad input
-    printf 'kempner: error: %s\n' "$*" >&2
+    printf 'kempner: error: %s\n' "$*" >&2 || true
     exit 2
 }
 

@@ -35,13 +35,18 @@ kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fail
 
 kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all pass, and KP_BAD
     local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries text='' pattern='"bad": "([^"]*)"'
+    local driver_port directory
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
     KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
     kp_srun_command -m kempner.preflight.task
     KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # the others have to say what they see
     KP_SRUN_NAME=$name KP_CODE=0
 
-    mkdir -p -- "$meet" || kp_die "$meet cannot be made: submit from a directory that can be written"
+    mkdir -p -- "$meet" || {
+        kp_log "$meet cannot be made: submit from a directory that can be written, or make room there"
+        KP_CODE=3
+        return
+    }
     kp_python -m kempner.preflight --meet "$meet" --json "$json" \
         --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
         ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
@@ -50,7 +55,8 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
     # The driver may be in a container, where there is no srun: it says its port, and is told when srun has ended.
     while kill -0 "$driver" 2>/dev/null; do
         if [[ -z $step && -s $meet/port ]]; then
-            KEMPNER_PREFLIGHT_PORT=$(<"$meet/port") "${KP_SRUN[@]}" </dev/null &
+            IFS=' ' read -r driver_port directory <"$meet/port"
+            KEMPNER_PREFLIGHT_PORT=$driver_port KEMPNER_PREFLIGHT_DIR=$directory "${KP_SRUN[@]}" </dev/null &
             step=$!
         elif [[ -n $step ]] && ! kill -0 "$step" 2>/dev/null; then
             : >"$meet/ended"

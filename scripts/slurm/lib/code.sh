@@ -4,6 +4,11 @@
 # its first start, and notes it in the job's Comment, where its next start finds it.
 
 readonly KP_LARGEST=20000000 KP_MOST=200000000 # bytes of a file, and of all of them, that are copied
+# Files that git does not know and whose names say that they are secrets: no code, whatever .gitignore lacks.
+KP_UNTRACKED_SECRETS=('*credential*.'{json,yaml,yml,toml,ini,cfg,txt,csv} '*secret*.'{json,yaml,yml,toml,ini,cfg,txt,csv}
+    credentials .git-credentials .pypirc .envrc kaggle.json '*.pem' '*.key' '*.p12' 'id_rsa*' 'id_ed25519*' '*.token'
+    token '*_token.txt' '.*_token' .aws .ssh)
+readonly KP_UNTRACKED_SECRETS
 
 kp_code() { # <launch script> [program in scripts/]: the repository becomes the copy, by exec of its launch script
     local copy program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${2:-train.py}} sizes=()
@@ -68,20 +73,44 @@ kp_code_find() { # <program> <its arguments>...: sets KP_CODE_DIR, RUN/code, and
     KP_CODE_DIR=$KP_RUN_DIR/code KP_CODE_INPUTS=("${KP_INPUTS[@]}")
 }
 
+kp_code_untracked() { # [patterns to leave out]...: the files that git neither knows nor ignores, each with a NUL
+    git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ -x '*.out' \
+        -x '/[0-9]*-logs*/' -x '/[0-9]*-attach.sh' "${@/#/--exclude=}" 2>/dev/null # the last two are of ray.sh
+}
+
+kp_code_secrets() { # says which files are left out because of their names
+    local withheld
+    mapfile -d '' -t withheld < <(comm -z -23 <(kp_code_untracked | sort -z) \
+        <(kp_code_untracked "${KP_UNTRACKED_SECRETS[@]}" | sort -z)) 2>/dev/null || return 0
+    ((${#withheld[@]} == 0)) || kp_log "not in the copy of the code, as their names say that they are secrets, and git" \
+        "does not know them: ${withheld[*]:0:5}"
+}
+
 kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB name NUL"
+    local pattern secrets=()
+    for pattern in "${KP_UNTRACKED_SECRETS[@]}"; do secrets+=(-o -name "$pattern"); done
     {
         {
             git -C "$KP_ROOT" ls-files -z --cached --recurse-submodules
-            git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ -x '*.out' \
-                -x '/[0-9]*-logs*/' -x '/[0-9]*-attach.sh' # of ray.sh
+            kp_code_untracked "${KP_UNTRACKED_SECRETS[@]}"
         } 2>/dev/null | grep -z . || (cd "$KP_ROOT" && find . -name '.?*' -prune -o \
             \( -path ./runs -o -path ./data -o -path ./logs -o -name __pycache__ -o -name '*.out' -o \
-            -path './[0-9]*-logs*' -o -path './[0-9]*-attach.sh' \) -prune -o \
+            -path './[0-9]*-logs*' -o -path './[0-9]*-attach.sh' "${secrets[@]}" \) -prune -o \
             ! -type d -printf '%P\0')
     } | sort -zu | (cd "$KP_ROOT" && xargs -0 -r stat --printf '%F\t%s\t%n\0' -- 2>/dev/null) || true
 }
 
 kp_code_copy() { # <directory> <input files>...: makes DIRECTORY/HASH, unless it is there; sets KP_COPY
+    local mask code=0
+    mask=$(umask)
+    mkdir -p -- "${1%/*}" || return 1
+    umask 077 # for nobody else, whatever a file in it says
+    kp_code_copy_files "$@" || code=1
+    umask "$mask"
+    return "$code"
+}
+
+kp_code_copy_files() { # <directory> <input files>...
     local fresh kind size name total=0 out='' file root run
     root=$(realpath -- "$KP_ROOT") run=$(dirname -- "$(realpath -m -- "$1")")
     [[ $run != "$root" ]] || run=$run/code # a run directory is no code, wherever it is
@@ -89,8 +118,8 @@ kp_code_copy() { # <directory> <input files>...: makes DIRECTORY/HASH, unless it
     { rm -rf -- "$fresh" && mkdir -p -- "$fresh"; } || return 1
     while IFS=$'\t' read -r -d '' kind size name; do
         case $kind,/$name in
-            directory,*) out+=", $name" && continue ;;                   # another repository
-            *,*/.env | *,*/.env.* | */site.env | *,*/.netrc) continue ;; # secrets
+            directory,*) out+=", $name" && continue ;;                                      # another repository
+            *,*/.env | *,*/.env.* | */site.env | *,*/site.d/*.env | *,*/.netrc) continue ;; # secrets
         esac
         [[ $root/$name != "$run"/* ]] || continue
         [[ -z ${KEMPNER_SECRETS:-} || ! $KP_ROOT/$name -ef $KEMPNER_SECRETS ]] || continue
@@ -106,6 +135,7 @@ kp_code_copy() { # <directory> <input files>...: makes DIRECTORY/HASH, unless it
         rm -rf -- "$fresh" "$fresh.list"
         return 1
     fi
+    kp_code_secrets
     [[ -z $out ]] || kp_log "not in the copy of the code, over $((KP_LARGEST / 1000000)) MB or no file: ${out#, }"
 
     if ! { tar -C "$KP_ROOT" --null --no-recursion --verbatim-files-from -T "$fresh.list" -cf - |
@@ -138,7 +168,7 @@ kp_code_name() { # <copy> <directory>: gives it the name of its content; beside 
         commit=$(git -C "$KP_ROOT" rev-parse HEAD 2>/dev/null) || commit=''
         printf '{"hash": "%s", "commit": "%s", "origin": %s, "time": %(%s)T}\n' "${hash:0:12}" "$commit" \
             "$(kp_json "$KP_ROOT")" -1 >"$1.json"
-        [[ -z $commit ]] || git -C "$KP_ROOT" diff HEAD -- . ':(exclude,glob)**/.env*' ':(exclude)site.env' >"$1.patch"
+        [[ -z $commit ]] || git -C "$KP_ROOT" diff HEAD -- . ':(exclude,glob)**/'{.env*,.netrc,site.env,site.d/*.env} >"$1.patch"
         mv -f -- "$1.json" "$KP_COPY.json"
         [[ ! -e $1.patch ]] || mv -f -- "$1.patch" "$KP_COPY.patch"
         mv -T -- "$1" "$KP_COPY" 2>/dev/null || [[ -d $KP_COPY ]] || return 1

@@ -19,25 +19,31 @@ kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where 
 
 kp_unwrap_python() { # KEMPNER_PYTHON="uv run python": sets KP_PYTHON to the interpreter that these words start
     # A wrapper in each task would stand between Slurm's signals and the trainer, and thousands would lock one cache.
-    local words python
+    local words KP_VALUES=()
     read -ra words <<<"$KP_PYTHON"
     ((${#words[@]} > 1)) && ! command -v "$KP_PYTHON" >/dev/null || return 0
     [[ ${KP_INSIDE[0]:-} != kp_outside ]] || return 0
     command -v "${words[0]}" >/dev/null || [[ ${KEMPNER_CONTAINER:-none} != none ]] ||
         kp_die "KEMPNER_PYTHON=$KP_PYTHON: there is no '${words[0]}' on $(uname -n): load its module in site.env"
-    python=$(KP_PYTHON=${words[0]} kp_python "${words[@]:1}" -c 'import sys; print(sys.executable)') ||
+    KP_PYTHON=${words[0]} kp_values kp_python "${words[@]:1}" -c '
+import sys
+print("kempner-answer", sys.executable, sep="\0", end="\0")' || KP_VALUES=()
+    [[ -n ${KP_VALUES[0]:-} ]] ||
         kp_die "KEMPNER_PYTHON=$KP_PYTHON does not start Python: try it in a shell, or give the path of a Python"
-    KP_PYTHON=$python
+    KP_PYTHON=${KP_VALUES[0]}
 }
 
 kp_need_packages() { # stops when KP_PYTHON lacks what the kit imports; a container is not started only for that
-    local missing
+    local missing KP_VALUES=()
     [[ ${KEMPNER_CONTAINER:-none} == none ]] || return 0
-    missing=$(kp_apart "$KP_PYTHON" -c '
+    kp_values kp_apart "$KP_PYTHON" -c '
 from importlib.util import find_spec
 needed = [("torch",), ("numpy",), ("tomllib", "tomli")]
-print(*(names[-1] for names in needed if not any(map(find_spec, names))))') ||
+missing = (names[-1] for names in needed if not any(map(find_spec, names)))
+print("kempner-answer", " ".join(missing), sep="\0", end="\0")' || KP_VALUES=()
+    ((${#KP_VALUES[@]} == 1)) ||
         kp_die "'$KP_PYTHON' does not work: run make .venv/train, or set KEMPNER_PYTHON"
+    missing=${KP_VALUES[0]}
     [[ -z $missing ]] ||
         kp_die "'$KP_PYTHON' lacks ${missing// /, }: run make .venv/train in ${KP_ORIGIN:-$KP_ROOT}, or set" \
             KEMPNER_PYTHON
@@ -141,8 +147,12 @@ kp_mount_run() { # <directory>...: makes those of the run, on the host, and moun
 }
 
 kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
-    local mount
+    local mount name forget=(env)
     KP_CONTAINER_FLAGS=()
+    # What kp_forget_request removes, and a request for memory beside --mem=0: srun would read them, too.
+    for name in "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}" "${!SLURM_MEM_PER@}"; do
+        forget+=(-u "$name")
+    done
     case $KP_RUNTIME in
         pyxis)
             KP_CONTAINER_FLAGS=(--container-image="${KP_STAGED_IMAGE:-$KEMPNER_CONTAINER}"
@@ -151,8 +161,8 @@ kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
             # Outside of a job srun would make one. The job is named for interactive.sh, which is not in it; --export
             # is as for the tasks.
             KP_INSIDE=(kp_outside)
-            [[ ! ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || KP_INSIDE=(srun --jobid="$SLURM_JOB_ID" --nodes=1 --ntasks=1
-                --overlap --export=ALL "${KP_CONTAINER_FLAGS[@]}")
+            [[ ! ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || KP_INSIDE=("${forget[@]}" srun --jobid="$SLURM_JOB_ID"
+                --job-name=kempner-ask --nodes=1 --ntasks=1 --overlap --mem=0 --export=ALL "${KP_CONTAINER_FLAGS[@]}")
             ;;
         charliecloud)
             export USER=${USER:-$(id -un)} # ch-run wants it
@@ -238,7 +248,20 @@ kp_check_run() { # <arguments of kempner.check>...: kp_checked; again, where the
     kp_values kp_python -m kempner.check "$@"
 }
 
-kp_values() { # <command>...: sets KP_VALUES to what it prints, split at NULs; its exit code
-    mapfile -d '' -t KP_VALUES < <("$@")
-    wait "$!"
+kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; its exit code
+    # The answer begins behind this word, and ends with the last NUL: whatever else prints something (a wrapper, a
+    # TaskProlog, an image), it is none.
+    local i code=0 answers
+    mapfile -d '' -t answers < <(
+        code=0
+        "$@" || code=$?
+        printf 'end\0'
+        exit "$code"
+    )
+    wait "$!" || code=$?
+    KP_VALUES=()
+    for i in "${!answers[@]}"; do
+        [[ ${answers[i]} != *kempner-answer ]] || KP_VALUES=("${answers[@]:i+1:${#answers[@]}-i-2}")
+    done
+    return "$code"
 }

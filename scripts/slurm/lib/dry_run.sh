@@ -152,10 +152,6 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
     KEMPNER_ATTEMPT_ID=JOBID.0.0 KP_SRUN_NAME=kempner-JOBID.0.0
 }
 
-kp_is_secret() { # <variable>: true when its value must not be shown
-    [[ $1 =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) || " $KP_SECRET_NAMES " == *" $1 "* ]]
-}
-
 kp_dry_variables() { # the variables that differ from those before the script
     local line name
     while IFS= read -r -d '' line; do

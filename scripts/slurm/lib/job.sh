@@ -58,7 +58,7 @@ kp_forget_request() { # removes the job's request, which srun would read as well
 kp_as_submitted() { # <command>...: runs it, shielded, with the variables of the shell that submitted this job
     # What Slurm and these scripts have set would reach the next job, and secrets Slurm's files; with SBATCH_WAIT this job
     # would wait for the next one. No value becomes a word of a command line: everybody on the host can read those.
-    local ours="SLURM_|KP_|SBATCH_WAIT=|KEMPNER_(EARLY_STOP|CHAIN_LINK)=${KP_SECRET_NAMES:+|(${KP_SECRET_NAMES// /|})=}"
+    local ours="SLURM_|KP_|SBATCH_WAIT=|KEMPNER_(EARLY_STOP|CHAIN_LINK|PEER_KEY)=${KP_SECRET_NAMES:+|(${KP_SECRET_NAMES// /|})=}"
     local conf=${SLURM_CONF:-} entry entries
     (
         trap '' TERM INT HUP USR1 USR2

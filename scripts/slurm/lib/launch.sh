@@ -142,7 +142,7 @@ kp_keep_log() { # makes the batch log appear in the run directory too, as logs/b
     local file target
     file=$(readlink "/proc/$$/fd/1") && [[ -f $file ]] || return 0
     target=$KP_RUN_DIR/logs/batch-$(kp_job_id).log
-    [[ $file -ef $target ]] || ln -f -- "$file" "$target" 2>/dev/null || ln -sf -- "$file" "$target"
+    [[ $file -ef $target ]] || ln -f -- "$file" "$target" 2>/dev/null || ln -sf -- "$file" "$target" 2>/dev/null || true
 }
 
 kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_decide has another answer; sets KP_CODE

@@ -7,7 +7,7 @@ KP_PROFILE=''              # the profile that was read, site.d/NAME.env
 # Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a word.
 KP_SBATCH='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER|CORE_SPEC|CPUS_PER_GPU'
 KP_SBATCH+='|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT'
-KP_SBATCH+='|JOB_NAME|MEM_BIND|MEM_PER_CPU|MEM_PER_GPU|MEM_PER_NODE|NETWORK|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT'
+KP_SBATCH+='|JOB_NAME|MEM_BIND|MEM_PER_NODE|NETWORK|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT'
 KP_SBATCH+='|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
 KP_SBATCH+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
 
@@ -18,16 +18,24 @@ kp_profile_file() { # the profile that KEMPNER_SITE names, or nothing: a file of
 kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRULED
     local name assigned=() pattern='s/^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p'
     local -A kept=()
-    [[ -r $KP_ROOT/$1 ]] ||
+    # As site.env: it may have secrets, so that no copy of the code has it.
+    local file=${KP_ORIGIN:-$KP_ROOT}/$1
+    if [[ ! -r $file && ${KP_ORIGIN:-$KP_ROOT} != "$KP_ROOT" ]]; then # the run has trained with it: it goes on
+        kp_log "warning: KEMPNER_SITE=$KEMPNER_SITE: $file is gone: what it has set is not set any more"
+        return 0
+    fi
+    [[ -r $file ]] ||
         kp_die "KEMPNER_SITE=$KEMPNER_SITE: there is no $1; there is: $(kp_profiles). Give one of them, or a path"
-    kp_can_source "$KP_ROOT/$1"
-    mapfile -t assigned < <(sed -nE "$pattern" "$KP_ROOT/$1")
+    kp_can_source "$file"
+    mapfile -t assigned < <(sed -nE "$pattern" "$file")
     for name in "${assigned[@]}"; do
+        [[ ! $name =~ ^SBATCH_MEM_PER_[CG]PU$ ]] || kp_die "$1: beside the --mem=0 of the scripts sbatch drops $name" \
+            "without a word: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
         [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($KP_SBATCH)$ ]] ||
             kp_die "$1: sbatch reads no $name: correct it, or give the option on its command line"
         [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name} # paths are added to, not replaced
     done
-    kp_source "$KP_ROOT/$1"
+    kp_source "$file"
     KP_PROFILE=$1
     for name in "${!kept[@]}"; do
         [[ ${!name} == "${kept[$name]}" ]] || KP_OVERRULED[$name]=${!name}
@@ -36,14 +44,14 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
 }
 
 kp_profiles() { # their names
-    basename -s .env -- "$KP_ROOT"/site.d/*.env | paste -sd' '
+    basename -s .env -- "${KP_ORIGIN:-$KP_ROOT}"/site.d/*.env | paste -sd' '
 }
 
 kp_profile_from() { # <SBATCH_ variable>: where its value comes from, for --dry-run
     local name pattern="^[[:space:]]*(export[[:space:]]+)?$1="
     if [[ -n ${KP_OVERRULED[$1]+set} ]]; then
         echo "$1 ($KP_PROFILE has ${KP_OVERRULED[$1]})"
-    elif [[ -n $KP_PROFILE ]] && grep -qE "$pattern" "$KP_ROOT/$KP_PROFILE"; then
+    elif [[ -n $KP_PROFILE ]] && grep -qE "$pattern" "${KP_ORIGIN:-$KP_ROOT}/$KP_PROFILE"; then
         echo "$KP_PROFILE"
     else
         echo "$1"

@@ -31,10 +31,26 @@ fi
 mapfile -d '' -t step < <(env -0 | grep -z '^SLURM')
 kp_variables+=("${step[@]}")
 cd -- "$directory"
-(($# == 0)) || exec env -i "${kp_variables[@]}" "$@"
+
+become() { # <command>...: with kp_variables and no others; no value is a word of a command line, which others can read
+    local entry functions=()
+    while IFS= read -r entry; do unset -v "$entry" 2>/dev/null || true; done < <(compgen -e)
+    for entry in "${kp_variables[@]}"; do
+        if [[ $entry == BASH_FUNC_* ]]; then
+            functions+=("$entry") # only env can export these
+        else
+            export "${entry?}" 2>/dev/null || true # SHELLOPTS and some others are read-only
+        fi
+    done
+    ((${#functions[@]} == 0)) || set -- env "${functions[@]}" "$@"
+    exec "$@"
+}
+
+(($# == 0)) || become "$@"
 
 # ~/.bashrc runs first, and often replaces PATH: set the job's variables again after it.
-exec env -i "${kp_variables[@]}" TERM="${TERM:-dumb}" bash --rcfile <(
+kp_variables+=("TERM=${TERM:-dumb}")
+become bash --rcfile <(
     cat <<RC
 [[ ! -r ~/.bashrc ]] || . ~/.bashrc
 $(declare -p kp_variables)

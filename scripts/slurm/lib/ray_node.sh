@@ -31,6 +31,28 @@ if not (found and found.origin):
 print(sys.executable)' 2>/dev/null
 }
 
+version() { # <Python>: that of its Ray, 0 where it says none; without importing it, which takes seconds
+    "$1" -c 'import importlib.metadata, importlib.util, pathlib, re
+text = ""
+try:
+    text = "version = \"%s\"" % importlib.metadata.version("ray")
+except importlib.metadata.PackageNotFoundError: # of a vendor, with a name of its own
+    file = pathlib.Path(importlib.util.find_spec("ray").origin).with_name("_version.py")
+    text = file.read_text() if file.exists() else ""
+found = re.search(r"""version = ["\x27](\d+)\.(\d+)""", text)
+print("\n%s.%s" % found.groups() if found else "\n0.0")' 2>/dev/null | tail -n 1
+}
+
+need_authentication() { # stops at a Ray that would take commands from every user of the network
+    local found major minor
+    [[ ${RAY_AUTH_MODE:-token} != disabled ]] || return 0
+    found=$(version "$kp_python") major=${found%%.*} minor=${found#*.}
+    [[ $found =~ ^[0-9]+\.[0-9]+$ ]] || major=0 minor=0
+    ((major * 1000 + minor >= 2052)) ||
+        fault "Ray $found of $kp_python takes commands from every user of the network: tokens came with Ray 2.52." \
+            "Install a newer one, or export RAY_AUTH_MODE=disabled where nobody else can reach these nodes"
+}
+
 find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH, else that of the repository
     local python words
     if [[ -n ${KEMPNER_PYTHON:-} ]]; then
@@ -47,7 +69,7 @@ find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH,
 
 strip_variables() { # removes what would make a program in an actor take itself for a rank: srun's, MPI's, torchrun's
     unset "${!SLURM@}" "${!SRUN_@}" "${!SBATCH_@}" "${!PMI@}" "${!OMPI_@}"
-    unset KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN KEMPNER_SIGNALS_WAIT
+    unset KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN KEMPNER_SIGNALS_WAIT KEMPNER_PEER_KEY
     unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT # pyxis sets them for PyTorch images
 }
 
@@ -65,6 +87,8 @@ if [[ -n $kp_setup ]]; then
 fi
 kp_python=$(find_python) || fault "no Python with Ray${KEMPNER_PYTHON:+ (KEMPNER_PYTHON=$KEMPNER_PYTHON)}:" \
     "in $kp_root run .venv/bin/pip install -c constraints.txt -e '.[ray]', or set KEMPNER_PYTHON to one that has it"
+kp_python=${kp_python##*$'\n'} # a wrapper may have said something before
+need_authentication
 # The command's `python`, too, is the one with Ray.
 [[ $(command -v "${kp_python##*/}") == "$kp_python" ]] || PATH=${kp_python%/*}:$PATH
 [[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] || export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}

@@ -37,14 +37,16 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
 }
 
 kp_count_replicas() { # sets KP_REPLICAS, and the nodes and tasks per node of each: KP_NODES, KP_TASKS, KP_GPUS
-    local world=$((KP_NODES * KP_TASKS)) ranks
-    KP_REPLICAS=$(kp_python_of kempner.lowcomm.config -c 'import sys
+    local world=$((KP_NODES * KP_TASKS)) ranks KP_VALUES=("${KP_VALUES[@]}")
+    kp_values kp_python_of kempner.lowcomm.config -c 'import sys
 from kempner.config.toml import loads
 from kempner.lowcomm.config import LowcommConfig
 told = loads(sys.stdin.read()).get("lowcomm", {}).items()
 section = LowcommConfig(**{k: v for k, v in told if k != "raw" and v != "none"}) # "none" is unset
-print(section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and section.mode == "steps" else 0)' \
-        "$world" "$KP_TASKS" <<<"${KP_VALUES[0]}")
+count = section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and section.mode == "steps" else 0
+print("kempner-answer", count, sep="\0", end="\0")' "$world" "$KP_TASKS" <<<"${KP_VALUES[0]}" || exit
+    KP_REPLICAS=${KP_VALUES[0]:-}
+    [[ $KP_REPLICAS =~ ^[0-9]+$ ]] || kp_die "'$KP_PYTHON' does not say how many replicas there are: see above"
     ((KP_REPLICAS > 0)) || kp_die "replicas.sh is for lowcomm.mode = steps: submit multinode.sh for this configuration"
     ranks=$((world / KP_REPLICAS))
     ((ranks >= KP_TASKS)) || KP_TASKS=$ranks

@@ -36,7 +36,7 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     KP_ORCHESTRATE=$(kp_of_copy "${KEMPNER_ORCHESTRATE:-$KP_ROOT/scripts/orchestrate.py}")
     KP_SERVE=$(kp_of_copy "${KEMPNER_SERVE:-$KP_ROOT/scripts/serve.py}")
     kp_need_packages
-    kp_checked numpy "$KP_TRAIN" "$@" --check || code=$?
+    kp_checked numpy -m kempner.check "$KP_TRAIN" "$@" || code=$?
     KP_TOML=${KP_VALUES[0]:-}
     if ((code == 0)); then
         [[ $KP_TOML != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
@@ -50,7 +50,10 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     fi
 
     KP_NODE_CPUS=$((${KP_CPUS:-1} * KP_TASKS))
+    line=${line#*kempner-answer$'\n'} line=${line%$'\n'kempner-answer*} line=${line%$'\n'} # see kp_values
     mapfile -t values <<<"${line%%$'\n--'*}"
+    [[ ${values[0]} =~ ^[0-9]+(\ -?[0-9]+){5}$ && ${values[1]:-} =~ ^[0-9]+(\ [0-9]+){3}$ ]] ||
+        kp_die "kempner.rl.placement has answered '${values[0]}': see what $KP_PYTHON prints"
     read -r KP_NODES KP_TASKS KP_ENGINES KP_ON_NODE KP_ENGINE_NODE tasks <<<"${values[0]}"
     read -r KP_TP KP_SLOTS KP_ENGINE_RESTARTS KP_MAX_STEPS <<<"${values[1]}"
     KP_ENGINE_KIND=${values[2]} KP_PLACEMENT=("${values[@]:3}")

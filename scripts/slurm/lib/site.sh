@@ -33,6 +33,9 @@ kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attem
     KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
     KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
+    # By it the processes of this start know each other (src/kempner/peers.py): never on a command line.
+    KEMPNER_PEER_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+    export KEMPNER_PEER_KEY
     kp_read_site
 }
 
@@ -69,6 +72,10 @@ kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.en
     fi
     kp_can_source "$file"
     kp_source "$file"
+}
+
+kp_is_secret() { # <variable>: true when its value must not be shown
+    [[ $1 =~ (TOKEN|SECRET|WEBHOOK|PASSWORD|PASSWD|CREDENTIAL|_KEY$|^KEY$|_PAT$) || " $KP_SECRET_NAMES " == *" $1 "* ]]
 }
 
 kp_read_secrets() { # reads KEMPNER_SECRETS, a file of NAME=value lines that nobody else may read

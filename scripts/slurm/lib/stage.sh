@@ -32,7 +32,7 @@ kp_stage_mount() { # with a container: makes the directory on each node, and mou
     local mounts=("${KP_MOUNTS[@]}")
     [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
     kp_mount "$KEMPNER_STAGE"
-    kp_on_each_host mkdir -p -- "$KEMPNER_STAGED" || {
+    kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || {
         KP_MOUNTS=("${mounts[@]}")
         kp_container_words
         return 1
@@ -55,7 +55,7 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
             return
         }
         file=$KP_PACKED sum=$(<"$KP_PACKED.sum")
-        export KEMPNER_STAGED_PYTHON=$KP_PYTHON
+        export KEMPNER_STAGED_PYTHON=$KP_PYTHON KEMPNER_STAGED_SUM=$sum
     fi
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || true
     # A tree of the nodes hands the file on. It fails for all when one disk is full; then each reads the file itself.
@@ -65,7 +65,7 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
         kp_log "staging has failed (exit code $?): what was not copied is used where it is"
     ((${#KP_CONTAINER_FLAGS[@]} > 0)) || return 0
     # srun of pyxis names one image for all nodes.
-    if kp_on_each_host test -e "$KEMPNER_STAGED/image.sif"; then
+    if kp_on_each_host bash "$KP_LIB/stage_node.sh" --has "$KEMPNER_STAGED" image.sif; then
         KP_STAGED_IMAGE=$KEMPNER_STAGED/image.sif
         kp_container_words
     else
@@ -79,8 +79,11 @@ kp_on_each_host() { # <command>...: on each node, outside of the container
 }
 
 kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, made once for each state of its packages
-    local prefix state fresh
-    prefix=$("$KP_PYTHON" -c 'import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")')
+    local prefix state fresh KP_VALUES=()
+    kp_values "$KP_PYTHON" -c '
+import sys
+print("kempner-answer", sys.prefix * (sys.prefix != sys.base_prefix), sep="\0", end="\0")' || return 1
+    prefix=${KP_VALUES[0]:-}
     [[ -n $prefix ]] || return 1
     state=$(stat -c '%n %Y' -- "$prefix"/lib/python*/site-packages/* | sha256sum)
     KP_PACKED=$KP_RUN_DIR/.environment-${state:0:12}.tar fresh=$KP_RUN_DIR/.environment-new.$$
@@ -95,7 +98,7 @@ kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, mad
 
 kp_unstage() { # removes these copies: the job has ended for good
     [[ -n ${KEMPNER_STAGED:-} ]] || return 0
-    unset KEMPNER_STAGED_PYTHON KEMPNER_STAGED_IMAGE
+    unset KEMPNER_STAGED_PYTHON KEMPNER_STAGED_SUM KEMPNER_STAGED_IMAGE
     [[ -z ${KP_RUN_DIR:-} || $KP_DECIDED == chain ]] || rm -f -- "$KP_RUN_DIR"/.environment-*
     kp_on_each_host bash "$KP_LIB/stage_node.sh" --remove "$KEMPNER_STAGED" ||
         kp_log "the copies in $KEMPNER_STAGED could not be removed (exit code $?): your next job there removes them"

@@ -1,25 +1,41 @@
 #!/usr/bin/env bash
 # One task on each node: the environment of the tasks, one file, becomes a copy on this node's own disk.
 #
-#   stage_node.sh DIR                   makes DIR
+#   stage_node.sh DIR                   makes DIR, which nobody else may write; exit code 1 where it cannot be used
 #   stage_node.sh DIR IMAGE.sif         DIR/image.sif
 #   stage_node.sh DIR ARCHIVE.tar SUM   DIR/environment, unpacked
+#   stage_node.sh --has DIR NAME        exit code 0 when there is such a file, which nobody else can have put there
 #   stage_node.sh --remove DIR          removes DIR, if this kit has made it
 #
 # sbcast has sent the file to DIR/sent; where it has not, it is read from where it is. A node whose disk is full uses
 # what the others have copied: one warning, exit code 0.
 set -euo pipefail
 
+# shellcheck source-path=SCRIPTDIR source=private.sh
+source "${0%/*}/private.sh"
+
 if [[ $1 == --remove ]]; then # outside of a container: to start one may take minutes
     [[ -L $2 || ! -O $2 ]] || ! grep -qs '"is": "STAGE"' -- "$2/.kempner" || rm -rf -- "$2"
     exit
 fi
+if [[ $1 == --has ]]; then
+    kp_private "$2" >/dev/null && [[ -e $2/$3 ]]
+    exit
+fi
 readonly DIR=$1 FILE=${2:-} SUM=${3:-}
+
+not_used() { # <why>
+    if [[ -z $FILE ]]; then
+        echo "stage: WARNING: $(uname -n): $DIR is not used: $1" >&2
+        exit 1
+    fi
+    echo "stage: WARNING: $(uname -n): $FILE is not copied to $DIR ($1); it is used where it is" >&2
+    exit 0
+}
 
 give_up() { # <why>
     rm -rf -- "$DIR/sent" "$DIR/environment" "$DIR/image.sif"
-    echo "stage: WARNING: $(uname -n): $FILE is not copied to $DIR ($1); it is used where it is" >&2
-    exit 0
+    not_used "$1"
 }
 
 kept() {
@@ -33,12 +49,9 @@ fetch() { # makes DIR/sent the file, unless it is that already
     cp -fL --preserve=timestamps -- "$FILE" "$DIR/sent" 2>/dev/null || give_up "no room, or not readable"
 }
 
-if [[ -d $DIR && ! -e $DIR/.kempner && -n $(ls -A -- "$DIR") ]]; then # kempner.data.stage has not made it
-    echo "stage: WARNING: $(uname -n): $FILE is not copied to $DIR (it has other files); it is used where it is" >&2
-    exit 0
-fi
-mkdir -p -- "$DIR" 2>/dev/null || give_up "it cannot be made"
+why=$(kp_private "$DIR" make) || not_used "$why"
 [[ -n $FILE ]] || exit 0
+[[ -e $DIR/.kempner || -z $(ls -A -- "$DIR") ]] || not_used "it has other files" # not of kempner.data.stage
 if [[ -z $SUM ]]; then
     [[ ! -e $DIR/image.sif || $(stat -c '%s %Y' -- "$DIR/image.sif") != $(stat -L -c '%s %Y' -- "$FILE") ]] ||
         kept "$FILE"

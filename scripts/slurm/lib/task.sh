@@ -279,13 +279,23 @@ set_network
 if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # one line per node
     address=${ADDRESS[${INTERFACE:-none}]:-}
     printf '[%(%T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
-        "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)"
+        "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)" 2>/dev/null || true
 fi
-if [[ -n ${KEMPNER_STAGED_PYTHON:-} && ${1:-} == "$KEMPNER_STAGED_PYTHON" ]]; then # see stage.sh
-    python=$KEMPNER_STAGED/environment/bin/python
-    [[ ! -e $KEMPNER_STAGED/environment/.complete ]] || set -- "$python" "${@:2}"
+may_use() { # <path in KEMPNER_STAGED>: true when it is there and nobody else could have put it there; see stage.sh
+    local why
+    [[ -e $KEMPNER_STAGED/$1 ]] || return 1
+    # shellcheck source-path=SCRIPTDIR source=private.sh
+    source "${BASH_SOURCE[0]%/*}/private.sh"
+    why=$(kp_private "$KEMPNER_STAGED") && return
+    echo "kempner: WARNING: $(uname -n): nothing in $KEMPNER_STAGED is used: $why" >&2
+    return 1
+}
+
+if [[ -n ${KEMPNER_STAGED_PYTHON:-} && ${1:-} == "$KEMPNER_STAGED_PYTHON" ]] && may_use environment/.complete; then
+    [[ $(<"$KEMPNER_STAGED/environment/.complete") != "${KEMPNER_STAGED_SUM:-}" ]] ||
+        set -- "$KEMPNER_STAGED/environment/bin/python" "${@:2}"
 fi
-if [[ -n ${KEMPNER_STAGED_IMAGE:-} && -e $KEMPNER_STAGED/image.sif ]]; then # see stage.sh
+if [[ -n ${KEMPNER_STAGED_IMAGE:-} ]] && may_use image.sif; then
     for ((i = 1; i <= $#; i++)); do
         [[ ${!i} != "$KEMPNER_STAGED_IMAGE" ]] || {
             set -- "${@:1:i-1}" "$KEMPNER_STAGED/image.sif" "${@:i+1}"

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kempner import private
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, Sidecar
@@ -39,11 +40,12 @@ class WrongCopy(OSError):
 
 
 def staged(directory: str | Path) -> Path:
-    """The copy of a data set on this host's disk if there is one, else the data set itself."""
+    """The copy of a data set on this host's disk if there is one, which nobody else can change,
+    else the data set itself."""
     path = Path(directory).expanduser()
     if root := os.environ.get("KEMPNER_STAGED"):
         copy = _copy_of(path, Path(root))
-        if (copy / SIDECAR).is_file():
+        if (copy / SIDECAR).is_file() and not private.why_not(Path(root)):
             return copy
     return path
 
@@ -60,7 +62,9 @@ def _copy_of(path: Path, root: Path) -> Path:
 
 
 def claim(root: Path) -> None:
-    """Make the directory of this job. Raises ConfigError when something else is there, OSError."""
+    """Make the directory of this job. Raises ConfigError when something else is there, OSError when
+    it cannot be made, or others could change what is in it."""
+    private.make(root)
     if kind_of(root) is not Kind.STAGE:
         refuse_others(root, "the directory of this job", (), "give another KEMPNER_STAGE")
         mark(root, Kind.STAGE)
@@ -71,7 +75,8 @@ def stage(path: Path, root: Path) -> str:
     copy, began = _copy_of(path, root), time.monotonic()
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
     total = sum(sizes.values())
-    if (copy / SIDECAR).is_file() and all(_size(copy / name) == sizes[name] for name in sizes):
+    whole = (copy / SIDECAR).is_file() and all(_size(copy / n) == sizes[n] for n in sizes)
+    if whole and not private.why_not(root):
         return f"{path}: its copy in {copy} is kept"
     Sidecar.load(path / SIDECAR)  # complete, and of a format that can be read
     claim(root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from kempner import peers
 from kempner.lowcomm import beat
 
 CONNECT_S = 5.0
@@ -104,11 +106,11 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
     """Over the first address of the judge that answers."""
     deadline, problem = time.monotonic() + timeout, "no such file"
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError):
             found = json.loads(note.read_text())
             for address in found["addresses"]:
                 try:
-                    peer = socket.create_connection((address, found["beats"]), CONNECT_S)
+                    peer = peers.connect(address, found["beats"], found["key"], CONNECT_S)
                     return address, found, peer
                 except OSError as error:
                     problem = f"{address}: {error}"
@@ -117,6 +119,11 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
         f"the store of the replicas, {note}, was not reached within {timeout:.0f} s: {problem}; "
         "does the batch host live, and is the network to it up?"
     )
+
+
+def is_name(word: str) -> bool:
+    """Whether this is what new_name() makes."""
+    return re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", word) is not None
 
 
 def slot_of(name: str) -> int:

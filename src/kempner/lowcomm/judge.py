@@ -9,6 +9,9 @@ replica that was stopped, or whose host or cable is gone: after `--silence` seco
 merely busy is neither. One judge, because replicas that judge each other can disagree; and where it
 runs is where the job's script runs, whose end is the job's end in any case.
 
+Its note has mode 600 and a key: whoever does not have that is dropped (kempner.peers). torch's
+store beside it cannot ask who is there.
+
 The judge never takes its word back. A replica that wakes up finds its connection closed, and
 leaves: it is to be started again.
 """
@@ -28,15 +31,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kempner import process_group
+from kempner import peers, process_group
 from kempner.config.command_line import argument_parser
 from kempner.files import LineFile, write_atomic
 from kempner.front_door import run_program
 from kempner.lowcomm.beat import BEAT_S
-from kempner.lowcomm.door import GONE, HERE, slot_of
+from kempner.lowcomm.door import GONE, HERE, is_name, slot_of
 
 SILENCE_S = 3.0
 SIOCGIFADDR = 0x8915
+LONGEST = 1 << 16  # bytes of a line
 
 
 class Judge:
@@ -63,11 +67,12 @@ class Judge:
         self._begun: dict[socket.socket, bytes] = {}  # a line that has not come whole
         self._gone: set[str] = set()
         self._weights: dict[int, str] = {}  # after each round, as the first replica has told them
-        self._entrance = socket.create_server(("", 0), backlog=1024)
+        key = peers.new_key()
+        self._entrance = peers.Entrance(peers.listen(), key)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._entrance, selectors.EVENT_READ)
-        ports = {"store": self.store.port, "beats": self._entrance.getsockname()[1]}
-        self.note = json.dumps({"addresses": list(addresses), **ports})
+        ports = {"store": self.store.port, "beats": self._entrance.port}
+        self.note = json.dumps({"addresses": list(addresses), **ports, "key": key})
         self.store.set(GONE, "")
         self.store.set(HERE, "")
 
@@ -89,10 +94,10 @@ class Judge:
                     self._lose(peer, f"silent for {awake - last:.1f} s")
 
     def _admit(self) -> None:
-        peer, _ = self._entrance.accept()
-        peer.setblocking(False)
-        self._selector.register(peer, selectors.EVENT_READ)
-        self._heard[peer], self._begun[peer] = time.monotonic(), b""
+        for peer in self._entrance.take():
+            peer.setblocking(False)
+            self._selector.register(peer, selectors.EVENT_READ)
+            self._heard[peer], self._begun[peer] = time.monotonic(), b""
 
     def _hear(self, peer: socket.socket) -> None:
         try:
@@ -102,14 +107,20 @@ class Judge:
         if not said:
             return self._lose(peer, "its process ended")
         self._heard[peer] = time.monotonic()
-        *lines, self._begun[peer] = (self._begun[peer] + said).split(b"\n")
-        for word in map(bytes.decode, lines):
+        *lines, begun = (self._begun[peer] + said).split(b"\n")
+        self._begun[peer] = begun[:LONGEST]
+        for line in lines:
+            word = line.decode(errors="replace")
             if word == "bye":
                 return self._lose(peer, "left")
             if word.startswith("{"):
-                self._note_round(json.loads(word))
-            elif word != "." and peer not in self._names:
+                # All replicas need the judge: what it does not understand must not end it.
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                    self._note_round(json.loads(word))
+            elif is_name(word) and peer not in self._names:
                 self._greet(peer, word)
+                if peer not in self._heard:
+                    return None
         return None
 
     def _greet(self, peer: socket.socket, name: str) -> None:
@@ -197,7 +208,7 @@ def main(argv: list[str]) -> None:
         given.log,
         on=lambda event: note.with_name(f"{note.name}.{event}").touch(),
     )
-    write_atomic(note, judge.note)
+    write_atomic(note, judge.note, 0o600)
     judge.serve(lambda: os.getppid() == parent)  # nothing is left on the node when the script ends
 
 

@@ -3,17 +3,16 @@
     python -m kempner.preflight --nodes node1,node2 --tasks 4 --gpus 4 --device auto \\
         --dir RUN --json FILE --meet DIR
 
-Writes its port to DIR/port, for the tasks (kempner.preflight.task) that srun then starts; DIR/ended
-appears when srun has ended. Queries the tasks (kempner.preflight.channel), prints a table and
-writes the same as JSON. Exit code 0: no faults; 1: faults, with the faulty nodes in "bad" of the
-JSON; 2: bad input.
+Writes its port and the directory to DIR/port, for the tasks (kempner.preflight.task) that srun then
+starts; DIR/ended appears when srun has ended. Queries the tasks (kempner.preflight.channel), prints
+a table and writes the same as JSON. Exit code 0: no faults; 1: faults, with the faulty nodes in
+"bad" of the JSON; 2: bad input; 3: preflight itself has failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import sys
 import time
 from importlib.util import find_spec
@@ -29,13 +28,15 @@ if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody
     sys.exit(complain("preflight", [f"{sys.executable} lacks torch: {fix}"]))
 
 from kempner.preflight.allreduce import MEASURE_S, connect_limit
-from kempner.preflight.channel import Answer, Driver
+from kempner.preflight.channel import TOKEN, Answer, Driver
 from kempner.preflight.verdict import NodeResult, Report, blame_late, compare, slow_nodes
+from kempner.process_group import allow_open_files
 
 CHECK_IN_S = 120.0  # for half of the tasks to start and to import torch,
 NODE_S = 0.5  # more for each node: a file system that has nothing cached serves them in turn,
 LONGEST_S = 900.0
 STRAGGLERS_S = 30.0  # and then for the other half, or twice as long as the first one took
+NOTHING_PROVED = 3  # the exit code: preflight itself has failed
 
 
 def main(argv: list[str]) -> int:
@@ -52,9 +53,18 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--meet", type=Path, required=True, help="directory for the port file")
     options = parser.parse_args(argv)
+    try:
+        return prove(options)
+    except OSError as error:  # a full disk is no fault of a node, nor bad input
+        complain("preflight", [f"{error.filename or options.json}: {error.strerror}: make room"])
+        return NOTHING_PROVED
+
+
+def prove(options: argparse.Namespace) -> int:
     began = time.monotonic()
+    allow_open_files()  # a connection for each task
     driver = Driver()
-    write_atomic(options.meet / "port", f"{driver.port}\n")
+    write_atomic(options.meet / "port", f"{driver.port} {options.dir.absolute()}\n")
     nodes = check_in(driver, options.meet / "ended", options.nodes.split(","), options.tasks)
     failed = (options.meet / "ended").exists()  # later it is there in any case
     report = Report(nodes)
@@ -120,17 +130,17 @@ def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
 
 
 def check_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> None:
-    """The first node writes a token that all others must see."""
-    token = {"path": str(folder / ".preflight"), "text": secrets.token_hex(8)}
+    """The first node writes a token that all others must see. They know directory and token from
+    the batch script."""
     here = [node for node in nodes if node.answered]
     for what, group in (("write", here[:1]), ("read", here)):
-        keys = driver.ask([node.first for node in group], {"what": what, **token})
+        keys = driver.ask([node.first for node in group], {"what": what})
         answers = driver.answers(keys, time.monotonic() + 15.0)
         for node in group:
             error = answers.get(node.first, {"error": f"{folder}: no answer within 15 s"})
             if "error" in error and not node.faults:
                 node.faults.append(f"run directory: {error['error']}")
-    Path(token["path"]).unlink(missing_ok=True)
+    (folder / TOKEN).unlink(missing_ok=True)
 
 
 def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float) -> Report:
@@ -195,7 +205,7 @@ def measure_groups(
     limit = MEASURE_S + max(connect_limit(len(ranks), kind) for ranks in groups)
     for number, ranks in enumerate(groups):
         question = {"what": "measure", "name": f"{name}-{number}", "ranks": ranks, "kind": kind}
-        keys |= driver.ask(ranks, question)
+        keys |= driver.ask(ranks, question | {"store_port": driver.store.port})
     answers = driver.answers(keys, time.monotonic() + limit + 3.0)
     figures = []
     for ranks in groups:

@@ -30,7 +30,7 @@ from kempner.gpu.findings import at_rest
 from kempner.gpu.reading import MEMORY, NoAnswer, Reader, given_names, of_this_job, open_reader
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
-from kempner.preflight.channel import Task
+from kempner.preflight.channel import TOKEN, Task, token
 from kempner.process_group import World, discover, gpu_on_the_bus
 
 SYS = Path(os.environ.get("KEMPNER_SYS", "/sys"))
@@ -58,11 +58,11 @@ def main() -> int:
         elif what == "time":
             answer = {"time": time.time()}
         elif what == "write":
-            answer = write_token(**question)
+            answer = write_token(directory(), token())
         elif what == "read":
-            answer = read_token(**question)
+            answer = read_token(directory(), token())
         else:
-            answer = measure(f"{address}:{port}", world, **question)
+            answer = measure(address, world, **question)
         task.answer(answer)
 
 
@@ -78,12 +78,18 @@ def driver_has_ended(address: str, port: int) -> bool:
     return False
 
 
-def measure(server: str, world: World, name: str, ranks: list[int], kind: str) -> dict[str, Any]:
+def directory() -> Path:
+    """That must be shared and writable: from the batch script, never from the network."""
+    return Path(os.environ["KEMPNER_PREFLIGHT_DIR"])
+
+
+def measure(
+    address: str, world: World, name: str, ranks: list[int], kind: str, store_port: int
+) -> dict[str, Any]:
     """All-reduce with the other `ranks`; `name` keeps this group's keys in the store apart."""
-    address, _, port = server.rpartition(":")
 
     def run(connected: Callable[[], None]) -> dict[str, Any]:
-        store = dist.PrefixStore(name, dist.TCPStore(address, int(port)))
+        store = dist.PrefixStore(name, dist.TCPStore(address, store_port))
         return measure_allreduce(store, ranks, world.rank, world.local_rank, kind, log, connected)
 
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
@@ -195,19 +201,19 @@ def active_ports() -> list[str]:
     return ports
 
 
-def write_token(path: str, text: str) -> dict[str, Any]:
+def write_token(folder: Path, text: str) -> dict[str, Any]:
     """Write a token for the other nodes to see."""
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TOKEN).write_text(text)
     except OSError as error:
         return {"error": str(error)}
     return {}
 
 
-def read_token(path: str, text: str) -> dict[str, Any]:
+def read_token(folder: Path, text: str) -> dict[str, Any]:
     """Can this node see the first node's token, and write beside it?"""
-    file = Path(path)
+    file = folder / TOKEN
     for _ in range(50):  # NFS may take seconds to show a new file
         try:
             os.listdir(file.parent)

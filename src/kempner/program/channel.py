@@ -7,8 +7,10 @@ import json
 import socket
 from typing import Any
 
+from kempner import peers
+
 Message = dict[str, Any]
-LONGEST = 1 << 20  # bytes of a message; more is a stranger's
+LONGEST = 1 << 20  # bytes of a message; more is none of ours
 SEND_S = 10.0
 
 
@@ -23,8 +25,8 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, port: int, seconds: float) -> Channel:
-        """Raises OSError."""
-        return cls(socket.create_connection((address, port), timeout=seconds))
+        """To an Entrance of this job. Raises OSError, ConfigError without the job's key."""
+        return cls(peers.connect(address, port, peers.job_key(), seconds))
 
     def send(self, **message: Any) -> None:
         try:
@@ -54,15 +56,6 @@ class Channel:
 
     def close(self) -> None:
         self.socket.close()
-
-
-def serve() -> socket.socket:
-    """A socket that listens on a free port of all of this host's addresses."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
-        )
-    return socket.create_server(("", 0), backlog=4096)
 
 
 def reserve_port() -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import shutil
@@ -35,14 +36,18 @@ class Place:
     stop        there when the program is asked to leave
     asks        there when the program looks for `stop`: it needs no signal then
     end         when the job ends, unix seconds
+    held        locked for as long as this process lives
     """
 
     def __init__(self, rank: int) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"kempner-rank{rank}-"))
+        self._held = open(self.path / "held", "w")  # noqa: SIM115
+        fcntl.flock(self._held, fcntl.LOCK_EX)  # see rendezvous.forget_copy
         self.heartbeat, self.stop = self.path / "heartbeat", self.path / "stop"
         self.asks, self.end = self.path / "asks", self.path / "end"
 
     def remove(self) -> None:
+        self._held.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def beat(self) -> tuple[float | None, int | None]:

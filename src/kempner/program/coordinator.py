@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import sys
 import time
 from typing import Any
 
 from kempner import slurm
 from kempner.config.option import ConfigError
+from kempner.peers import Entrance
 from kempner.program.book import Book
 from kempner.program.channel import Channel, Message, reserve_port
 from kempner.program.deadline import Deadline, last_warning
@@ -55,8 +55,8 @@ def say(text: str) -> None:
 class Coordinator:
     """Runs in a thread of rank 0's process. `code` is what every rank exits with."""
 
-    def __init__(self, options: Options, size: int, server: socket.socket, address: str) -> None:
-        self.options, self.size, self.server, self.address = options, size, server, address
+    def __init__(self, options: Options, size: int, entrance: Entrance, address: str) -> None:
+        self.options, self.size, self.entrance, self.address = options, size, entrance, address
         self.code = 1
         self._peers: dict[int, Channel] = {}
         self._new: list[Channel] = []
@@ -133,30 +133,32 @@ class Coordinator:
         channels = [c for c in (*self._peers.values(), *self._new) if c.open]
         ready = select.poll()
         of = {c.socket.fileno(): c for c in channels}
-        for fd in (*of, self.server.fileno()):
+        for fd in (*of, self.entrance.fileno()):
             ready.register(fd, select.POLLIN)
         for fd, _ in ready.poll(seconds * 1000):
-            if fd == self.server.fileno():
-                self._new.append(Channel(self.server.accept()[0]))
+            if fd == self.entrance.fileno():
+                self._new += map(Channel, self.entrance.take())
             else:
                 self._hear(of[fd])
 
     def _hear(self, channel: Channel) -> None:
         rank = next((r for r, c in self._peers.items() if c is channel), None)
         for message in channel.receive():
-            if rank is None:
-                rank = self._meet(channel, message)
-            else:
-                self._answer(rank, message)
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # not understood
+                if rank is None:
+                    rank = self._meet(channel, message)
+                else:
+                    self._answer(rank, message)
         if not channel.open and rank is None:
             self._new = [c for c in self._new if c is not channel]
         elif not channel.open and rank is not None and rank not in self._endings:
             self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
 
     def _meet(self, channel: Channel, message: Message) -> int | None:
-        rank, name = message.get("rank"), message.get("attempt_id")
-        if not isinstance(rank, int) or name != os.environ.get("KEMPNER_ATTEMPT_ID"):
-            channel.open = False  # a stranger
+        rank, name = int(message.get("rank", -1)), message.get("attempt_id")
+        ours = name == os.environ.get("KEMPNER_ATTEMPT_ID")
+        if not ours or rank not in range(self.size) or rank in self._peers:
+            channel.open = False  # of another attempt
             return None
         self._new = [c for c in self._new if c is not channel]
         self._peers[rank], self._hosts[rank] = channel, str(message.get("host"))

@@ -3,15 +3,16 @@ processes of this machine; rank 0's process also has the coordinator. No torch."
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
 
-from kempner import rendezvous
+from kempner import peers, rendezvous
 from kempner.process_group import World, allow_open_files, discover
-from kempner.program.channel import Channel, serve
+from kempner.program.channel import Channel
 from kempner.program.coordinator import START_S, Coordinator
 from kempner.program.options import Options
 from kempner.program.supervisor import KINDS, Signals, Supervisor
@@ -28,7 +29,8 @@ def supervise(options: Options) -> int:
 def supervise_here(options: Options, ranks: int) -> int:
     """All ranks on this machine, without Slurm; signals go to each rank's process."""
     os.environ.setdefault("KEMPNER_ATTEMPT_ID", f"{host_name()}.0.{os.getpid()}")
-    server = serve()
+    os.environ.setdefault(peers.VARIABLE, peers.new_key())
+    server = peers.listen("127.0.0.1")
     if ranks == 1:
         return _rank(options, World(0, 0, 1, "single"), server)
     signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)
@@ -54,19 +56,19 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
         address = ("127.0.0.1", server.getsockname()[1]) if server is not None else None
         code = supervisor.main(_join(options, world, address))
         if not here and world.local_rank == 0:
-            rendezvous.copy_of(options.run_dir).unlink(missing_ok=True)
+            rendezvous.forget_copy(options.run_dir)
         return code
     allow_open_files()  # a connection for each rank, here and in torch's store
-    server = server or serve()
-    port = server.getsockname()[1]
-    coordinator = Coordinator(options, world.size, server, "127.0.0.1" if here else own_address())
+    entrance = peers.Entrance(server or peers.listen(), peers.job_key())
+    port, host = entrance.port, "127.0.0.1" if here else own_address()
+    coordinator = Coordinator(options, world.size, entrance, host)
     thread = threading.Thread(target=coordinator.run, name="coordinator")
     thread.start()
     if not here and world.size > 1:
         rendezvous.publish(options.run_dir, port)
     code = supervisor.main(_join(options, world, ("127.0.0.1", port)))
     thread.join(10.0)
-    rendezvous.copy_of(options.run_dir).unlink(missing_ok=True)
+    rendezvous.forget_copy(options.run_dir)
     return code
 
 
@@ -80,7 +82,8 @@ def _join(options: Options, world: World, known: tuple[str, int] | None) -> Chan
         except OSError:
             if tries == JOIN_TRIES - 1:
                 raise
-            copy.unlink(missing_ok=True)  # it may be another cluster's
+            with contextlib.suppress(OSError):  # it may be another cluster's
+                copy.unlink(missing_ok=True)
             time.sleep(1.0)
         else:
             break

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
 from kempner.config.toml import loads
+from kempner.front_door import ANSWER
 from kempner.rl.config import DeploymentConfig, InferenceConfig
 
 
@@ -125,6 +126,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print("\n".join(f"kempner: error: {text}" for text in error.problems), file=sys.stderr)
         return 2
+    print(ANSWER)
     print(*placement)
     print(inference.tp, inference.slots, inference.restarts, values["train"]["max_steps"])
     print(inference.engine)
@@ -133,6 +135,7 @@ def main(argv: Sequence[str]) -> int:
     print("--")
     same = ["--deterministic"] if values["train"]["deterministic"] else []
     print("\n".join([*(same if inference.engine == "kit" else []), *inference.args]))
+    print(ANSWER)
     return 0
 
 

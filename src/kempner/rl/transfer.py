@@ -12,9 +12,9 @@ two of them connect, and a broken NCCL communicator can; a trainer must outlive 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import math
+import select
 import shutil
 import socket
 import threading
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner import slurm
+from kempner import peers, slurm
 from kempner.checkpoint.layout import (
     Box,
     Table,
@@ -40,6 +40,7 @@ from kempner.checkpoint.layout import (
 )
 from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.writer import local
+from kempner.files import write_atomic
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
 from kempner.rl.exchange import Exchange
@@ -128,12 +129,12 @@ def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
     if found != {name: p.shape for name, p in targets.items()}:
         raise Gone("its tensors are not those of the model here")
     begun = threading.Event()
-    asked = json.dumps({"token": token, "version": manifest["version"]}).encode()
+    asked = json.dumps({"version": manifest["version"]}).encode()
 
     def read_from(rank: int) -> None:
         pieces = parts_of(table, rank)
         host, _, port = manifest["senders"][rank].rpartition(":")
-        with socket.create_connection((host, int(port)), TIMEOUT_S) as link:
+        with peers.connect(host, int(port), token, TIMEOUT_S) as link:
             link.sendall(asked + b"\n")
             if link.recv(1) != YES:
                 raise ConnectionRefusedError("it is not offered")
@@ -223,10 +224,11 @@ class DirectPublisher:
 
 
 def _token(exchange: Exchange) -> str:
-    try:
-        return exchange.token.read_text().strip()
-    except FileNotFoundError:
-        return ""
+    """That of the attempt; where rl.sh has made none, a new one in its place."""
+    if not (exchange.token.exists() and exchange.token.read_text().strip()):
+        exchange.root.mkdir(parents=True, exist_ok=True)
+        write_atomic(exchange.token, peers.new_key() + "\n", 0o600)
+    return exchange.token.read_text().strip()
 
 
 def pack(
@@ -251,12 +253,10 @@ class Offer:
     """What one rank sends of one version to whoever asks, until it is withdrawn."""
 
     def __init__(self, token: str) -> None:
-        host = slurm.own_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family)
-        self.address = f"{host}:{self._server.getsockname()[1]}"
+        self._entrance = peers.Entrance(peers.listen(), token)
+        self.address = f"{slurm.own_address()}:{self._entrance.port}"
         self.version: int | None = None
-        self._token, self._parts = token, list[Tensor]()
+        self._parts = list[Tensor]()
         self._sending, self._changed = 0, threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -272,16 +272,17 @@ class Offer:
             self._parts = []
 
     def _listen(self) -> None:
+        arrivals = select.poll()
+        arrivals.register(self._entrance, select.POLLIN)
         while True:
-            link, _ = self._server.accept()
-            link.settimeout(TIMEOUT_S)
-            threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+            arrivals.poll()
+            for link in self._entrance.take():
+                link.settimeout(TIMEOUT_S)
+                threading.Thread(target=self._answer, args=(link,), daemon=True).start()
 
     def _answer(self, link: socket.socket) -> None:
-        with link, contextlib.suppress(OSError, ValueError, KeyError):
+        with link, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             asked = json.loads(link.makefile("rb").readline(MOST_ASKED))
-            if not hmac.compare_digest(str(asked["token"]).encode(), self._token.encode()):
-                return
             with self._changed:
                 if self.version is None or asked["version"] != self.version:
                     return

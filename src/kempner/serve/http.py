@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
 from typing import Any
+from urllib.parse import urlsplit
 
 from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read
 from kempner.serve.weights import Refused
@@ -23,6 +24,8 @@ from kempner.serve.worker import Job, News, Unavailable, Worker
 MOST_BYTES = 64 << 20  # of a request
 LOOK_S = 0.5  # between two looks whether a client is still there
 SILENT_S = 60.0  # a client that neither sends nor takes anything for so long is gone
+MOST_STRANGERS = 256  # connections that have not been allowed anything; of more, the oldest ends
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
 
 
@@ -43,6 +46,7 @@ class Server(ThreadingHTTPServer):
         if ":" in host:
             self.address_family = socket.AF_INET6
         self.model, self.token, self.began = model, token, int(time.time())
+        self.names = (*LOOPBACK, host)  # those of this server, for whoever has no token
         self.active = 0  # requests that are being answered
         self.heads: dict[Handler, float] = {}  # whose line and headers are not there yet; since
         self.lock = threading.Lock()
@@ -67,6 +71,17 @@ class Server(ThreadingHTTPServer):
                 with contextlib.suppress(OSError):
                     handler.connection.shutdown(socket.SHUT_RDWR)
 
+    def make_room(self) -> None:
+        """Strangers may not take all threads and descriptors."""
+        strangers = {
+            handler: since for handler, since in [*self.heads.items()] if not handler.known
+        }
+        if len(strangers) > MOST_STRANGERS:
+            with contextlib.suppress(OSError):
+                min(strangers, key=lambda each: strangers[each]).connection.shutdown(
+                    socket.SHUT_RDWR
+                )
+
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         with self.lock:
@@ -88,9 +103,11 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = SILENT_S
     disable_nagle_algorithm = True  # a token is sent when it is there
+    known = False  # a request on this connection was allowed
 
     def handle_one_request(self) -> None:
         self.server.heads[self] = time.monotonic()
+        self.server.make_room()
         try:
             super().handle_one_request()
         finally:
@@ -132,6 +149,24 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # what it has sent is not read
             self._say(401, error(401, "give the token of this engine: Authorization: Bearer TOKEN"))
             raise ClientGone
+        if not self.server.token and not self._is_direct():
+            self.close_connection = True
+            self._say(
+                403, error(403, "for clients of this machine; others need a token: docs/serve.md")
+            )
+            raise ClientGone
+        self.known = True
+
+    def _is_direct(self) -> bool:
+        """Not sent by a web page of somebody else in a browser of this machine: that has a foreign
+        Origin or, where its name leads here, a foreign Host."""
+        given = [
+            f"//{self.headers.get('Host', 'localhost')}",
+            self.headers.get("Origin", "//localhost"),
+        ]
+        with contextlib.suppress(ValueError):
+            return all(urlsplit(url).hostname in self.server.names for url in given)
+        return False
 
     def _body(self) -> bytes:
         if self.command == "GET":

@@ -79,6 +79,9 @@ class _Reader:
                 self.wrong(f"{key} = {shown(self.table.pop(key))}: has the wrong type")
         get = self.table.get
         name = get("name", self.file.stem)
+        # It is a directory, a part of a job's name, of which squeue takes a list, and of a pattern.
+        if name in ("", ".", "..") or {*"/,%\\"}.intersection(name):
+            self.wrong(f"name = {shown(name)}: is no name of a sweep: leave / , % and \\ out")
         for key in ("max_running", "tries"):
             if get(key, 1) < 1:
                 self.wrong(f"{key} = {get(key)}: must be at least 1, or left out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,10 @@ from kempner.sweep.resources import profile_environment
 DELAYS_S = (1, 2, 4, 8, 16, 32)  # before sbatch is tried again
 # In the words of an sbatch that has sent nothing; after any others Slurm may have the job.
 NO_CLUSTER = "Could not establish a configuration source"
-NOT_SENT = (NO_CLUSTER, "(connect failure)", "Connection refused")
+POLICY = "violates accounting/QOS policy"  # of limits: the same request is refused again
+FINAL = (NO_CLUSTER, POLICY)
+NOT_SENT = (*FINAL, "(connect failure)", "Connection refused")
+MAX_SUBMIT = "MaxSubmitJob"  # in the name of the limit that sbatch gives, of a user, account or QOS
 MAX_ARRAY_SIZE = 1001  # Slurm's default
 
 
@@ -159,8 +163,37 @@ def write_points(folder: Path, points: Sequence[Point]) -> dict[str, Path]:
 def submit(
     sweep: Sweep, array: Array, journal: Journal, env: Mapping[str, str],
     say: Callable[[str], None],
-) -> bool:  # fmt: skip
-    """One array: sbatch, again where it fails for a while; whether it was submitted."""
+) -> list[Array]:  # fmt: skip
+    """One array: sbatch, again where it fails for a while. Returns what Slurm has taken: the array,
+    or the parts of it that the limit of jobs in the queue left room for; the rest stays planned."""
+    taken: list[Array] = []
+    points, tasks, full = array.points, array.tasks, False
+    while points and tasks:
+        part = replace(array, points=points[: tasks * array.pack])
+        job, full = _send(sweep, part, journal, env, say)
+        if job:
+            taken.append(replace(part, job=job))
+            points = points[len(part.points) :]
+            if array.running and points:  # each part would run so many at once
+                break
+        elif full:
+            tasks = part.tasks // 2
+        else:
+            break
+    if full or (taken and points):
+        say(
+            f"{len(points)} of {len(array.points)} point(s) stay planned: Slurm takes no more jobs "
+            "of yours at a time (MaxSubmitJobs); submit again when some have ended"
+        )
+    return taken
+
+
+def _send(
+    sweep: Sweep, array: Array, journal: Journal, env: Mapping[str, str],
+    say: Callable[[str], None],
+) -> tuple[str, bool]:  # fmt: skip
+    """sbatch for one array: its job, "" where Slurm has not taken it; and whether that was because
+    of how many jobs its user may have in the queue."""
     configs = write_points(journal.folder, array.points)
     for name in ("arrays", "logs"):
         (journal.folder / name).mkdir(exist_ok=True)
@@ -173,7 +206,7 @@ def submit(
         *array.words, *array.program, f"@{lines}",
     ]  # fmt: skip
     job: str | None = ""
-    maybe = False  # the answer may be lost, and not the job: no second try without Slurm's word
+    maybe = full = False  # maybe: the answer may be lost, and not the job: Slurm is asked first
     for delay in (0, *DELAYS_S):
         time.sleep(delay)
         job = find(journal, submission) if maybe else ""
@@ -183,17 +216,26 @@ def submit(
             say("Slurm does not answer")
             continue
         done = subprocess.run(command, env=dict(env), capture_output=True, text=True)
-        job = done.stdout.strip().partition(";")[0]  # JOB, or JOB;CLUSTER
-        if done.returncode == 0:
+        if job := job_in(done.stdout) if done.returncode == 0 else "":
+            break
+        full = done.returncode != 0 and MAX_SUBMIT in done.stderr
+        if full:
             break
         say(f"sbatch failed: {done.stderr.strip() or done.returncode}")
         maybe = not any(word in done.stderr for word in NOT_SENT)
-        if NO_CLUSTER in done.stderr:
+        if any(word in done.stderr for word in FINAL):
             break
     else:
         job = find(journal, submission) if maybe else ""
     record(journal, submission, job)
-    return bool(job)
+    return job or "", full
+
+
+def job_in(text: str) -> str:
+    """The job in what `sbatch --parsable` has printed, JOB or JOB;CLUSTER, "" where there is none:
+    a site's sbatch may say more."""
+    found = re.findall(r"^(\d+)(?:;.*)?$", text, re.M)
+    return found[-1] if found else ""
 
 
 def find(journal: Journal, submission: Submission) -> str | None:

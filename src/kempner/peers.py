@@ -1,0 +1,217 @@
+"""Who may talk to us: a socket that listens beyond the loopback is reached by every user of the
+network, so each side of a connection proves first that it has the key of this job. No torch.
+
+The key is 128 random bits: in KEMPNER_PEER_KEY, which the batch script makes anew at each start and
+which only processes of this user can read, or in a file of mode 600. It never travels: the server
+sends 16 random bytes, the client 16 of its own and HMAC-SHA256(key, "client" + both), the server
+HMAC-SHA256(key, "server" + both). What follows is plain TCP: this keeps other users out, not
+somebody who can change packets on the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from kempner.config.option import ConfigError
+
+VARIABLE = "KEMPNER_PEER_KEY"
+MAGIC = b"kempner1"
+NONCE, PROOF = 16, 32  # bytes
+HELLO_S = 20.0  # for a peer to prove itself
+MOST = 4096  # peers that have not proved themselves yet; of more, the oldest is dropped
+TICK_S = 1.0
+
+
+def new_key() -> str:
+    """128 random bits, as text."""
+    return secrets.token_hex(16)
+
+
+def job_key() -> str:
+    """That of this start of the job. Raises ConfigError."""
+    if len(key := os.environ.get(VARIABLE, "")) < 32:
+        raise ConfigError(
+            f"{VARIABLE} is not set, so the processes of this job cannot prove who they are: start "
+            f"them by the scripts in scripts/slurm, or export {VARIABLE}=$(openssl rand -hex 16) "
+            "before srun"
+        )
+    return key
+
+
+def listen(host: str = "") -> socket.socket:
+    """A socket that listens on a free port; without `host` on all of this machine's addresses."""
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=4096)
+
+
+def _proof(key: str, side: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key.encode(), side + nonces, "sha256")
+
+
+class Entrance:
+    """Lets in whoever has the key, in a thread of its own: nobody keeps it, or its owner, waiting.
+    What says anything else, too little or nothing is dropped. It owns the socket that listens."""
+
+    def __init__(self, server: socket.socket, key: str) -> None:
+        self.port = int(server.getsockname()[1])
+        self._server, self._key, self._open = server, key, True
+        self._guests: dict[socket.socket, _Guest] = {}  # the oldest first
+        self._let_in: deque[socket.socket] = deque()
+        self._here, self._bell = socket.socketpair()
+        self._here.setblocking(False)
+        self._bell.setblocking(False)
+        self._end, self._close = socket.socketpair()
+        server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._selector.register(self._end, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="entrance")
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """For poll() and selectors: can be read when take() has somebody."""
+        return self._here.fileno()
+
+    def take(self) -> list[socket.socket]:
+        """Those let in since the last call: connections that block."""
+        with contextlib.suppress(BlockingIOError):
+            while self._here.recv(4096):
+                pass
+        found = []
+        while self._let_in:
+            found.append(self._let_in.popleft())
+        return found
+
+    def close(self) -> None:
+        """Nobody is let in any more; those who were stay."""
+        self._open = False
+        self._close.close()
+        self._thread.join(2 * TICK_S)
+        own = (self._server, self._here, self._bell, self._end)
+        for each in (*own, *self._guests, *self._let_in):
+            each.close()
+
+    def __enter__(self) -> Entrance:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        while self._open:
+            for ready, _ in self._selector.select(TICK_S):
+                if ready.fileobj is self._server:
+                    self._admit()
+                elif isinstance(ready.fileobj, socket.socket):
+                    self._hear(ready.fileobj)
+            now = time.monotonic()
+            for guest in [g for g in self._guests.values() if now > g.since + HELLO_S]:
+                self._drop(guest.peer)
+
+    def _admit(self) -> None:
+        try:
+            peer = self._server.accept()[0]
+        except OSError:  # it is gone again; or there are no descriptors left
+            if not self._drop_oldest():
+                time.sleep(0.05)
+            return
+        try:
+            peer.setblocking(False)
+            guest = _Guest(peer)
+            peer.send(MAGIC + guest.nonce)
+            self._selector.register(peer, selectors.EVENT_READ)
+        except OSError:
+            peer.close()
+            return
+        self._guests[peer] = guest
+        if len(self._guests) > MOST:
+            self._drop_oldest()
+
+    def _hear(self, peer: socket.socket) -> None:
+        if (guest := self._guests.get(peer)) is None:
+            return
+        try:
+            said = peer.recv(NONCE + PROOF - len(guest.said))
+            guest.said += said
+            if said and len(guest.said) < NONCE + PROOF:
+                return
+            theirs, proof = guest.said[:NONCE], guest.said[NONCE:]
+            nonces = guest.nonce + theirs
+            if not hmac.compare_digest(proof, _proof(self._key, b"client", nonces)):
+                raise PermissionError
+            peer.send(_proof(self._key, b"server", nonces))
+        except OSError:
+            return self._drop(peer)
+        del self._guests[peer]
+        self._selector.unregister(peer)
+        peer.setblocking(True)
+        self._let_in.append(peer)
+        with contextlib.suppress(BlockingIOError):  # it is full of rings
+            self._bell.send(b"1")
+        return None
+
+    def _drop(self, peer: socket.socket) -> None:
+        del self._guests[peer]
+        self._selector.unregister(peer)
+        peer.close()
+
+    def _drop_oldest(self) -> bool:
+        for peer in self._guests:
+            self._drop(peer)
+            return True
+        return False
+
+
+class _Guest:
+    """Who has not proved itself yet."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.peer, self.since = peer, time.monotonic()
+        self.nonce, self.said = secrets.token_bytes(NONCE), b""
+
+
+def connect(address: str, port: int, key: str, seconds: float) -> socket.socket:
+    """A connection to an Entrance with this key, with `seconds` as its limit for each call. Raises
+    OSError, of which PermissionError says that the other side does not have the key."""
+    peer = socket.create_connection((address, port), timeout=seconds)
+    try:
+        peer.settimeout(min(seconds, HELLO_S))
+        hello = _exactly(peer, len(MAGIC) + NONCE)
+        ours = secrets.token_bytes(NONCE)
+        nonces = hello[len(MAGIC) :] + ours
+        if not hello.startswith(MAGIC):
+            raise PermissionError(f"{address}:{port} is none of ours")
+        peer.sendall(ours + _proof(key, b"client", nonces))
+        if not hmac.compare_digest(_exactly(peer, PROOF), _proof(key, b"server", nonces)):
+            raise PermissionError(f"{address}:{port} does not have the key of this job")
+        peer.settimeout(seconds)
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _exactly(peer: socket.socket, count: int) -> bytes:
+    return b"".join(_parts(peer, count))
+
+
+def _parts(peer: socket.socket, left: int) -> Iterator[bytes]:
+    while left:
+        part = peer.recv(left)
+        if not part:
+            raise PermissionError("the connection was closed: the other side has another key")
+        left -= len(part)
+        yield part

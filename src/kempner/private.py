@@ -1,0 +1,61 @@
+"""A directory in a place that others can write, such as /tmp or a node's /local: whoever makes its
+name first, or may rename it, says what is in it, and so what is run and read from there. No torch.
+
+The same in bash: scripts/slurm/lib/private.sh.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+WHOLE_MAP = ["0", "0", "4294967295"]  # /proc/self/uid_map outside of a container's user namespace
+
+
+def make(path: Path) -> None:
+    """Make the directory, with mode 700, or take the one that is there, if nobody else can change
+    what is in it. Raises OSError, which says what is wrong."""
+    if not path.parent.exists():
+        make(path.parent)
+    if not (wrong := _wrong_above(path.parent)):
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            wrong = why_not(path)
+    if wrong:
+        raise PermissionError(errno.EPERM, wrong, str(path))
+
+
+def why_not(path: Path) -> str:
+    """Why nothing may be run or read from this directory; "" when this user alone can change what
+    is in it."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if stat.S_ISLNK(found.st_mode):
+        return f"{path} is a link"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{path} is no directory"
+    if found.st_uid != os.getuid():
+        return f"{path} belongs to another user"
+    if found.st_mode & WRITABLE:
+        return f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return _wrong_above(path.parent)
+
+
+def _wrong_above(path: Path) -> str:
+    """Who else may rename what is in this directory, or in one above it; "" for nobody."""
+    path, known = Path(os.path.realpath(path)), {0, os.getuid()}
+    if Path("/proc/self/uid_map").read_text().split() != WHOLE_MAP:
+        known.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root may be that here
+    for above in (path, *path.parents):
+        found = above.stat()
+        if found.st_uid not in known:
+            return f"{above} belongs to another user"
+        if found.st_mode & WRITABLE and not found.st_mode & stat.S_ISVTX:
+            return f"{above} may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
