@@ -24,6 +24,8 @@ lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
     job=$(scontrol show job "$job" 2>/dev/null) || true
+    # Typed in a task of an array, sbatch hands on the number of that one.
+    [[ $job == *"JobId=${SLURM_JOB_ID:-0} "* ]] || job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% }/scripts/slurm/singlenode.sh
     [[ $job != *kempner-code=* || ! -e $code ]] || exec bash "$code" "$@"
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LAST_STEP = 0xFFFFFF00  # higher numbers are those of steps with a name
+# Slurm's commands read these as options: with SQUEUE_STATES=PENDING a job that runs is not there.
+OPTIONS = re.compile(r"(SQUEUE|SINFO|SACCT|SCONTROL|SCANCEL)_|SLURM_(TIME_FORMAT|BITSTR_LEN)$")
 _asks: list[bool] = []  # this process has asked stop_requested()
 
 
@@ -56,9 +58,15 @@ def own_address() -> str:
     return socket.gethostname()
 
 
+def plain_environment() -> dict[str, str]:
+    """For a command of Slurm: without the options that the user's shell exports."""
+    return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
+
+
 def _ask(*command: str) -> str | None:
+    env = plain_environment()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -88,16 +96,28 @@ def seconds_to_live(job: str) -> float | None:
     """After a request to leave: seconds until SIGKILL, None when SLURM does not say.
 
     While the job's state is RUNNING the request was the warning, or a preemption, whose grace time
-    Slurm has made the job's new end: KillWait comes after that end. In any other state the job is
-    being ended, and KillWait is all that is left.
+    Slurm has made the job's new end: KillWait comes after that end. Where that end is not known it
+    was the warning, as far as one can tell. In any other state the job is being ended, and KillWait
+    is all that is left.
     """
     fields = job_fields(job)
     if not fields:
         return None
-    end = end_of(fields)
-    if fields.get("JobState") != "RUNNING" or end is None:
+    if fields.get("JobState") != "RUNNING":
         return kill_wait()
+    end, lead = end_of(fields), signal_lead()
+    if end is None:
+        return None if lead is None else lead + kill_wait()
     return end - time.time() + kill_wait()
+
+
+def signal_lead() -> float | None:
+    """Seconds between the warning signal and the end of the job, from the batch script; None where
+    there is none, or it is the user's own."""
+    try:
+        return float(os.environ.get("KEMPNER_SIGNAL_LEAD", ""))
+    except ValueError:
+        return None
 
 
 def short_window(save: float, step: float) -> str | None:
@@ -108,12 +128,9 @@ def short_window(save: float, step: float) -> str | None:
     passes before a request is acted on: the step in flight, the one after it, and one that is
     slower than the median. The size that the warning suggests has 30 s more, for the exit.
     """
-    try:
-        lead = float(os.environ.get("KEMPNER_SIGNAL_LEAD", ""))
-    except ValueError:  # unset: not a batch job, or the user's own script
-        return None
+    lead = signal_lead()
     needed = time_to_leave(save, step)
-    if lead >= needed:
+    if lead is None or lead >= needed:
         return None
     enough = 30 * math.ceil((needed + 30) / 30)
     return (
