@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -70,7 +71,7 @@ class Run:
         self.dir = Path(cfg.run.dir)
         self.step = 0
         self._begun = self._stepped = False
-        self._lock: RunLock | None = None
+        self.lock: RunLock | None = None
         self._trackers: Trackers | None = None
         self._gpus: GpuWatch | None = None
         found = [self._open() if world.rank == 0 else Opened()]
@@ -90,7 +91,7 @@ class Run:
     def _open(self) -> Opened:
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(self.dir)
+            self.lock = RunLock(self.dir, on_lost=self._lost)
             return Opened(count_attempts(self.dir))
         except ConfigError as error:
             return Opened(problems=tuple(error.problems))
@@ -275,12 +276,30 @@ class Run:
             self._gpus.look_once_more()
         self.background.flush(LAST_WORDS_S)
 
+    def _lost(self, reason: str) -> None:
+        """The run is another process's by now, and this one is about to end: nothing more is
+        written here but that. No host is to blame for it."""
+        records = getattr(self, "_records", None)  # it may not have begun yet
+        if records is None:
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+            return
+        self._log.to_stderr(reason)
+        fault = Fault(
+            **records.head(self.step),
+            kind="crash",
+            ranks=(self.world.rank,),
+            hosts=(host_name(),),
+            lost_peer=True,
+            reason=reason,
+        )
+        records.event_now(fault)
+
     def _status(self, state: str, reason: str) -> None:
         self._records.status(state, reason, self.step, self.cfg.train.max_steps)
 
     def _leave(self, seconds: float) -> None:
         if not self.background.flush(seconds):
             self._log.to_stderr(f"{self.dir}: the last lines and records could not be written")
-        elif self._lock is not None:
+        elif self.lock is not None:
             with contextlib.suppress(OSError):
-                self._lock.release()
+                self.lock.release()

@@ -57,6 +57,10 @@ class RunRecords:
     def event(self, event: Event) -> None:
         self._put(lambda: events.append(self._events, event), self._events)
 
+    def event_now(self, event: Event) -> None:
+        """Without what else has to be written first. Raises OSError."""
+        events.append(self._events, event)
+
     def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
         """status.json: the batch script and the history package read it. `step`, `max_steps`:
         None where nobody knows."""

@@ -20,6 +20,10 @@ from dataclasses import dataclass
 LAST_STEP = 0xFFFFFF00  # higher numbers are those of steps with a name
 # Slurm's commands read these as options: with SQUEUE_STATES=PENDING a job that runs is not there.
 OPTIONS = re.compile(r"(SQUEUE|SINFO|SACCT|SCONTROL|SCANCEL)_|SLURM_(TIME_FORMAT|BITSTR_LEN)$")
+NO_NODES = re.compile(  # the states of jobs that hold none
+    "PENDING|COMPLETED|CANCELLED|FAILED|TIMEOUT|PREEMPTED|NODE_FAIL|BOOT_FAIL|DEADLINE|REVOKED"
+    "|OUT_OF_MEMORY|REQUEUED|REQUEUE_HOLD|SPECIAL_EXIT"
+)
 _asks: list[bool] = []  # this process has asked stop_requested()
 
 
@@ -35,6 +39,13 @@ def start_name() -> str:
     """The name of this start: no other step, of this job or of another, has it."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     return ".".join(os.environ.get(name, "0") for name in names)
+
+
+def attempt_name() -> str:
+    """The name of this attempt, fit for a file: the batch script's; without one that of this
+    process, which then has to tell the others."""
+    own = f"{socket.gethostname()}.{os.getpid()}.{int(time.time())}"
+    return re.sub(r"[^\w.-]", "_", os.environ.get("KEMPNER_ATTEMPT_ID") or own)
 
 
 def tasks_per_node(env: Mapping[str, str] = os.environ) -> int | None:
@@ -63,13 +74,17 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
 
 
-def _ask(*command: str) -> str | None:
+def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
     env = plain_environment()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=env)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+
+
+def _ask(*command: str) -> str | None:
+    done = _run(*command)
+    return done.stdout if done is not None and done.returncode == 0 else None
 
 
 def job_fields(job: str) -> dict[str, str]:
@@ -146,12 +161,16 @@ def time_to_leave(save: float, step: float) -> float:
 
 
 def is_running(job: str) -> bool | None:
-    """Does this job hold nodes? None when SLURM does not answer."""
-    states = _ask("squeue", "--noheader", "--jobs", job, "--format", "%T")
-    if states is not None:
-        return any(state not in ("PENDING", "") for state in states.split())
-    # squeue fails for a job that the controller has forgotten, and for a controller that is away.
-    return False if _ask("squeue", "--noheader", "--me") is not None else None
+    """Does this job, one of this user and cluster, hold nodes? False only by Slurm's own words;
+    None when it does not answer, or says nothing of it."""
+    words = ("--noheader", "--states=all", "--jobs", job, "--format", "%T")
+    done = _run("squeue", *words)
+    if done is None:
+        return None
+    if done.returncode:
+        return False if "Invalid job id" in done.stderr else None
+    states = done.stdout.split()
+    return any(not NO_NODES.fullmatch(state) for state in states) if states else None
 
 
 def step_runs(step: str | None) -> bool | None:
