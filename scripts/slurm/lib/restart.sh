@@ -203,9 +203,10 @@ kp_may_restart() { # true when the next attempt begins in this job, at once; see
     [[ -z $KP_LOST$KP_PREFLIGHT$KP_EXCLUDED || -n $KP_REPLACED ]] || return 1
 
     # What fails at once, for want of a file system or of a GPU that Slurm knows, would use up all attempts in seconds.
-    # A requeue waits, and may bring other nodes.
+    # A requeue waits, and may bring other nodes; and it may end what nothing else has (task.sh).
     [[ -n $KP_REPLACED || (-z $KP_CHAIN && $(kp_field Requeue) == 0) ]] && return 0
-    ((KP_NO_PROGRESS < 2)) && ! grep -q '^srun: error: Unable to create step' "$KP_SRUN_LOG" 2>/dev/null
+    ((KP_NO_PROGRESS < 2)) &&
+        ! grep -qE '^srun: error: Unable to create step|: ranks of an earlier attempt do not end' "$KP_SRUN_LOG" 2>/dev/null
 }
 
 kp_again() { # after the decision to restart: the next attempt has a name of its own, and its nodes
