@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -245,6 +247,53 @@ def test_the_script_of_such_a_job_finds_its_own_repository(tmp_path: Path, name:
     words = ["bash", tmp_path / "slurm_script"]
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.stdout == "found\n", done.stderr
+
+
+GONE = "the copy of the code that this job runs is gone: "
+
+
+@pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "replicas.sh", "rl.sh"])
+@pytest.mark.parametrize("by", ["Command", "Comment"])
+def test_other_code_does_not_replace_a_copy_that_is_gone(
+    tmp_path: Path, name: str, by: str
+) -> None:
+    """Neither the checkout as it is today, from where the job was submitted."""
+    copy = f"{tmp_path}/run/code/0123456789ab"
+    told = f"JobId=75 Command={copy}/scripts/slurm/{name}"
+    if by == "Comment":
+        told = f"JobId=75 Command={ROOT}/scripts/slurm/{name}\n   Comment=mine kempner-code={copy}"
+    env = slurm(tmp_path, f"echo '{told}'") | {"SLURM_SUBMIT_DIR": str(ROOT)}
+    (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
+    words = ["bash", tmp_path / "slurm_script", "configs/train/debug.toml"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"{GONE}{copy}: put it back, or submit" in done.stderr, done
+
+
+def test_nor_where_a_script_of_the_users_own_starts_the_run(tmp_path: Path) -> None:
+    done = bash(f"kp_code_is_there ''; kp_code_is_there {tmp_path}; kp_code_is_there {tmp_path}/x")
+    assert done.returncode == 2 and f"{GONE}{tmp_path}/x: put it back" in done.stderr
+
+
+def test_a_copy_of_the_code_is_not_older_than_its_run(tmp_path: Path) -> None:
+    """File systems that are purged by age would take it from under a run of weeks."""
+    root, outside = tmp_path / "checkout", tmp_path / "outside.toml"
+    root.mkdir()
+    for file in (root / "train.py", outside):
+        file.write_text("x = 1\n")
+        os.utime(file, (1e9, 1e9))
+    begun = time.time() - 2
+    script = f"""
+        KP_ROOT={root} KP_JOB="SubmitTime=2020-01-01T00:00:00"
+        kp_code_copy {tmp_path}/run/code {outside} && kp_code_later "$KP_COPY"
+        echo "copy $KP_COPY"
+        touch {root}/train.py {outside}
+        kp_code_later "$KP_COPY"
+    """
+    first, second = bash(script).stdout.split("\n", 1)
+    copy = Path(first.removeprefix("copy "))
+    files = [path for path in copy.rglob("*") if path.is_file()]
+    assert len(files) == 3 and all(path.stat().st_mtime >= begun for path in files)
+    assert f"note: 2 file(s) changed since sbatch ({outside} train.py): " in second
 
 
 def test_the_shell_of_the_user_does_not_answer_for_slurm(tmp_path: Path) -> None:
