@@ -1,7 +1,8 @@
 """The run directory as one rank sees it: its lock, log, console, and records.
 
 config.toml      the configuration of the last start
-status.json      state and step; attempts.jsonl: one line an event (history/events.py)
+status.json      state and step; attempts.jsonl: one line an event (history/events.py), those of
+                 other ranks in attempts/HOST.jsonl
 metrics.jsonl    one line a logged step (recorder.py)
 logs/            attempt-K/rank-R.log; `latest` names the newest attempt
 lock             held by the run while it lives
@@ -85,7 +86,7 @@ class Run:
             raise ConfigError(self._not_writable(error)) from None
         self.background = self._log.background
         self._console = Console(self.background)
-        self._records = RunRecords(self.dir, self.attempt, self.background)
+        self._records = RunRecords(self.dir, self.attempt, self.background, first=world.rank == 0)
         self.hosts = all_hosts(world)
 
     def _open(self) -> Opened:
@@ -292,7 +293,7 @@ class Run:
             lost_peer=True,
             reason=reason,
         )
-        records.event_now(fault)
+        records.last_event(fault)
 
     def _status(self, state: str, reason: str) -> None:
         self._records.status(state, reason, self.step, self.cfg.train.max_steps)

@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kempner.files import read_jsonl
 from kempner.front_door import run_module
-from kempner.history.events import is_time
+from kempner.history.events import is_time, read_records
 from kempner.history.tables import visible
 
 Record = dict[str, Any]
@@ -113,13 +112,14 @@ def main(
     per_node: int = 1,
     nodes: Sequence[str] = (),
 ) -> None:
-    records = read_jsonl(run_dir / "attempts.jsonl")
+    records = read_records(run_dir / "attempts.jsonl")
     decisions = [r for r in records if r.get("event") == "decision"]
     made = [r for r in decisions if r.get("job") in jobs.split(",")]
     ours = [r for r in records if r.get("attempt_id") == attempt_id]
     faults = [record for record in ours if record.get("event") == "fault"]
-    for path in sorted(run_dir.glob("replicas/*/attempts.jsonl")):
-        ours += [r for r in read_jsonl(path) if r.get("attempt_id") == attempt_id]
+    for path in sorted(run_dir.glob("replicas/*")):
+        found = read_records(path / "attempts.jsonl")
+        ours += [r for r in found if r.get("attempt_id") == attempt_id]
     broken, why = broken_gpu(ours)
     said = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
     host = broken or launch_failed_on(said, per_node, nodes) or host_of(faults, said)
