@@ -3,9 +3,9 @@
     python -m kempner.gpu.sampler RUN_DIR ATTEMPT SECONDS
 
 The rank that starts it holds its standard input: it looks once more and ends when that is closed,
-or when the rank is gone. What it finds becomes events in attempts/HOST.jsonl; gpu/HOST.jsonl of the run
-gets a line a minute, one with each of these events, and one at the end. The driver is asked in
-threads, which may hang with it.
+or when the rank is gone. What it finds becomes events in attempts/HOST.jsonl of the run directory;
+gpu/HOST.jsonl there gets a line a minute, one with each of these events, and one at the end. The
+driver is asked in threads, which may hang with it.
 """
 
 from __future__ import annotations
