@@ -8,6 +8,7 @@ controller): then the answer is None, and nothing depends on it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -219,6 +220,15 @@ def jobs_named(name: str) -> list[str] | None:
     words = ("--me", "--noheader", "--states=all", f"--name={name}", "--format=%F")
     told = _ask("squeue", *words)
     return None if told is None else list(dict.fromkeys(told.split()))
+
+
+@functools.cache
+def cluster_name() -> str | None:
+    """Of the cluster that answers here; None without an answer."""
+    if name := os.environ.get("SLURM_CLUSTER_NAME"):
+        return name
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", _ask("scontrol", "show", "config") or "", re.M)
+    return found[1] if found else None
 
 
 def max_array_size() -> int | None:

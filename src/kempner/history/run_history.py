@@ -172,8 +172,9 @@ def load_history(
     after = successor_of(path, jobs or {})
     if after and after.why != "Dependency":  # it is its turn; it may not have written a word yet
         name, after = after.number, None
-    job = job_of(path, name, jobs)
-    state = judge(attempts, lines, read_lock(path, time.time()), job, later)
+    lock = read_lock(path, time.time())
+    job = job_of(path, name, jobs, lock)
+    state = judge(attempts, lines, lock, job, later)
     if state.word in ("running", "silent") and attempts:
         attempts[-1] = replace(attempts[-1], state="running")
     run = History(
