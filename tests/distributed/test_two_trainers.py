@@ -18,7 +18,7 @@ from kempner.resilience.lock import LOST
 from tests.conftest import TINY, start_train, status
 
 BEAT_S = 0.5
-LOCK = f"BEAT_S={BEAT_S} MISSED_S=5 DEAD_S=8 LOOK_S=0.1"
+LOCK = f"BEAT_S={BEAT_S} MISSED_S=8 DEAD_S=15 LOOK_S=0.1"
 LIMIT_S = 240.0
 SQUEUE = """#!/bin/bash
 [[ $* == *--me* ]] && exit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -47,10 +48,10 @@ def hold(tmp_path: Path) -> Iterator[Hold]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A beat takes 0.2 s here, so that two of them are missed after 3 s on the busiest machine."""
+    """A beat takes 0.2 s here, and is missed after 15 s even on the busiest machine."""
     for name in [name for name in os.environ if name.startswith(("SLURM", "KEMPNER_ATTEMPT"))]:
         monkeypatch.delenv(name)
-    for name, seconds in (("BEAT_S", BEAT_S), ("MISSED_S", 3.0), ("DEAD_S", 8.0), ("LOOK_S", 0.1)):
+    for name, seconds in (("BEAT_S", BEAT_S), ("MISSED_S", 15.0), ("DEAD_S", 30.0), ("LOOK_S", 0.1)):
         monkeypatch.setattr(lock, name, seconds)
 
 
@@ -296,6 +297,44 @@ def _take_overs(folder: Path, trials: int, ready: object, over: object) -> None:
         over.wait(LIMIT_S)  # type: ignore[attr-defined]
         if held is not None:
             held.release()
+
+
+def test_the_second_one_waits_for_the_first_one_at_its_most_delicate_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen the dead one's lock, and the first one is about to replace it."""
+    (tmp_path / "lock").write_text(record(kernel=kernel(), host=lock.host_name()))
+    about_to, went_on = threading.Event(), threading.Event()
+    replace, stays, held = Path.replace, RunLock._stays, []
+
+    def slowly(self: Path, target: Path) -> Path:
+        if about_to.is_set():
+            went_on.set()
+        else:
+            about_to.set()
+            assert went_on.wait(LIMIT_S)
+        return replace(self, target)
+
+    def seen_waiting(self: RunLock, seen: lock.Seen, seconds: float) -> bool:
+        went_on.set()
+        return stays(self, seen, seconds)
+
+    def come() -> None:
+        with contextlib.suppress(ConfigError):
+            held.append(RunLock(tmp_path))
+
+    monkeypatch.setattr(os, "_exit", lambda code: None)  # of one that has lost it
+    monkeypatch.setattr(Path, "replace", slowly)
+    monkeypatch.setattr(RunLock, "_stays", seen_waiting)
+    newcomers = [threading.Thread(target=come) for _ in range(2)]
+    newcomers[0].start()
+    assert about_to.wait(LIMIT_S)
+    newcomers[1].start()
+    for thread in newcomers:
+        thread.join(LIMIT_S)
+    for each in held:
+        each.release()
+    assert len(held) == 1
 
 
 @pytest.mark.parametrize("trials", [30, pytest.param(1000, marks=pytest.mark.soak)])
