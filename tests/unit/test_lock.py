@@ -51,7 +51,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beat takes 0.2 s here, and is missed after 15 s even on the busiest machine."""
     for name in [name for name in os.environ if name.startswith(("SLURM", "KEMPNER_ATTEMPT"))]:
         monkeypatch.delenv(name)
-    for name, seconds in (("BEAT_S", BEAT_S), ("MISSED_S", 15.0), ("DEAD_S", 30.0), ("LOOK_S", 0.1)):
+    for name, seconds in (
+        ("BEAT_S", BEAT_S),
+        ("MISSED_S", 15.0),
+        ("DEAD_S", 30.0),
+        ("LOOK_S", 0.1),
+    ):
         monkeypatch.setattr(lock, name, seconds)
 
 
