@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kempner.files import read_jsonl
+from kempner.history.events import read_records
 from kempner.history.run_history import load_history
 from tests.cluster import ENDED, ROOT, TESTBED, Cluster, make_data
 from tests.conftest import clean_env, losses, status
@@ -373,7 +374,7 @@ def costs(soak: Soak) -> list[Cost]:
     attempts = [
         (a, lost) for a, lost in zip(run.attempts, run.wall_time.lost, strict=True) if a.began
     ]
-    events = read_jsonl(soak.dir / "attempts.jsonl")
+    events = read_records(soak.dir / "attempts.jsonl")
     started = {e["attempt"]: e["process_began"] for e in events if e["event"] == "start"}
     # Which attempt each fault struck: the last one that had begun.
     hit = [max(i for i, (a, _) in enumerate(attempts) if a.began <= s.time) for s in soak.struck]

@@ -39,6 +39,7 @@ from kempner.front_door import interruptible, run_program
 from kempner.history.run_history import is_run
 from kempner.history.tables import aligned
 from kempner.planner.cost import GPUS
+from kempner.slurm import plain_environment
 from kempner.sweep import results
 from kempner.sweep.cost import Hours, gpu_hours
 from kempner.sweep.file import Sweep, read_sweep
@@ -313,7 +314,8 @@ def cancel(journal: Journal, looks: Sequence[Look]) -> int:
             ("running", "silent", "starting", "waiting")]  # fmt: skip
     if held:
         tasks = sorted({each.task or "" for each in held})
-        done = subprocess.run(["scancel", *tasks], capture_output=True, text=True)
+        env = plain_environment()
+        done = subprocess.run(["scancel", *tasks], capture_output=True, text=True, env=env)
         if done.returncode:
             fail(f"scancel failed, nothing is recorded: {done.stderr.strip()}")
             return 1

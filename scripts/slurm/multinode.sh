@@ -24,9 +24,15 @@ lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
     job=$(scontrol show job "$job" 2>/dev/null) || true
+    # Typed in a task of an array, sbatch hands on the number of that one.
+    [[ $job == *"JobId=${SLURM_JOB_ID:-0} "* ]] || job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% }/scripts/slurm/multinode.sh
     [[ $job != *kempner-code=* || ! -e $code ]] || exec bash "$code" "$@"
+    [[ $job == *kempner-code=* ]] || code=''
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    [[ -e $lib || $lib != */code/????????????/scripts/* ]] || code=${code:-$lib}
+    [[ -z $code ]] || { echo "kempner: error: the copy of the code that this job runs is gone:" \
+        "${code%/scripts/slurm/*}: put it back, or submit the run again: it goes on from its last checkpoint" >&2 && exit 2; }
     [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || { echo "kempner: error: multinode.sh was copied out of its repository: submit" \
         "REPOSITORY/scripts/slurm/multinode.sh itself, or from the root of the repository" >&2 && exit 2; }

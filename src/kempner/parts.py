@@ -92,7 +92,7 @@ def open_checkpointer(
     if not cfg.checkpoint.save:
         return Unsaved()
     state = replicas.with_outer(run_state(model, optimizer))
-    parts = (cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce)
+    parts = (cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce, run.lock)
     if run.world.store is None:
         return Checkpointer(*parts)
     from kempner.lowcomm.checkpoints import ReplicaCheckpointer

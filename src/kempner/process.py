@@ -1,4 +1,4 @@
-"""When a process began, from /proc. No torch."""
+"""When a process began, and under which kernel, from /proc. No torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from pathlib import Path
 
 
 def birth(pid: int) -> str | None:
-    """When a process of this host began, in ticks since boot; None when there is none of that
-    id."""
+    """When a process of this host began, in ticks since boot; None when there is none of that id,
+    or only what its parent has not buried yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
+        return None
+
+
+def kernel() -> str | None:
+    """What the ids of processes have a meaning in: this boot of this machine and, in a container,
+    its namespace; None where /proc does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
         return None
 
 

@@ -1,7 +1,8 @@
 """The run directory as one rank sees it: its lock, log, console, and records.
 
 config.toml      the configuration of the last start
-status.json      state and step; attempts.jsonl: one line an event (history/events.py)
+status.json      state and step; attempts.jsonl: one line an event (history/events.py), those of
+                 other ranks in attempts/HOST.jsonl
 metrics.jsonl    one line a logged step (recorder.py)
 logs/            attempt-K/rank-R.log; `latest` names the newest attempt
 lock             held by the run while it lives
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -81,7 +83,7 @@ class Run:
         self.step = 0
         self._begun = self._stepped = False
         self._began_at = 0
-        self._lock: RunLock | None = None
+        self.lock: RunLock | None = None
         self._trackers: Trackers | None = None
         self._gpus: GpuWatch | None = None
         found = [self._open() if world.rank == 0 else Opened()]
@@ -95,13 +97,13 @@ class Run:
             raise ConfigError(self._not_writable(error)) from None
         self.background = self._log.background
         self._console = Console(self.background)
-        self._records = RunRecords(self.dir, self.attempt, self.background)
+        self._records = RunRecords(self.dir, self.attempt, self.background, first=world.rank == 0)
         self.hosts = all_hosts(world)
 
     def _open(self) -> Opened:
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(self.dir)
+            self.lock = RunLock(self.dir, on_lost=self._lost)
             return Opened(count_attempts(self.dir))
         except ConfigError as error:
             return Opened(problems=tuple(error.problems))
@@ -290,12 +292,30 @@ class Run:
             self._gpus.look_once_more()
         self.background.flush(LAST_WORDS_S)
 
+    def _lost(self, reason: str) -> None:
+        """The run is another process's by now, and this one is about to end: nothing more is
+        written here but that. No host is to blame for it."""
+        records = getattr(self, "_records", None)  # it may not have begun yet
+        if records is None:
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+            return
+        self._log.to_stderr(reason)
+        fault = Fault(
+            **records.head(self.step),
+            kind="crash",
+            ranks=(self.world.rank,),
+            hosts=(host_name(),),
+            lost_peer=True,
+            reason=reason,
+        )
+        records.last_event(fault)
+
     def _status(self, state: str, reason: str) -> None:
         self._records.status(state, reason, self.step, self.cfg.train.max_steps)
 
     def _leave(self, seconds: float) -> None:
         if not self.background.flush(seconds):
             self._log.to_stderr(f"{self.dir}: the last lines and records could not be written")
-        elif self._lock is not None:
+        elif self.lock is not None:
             with contextlib.suppress(OSError):
-                self._lock.release()
+                self.lock.release()

@@ -24,9 +24,13 @@ class RunRecords:
     """Writes through `background`. On a full disk the reserve, a file that was written at the
     start, makes room: without the record of its end a run that has failed would be requeued."""
 
-    def __init__(self, run_dir: Path, attempt: int, background: Background) -> None:
+    def __init__(
+        self, run_dir: Path, attempt: int, background: Background, first: bool = True
+    ) -> None:
+        """`first`: this is rank 0's."""
         self.attempt, self._background = attempt, background
-        self._status, self._events = run_dir / "status.json", run_dir / "attempts.jsonl"
+        self._status, self._all = run_dir / "status.json", run_dir / "attempts.jsonl"
+        self._events = self._all if first else events.own_file(self._all)
         self._reserve = run_dir / ".reserve"
 
     def hold_reserve(self) -> None:
@@ -49,13 +53,18 @@ class RunRecords:
 
     def other_code(self, now: Code, root: Path = ROOT) -> list[str]:
         """In words, what is other than at the last start, if anything is. `root`: what runs now."""
-        for last in events.of_kind(events.read(self._events), Start)[-1:]:
+        for last in events.of_kind(events.read(self._all), Start)[-1:]:
             before = Code(last.code, last.commit, last.versions)
             return [text] if (text := differences(before, now, root)) else []
         return []
 
     def event(self, event: Event) -> None:
         self._put(lambda: events.append(self._events, event), self._events)
+
+    def last_event(self, event: Event) -> None:
+        """Of a process that has lost the run: without what else has to be written first, and where
+        another rank 0 does not write. Raises OSError."""
+        events.append(events.own_file(self._all), event)
 
     def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
         """status.json: the batch script and the history package read it. `step`, `max_steps`:

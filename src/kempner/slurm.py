@@ -8,6 +8,7 @@ controller): then the answer is None, and nothing depends on it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -18,6 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LAST_STEP = 0xFFFFFF00  # higher numbers are those of steps with a name
+# Slurm's commands read these as options: with SQUEUE_STATES=PENDING a job that runs is not there.
+OPTIONS = re.compile(r"(SQUEUE|SINFO|SACCT|SCONTROL|SCANCEL)_|SLURM_(TIME_FORMAT|BITSTR_LEN)$")
+NO_NODES = re.compile(  # the states of jobs that hold none
+    "PENDING|COMPLETED|CANCELLED|FAILED|TIMEOUT|PREEMPTED|NODE_FAIL|BOOT_FAIL|DEADLINE|REVOKED"
+    "|OUT_OF_MEMORY|REQUEUED|REQUEUE_HOLD|SPECIAL_EXIT"
+)
 _asks: list[bool] = []  # this process has asked stop_requested()
 
 
@@ -33,6 +40,13 @@ def start_name() -> str:
     """The name of this start: no other step, of this job or of another, has it."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     return ".".join(os.environ.get(name, "0") for name in names)
+
+
+def attempt_name() -> str:
+    """The name of this attempt, fit for a file: the batch script's; without one that of this
+    process, which then has to tell the others."""
+    own = f"{socket.gethostname()}.{os.getpid()}.{int(time.time())}"
+    return re.sub(r"[^\w.-]", "_", os.environ.get("KEMPNER_ATTEMPT_ID") or own)
 
 
 def tasks_per_node(env: Mapping[str, str] = os.environ) -> int | None:
@@ -56,12 +70,22 @@ def own_address() -> str:
     return socket.gethostname()
 
 
-def _ask(*command: str) -> str | None:
+def plain_environment() -> dict[str, str]:
+    """For a command of Slurm: without the options that the user's shell exports."""
+    return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
+    env = plain_environment()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+
+
+def _ask(*command: str) -> str | None:
+    done = _run(*command)
+    return done.stdout if done is not None and done.returncode == 0 else None
 
 
 def job_fields(job: str) -> dict[str, str]:
@@ -88,16 +112,28 @@ def seconds_to_live(job: str) -> float | None:
     """After a request to leave: seconds until SIGKILL, None when SLURM does not say.
 
     While the job's state is RUNNING the request was the warning, or a preemption, whose grace time
-    Slurm has made the job's new end: KillWait comes after that end. In any other state the job is
-    being ended, and KillWait is all that is left.
+    Slurm has made the job's new end: KillWait comes after that end. Where that end is not known it
+    was the warning, as far as one can tell. In any other state the job is being ended, and KillWait
+    is all that is left.
     """
     fields = job_fields(job)
     if not fields:
         return None
-    end = end_of(fields)
-    if fields.get("JobState") != "RUNNING" or end is None:
+    if fields.get("JobState") != "RUNNING":
         return kill_wait()
+    end, lead = end_of(fields), signal_lead()
+    if end is None:
+        return None if lead is None else lead + kill_wait()
     return end - time.time() + kill_wait()
+
+
+def signal_lead() -> float | None:
+    """Seconds between the warning signal and the end of the job, from the batch script; None where
+    there is none, or it is the user's own."""
+    try:
+        return float(os.environ.get("KEMPNER_SIGNAL_LEAD", ""))
+    except ValueError:
+        return None
 
 
 def short_window(save: float, step: float) -> str | None:
@@ -108,12 +144,9 @@ def short_window(save: float, step: float) -> str | None:
     passes before a request is acted on: the step in flight, the one after it, and one that is
     slower than the median. The size that the warning suggests has 30 s more, for the exit.
     """
-    try:
-        lead = float(os.environ.get("KEMPNER_SIGNAL_LEAD", ""))
-    except ValueError:  # unset: not a batch job, or the user's own script
-        return None
+    lead = signal_lead()
     needed = time_to_leave(save, step)
-    if lead >= needed:
+    if lead is None or lead >= needed:
         return None
     enough = 30 * math.ceil((needed + 30) / 30)
     return (
@@ -129,12 +162,16 @@ def time_to_leave(save: float, step: float) -> float:
 
 
 def is_running(job: str) -> bool | None:
-    """Does this job hold nodes? None when SLURM does not answer."""
-    states = _ask("squeue", "--noheader", "--jobs", job, "--format", "%T")
-    if states is not None:
-        return any(state not in ("PENDING", "") for state in states.split())
-    # squeue fails for a job that the controller has forgotten, and for a controller that is away.
-    return False if _ask("squeue", "--noheader", "--me") is not None else None
+    """Does this job, one of this user and cluster, hold nodes? False only by Slurm's own words;
+    None when it does not answer, or says nothing of it."""
+    words = ("--noheader", "--states=all", "--jobs", job, "--format", "%T")
+    done = _run("squeue", *words)
+    if done is None:
+        return None
+    if done.returncode:
+        return False if "Invalid job id" in done.stderr else None
+    states = done.stdout.split()
+    return any(not NO_NODES.fullmatch(state) for state in states) if states else None
 
 
 def step_runs(step: str | None) -> bool | None:
@@ -250,6 +287,15 @@ def _has_gpus(wanted: str, gres: str) -> bool:
         if sum(int(n or 1) for own, n in has if kind in ("", own)) < int(count or 1):
             return False
     return True
+
+
+@functools.cache
+def cluster_name() -> str | None:
+    """Of the cluster that answers here; None without an answer."""
+    if name := os.environ.get("SLURM_CLUSTER_NAME"):
+        return name
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", _ask("scontrol", "show", "config") or "", re.M)
+    return found[1] if found else None
 
 
 def max_array_size() -> int | None:

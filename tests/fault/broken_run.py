@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kempner.history.events import read_records
 from tests.cluster import ENDED, Cluster
 from tests.conftest import losses, status
 
@@ -121,8 +122,7 @@ class BrokenRun:
     # --- afterwards ---
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        path = self.dir / "attempts.jsonl"
-        records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+        records = read_records(self.dir / "attempts.jsonl")
         return [record for record in records if record["event"] == kind]
 
     def decisions(self) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -86,7 +88,14 @@ def functions(file: Path) -> dict[str, str]:
 
 
 def tasks(text: str, **env: str) -> str:
-    """Nodes, tasks and GPUs of a node, CPUs of a task; or the error."""
+    """Nodes, tasks and GPUs of a node, CPUs of a task; or the error. Slurm's record has what the
+    variables say."""
+    text = text.replace("NumTasks=2", f"NumTasks={env.get('SLURM_NTASKS', '2')}")
+    text = text.replace("/Task=1", f"/Task={env.get('SLURM_CPUS_PER_TASK', '1')}")
+    return tasks_of(text, **env)
+
+
+def tasks_of(text: str, **env: str) -> str:
     script = """
         KP_BESIDE='' SLURM_JOB_ID=7
         kp_tasks >/dev/null
@@ -193,6 +202,131 @@ def test_gpus_of_sockets() -> None:
 
 def test_cpus_that_were_asked_for_stay() -> None:
     assert tasks(job(*FOUR), SLURM_CPUS_PER_TASK="6") == "2 4 4 6"
+
+
+def test_the_request_of_a_job_around_this_one_is_not_its_own() -> None:
+    """In a shell of `salloc --ntasks=3 --cpus-per-task=1` sbatch hands both on."""
+    around = {"SLURM_NTASKS": "3", "SLURM_CPUS_PER_TASK": "1"}
+    assert tasks_of(job(*FOUR, asked="TresPerNode=gres:gpu:4"), **around) == "2 4 4 16"
+
+
+def slurm(tmp_path: Path, scontrol: str) -> dict[str, str]:
+    """The variables of a job whose scontrol is this script."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\n{scontrol}\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "75"}
+
+
+@pytest.mark.parametrize(
+    ("parent", "child", "name"),
+    [
+        ("JobId=73 ArrayJobId=72 ArrayTaskId=3", "JobId=75 JobName=child", "75"),
+        ("", "JobId=75 JobName=child", "75"),  # the parent has left the queue
+        ("JobId=75 ArrayJobId=72 ArrayTaskId=3", "", "72_3"),  # a task of the array itself
+    ],
+)
+def test_a_job_submitted_in_a_task_of_an_array_is_its_own(
+    tmp_path: Path, parent: str, child: str, name: str
+) -> None:
+    """sbatch hands on the variables of the task: with its name the parent would be requeued."""
+    scontrol = f"""
+        case $* in *72_3) said='{parent}' ;; *75) said='{child}' ;; esac
+        [[ -n $said ]] && echo "$said"
+    """
+    env = slurm(tmp_path, scontrol)
+    env |= {"SLURM_ARRAY_JOB_ID": "72", "SLURM_ARRAY_TASK_ID": "3"}
+    script = 'kp_show_job; kp_job_id; kp_field JobId; echo "task=${SLURM_ARRAY_TASK_ID:-}"'
+    task = name.partition("_")[2]
+    assert bash(script, **env).stdout.split() == [name, "75", f"task={task}"]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 1 or name == "75", asked  # no question more of an ordinary job
+    # The line of an array's task in a file of configurations.
+    (tmp_path / "list").write_text("a.toml\nb.toml\nc.toml\nd.toml\n")
+    done = bash(f"kp_take @{tmp_path}/list >&2; echo ${{KP_ARGUMENTS[0]}}", **env)
+    assert done.stdout == ("d.toml\n" if task else "a.toml\n")
+
+
+@pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "replicas.sh", "rl.sh"])
+def test_the_script_of_such_a_job_finds_its_own_repository(tmp_path: Path, name: str) -> None:
+    parent, child = f"/another/scripts/slurm/{name}", f"{tmp_path}/code/scripts/slurm/{name}"
+    scontrol = f"""
+        case $* in
+            *72_3) echo "JobId=73 ArrayJobId=72 Command={parent}" ;;
+            *) echo "JobId=75 JobName=child Command={child}" ;;
+        esac
+    """
+    env = slurm(tmp_path, scontrol) | {"SLURM_ARRAY_JOB_ID": "72", "SLURM_ARRAY_TASK_ID": "3"}
+    (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
+    (tmp_path / "code/scripts/slurm/lib").mkdir(parents=True)
+    (tmp_path / "code/scripts/slurm/lib/all.sh").write_text("echo found; exit")
+    words = ["bash", tmp_path / "slurm_script"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.stdout == "found\n", done.stderr
+
+
+GONE = "the copy of the code that this job runs is gone: "
+
+
+@pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "replicas.sh", "rl.sh"])
+@pytest.mark.parametrize("by", ["Command", "Comment"])
+def test_other_code_does_not_replace_a_copy_that_is_gone(
+    tmp_path: Path, name: str, by: str
+) -> None:
+    """Neither the checkout as it is today, from where the job was submitted."""
+    copy = f"{tmp_path}/run/code/0123456789ab"
+    told = f"JobId=75 Command={copy}/scripts/slurm/{name}"
+    if by == "Comment":
+        told = f"JobId=75 Command={ROOT}/scripts/slurm/{name}\n   Comment=mine kempner-code={copy}"
+    env = slurm(tmp_path, f"echo '{told}'") | {"SLURM_SUBMIT_DIR": str(ROOT)}
+    (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
+    words = ["bash", tmp_path / "slurm_script", "configs/train/debug.toml"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"{GONE}{copy}: put it back, or submit" in done.stderr, done
+
+
+def test_nor_where_a_script_of_the_users_own_starts_the_run(tmp_path: Path) -> None:
+    done = bash(f"kp_code_is_there ''; kp_code_is_there {tmp_path}; kp_code_is_there {tmp_path}/x")
+    assert done.returncode == 2 and f"{GONE}{tmp_path}/x: put it back" in done.stderr
+
+
+def test_a_copy_of_the_code_is_not_older_than_its_run(tmp_path: Path) -> None:
+    """File systems that are purged by age would take it from under a run of weeks."""
+    root, outside = tmp_path / "checkout", tmp_path / "outside.toml"
+    root.mkdir()
+    for file in (root / "train.py", outside):
+        file.write_text("x = 1\n")
+        os.utime(file, (1e9, 1e9))
+    begun = time.time() - 2
+    script = f"""
+        KP_ROOT={root} KP_JOB="SubmitTime=2020-01-01T00:00:00"
+        kp_code_copy {tmp_path}/run/code {outside} && kp_code_later "$KP_COPY"
+        echo "copy $KP_COPY"
+        touch {root}/train.py {outside}
+        kp_code_later "$KP_COPY"
+    """
+    first, second = bash(script).stdout.split("\n", 1)
+    copy = Path(first.removeprefix("copy "))
+    files = [path for path in copy.rglob("*") if path.is_file()]
+    assert len(files) == 3 and all(path.stat().st_mtime >= begun for path in files)
+    assert f"note: 2 file(s) changed since sbatch ({outside} train.py): " in second
+
+
+def test_the_shell_of_the_user_does_not_answer_for_slurm(tmp_path: Path) -> None:
+    names = ("SQUEUE_STATES", "SQUEUE_FORMAT", "SINFO_PARTITION", "SACCT_FORMAT", "SCONTROL_ALL")
+    names = (*names, "SCANCEL_STATE", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
+    env = slurm(tmp_path, "env; echo JobId=75") | dict.fromkeys(names, "relative")
+    seen = bash("kp_show_job; echo $KP_ANSWER", **env).stdout
+    assert "SLURM_JOB_ID=75" in seen and not [name for name in names if name in seen]
+
+
+def test_nodes_that_users_may_not_see(tmp_path: Path) -> None:
+    """PrivateData=nodes: `scontrol show job -d` of Slurm 22.05 dies."""
+    told = job("", "").replace("JobId=7 ", "JobId=75 ")
+    told = "\n".join(line for line in told.splitlines() if "Nodes=node" not in line)
+    env = slurm(tmp_path, f"[[ $* != *-d* ]] || kill -SEGV $$\ncat <<'END'\n{told}\nEND")
+    script = "kp_show_job; kp_tasks >/dev/null; kp_show_job; echo $KP_NODES $KP_TASKS $KP_GPUS"
+    assert bash(script, **env, SLURM_GPUS_ON_NODE="2").stdout == "2 2 2\n"
+    assert (tmp_path / "asked").read_text().count("-d") == 1
 
 
 SRUN = """--job-name=kempner-7.0.1

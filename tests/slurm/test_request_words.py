@@ -114,3 +114,22 @@ def test_an_array_of_multinode(typed: Cluster, tmp_path: Path) -> None:
         f"{tmp_path}/runs/0",
         f"{tmp_path}/runs/1",
     ]
+
+
+def test_a_job_submitted_in_a_task_of_an_array(typed: Cluster, tmp_path: Path) -> None:
+    """It has the variables of that task and its request, and those that the shell exports. It is
+    requeued itself, not the task, and takes the GPUs of its own node."""
+    child = f"{SCRIPTS / 'singlenode.sh'} --run.dir={tmp_path / 'run'} --plan=crash,done"
+    parent = tmp_path / "parent.sh"
+    parent.write_text(
+        "#!/bin/bash\n#SBATCH --array=3 --ntasks=3 --requeue --output=parent.log\n"
+        "export SQUEUE_STATES=PENDING SLURM_TIME_FORMAT=relative SINFO_FORMAT=%N\n"
+        f"sbatch --parsable {child} >child.part && mv child.part child\n"
+    )
+    task = typed.sbatch(parent, cwd=tmp_path, env=FAKE)
+    assert typed.wait(task) == 0
+    job = (tmp_path / "child").read_text().strip()
+    assert typed.wait(job) == 0, log_of(tmp_path, job)
+    log = log_of(tmp_path, job)
+    assert f"kempner: job {job} (kempner)" in log and "1 x 4 = world size 4" in log, log
+    assert typed.field(job, "Restarts") == "1" and typed.field(task, "Restarts") == "0"

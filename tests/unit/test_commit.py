@@ -239,6 +239,34 @@ def test_a_copy_that_followed_the_link(tmp_path: Path) -> None:
     assert commit.latest(tmp_path) == tmp_path / "step_00000004"
 
 
+def test_a_process_that_has_lost_the_run_moves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    write(tmp_path, 2)
+
+    def check() -> None:
+        raise Crash
+
+    with pytest.raises(Crash):
+        commit.commit(tmp_path, 2, TEXTS, {}, check=check)
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002.partial"]
+    assert commit.latest(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_what_another_attempt_writes_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """Of a rank 0 whose run another start goes on with, at the same step."""
+    claim(tmp_path, RUN)
+    for attempt in ("7.0.99", "7.1.42.1"):
+        commit.begin(tmp_path, 3, attempt)
+    half = tmp_path / "step_00000003.7.1.42.1.partial/half"
+    half.touch()
+    commit.commit(tmp_path, 3, TEXTS, {"run": RUN, "parent": -1}, "7.0.99")
+    assert half.exists() and not (tmp_path / "step_00000003/half").exists()
+    commit.begin(tmp_path, 4)  # of an older version
+    left = ["step_00000003.7.1.42.1.partial", "step_00000004.partial"]
+    assert commit.clean(tmp_path) == left
+    assert names(tmp_path) == [".kempner", "latest", "step_00000003"]
+
+
 def test_clean_removes_leftovers_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     write(tmp_path, 2)

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kempner.background import Background
+from kempner.files import read_jsonl
 from kempner.history import events
 from kempner.history.events import Decision, End, Event, Fault, FirstStep, GoBack, Start
+from kempner.run_records import RunRecords
 from tests.cluster import SCRIPTS
 
 HEAD = {"time": 1.5, "job": "12_3", "restart": 2, "attempt_id": "12.2", "attempt": 4, "step": 7}
@@ -93,3 +96,53 @@ def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "attempts.jsonl").read_text())
     fields = {field.name for field in dataclasses.fields(Decision)} - {"attempt"} | {"event"}
     assert set(record) == fields  # none is missing, none is unknown
+
+
+def decided(time: float, **values: object) -> dict[str, object]:
+    return {"event": "decision", "time": time, **values}
+
+
+def test_what_other_hosts_have_written_is_among_the_events_of_its_attempt(tmp_path: Path) -> None:
+    """Before the decision, even by a clock that is 90 s ahead."""
+    path = tmp_path / "attempts.jsonl"
+    a, b = {"attempt_id": "7.0.1"}, {"attempt_id": "7.0.1.1"}
+    lines = [
+        {"event": "start", "time": 10, **a},
+        {"event": "fault", "time": 30, **a},
+        decided(40, **a),
+        {"event": "start", "time": 50, **b},
+        {"event": "end", "time": 90, **b},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [r["time"] for r in events.read_records(path)] == [10, 30, 40, 50, 90]
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / "attempts/n1.jsonl").write_text(
+        json.dumps({"event": "gpu", "time": 20, **a}) + "\n" + '{"event": "fa'
+    )
+    (tmp_path / "attempts/n2.jsonl").write_text(
+        json.dumps({"event": "fault", "time": 120, **a})
+        + "\n"
+        + json.dumps({"event": "fault", "time": 60, **b})
+        + "\n"
+        + json.dumps({"event": "gpu", "time": 95, "attempt_id": "8.0.3"})
+        + "\n"
+    )
+    assert [r["time"] for r in events.read_records(path)] == [10, 20, 30, 120, 40, 50, 60, 90, 95]
+    path.unlink()  # rank 0 has not come so far
+    assert [r["time"] for r in events.read_records(path)] == [20, 60, 95, 120]
+
+
+def test_each_host_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for rank 0 and the batch script, which are never there together."""
+    path = tmp_path / "attempts.jsonl"
+    for host in ("n1", "n2"):
+        monkeypatch.setenv("SLURMD_NODENAME", host)
+        for first in (True, False):
+            records = RunRecords(tmp_path, 0, Background(print), first=first)
+            records.event(Fault(**records.head(1), reason=f"{host} {first}"))
+            assert records._background.flush(60)
+        records.last_event(Fault(**records.head(1), reason="lost"))
+    files = [path, *sorted(tmp_path.glob("attempts/*"))]
+    told = [[record["reason"] for record in read_jsonl(file)] for file in files]
+    assert told == [["n1 True", "n2 True"], ["n1 False", "lost"], ["n2 False", "lost"]]
+    assert len(events.read(path)) == 6

@@ -17,6 +17,7 @@ import pytest
 from kempner.gpu import reading
 from kempner.gpu.findings import THROTTLED, Finding, Watch, at_rest, of_xid
 from kempner.gpu.reading import Gpu, NoAnswer, NvidiaSmi, Nvml, bus, of_this_job
+from kempner.history.events import read_records
 from tests.gpus import Shim, gpu
 
 
@@ -201,8 +202,7 @@ class Rank:
         self.watched = self.process.stdout.readline() == "True\n"
 
     def events(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "attempts.jsonl"
-        return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        return read_records(self.run_dir / "attempts.jsonl")
 
     def until(self, true: Callable[[], object]) -> None:
         end = time.monotonic() + 60

@@ -34,6 +34,35 @@ def test_the_window_holds_two_saves_and_three_steps(
         assert f"takes {save:.1f} s" in warning and f"only {lead} s" in warning
 
 
+def test_the_shell_of_the_user_does_not_answer_for_slurm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("SQUEUE_STATES", "SINFO_FORMAT", "SACCT_FORMAT", "SCONTROL_ALL", "SLURM_TIME_FORMAT")
+    for name in (*names, "SLURM_BITSTR_LEN", "SLURM_CONF"):
+        monkeypatch.setenv(name, "relative")
+    seen = slurm._ask("env") or ""
+    assert "SLURM_CONF=relative" in seen and not [name for name in names if name in seen]
+
+
+@pytest.mark.parametrize(
+    ("state", "end", "lead", "seconds"),
+    [
+        ("RUNNING", "1970-01-01T00:00:00", "60", None),
+        ("RUNNING", "Unknown", "60", 90.0),  # it is not being ended, as far as one can tell
+        ("RUNNING", "in 2 min", "", None),
+        ("COMPLETING", "Unknown", "60", 30.0),
+    ],
+)
+def test_the_time_that_a_job_has_left(
+    monkeypatch: pytest.MonkeyPatch, state: str, end: str, lead: str, seconds: float | None
+) -> None:
+    told = f"JobId=7 JobState={state} EndTime={end} \n"
+    monkeypatch.setenv("KEMPNER_SIGNAL_LEAD", lead)
+    monkeypatch.setattr(slurm, "_ask", lambda *words: told if "job" in words else "KillWait = 30")
+    left = slurm.seconds_to_live("7")
+    assert left is not None and left < 0 if end.startswith("19") else left == seconds
+
+
 def test_what_programs_ask_costs_nothing_outside_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from kempner.history.attempts import ENDS
 from kempner.history.events import Decision, End, Event, Fault, FirstStep, Start
 from kempner.history.run_history import load_history
 from kempner.process import birth
-from kempner.slurm import Job
+from kempner.slurm import Job, cluster_name, host_name
 from tests.cluster import SCRIPTS
 from tests.conftest import load_program
 
@@ -206,3 +206,21 @@ def test_a_run_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for owner, state in ((os.getuid(), "killed"), (os.getuid() + 1, "running")):
         monkeypatch.setattr(os, "getuid", lambda owner=owner: owner)
         assert load_history(run, {}).state.word == state
+
+
+@pytest.mark.parametrize(
+    ("cluster", "beat", "word"),
+    [("b", 0.0, "running"), ("a", 0.0, "killed"), ("b", 999.0, "killed"), ("", 0.0, "killed")],
+)
+def test_a_run_that_trains_on_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, beat: float, word: str
+) -> None:
+    """Its job is in no queue of this one, and its host may have the name of one of ours."""
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "a")
+    cluster_name.cache_clear()
+    run = make(tmp_path / "run", Case(BEGUN, "running", word))
+    holder = {"host": host_name(), "pid": 1, "born": "1", "kernel": "another/1", "job": "7"}
+    (run / "lock").write_text(json.dumps({**holder, "cluster": cluster}))
+    os.utime(run / "lock", (NOW - beat,) * 2)
+    assert load_history(run, jobs={}).state.word == word
+    cluster_name.cache_clear()

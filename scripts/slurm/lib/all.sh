@@ -46,6 +46,8 @@ kp_die() { # <what is wrong; what to do>: ends with 2, the exit code of bad inpu
 
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || kp_die "bash $BASH_VERSION is too old: 4.4 is needed"
 
+# shellcheck source-path=SCRIPTDIR source=lib/inherited.sh
+source "$KP_LIB/inherited.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/help.sh
 source "$KP_LIB/help.sh"
 kp_help "$@"

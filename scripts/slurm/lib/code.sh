@@ -24,6 +24,7 @@ kp_code() { # <launch script> [program in scripts/]: the repository becomes the 
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
 
     copy=$(kp_code_of_job)
+    kp_code_is_there "$copy"
     if [[ ! -e $copy/scripts/slurm/$1 ]]; then
         ((${#KP_INSIDE[@]} == 0)) || [[ -n ${2:-} ]] || read -ra sizes < <(kp_code_sizes) || return 0
         kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0 # kp_check says what is wrong
@@ -58,6 +59,12 @@ kp_code_of_job() { # the copy that the job's Comment names, or nothing
     [[ $KP_JOB == *kempner-code=* ]] || return 0
     copy=${KP_JOB##*kempner-code=} copy=${copy%%$'\n'*}
     echo "${copy% }"
+}
+
+kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it is gone: other code would be another run
+    [[ -z $1 || -d $1 ]] ||
+        kp_die "the copy of the code that this job runs is gone: $1: put it back, or submit the run again: it goes on" \
+            "from its last checkpoint"
 }
 
 kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the user has there
@@ -138,8 +145,9 @@ kp_code_copy_files() { # <directory> <input files>...
     kp_code_secrets
     [[ -z $out ]] || kp_log "not in the copy of the code, over $((KP_LARGEST / 1000000)) MB or no file: ${out#, }"
 
+    # Fresh times (-m): what is purged by its age must not be purged from under a run.
     if ! { tar -C "$KP_ROOT" --null --no-recursion --verbatim-files-from -T "$fresh.list" -cf - |
-        tar -C "$fresh" --no-same-owner -xf - && printf '%s\n' "$KP_ROOT" >"$fresh/.kempner-origin"; }; then
+        tar -C "$fresh" --no-same-owner -m -xf - && printf '%s\n' "$KP_ROOT" >"$fresh/.kempner-origin"; }; then
         rm -rf -- "$fresh" "$fresh.list"
         return 1
     fi
@@ -156,7 +164,7 @@ kp_code_inputs_to() { # <directory> <files>...: configurations of which one is n
     # All of them, each under its whole path: their "base" is relative to the file that names it.
     local file
     for file in "${@:2}"; do
-        mkdir -p -- "$1$(dirname "$file")" && cp -p -- "$file" "$1$file" || return 1
+        mkdir -p -- "$1$(dirname "$file")" && cp -- "$file" "$1$file" || return 1
     done
 }
 
@@ -179,7 +187,12 @@ kp_code_name() { # <copy> <directory>: gives it the name of its content; beside 
 kp_code_later() { # <copy>: says what has changed between sbatch and now
     local since late=()
     since=$(date -d "$(kp_field SubmitTime)" +%s) || return 0
-    mapfile -d '' -t late < <(find "$1" -type f ! -name .kempner-origin -newermt "@$since.999999" -printf '%P\0')
+    # The files that were copied; the copy has times of its own.
+    # shellcheck disable=SC2016 # the inner shell's
+    mapfile -d '' -t late < <(cd "$KP_ROOT" && find "$1" -type f ! -name .kempner-origin -printf './%P\0' |
+        sed -z 's,^\./\.inputs/,/,' |
+        xargs -0 -r sh -c 'find "$@" -maxdepth 0 -newermt "$0" -print0' "@$since.999999" 2>/dev/null)
+    late=("${late[@]#./}")
     ((${#late[@]} == 0)) ||
         kp_log "note: ${#late[@]} file(s) changed since sbatch (${late[*]:0:5}): the run has them as they are now;" \
             "scripts/slurm/submit.sh keeps them as they are when you submit"

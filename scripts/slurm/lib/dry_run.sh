@@ -149,6 +149,7 @@ kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this reque
     SLURM_JOB_ID=JOBID SLURM_NTASKS=${KP_ASKED[ntasks]:-$((nodes * ${KP_ASKED[ntasks_per_node]:-1}))}
     [[ -n ${KP_ASKED[ntasks]:-}${KP_ASKED[ntasks_per_node]:-} ]] || SLURM_NTASKS=0
     [[ -z ${KP_ASKED[cpus_per_task]:-} ]] || SLURM_CPUS_PER_TASK=${KP_ASKED[cpus_per_task]}
+    KP_JOB="NumTasks=$SLURM_NTASKS CPUs/Task=${KP_ASKED[cpus_per_task]:-1} $KP_JOB"
     KEMPNER_ATTEMPT_ID=JOBID.0.0 KP_SRUN_NAME=kempner-JOBID.0.0
 }
 

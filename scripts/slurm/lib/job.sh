@@ -4,6 +4,7 @@
 KP_JOB=${KP_JOB:-} # what scontrol said about the job last
 KP_START=''        # how often Slurm had started the job again when this script first asked
 KP_ANSWER=''       # of kp_ask
+KP_DETAILS=(-d)    # with the GPUs of each node
 KP_DEADLINE=''     # in SECONDS: when kp_ask gives up; empty: it waits as long as Slurm's commands do
 
 kp_need_slurm() { # stops where Slurm's commands are missing
@@ -98,9 +99,17 @@ kp_until() { # <time in SECONDS, or nothing> <command>...: its output and exit c
 }
 
 kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails, and leaves it, when it says nothing
-    local tries
+    local tries code
     for ((tries = 0; tries < 5; tries++)); do
-        if kp_ask scontrol show job -d "$(kp_job_id)" && [[ -n $KP_ANSWER ]]; then
+        code=0
+        kp_ask scontrol show job "${KP_DETAILS[@]}" "$(kp_job_id)" || code=$?
+        if ((code > 128)); then # where users may not see the nodes, Slurm 22.05's dies of a segmentation fault
+            KP_DETAILS=()
+            continue
+        fi
+        if [[ -n ${SLURM_ARRAY_JOB_ID:-} && -z $KP_JOB ]] && ! { ((code == 0)) && kp_is_this_job; }; then
+            kp_own_array
+        elif ((code == 0)) && [[ -n $KP_ANSWER ]]; then
             KP_JOB=$KP_ANSWER
             # While this host was cut off, Slurm may have started the job again elsewhere: this script must not end,
             # requeue or restart that start. Not by SLURM_RESTART_COUNT, which sbatch inside another job hands on.

@@ -27,7 +27,9 @@ kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, tho
 }
 
 kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the first argument
-    local line=() task=${SLURM_ARRAY_TASK_ID:-0}
+    local line=() task
+    kp_own_array
+    task=${SLURM_ARRAY_TASK_ID:-0}
     { mapfile -t -s "$task" -n 1 line <"$1"; } 2>/dev/null ||
         kp_die "@$1 cannot be read: name a file with a configuration on each line"
     [[ -n ${line[0]:-} ]] || kp_die "@$1 has no line for task $task: sbatch --array=0-N, with N+1 lines"

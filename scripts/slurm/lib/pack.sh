@@ -7,12 +7,13 @@ KP_OWN_STEPS=pack.sh
 readonly KP_NOW=100 KP_LATER=101 KP_ELSEWHERE=102
 
 kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK, how many runs fit on the node, and KP_POINTS, this job's
-    local usage="sbatch scripts/slurm/pack.sh 4 CONFIG..., 1 to 4 of them" task=${SLURM_ARRAY_TASK_ID:-0}
+    local usage="sbatch scripts/slurm/pack.sh 4 CONFIG..., 1 to 4 of them" task
     kp_take "$@"
     KP_PACK=${KP_ARGUMENTS[0]} KP_POINTS=("${KP_ARGUMENTS[@]:1}")
     [[ $KP_PACK =~ ^[1-9][0-9]?$ ]] || kp_die "'$KP_PACK' is not a number of runs: $usage"
     if [[ ${KP_POINTS[0]:-} == @* ]]; then
-        task=$((task * KP_PACK))
+        kp_own_array
+        task=$((${SLURM_ARRAY_TASK_ID:-0} * KP_PACK))
         { mapfile -t -s "$task" -n "$KP_PACK" KP_POINTS <"${KP_POINTS[0]#@}"; } 2>/dev/null ||
             kp_die "${KP_POINTS[0]} cannot be read: name a file with a configuration on each line"
     fi

@@ -80,6 +80,7 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
     unset KEMPNER_COPY
     if [[ ${KEMPNER_CODE:-1} == 1 && -n $(kp_program_directory) ]]; then
         copy=$(kp_code_of_job) # of an earlier start, or of submit.sh: the repository may be gone by now
+        kp_code_is_there "$copy"
         if [[ -e $copy/.kempner-origin && $(<"$copy/.kempner-origin") == "$(kp_program_directory)" ]]; then
             export KEMPNER_COPY=$copy
         fi

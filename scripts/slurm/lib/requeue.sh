@@ -132,7 +132,8 @@ kp_facts() { # <what happened>: sets facts, of the caller, to what only this scr
     ! kp_chain_survives || facts+=(successor="$KP_SUCCESSOR")
     ! kp_was_cut_short || facts+=(cut_short=1)
     ! kp_could_restart || facts+=(room=1)
-    ! grep -q '^srun: error: Unable to create step' "$KP_SRUN_LOG" 2>/dev/null || facts+=(not_created=1)
+    ! grep -qE '^srun: error: Unable to create step|: ranks of an earlier attempt do not end' "$KP_SRUN_LOG" 2>/dev/null ||
+        facts+=(not_created=1)
 }
 
 kp_hosts() { # the nodes of the job, on one line

@@ -37,12 +37,17 @@ kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a ta
     cpus=$(($(kp_field NumCPUs) / KP_NODES))
     ((cpus >= KP_TASKS)) ||
         kp_die "$KP_TASKS task(s) per node, but $cpus CPU(s): give --ntasks-per-node=$KP_TASKS --cpus-per-task=N"
-    KP_CPUS=${SLURM_CPUS_PER_TASK:-$((cpus / KP_TASKS))}
+    KP_CPUS=$((cpus / KP_TASKS))
+    # As for the tasks. 1 is also what Slurm writes where nobody has asked.
+    asked=$(kp_field CPUs/Task)
+    [[ $asked == 1 || ${SLURM_CPUS_PER_TASK:-} != "$asked" ]] || KP_CPUS=$asked
     kp_places # from here on KP_NODES are those that train
 }
 
 kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
+    # In the shell of a salloc, or of another job, sbatch hands on what that one has asked for.
     local pattern='NtasksPerN:B:S:C=([1-9][0-9]*)' tasks=${SLURM_NTASKS:-0}
+    [[ $tasks == "$(kp_field NumTasks)" ]] || tasks=0
     if [[ $KP_JOB =~ $pattern ]]; then
         echo "${BASH_REMATCH[1]}"
     elif [[ $KP_GPUS_ASKED == --gpus-per-socket=* ]]; then
@@ -62,6 +67,7 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
         counts+=("$KP_COUNT")
     done <<<"$KP_JOB"
     KP_GPUS=${counts[0]:-0} KP_GPUS_ASKED=''
+    ((${#KP_DETAILS[@]} > 0)) || KP_GPUS=${SLURM_GPUS_ON_NODE:-0} # see kp_show_job
 
     asked=$(kp_field TresPerNode)
     if [[ $asked == *gpu* ]]; then

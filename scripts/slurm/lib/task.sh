@@ -18,6 +18,51 @@ read_line() { # <file>: its first line, or nothing
     echo "$line"
 }
 
+# --- what an earlier attempt has left --------------------------------------------------------------------------------
+
+readonly GONE_S=${KEMPNER_GONE_S:-30} # seconds; tests shorten it: a rank whose GPU or file system hangs is not gone at once after a kill
+
+list_earlier() { # the processes of ranks, and of what they have started, of an earlier start or attempt of this job
+    local mine start script number file text mark
+    local pattern=$'\nKEMPNER_RANK_OF=([0-9]+)\\.([0-9]+)\\.([0-9]+)(\\.([0-9]+))?'
+    IFS=. read -r mine start script number <<<"${KEMPNER_ATTEMPT_ID:-}"
+    [[ $mine == "${SLURM_JOB_ID:-}" && $start =~ ^[0-9]+$ && $script =~ ^[0-9]+$ ]] || return 0
+    ((start > 0 || ${number:-0} > 0)) || return 0 # the first one of all
+    while IFS= read -r file; do
+        text=$({ tr '\0' '\n' <"$file"; } 2>/dev/null) || continue
+        [[ $'\n'$text$'\n' == *$'\n'"SLURM_JOB_ID=$mine"$'\n'* ]] || continue # a rank may have typed sbatch
+        [[ $'\n'$text =~ $pattern ]] || continue
+        mark=("${BASH_REMATCH[@]}")
+        ((mark[2] < start)) || [[ ${mark[2]}.${mark[3]} == "$start.$script" ]] || continue
+        ((mark[2] < start || ${mark[5]:-0} < ${number:-0})) || continue
+        file=${file%/environ}
+        echo "${file##*/}"
+    done < <(grep -lazE "^KEMPNER_RANK_OF=$mine\." "$PROC"/[0-9]*/environ 2>/dev/null || true)
+}
+
+end_earlier() { # a restart does not begin before the ranks of the attempt before are gone
+    local end=$((SECONDS + GONE_S)) left told=''
+    while left=$(list_earlier) && [[ -n $left ]]; do
+        left=${left//$'\n'/ }
+        if [[ -z $told && ${SLURM_LOCALID:-0} == 0 ]]; then
+            printf '[%(%T)T] kempner: %s: ends what an earlier attempt has left: %s\n' -1 "$(uname -n)" "$left"
+        fi
+        told=1
+        # shellcheck disable=SC2086 # several
+        kill -KILL $left 2>/dev/null || true
+        if ((SECONDS >= end)); then # restart.sh knows these words
+            echo "kempner: error: $(uname -n): ranks of an earlier attempt do not end: $left" >&2
+            exit 1
+        fi
+        sleep 0.2
+    done
+}
+
+if [[ -n ${SLURM_STEP_ID:-} ]] && (($# > 0)); then
+    end_earlier
+    export KEMPNER_RANK_OF=${KEMPNER_ATTEMPT_ID:-}
+fi
+
 # --- what the node has -----------------------------------------------------------------------------------------------
 
 list_addresses() { # a line "interface address" for each global address; "?" where there is no iproute2

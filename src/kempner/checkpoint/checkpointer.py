@@ -29,7 +29,7 @@ from kempner.checkpoint.reader import TENSORS, read_wanted
 from kempner.checkpoint.state import StateProvider, collect, targets
 from kempner.checkpoint.writer import Image, local, plan_file, write_file
 from kempner.resilience.lock import RunLock
-from kempner.slurm import short_window
+from kempner.slurm import attempt_name, short_window
 
 LAST_PRUNE_S = 10.0
 
@@ -48,10 +48,12 @@ class Checkpointer:
         providers: Mapping[str, StateProvider],
         contents: tuple[dict[str, str], dict[str, Any]],
         log: Callable[[str], None],
+        run_lock: RunLock | None = None,
     ) -> None:
         """`contents`: texts that go into each checkpoint, by file name, and facts for its manifest.
         Of these, "run" (the identity of the run) and "fixed" (sections of values) must be the same
-        when it is loaded; rank 0's count.
+        when it is loaded; rank 0's count. `run_lock`, on rank 0: that of the run directory, without
+        which `latest` is not moved.
 
         Raises ConfigError on all ranks when another live job uses `root`, or it is another run's.
         """
@@ -77,6 +79,8 @@ class Checkpointer:
         self.seconds: float | None = None  # that the newest save took until it was durable
         self._pending: tuple[int, float, futures.Future[float]] | None = None
         self._lock: RunLock | None = None
+        self._run_lock = run_lock
+        self._attempt = self._ranks.on_first(attempt_name)
         self._ranks.on_first(self._claim)
 
     def _claim(self) -> None:
@@ -85,7 +89,8 @@ class Checkpointer:
         try:
             claim(self.root, self.about.get("run", ""))
             if self.cfg.dir:
-                self._lock = RunLock(self.root, "--checkpoint.dir=DIR")
+                lost = self._run_lock.on_lost if self._run_lock is not None else None
+                self._lock = RunLock(self.root, "--checkpoint.dir=DIR", lost)
         except OSError as error:  # a full disk: train on, as when a save fails
             self.log(f"WARNING: no lock in {self.root}, nothing keeps other runs out: {error}")
 
@@ -216,10 +221,10 @@ class Checkpointer:
         Runs on a thread, with few and long operations: a thread that often wants the interpreter
         slows the steps. Raises on all ranks when one has failed.
         """
-        partial = commit.partial_of(self.root, step)
+        partial = commit.partial_of(self.root, step, self._attempt)
 
         def begin() -> None:
-            commit.begin(self.root, step)
+            commit.begin(self.root, step, self._attempt)
             for rank in range(0, self.world_size, layout.FOLDER):
                 (partial / layout.file_of(rank)).parent.mkdir(parents=True)
 
@@ -254,7 +259,13 @@ class Checkpointer:
             **position,
             **self.about,
         }
-        commit.commit(self.root, step, texts, facts)
+        commit.commit(self.root, step, texts, facts, self._attempt, self._check_locks)
+
+    def _check_locks(self) -> None:
+        """Before `latest` moves: a process that has lost one of them is ended by it."""
+        for lock in (self._run_lock, self._lock):
+            if lock is not None:
+                lock.check()
 
     # --- loading ---
 

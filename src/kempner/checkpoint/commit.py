@@ -1,10 +1,10 @@
 """The commit protocol of checkpoints: a directory is complete or it is not there.
 
-    step_00000100.partial/   being written
-    step_00000100/           complete: its files are durable, and manifest.json was written last
-    latest                   link to the checkpoint that a start continues from, replaced by rename
-    step_00000100.corrupt/   proved to be damaged, and set aside
-    step_00000100.deleted/   being deleted
+    step_00000100.ATTEMPT.partial/   being written by this attempt
+    step_00000100/                   complete: its files are durable, manifest.json was written last
+    latest                           link to where a start continues from, replaced by rename
+    step_00000100.corrupt/           proved to be damaged, and set aside
+    step_00000100.deleted/           being deleted
 
 All that makes this true is here: fsync of files and directories, rename, and the order of the two.
 What is not of this run (ownership.py) is left alone, whatever its name. No torch.
@@ -19,7 +19,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
 LEFT = re.compile(  # by a killed save, deletion, or write of a small file
-    r"step_\d{8,}\.(partial|deleted(\.\d+)?)|\.(latest|skip\.json|\.kempner)\.\d+\.new"
+    r"step_\d{8,}\.(([\w.-]+\.)?partial|deleted(\.\d+)?)|\.(latest|skip\.json|\.kempner)\.\d+\.new"
 )
 
 
@@ -44,17 +44,19 @@ def name_of(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def partial_of(root: Path, step: int) -> Path:
-    return root / f"{name_of(step)}.partial"
+def partial_of(root: Path, step: int, attempt: str = "") -> Path:
+    """Where it is written. With the name of the attempt no other one, which believes that the run
+    is its own, can take what is half there for its own save."""
+    return root / ".".join(filter(None, (name_of(step), attempt, "partial")))
 
 
 # --- Writing ---
 
 
-def begin(root: Path, step: int) -> Path:
-    """Make step_X.partial, with the mark of the run that `root` belongs to and nothing else: the
+def begin(root: Path, step: int, attempt: str = "") -> Path:
+    """Make partial_of() it, with the mark of the run that `root` belongs to and nothing else: the
     files of an earlier attempt must not mix with ours. Raises OSError."""
-    partial = partial_of(root, step)
+    partial = partial_of(root, step, attempt)
     if partial.exists():
         _check_own(partial)
         remove(partial)
@@ -62,13 +64,22 @@ def begin(root: Path, step: int) -> Path:
     return partial
 
 
-def commit(root: Path, step: int, texts: dict[str, bytes], facts: dict[str, Any]) -> Path:
-    """Turn step_X.partial, whose data files are durable, into the checkpoint that `latest` names.
+def commit(
+    root: Path,
+    step: int,
+    texts: dict[str, bytes],
+    facts: dict[str, Any],
+    attempt: str = "",
+    check: Callable[[], None] = lambda: None,
+) -> Path:
+    """Turn what begin() has made, whose data files are durable, into the checkpoint that `latest`
+    names.
 
-    `texts`: the small files that go beside them. A crash at any instant leaves the old `latest` or
-    the new one, each of them complete. Rank 0 calls it when all ranks have written.
+    `texts`: the small files that go beside them. `check()` does not return when the run is another
+    process's by now. A crash at any instant leaves the old `latest` or the new one, each of them
+    complete. Rank 0 calls it when all ranks have written.
     """
-    partial, final = partial_of(root, step), root / name_of(step)
+    partial, final = partial_of(root, step, attempt), root / name_of(step)
     for name, content in texts.items():
         write_atomic(partial / name, content)
     for folder in partial.iterdir():
@@ -80,6 +91,7 @@ def commit(root: Path, step: int, texts: dict[str, bytes], facts: dict[str, Any]
     }
     manifest = {**facts, "format": FORMAT, "step": step, "time": time.time(), "files": files}
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
+    check()
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)
         doom(final)

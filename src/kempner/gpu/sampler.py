@@ -3,9 +3,9 @@
     python -m kempner.gpu.sampler RUN_DIR ATTEMPT SECONDS
 
 The rank that starts it holds its standard input: it looks once more and ends when that is closed,
-or when the rank is gone. What it finds becomes events in attempts.jsonl; RUN_DIR/gpu/HOST.jsonl
-gets a line a minute, one with each of these events, and one at the end. The driver is asked in
-threads, which may hang with it.
+or when the rank is gone. What it finds becomes events in attempts/HOST.jsonl of the run directory;
+gpu/HOST.jsonl there gets a line a minute, one with each of these events, and one at the end. The
+driver is asked in threads, which may hang with it.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Sampler:
 
     def _record(self, event: Event) -> None:
         with contextlib.suppress(OSError):  # a full disk: what follows does not need the record
-            events.append(self.run_dir / "attempts.jsonl", event)
+            events.append(events.own_file(self.run_dir / "attempts.jsonl"), event)
 
 
 class Figures:

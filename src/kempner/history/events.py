@@ -1,7 +1,9 @@
 """The schema of attempts.jsonl: one JSON object a line, one class for each kind of event. No torch.
 
 The trainer appends all kinds but Decision, which the batch script writes (kp_record in
-scripts/slurm). docs/monitoring.md has the same as a table. A reader ignores kinds and fields that
+scripts/slurm). Rank 0 and, between two attempts, the batch script write attempts.jsonl; all others
+write attempts/HOST.jsonl: no file has writers on two hosts at once, which NFS would mix up.
+docs/monitoring.md has the same as a table. A reader ignores kinds and fields that
 it does not know; a field that is missing, or of another type, has its default.
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from kempner.files import end_torn_line, read_jsonl
+from kempner.slurm import host_name
 
 E = TypeVar("E", bound="Event")
 
@@ -139,8 +142,15 @@ KINDS: dict[str, type[Event]] = {
 HINTS = {name: typing.get_type_hints(cls) for name, cls in KINDS.items()}
 
 
+def own_file(path: Path) -> Path:
+    """Where a process that is neither rank 0 nor the batch script appends, in place of this
+    attempts.jsonl."""
+    return path.with_suffix("") / f"{host_name()}.jsonl"
+
+
 def append(path: Path, event: Event) -> None:
-    """Add a line to attempts.jsonl."""
+    """Add a line to attempts.jsonl, or to own_file(). Raises OSError."""
+    path.parent.mkdir(exist_ok=True)
     end_torn_line(path)
     values = dataclasses.asdict(event)
     with open(path, "a") as file:
@@ -148,9 +158,45 @@ def append(path: Path, event: Event) -> None:
 
 
 def read(path: Path) -> list[Event]:
-    """The events of attempts.jsonl in order; lines that are torn, of unknown kind or without a time
-    are left out."""
-    return known(read_jsonl(path))
+    """The events of attempts.jsonl and of the hosts in order; lines that are torn, of unknown kind
+    or without a time are left out."""
+    return known(read_records(path))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of attempts.jsonl in order; those of attempts/HOST.jsonl each among those of its
+    attempt by its time, and before the decision, whatever the clock of its host."""
+    records = read_jsonl(path)
+    others = [each for file in path.with_suffix("").glob("*.jsonl") for each in read_jsonl(file)]
+    if not others:
+        return records
+    of_attempt: dict[Any, list[int]] = {}
+    for place, record in enumerate(records):
+        of_attempt.setdefault(_attempt(record), []).append(place)
+    before: dict[int, list[dict[str, Any]]] = {}
+    for other in sorted(others, key=_time):
+        own = of_attempt.get(_attempt(other), [])
+        places = own or range(len(records))
+        after = places[-1] + 1 if places else 0
+        later = (
+            place
+            for place in places
+            if (own and records[place].get("event") == "decision")
+            or _time(records[place]) > _time(other)
+        )
+        before.setdefault(next(later, after), []).append(other)
+    found = []
+    for place in range(len(records) + 1):
+        found += before.get(place, []) + records[place : place + 1]
+    return found
+
+
+def _attempt(record: dict[str, Any]) -> Any:
+    return record.get("attempt_id") or ("without a batch script", record.get("attempt"))
+
+
+def _time(record: dict[str, Any]) -> float:
+    return time if is_time(time := record.get("time")) else 0.0
 
 
 def known(records: Sequence[dict[str, Any]]) -> list[Event]:

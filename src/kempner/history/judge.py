@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kempner import slurm
-from kempner.files import read_jsonl
 from kempner.front_door import run_module
 from kempner.history.decision import Decision, Ended, decide
-from kempner.history.events import is_time
+from kempner.history.events import is_time, read_records
 from kempner.history.faulty_host import (
     blamed_before,
     broken_gpu,
@@ -88,7 +87,7 @@ def records_of(run_dir: Path) -> tuple[list[Record], str]:
             return [], f"the run directory {run_dir} is not there"
     except OSError as error:
         return [], f"the records of the run cannot be read: {error.strerror}"
-    return read_jsonl(run_dir / "attempts.jsonl"), ""
+    return read_records(run_dir / "attempts.jsonl"), ""
 
 
 def has_trained(records: Sequence[Record], jobs: Sequence[str], command: str) -> bool:
@@ -125,8 +124,9 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     made = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
     ours = [r for r in records if r.get("attempt_id") == attempt_id]
     faults = [record for record in ours if record.get("event") == "fault"]
-    for path in sorted(run_dir.glob("replicas/*/attempts.jsonl")):
-        ours += [r for r in read_jsonl(path) if r.get("attempt_id") == attempt_id]
+    for path in sorted(run_dir.glob("replicas/*")):
+        found_there = read_records(path / "attempts.jsonl")
+        ours += [r for r in found_there if r.get("attempt_id") == attempt_id]
     said = srun_log.read_text(errors="replace") if srun_log.is_file() else ""
 
     broken, gpu = broken_gpu(ours)

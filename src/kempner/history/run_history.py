@@ -164,7 +164,7 @@ def load_history(
     found = sampled(metrics) if share < 1 else read_jsonl(metrics, tail)
     known = [*filter(is_sound, found)]
     lines = [line for line in known if not is_result(line)]
-    records = [*filter(events.is_event, read_jsonl(path / "attempts.jsonl"))]
+    records = [*filter(events.is_event, events.read_records(path / "attempts.jsonl"))]
     attempts, refusals = attempts_of(events.known(records), lines, status)
     later = next((r for r in refusals[-1:] if not attempts or r.time > attempts[-1].ended), None)
     of_starts = [start.job for start in attempts] or [start.job for start in refusals]
@@ -172,8 +172,9 @@ def load_history(
     after = successor_of(path, jobs or {})
     if after and after.why != "Dependency":  # it is its turn; it may not have written a word yet
         name, after = after.number, None
-    job = job_of(path, name, jobs)
-    state = judge(attempts, lines, read_lock(path, time.time()), job, later)
+    lock = read_lock(path, time.time())
+    job = job_of(path, name, jobs, lock)
+    state = judge(attempts, lines, lock, job, later)
     if state.word in ("running", "silent") and attempts:
         attempts[-1] = replace(attempts[-1], state="running")
     run = History(

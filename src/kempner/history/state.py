@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kempner.history.attempts import AFTER, CANCELLED, Attempt, Record, Refusal
-from kempner.process import birth
-from kempner.slurm import Job, host_name
+from kempner.process import birth, kernel
+from kempner.slurm import Job, cluster_name, host_name
 
 # A run without a new line for so many times the usual interval, and seconds at least, is silent.
 SILENT = 10
@@ -49,10 +49,12 @@ class State:
 @dataclass(frozen=True)
 class Lock:
     """The lock of a run directory. `holder`: whether the process that holds it lives, None where
-    that is not known; `beat`: unix time of its last sign of life."""
+    that is not known; `beat`: unix time of its last sign of life; `cluster`: Slurm's name of the
+    one that it is on."""
 
     holder: bool | None
     beat: float = 0.0
+    cluster: str = ""
 
 
 FREE = Lock(holder=False)
@@ -64,19 +66,23 @@ def read_lock(run_dir: Path, now: float) -> Lock:
         beat = path.stat().st_mtime
         record = json.loads(path.read_text())
         host, pid, born = record["host"], int(record["pid"]), record["born"]
+        boot, cluster = record.get("kernel"), str(record.get("cluster") or "")
     except FileNotFoundError:
         return FREE
     except (OSError, ValueError, KeyError, TypeError):
         return Lock(holder=None)
-    if host == host_name():
-        return Lock(birth(pid) == born, beat)
-    return Lock(now - beat < LOCK_BEAT_LOST_S, beat)
+    if host == host_name() and boot in (None, kernel()):  # else that host has another's processes
+        return Lock(birth(pid) == born, beat, cluster)
+    return Lock(now - beat < LOCK_BEAT_LOST_S, beat, cluster)
 
 
-def job_of(run_dir: Path, name: str | None, jobs: dict[str, Job] | None) -> Job | None:
+def job_of(run_dir: Path, name: str | None, jobs: dict[str, Job] | None, lock: Lock) -> Job | None:
     """What Slurm says of the run's job, None where that is not known: no job, no answer of squeue,
-    or a run of somebody else, whose jobs squeue has not shown."""
+    a run of somebody else, whose jobs squeue has not shown, or one that lives on another cluster,
+    whose jobs have numbers of their own."""
     if name is None or jobs is None:
+        return None
+    if lock.holder and lock.cluster and lock.cluster != cluster_name():
         return None
     if name in jobs:
         return jobs[name]

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kempner import process, slurm
@@ -59,14 +59,15 @@ class Book:
     """What rank 0 records of an attempt, as the trainer does (run_directory.py), so that all that
     reads a run directory reads this one, too."""
 
-    def __init__(self, options: Options) -> None:
-        """Raises ConfigError when another job works there, or the copy of the code is gone, OSError
-        when it cannot be written."""
+    def __init__(self, options: Options, on_lost: Callable[[str], None] | None = None) -> None:
+        """`on_lost(why)`: another process has taken the run directory, and this one is about to
+        end. Raises ConfigError when another job works there, or the copy of the code is gone,
+        OSError when it cannot be written."""
         self._copy = Copy.given()
         self._options, run_dir = options, options.run_dir
         check_run_dir(run_dir)
         mark(run_dir, Kind.PROGRAM)
-        self._lock = RunLock(run_dir, "--run-dir=runs/NAME")
+        self._lock = RunLock(run_dir, "--run-dir=runs/NAME", on_lost)
         self._background = Background(lambda text: print(f"kempner: {text}", file=sys.stderr))
         self.attempt = count_attempts(run_dir)
         (run_dir / "logs" / f"attempt-{self.attempt}").mkdir(parents=True)

@@ -30,6 +30,7 @@ from kempner.program.verdict import (
 )
 from kempner.program.watch import POLL_S, Watch
 from kempner.rendezvous import forget_rendezvous
+from kempner.resilience.lock import LOST
 
 START_S = 600.0  # for all ranks to come
 KINDS = {
@@ -79,7 +80,7 @@ class Coordinator:
     def run(self) -> None:
         """All of an attempt, from the lock to the last record."""
         try:
-            self._book = Book(self.options)
+            self._book = Book(self.options, self._lose)
         except ConfigError as error:
             self._refuse(str(error))
         except OSError as error:
@@ -104,6 +105,15 @@ class Coordinator:
         end = time.monotonic() + START_S
         while not self._started and len(self._peers) < self.size and time.monotonic() < end:
             self._receive(0.2)
+
+    def _lose(self, why: str) -> None:
+        """In the thread of the lock, which ends this process afterwards: the ranks end their
+        programs, and nothing more is recorded."""
+        print(f"kempner: error: {why}", file=sys.stderr, flush=True)
+        self.code = LOST
+        for channel in list(self._peers.values()):
+            channel.send(do="leave", code=LOST)
+        time.sleep(LEAVE_S)
 
     def _dismiss(self) -> None:
         for channel in self._peers.values():

@@ -1,121 +1,300 @@
-"""One live job for a run directory: a second one is refused, a dead one's lock does not block."""
+"""One live process for a run directory: a second one is refused, a dead one's lock does not block,
+and one that was taken for dead while it lived leaves as soon as it looks.
+
+The holder touches its lock at each beat and looks whether it is still its own (a fence: what others
+believe of it may be wrong). Others take it over only once beats are missing, whatever Slurm says of
+the holder, or when the kernel that it ran under says that it is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import json
 import os
+import secrets
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kempner import slurm
 from kempner.config.option import ConfigError
-from kempner.process import birth
+from kempner.process import birth, kernel
 from kempner.slurm import host_name
 
-BEAT_S = 5.0  # the holder touches its lock this often
-DEAD_S = 45.0  # a lock that nobody has touched for so long is a dead one's
+BEAT_S = 5.0  # the holder touches its lock, and looks at it, this often
+MISSED_S = 12.0  # two beats, and more: so long a lock of a job that Slurm has ended must be still
+DEAD_S = 45.0  # the same, where nobody knows anything of the holder
+LOOK_S = 1.0  # between two looks at another's lock
+TELL_S = 5.0  # for the last words of one that has lost it: the file system may be what hangs
+LOST = 77  # exit code of a process that has lost its lock
+TRIES = 100  # a file that cannot be made, and is not there
+
+
+class Seen(NamedTuple):
+    """A lock at one moment. One that could not be read is empty: then its age decides."""
+
+    text: bytes = b""
+    beat: int = -1  # when it was touched, in ns of the file system's clock
+
+    @property
+    def holder(self) -> dict[str, Any]:
+        """The record; {} where it is not ours to understand."""
+        with contextlib.suppress(ValueError):
+            found = json.loads(self.text)
+            return found if isinstance(found, dict) and "host" in found else {}
+        return {}
 
 
 class RunLock:
     """The file `lock` in a run or checkpoint directory, held by rank 0 of the job that uses it."""
 
-    def __init__(self, directory: Path, option: str = "--run.dir=runs/NAME") -> None:
-        """Take it. Raises ConfigError when another job holds it, which names the holder and the
-        option that gives another directory."""
+    def __init__(
+        self,
+        directory: Path,
+        option: str = "--run.dir=runs/NAME",
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """Take it. `on_lost(why)` records that another has taken it; this process ends after that.
+        Raises ConfigError when another job holds it, which names the holder and the option that
+        gives another directory, OSError when the file cannot be written."""
         self.path = directory / "lock"
-        self._text = json.dumps(_self())
-        while not self._create():
-            holder = _read(self.path)
-            if holder is not None and not _is_dead(self.path, holder):
-                name = f"job {holder['job']}" if holder["job"] else f"process {holder['pid']}"
-                raise ConfigError(
-                    f"{directory} is in use by {name} on {holder['host']}: wait for it or cancel "
-                    f"it, or give this run a directory of its own: {option}"
-                )
-            self._remove(holder)
+        self.on_lost = on_lost
+        self._self = _self()
+        self._text = json.dumps(self._self).encode()
+        self._busy, self._released = threading.Lock(), False
+        self._take(directory, option)
         self._stop = threading.Event()
         threading.Thread(target=self._beat, daemon=True, name="run lock").start()
 
+    def check(self) -> None:
+        """Before something that only the holder may do: ends this process when it has lost the
+        lock. Raises OSError when that cannot be known."""
+        with self._busy:
+            if self._released or self._is_mine():
+                return
+        self._leave()
+
     def release(self) -> None:
         self._stop.set()
+        if not self._busy.acquire(timeout=BEAT_S):
+            return  # the file system hangs
         with contextlib.suppress(OSError):
-            if self.path.read_text() == self._text:  # if it was lost, it is another's by now
+            self._released = True
+            if self.path.read_bytes() == self._text:  # if it was lost, it is another's by now
                 self.path.unlink()
+        self._busy.release()
 
-    def _create(self) -> bool:
-        """Made whole under another name and linked: a link is atomic on NFS too, and never half
-        there."""
-        fresh = self.path.with_name(f".lock.{host_name()}.{os.getpid()}")
-        try:
-            fresh.write_text(self._text)
-            os.link(fresh, self.path)
-        except FileExistsError:
-            return False
-        finally:
-            fresh.unlink(missing_ok=True)
-        return True
-
-    def _remove(self, dead: dict[str, Any] | None) -> None:
-        """Take a dead lock away, unless another job has done so and put its own there."""
-        if _read(self.path) == dead:
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
+    # --- while it is held ---
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
+            # What hangs or fails now is not known to be lost; the next beat sees it.
             with contextlib.suppress(OSError):
-                os.utime(self.path)
+                self.check()
+
+    def _is_mine(self) -> bool:
+        """Whether it is; then it is touched: the open file, never one that another has put there.
+        Somebody may have removed it: then it is made again."""
+        try:
+            with open(self.path, "rb") as file:  # open() has an NFS client ask the server
+                mine = file.read() == self._text
+                if mine:
+                    os.utime(file.fileno())
+                return mine
+        except FileNotFoundError:
+            return self._create()
+
+    def _leave(self) -> None:
+        found = _look(self.path)
+        why = (
+            f"{self.path.parent} is in use by {_name(found.holder if found else {})}, which has "
+            "taken this process for dead, or is a later start of its job: it leaves"
+        )
+
+        def tell() -> None:
+            if self.on_lost is not None:
+                self.on_lost(why)
+            else:
+                print(f"error: {why}", file=sys.stderr, flush=True)
+
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        telling.join(TELL_S)
+        os._exit(LOST)
+
+    # --- taking it ---
+
+    def _take(self, directory: Path, option: str) -> None:
+        missing = 0
+        while not self._create():
+            seen = _look(self.path)
+            if seen is None:
+                missing += 1
+                if missing == TRIES:
+                    raise FileExistsError(errno.EEXIST, "is in the way: remove it", str(self.path))
+                time.sleep(LOOK_S / 10)
+            elif _follows(self._self, seen.holder):
+                if self._replace(seen, though_it_beats=True) and self._outwait(seen.holder):
+                    return
+            elif _is_gone(self._self, seen.holder) or self._is_still(seen):
+                if self._replace(seen):
+                    return
+            elif (now := _look(self.path)) is not None and now.text == seen.text:
+                raise ConfigError(
+                    f"{directory} is in use by {_name(seen.holder)}: wait for it or cancel it, or "
+                    f"give this run a directory of its own: {option}"
+                )
+
+    def _create(self) -> bool:
+        """Make the file, unless it is there. No hard link: some file systems have none."""
+        try:
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            os.write(file, self._text)
+        except OSError:  # a full disk
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+        return True
+
+    def _is_still(self, seen: Seen) -> bool:
+        """Whether its holder has missed beats enough. By the clock of the file system alone: those
+        of two hosts differ."""
+        limit = MISSED_S if _has_ended(self._self, seen.holder) else DEAD_S
+        return self._stays(seen, limit)
+
+    def _stays(self, seen: Seen, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_S))
+            if _look(self.path) != seen:
+                return False
+        return True
+
+    def _replace(self, seen: Seen, though_it_beats: bool = False) -> bool:
+        """Put ours in the place of this one, whose text no other lock has: whoever makes the file
+        that is named after it is the only one who may. If it dies before it has, the next file of
+        that kind decides."""
+        name = hashlib.sha256(seen.text).hexdigest()[:16]
+        claims: list[Path] = []
+        fresh = self.path.with_name(f".lock.{host_name()}.{os.getpid()}.{secrets.token_hex(4)}")
+        for k in range(TRIES):
+            claims.append(self.path.with_name(f".lock.{name}.{k}"))
+            try:
+                os.close(os.open(claims[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+                break
+            except FileExistsError:
+                if not self._stays(seen, MISSED_S):
+                    return False
+        try:
+            fresh.write_bytes(self._text)
+            now = _look(self.path)
+            if now is None or now.text != seen.text or (now != seen and not though_it_beats):
+                return False
+            fresh.replace(self.path)
+            return True
+        finally:
+            for file in (fresh, *claims):
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
+
+    def _outwait(self, holder: dict[str, Any]) -> bool:
+        """After an earlier start of this job has lost its lock to this one: until it is gone, or
+        has had the time to see it. False when this one has lost it, too."""
+        deadline = time.monotonic() + MISSED_S
+        while time.monotonic() < deadline and not _is_gone(self._self, holder):
+            time.sleep(LOOK_S / 4)
+        return self._is_mine()
 
 
 def _self() -> dict[str, Any]:
     return {
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
+        "uid": os.getuid(),
         "job": slurm.job_name(),
         "slurm_id": slurm.own_job(),
-        "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "restart": os.environ.get("SLURM_RESTART_COUNT") or "0",
         "step": os.environ.get("SLURM_STEP_ID"),
+        "attempt": os.environ.get("KEMPNER_ATTEMPT_ID"),
         "host": host_name(),
+        "kernel": kernel(),
         "pid": os.getpid(),
         "born": birth(os.getpid()),
+        "nonce": secrets.token_hex(8),  # no two locks have one text
     }
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The holder, None when the file is gone or not ours to understand (then its age decides)."""
+def _look(path: Path) -> Seen | None:
+    """The lock as it is now, None when there is none. By open() and fstat(): from stat() alone an
+    NFS client may answer out of its cache, for a minute and more."""
     try:
-        holder = json.loads(path.read_text())
-        return holder if isinstance(holder, dict) and "host" in holder else None
-    except (OSError, ValueError):
+        with open(path, "rb") as file:
+            return Seen(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+    except FileNotFoundError:
         return None
-
-
-def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
-    """Its process is gone, its job or its step has ended, its job has been started again, or it
-    beats no more."""
-    if holder["host"] == host_name() and birth(holder["pid"]) != holder["born"]:
-        return True
-    if holder["slurm_id"] is not None:
-        here = (slurm.own_job(), os.environ.get("SLURM_RESTART_COUNT", "0"))
-        if here[0] == holder["slurm_id"] and here[1] != holder["restart"]:
-            return True
-        if here[0] != holder["slurm_id"] and slurm.is_running(holder["slurm_id"]) is False:
-            return True
-        if here[0] == holder["slurm_id"] and slurm.step_runs(holder.get("step")) is False:
-            return True
-    # The file system's clock against itself: hosts' clocks differ.
-    first = _mtime(path)
-    deadline = time.monotonic() + DEAD_S
-    while time.monotonic() < deadline:
-        time.sleep(1.0)
-        if _mtime(path) != first:
-            return first is None or not path.exists()
-    return True
-
-
-def _mtime(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
     except OSError:
-        return None
+        return Seen()
+
+
+def _name(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "another process"
+    job, pid = holder.get("job"), holder.get("pid")
+    return f"{f'job {job}' if job else f'process {pid}'} on {holder['host']}"
+
+
+def _is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
+    """Proved: by the kernel that this process runs under, which the holder ran under, too."""
+    place = ("cluster", "host", "kernel")
+    if holder.get("kernel") is None or any(holder.get(name) != me[name] for name in place):
+        return False
+    return birth(holder.get("pid", 0)) != holder.get("born")
+
+
+def _is_of_mine(me: dict[str, Any], holder: dict[str, Any]) -> bool:
+    """Whether Slurm, as this process may ask it, knows the holder's job: it hides other users'
+    jobs, and another cluster on this file system has numbers of its own."""
+    known = me["slurm_id"] is not None and holder.get("slurm_id") is not None
+    return known and all(holder.get(name) == me[name] for name in ("cluster", "uid"))
+
+
+def _follows(me: dict[str, Any], holder: dict[str, Any]) -> bool:
+    """Whether the holder is of an earlier start of this job, or of an earlier step of this batch
+    script: it has to make room, even if it lives. Slurm starts a job again when it believes a host
+    to be lost, and the ranks of a step may outlive their srun."""
+    if not _is_of_mine(me, holder) or holder["slurm_id"] != me["slurm_id"]:
+        return False
+    then, now = _number(holder.get("restart")), _number(me["restart"])
+    if then != now:
+        return then is not None and now is not None and then < now
+    script = str(me["attempt"]).split(".")[:3]
+    before, here = _step(holder.get("step")), _step(me["step"])
+    same = me["attempt"] is not None and str(holder.get("attempt")).split(".")[:3] == script
+    return same and before is not None and here is not None and before < here
+
+
+def _has_ended(me: dict[str, Any], holder: dict[str, Any]) -> bool:
+    """Whether Slurm says that the holder's job or step has ended. Its processes may live on."""
+    if not _is_of_mine(me, holder):
+        return False
+    if holder["slurm_id"] != me["slurm_id"]:
+        return slurm.is_running(holder["slurm_id"]) is False
+    return slurm.step_runs(holder.get("step")) is False
+
+
+def _number(text: Any) -> int | None:
+    return int(text) if isinstance(text, str) and text.isdecimal() else None
+
+
+def _step(text: Any) -> int | None:
+    """The number of a step; steps with a name, such as batch, are in no order."""
+    number = _number(text)
+    return number if number is not None and number <= slurm.LAST_STEP else None

@@ -142,9 +142,9 @@ def held_arrays(looks: Sequence[Look]) -> list[Array]:
 def throttle(array: Array) -> str:
     """Sets how many tasks of an array that Slurm has may run; what went wrong, or ""."""
     limit = f"ArrayTaskThrottle={array.running}"
-    done = subprocess.run(
-        ["scontrol", "update", f"JobId={array.job}", limit], capture_output=True, text=True
-    )
+    command = ["scontrol", "update", f"JobId={array.job}", limit]
+    env = slurm.plain_environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     return done.stderr.strip() if done.returncode else ""
 
 
