@@ -274,15 +274,8 @@ def test_a_run_of_alice_is_done(site: Site) -> None:
     assert decisions(folder / "run") == ["restart", "end"]
 
 
-def finding(name: str, what: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=False, reason=f"{name}: {what}")
-
-
-A2 = finding("A2", "one requeue that is not answered ends the run")
-
-
 @pytest.mark.parametrize(
-    "done", [pytest.param(False, marks=A2, id="lost"), pytest.param(True, id="carried out")]
+    "done", [pytest.param(False, id="lost"), pytest.param(True, id="carried out")]
 )
 def test_a_requeue_that_times_out(site: Site, done: bool) -> None:
     folder = site.folder(f"requeue-{done}")
@@ -295,7 +288,6 @@ def test_a_requeue_that_times_out(site: Site, done: bool) -> None:
     assert_done(site, folder, job)
 
 
-@finding("A3, S8", "a controller that is away is taken for the job's end")
 @pytest.mark.soak
 def test_a_controller_that_is_away_when_a_rank_dies(site: Site) -> None:
     folder = site.folder("away")
@@ -305,7 +297,6 @@ def test_a_controller_that_is_away_when_a_rank_dies(site: Site) -> None:
     assert_done(site, folder, job)
 
 
-@finding("A3, S8", "no answer is taken for the job's end")
 def test_no_answer_when_a_rank_dies(site: Site) -> None:
     """As above, for 8 s, without the controller's own delays."""
     folder = site.folder("no-answer")
@@ -322,7 +313,6 @@ def test_no_answer_when_a_rank_dies(site: Site) -> None:
     assert_done(site, folder, job)
 
 
-@finding("A10, S7", "a full home ends the run at its start")
 def test_a_batch_log_in_a_full_home(site: Site) -> None:
     folder, home = site.folder("home"), site.state / "home/alice"
     site.run("alice", "sh", "-c", "head -c 2000000 /dev/zero >~/full")
@@ -336,7 +326,6 @@ def test_a_batch_log_in_a_full_home(site: Site) -> None:
         (home / "full").unlink()
 
 
-@finding("B1, S6", "a user's SLURM_TIME_FORMAT hides the end of the job")
 def test_the_end_of_the_job_is_known(site: Site) -> None:
     folder = site.folder("end")
     ask = """import time
@@ -364,7 +353,6 @@ def test_pyxis_under_a_task_prolog_that_prints(site: Site) -> None:
     assert_done(site, folder, fake(site, "done", folder, **env))
 
 
-@finding("S9", "a client that crashes for users is taken for a job that is unknown")
 def test_nodes_that_users_may_not_see(site: Site) -> None:
     conf = Path(site.cluster.env["SLURM_CONF"])
     whole = conf.read_text()
@@ -405,7 +393,6 @@ def assert_refused(site: Site, folder: Path, first: str, second: str) -> None:
         site.cluster.run("scancel", first, second)
 
 
-@finding("S1", "with SQUEUE_STATES=PENDING the holder of the lock is not seen")
 @pytest.mark.soak
 def test_a_second_job_of_a_user_with_squeue_states(site: Site) -> None:
     folder = site.folder("second")
@@ -414,7 +401,6 @@ def test_a_second_job_of_a_user_with_squeue_states(site: Site) -> None:
     assert_refused(site, folder, first, train(site, folder))
 
 
-@finding("S4", "with PrivateData=jobs the holder of the lock is not seen")
 @pytest.mark.soak
 def test_a_second_job_of_a_teammate(site: Site) -> None:
     site.need("accounting")
@@ -428,7 +414,6 @@ def test_a_second_job_of_a_teammate(site: Site) -> None:
     assert_refused(site, folder, first, train(site, folder, user="mallory", **quiet))
 
 
-@finding("S5", "a job of another cluster is not seen")
 @pytest.mark.soak
 def test_a_second_job_of_another_cluster(site: Site, tmp_path: Path) -> None:
     """Root's, on both clusters: their users are different ones."""
