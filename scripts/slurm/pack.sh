@@ -20,7 +20,8 @@ set -euo pipefail
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
 lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
-    job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
+    asked=${SLURM_JOB_ID:-0} # without an answer of a busy controller nothing is known
+    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || ! $job =~ 'timed out'|contact ]]; do sleep 5; done
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || { echo "kempner: error: pack.sh was copied out of its repository: submit" \

@@ -23,7 +23,8 @@ set -euo pipefail
 lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
-    job=$(scontrol show job "$job" 2>/dev/null) || true
+    asked=$job # without an answer of a busy controller nothing is known
+    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || ! $job =~ 'timed out'|contact ]]; do sleep 5; done
     # Typed in a task of an array, sbatch hands on the number of that one.
     [[ $job == *"JobId=${SLURM_JOB_ID:-0} "* ]] || job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% }/scripts/slurm/singlenode.sh

@@ -384,3 +384,31 @@ def test_readers_that_leave(bench: Bench, redirect: str) -> None:
     )
     codes = [line for line in done.stdout.splitlines() if line.isdecimal()]
     assert codes == ["0"] * len(commands) and done.stderr == "", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "script", [p.name for p in sorted(SCRIPTS.glob("*.sh")) if "asked=" in p.read_text()]
+)
+def test_a_copy_of_a_script_waits_for_slurms_answer(tmp_path: Path, script: str) -> None:
+    """sbatch runs a copy; only Slurm knows whence. "Timed out" is no answer."""
+    copy = tmp_path / "spool" / "slurm_script"
+    copy.parent.mkdir()
+    copy.write_text((SCRIPTS / script).read_text())
+    for name, text in {
+        "sleep": ":",
+        "scontrol": f"""echo asked >>{tmp_path}/asked
+            (($(wc -l <{tmp_path}/asked) > 2)) || {{
+                echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2
+                exit 1
+            }}
+            echo "JobId=7 JobName=x"
+            echo "   Command={SCRIPTS / script} --help\"""",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", copy, "--help"], env=env, capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0 and "sbatch" in done.stdout, done.stderr
+    assert (tmp_path / "asked").read_text().count("asked") == 3
