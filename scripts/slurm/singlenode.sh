@@ -27,7 +27,8 @@ if [[ ! -e $lib ]]; then
     until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || ! $job =~ 'timed out'|contact ]]; do sleep 5; done
     # Typed in a task of an array, sbatch hands on the number of that one.
     [[ $job == *"JobId=${SLURM_JOB_ID:-0} "* ]] || job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
-    code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% }/scripts/slurm/singlenode.sh
+    own=${job#*Command=*/scripts/slurm/} own=${own%%[[:space:]]*} # singlenode.sh, or a copy with changes beside it
+    code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% }/scripts/slurm/$own
     [[ $job != *kempner-code=* || ! -e $code ]] || exec bash "$code" "$@"
     [[ $job == *kempner-code=* ]] || code=''
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh

@@ -898,6 +898,41 @@ def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert "requeue: the step ended (no checkpoint yet)" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("restarts", "before", "decided"),
+    [
+        (1, '{"event": "first_step", "time": 1, "job": "7", "attempt_id": "7.0.1"}', "requeue"),
+        (0, '{"event": "first_step", "time": 1, "job": "7", "attempt_id": "7.0.1"}', ""),
+        (1, '{"event": "decision", "decision": "requeue", "time": 1, "job": "7"}', "end"),
+    ],
+)
+def test_a_start_that_ends_before_its_step(
+    tmp_path: Path, restarts: int, before: str, decided: str
+) -> None:
+    """An earlier start of the job has come further: the host has a fault. Else it is bad input."""
+    (tmp_path / "attempts.jsonl").write_text(f"{before}\n")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"""#!/bin/bash
+        echo "$*" >>{tmp_path}/asked
+        [[ $1 != show ]] || echo "$TEXT"
+    """)
+    scontrol.chmod(0o755)
+    script = f"""
+        kp_is_whole_script() {{ :; }}
+        KP_BESIDE='' KP_ROOT={ROOT} KP_ORIGIN={ROOT} KP_RUN_DIR={tmp_path}
+        trap 'kp_stay_ended $? || true' EXIT
+        kp_die "the data are not mounted here"
+    """
+    text = job("").replace("Restarts=0", f"Restarts={restarts}")
+    env = {"TEXT": text, "SLURM_JOB_ID": "7", "KEMPNER_ATTEMPT_ID": "7.1.2"}
+    done = bash(script, **env, PATH=f"{tmp_path}:/usr/bin:/bin", PYTHONPATH=f"{ROOT}/src")
+    last = json.loads((tmp_path / "attempts.jsonl").read_text().splitlines()[-1])
+    asked = (tmp_path / "asked").read_text()
+    assert last.get("decision", "") == decided, done.stdout + done.stderr
+    assert ("requeue 7" in asked) == (decided == "requeue") != ("Requeue=0" in asked)
+    assert done.returncode == (0 if decided == "requeue" else 2)
+
+
 def test_a_crash_loop_has_a_bound_without_python(tmp_path: Path) -> None:
     """The judge fails each time, as in a container that takes too long to start."""
     (tmp_path / "bin").mkdir()

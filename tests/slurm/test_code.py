@@ -357,3 +357,18 @@ def test_the_code_of_a_program_is_checked(cluster: Cluster, project: Path, tmp_p
         assert "began with helper last, conf one, data\n" in text
         begins = next(line for line in text.splitlines() if "attempt " in line)
         assert where in begins, begins
+
+
+def test_a_changed_copy_of_a_launch_script_runs_as_it_is_written(
+    cluster: Cluster, tmp_path: Path, checkout: Path
+) -> None:
+    """README: "copy it and change it". At the first start, and after a requeue."""
+    text = (checkout / "scripts/slurm/multinode.sh").read_text()
+    mine = checkout / "scripts/slurm/mine.sh"
+    mine.write_text(text.replace("\nkp_run ", '\nkp_log "a line of my own"\nkp_run ', 1))
+    job = cluster.sbatch(mine, *words(cluster, tmp_path), options=REQUEST, cwd=checkout, env=COPY)
+    log = checkout / f"kempner-{job}.out"
+    resume(cluster, job, log, lambda: None)
+    assert log.read_text().count("a line of my own") == 2
+    assert "a copy of" in log.read_text()
+    cluster.ask("scancel", job)

@@ -11,7 +11,7 @@ KP_UNTRACKED_SECRETS=('*credential*.'{json,yaml,yml,toml,ini,cfg,txt,csv} '*secr
 readonly KP_UNTRACKED_SECRETS
 
 kp_code() { # <launch script> [program in scripts/]: the repository becomes the copy, by exec of its launch script
-    local copy program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${2:-train.py}} sizes=()
+    local copy program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${2:-train.py}} sizes=() own=${0##*/}
     KP_CODE_NOTE="the code is $KP_ROOT itself"
     if [[ $KP_ROOT != "$KP_ORIGIN" ]]; then
         KP_CODE_NOTE="the code is ${KP_ROOT##*/}, a copy of $KP_ORIGIN"
@@ -23,9 +23,12 @@ kp_code() { # <launch script> [program in scripts/]: the repository becomes the 
     KP_CODE_NOTE="the code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
 
+    # Somebody may have copied the script, beside it, to change it.
+    [[ $own != slurm_script ]] || own=$(kp_rest Command) own=${own#*/scripts/slurm/} own=${own%%[[:space:]]*}
+    [[ -e $KP_ROOT/scripts/slurm/$own ]] || own=$1
     copy=$(kp_code_of_job)
     kp_code_is_there "$copy"
-    if [[ ! -e $copy/scripts/slurm/$1 ]]; then
+    if [[ ! -e $copy/scripts/slurm/$own ]]; then
         ((${#KP_INSIDE[@]} == 0)) || [[ -n ${2:-} ]] || read -ra sizes < <(kp_code_sizes) || return 0
         kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0 # kp_check says what is wrong
         kp_code_keep "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}" || return 0
@@ -36,7 +39,9 @@ kp_code() { # <launch script> [program in scripts/]: the repository becomes the 
     fi
     export KP_BEGAN=$KEMPNER_BATCH_BEGAN KP_PENDING
     PYTHONPATH=${PYTHONPATH#"$KP_ROOT/src"} PYTHONPATH=${PYTHONPATH#:}
-    exec bash "$copy/scripts/slurm/$1" "${KP_WORDS[@]}"
+    [[ -e $copy/scripts/slurm/$own ]] || kp_die "the copy of the code has no scripts/slurm/$own, which .gitignore" \
+        "excludes: give it another name, or run the repository itself with KEMPNER_CODE=0"
+    exec bash "$copy/scripts/slurm/$own" "${KP_WORDS[@]}"
 }
 
 kp_code_sizes() { # prints the words for the check that follow from the job; fails where kp_tasks would stop the script

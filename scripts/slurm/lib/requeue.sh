@@ -331,7 +331,7 @@ kp_ended_early() { # <exit code>: decides after a start that has ended before it
     (($1 != 0 && $1 != 130)) || return 0
     [[ -n ${KP_RUN_DIR:-} || $KP_ROOT == "$KP_ORIGIN" ]] || KP_RUN_DIR=${KP_ROOT%/code/*}
     [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] || return 0
-    KP_CODE=$1 KP_RESTARTS=0 KP_CHECKPOINTS=${KP_CHECKPOINTS:-$KP_RUN_DIR/checkpoints}
+    KP_CODE=$1 KP_RESTARTS=0 KP_PYTHON=${KP_PYTHON:-python3} KP_CHECKPOINTS=${KP_CHECKPOINTS:-$KP_RUN_DIR/checkpoints}
     KP_COMMITTED_BEFORE=${KP_COMMITTED_BEFORE:-$(kp_committed_step)}
     kp_decide "this start has ended with exit code $1 before its step" || true
 }
