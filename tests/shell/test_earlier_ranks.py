@@ -89,11 +89,14 @@ def test_then_the_job_is_requeued(tmp_path: Path, line: str, answer: str) -> Non
     (tmp_path / "log").write_text(f"kempner: error: {line}\n")
     script = f"""
         source {TASK.with_name("all.sh")}
-        kp_could_restart() {{ :; }}
-        kp_judge() {{ :; }}
-        KP_JOB='Requeue=1' KP_FINAL='' KP_PREFLIGHT='' KP_EXCLUDED='' KP_NO_PROGRESS=1
+        SLURM_JOB_ID=7 KEMPNER_ATTEMPT_ID=7.0.1 KP_RUN_DIR={tmp_path}
+        KP_STATE='' KP_COMMITTED=-1 KP_COMMITTED_BEFORE=-1 KP_RESTARTS=1 KP_BESIDE=''
+        KP_JOB='JobState=RUNNING Requeue=1 BatchFlag=1' KP_JOB_STATE=RUNNING
         KP_SRUN_LOG={tmp_path}/log
-        if kp_may_restart; then echo yes; else echo no; fi
+        kp_hosts() {{ :; }}
+        kp_facts "the step has ended"
+        [[ " ${{facts[*]}} " == *" room=1 "* ]] || echo "no room"
+        if [[ " ${{facts[*]}} " == *" not_created=1 "* ]]; then echo no; else echo yes; fi
     """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.stdout == f"{answer}\n", done

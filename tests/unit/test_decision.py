@@ -151,7 +151,7 @@ def test_nodes_that_are_left_out() -> None:
 
     assert out(faulty=("a",), others=2) == (("a",), "")
     assert out(faulty=("a",), others=0)[1].endswith(
-        "0 other node(s) could take this job, it needs 1"
+        "the other nodes that could take this job, 0, are too few"
     )
     many = tuple(f"n{i}" for i in range(40))
     assert out(faulty=many, others=500, nodes=128)[0] == ()  # 6 at most

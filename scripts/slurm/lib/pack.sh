@@ -148,8 +148,7 @@ kp_keep_log() { # in place of launch.sh's: the log is in the run directory alrea
 }
 
 kp_requeue() { # in place of requeue.sh's: the job is requeued when all runs have ended, unless Slurm is ending it now
-    # Asking is true, too, when another run was first.
-    [[ $(kp_field JobState) != RUNNING ]] || kp_ask_requeue
+    [[ $(kp_field JobState) == RUNNING ]] || kp_ask_requeue
 }
 
 kp_finish() { # in place of requeue.sh's: ends the subshell, whose exit code says whether the run has to go on

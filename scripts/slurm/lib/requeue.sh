@@ -92,6 +92,10 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge);
     local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start=''
     kp_history # a container may take longer to start than there is time
     kp_facts "$1"
+    if ! kp_is_batch; then # nothing follows but an end: no container is started for that
+        kp_judge_alone "$1"
+        return
+    fi
     if kp_ask "${KP_HISTORY[@]}" -m kempner.history.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
         # The last eleven lines: in a step, a TaskProlog may have said something before.
         { read -r KP_ANSWERED && read -r KP_WHY && read -r KP_KIND && read -r KP_NO_PROGRESS && read -r KP_BLAMED &&
@@ -168,9 +172,12 @@ kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; 
         ! kp_chain_survives || KP_ANSWERED=chain KP_WHY="Slurm is ending the job ($(kp_in_words))"
     elif ! kp_is_batch; then
         KP_ANSWERED=end KP_WHY="$1; only a batch job is requeued"
+        [[ ${KP_CODE:-} != 2 ]] || KP_WHY="bad input: $(kp_refusal)" KP_WHY=${KP_WHY%: }
     elif ((KP_NO_PROGRESS >= ${KEMPNER_MAX_CRASHES:-3})); then
         KP_ANSWERED=end
         KP_WHY="$1; $KP_NO_PROGRESS attempts in a row without progress (KEMPNER_MAX_CRASHES=${KEMPNER_MAX_CRASHES:-3})"
+    elif kp_could_restart && [[ -z $KP_LOST$KP_PREFLIGHT && ${KP_CODE:-} != 2 ]] && ((KP_NO_PROGRESS < 2)); then
+        KP_ANSWERED=restart
     elif [[ -n $KP_CHAIN ]]; then
         KP_ANSWERED=chain
     elif [[ $(kp_field Requeue) == 0 ]]; then
@@ -269,8 +276,8 @@ kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm r
     local said tries=0 away='timed out|[Uu]nable to contact|[Cc]onnection|[Cc]ommunication|[Tt]ry again|[Zz]ero [Bb]ytes'
     KP_REFUSED=''
     until said=$(kp_shielded scontrol requeue "$(kp_job_id)" 2>&1); do
-        # An answer that was lost is no refusal: the order may have been carried out.
-        ! kp_show_job || [[ $(kp_field JobState) == RUNNING ]] || return 0
+        # An answer that was lost is no refusal: the order may have been carried out. A requeue counts at once.
+        ! kp_show_job || [[ $(kp_field Restarts) == "$KP_START" && $(kp_field JobState) != PENDING ]] || return 0
         said=${said//$'\n'/; } tries=$((tries + 1))
         if [[ ! $said =~ $away ]] && ((tries > 2)); then
             KP_REFUSED=$said

@@ -132,7 +132,7 @@ def leave_out(ended: Ended) -> Nodes:
     if ended.others is None:
         return Nodes(note=f"{stays}Slurm did not say whether there are enough other nodes")
     if ended.others < ended.needed:
-        why = f"{ended.others} other node(s) could take this job, it needs {ended.needed}"
+        why = f"the other nodes that could take this job, {ended.others}, are too few"
         return Nodes(note=f"{stays}{why}", too_few=True)
     return Nodes(excluded=hosts)
 

@@ -49,6 +49,7 @@ ANSWERS = (
     "notes",
 )
 BROKEN = "has a broken"
+IN_USE = "is in use by"  # resilience/lock.py: another job trains in this directory
 DAY_S = 86400.0  # exclusions of an earlier day no longer count
 
 
@@ -159,7 +160,11 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
         refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
-        trained=bool(unread) or has_trained(records, jobs, facts.text("command")),
+        trained=bool(unread)
+        or (
+            has_trained(records, jobs, facts.text("command"))
+            and IN_USE not in facts.text("refusal")
+        ),
         final=final_reason(faults),
         site=site,
         waited=waited(made, now),
