@@ -113,8 +113,10 @@ def test_a_container_that_takes_its_time(
     assert [record["decision"] for record in made] == ["restart", "end"]
     assert not [path for path in tmp_path.iterdir() if "Welcome" in path.name]
     assert (run_dir / "code").is_dir()
-    judged = 2 if host == "without" else 0
-    assert len(entered(tmp_path)) == 2 + (host == "without") + judged
+    judged = (
+        2 if host == "without" else 0
+    )  # each is ended after a second, on a busy host before it enters
+    assert 0 <= len(entered(tmp_path)) - 2 - (host == "without") <= judged
 
 
 def test_any_program(cluster: Cluster, tmp_path: Path, elsewhere: Path) -> None:
