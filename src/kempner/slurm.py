@@ -88,9 +88,28 @@ def _ask(*command: str) -> str | None:
     return done.stdout if done is not None and done.returncode == 0 else None
 
 
+class _NoAnswer(Exception):
+    """Of a question without which nothing can be said."""
+
+
+def _insist(*command: str) -> str:
+    """As _ask, but asks again for some seconds: a busy controller drops one question and answers
+    the next. Raises _NoAnswer."""
+    end = time.monotonic() + 5
+    while (told := _ask(*command)) is None:
+        if time.monotonic() > end:
+            raise _NoAnswer
+        time.sleep(1)
+    return told
+
+
 def job_fields(job: str) -> dict[str, str]:
     """What `scontrol show job` says of it, {} when it says nothing."""
-    return dict(re.findall(r"(\S+?)=(\S*)", _ask("scontrol", "show", "job", "-o", job) or ""))
+    return _fields(_ask("scontrol", "show", "job", "-o", job) or "")
+
+
+def _fields(told: str) -> dict[str, str]:
+    return dict(re.findall(r"(\S+?)=(\S*)", told))
 
 
 def end_of(fields: dict[str, str]) -> float | None:
@@ -229,10 +248,14 @@ def other_nodes(job: str, without: Sequence[str]) -> int | None:
     Of the request it looks at the partition, the named nodes, the features (with & or |), the kinds
     and numbers of GPUs and the reservation.
     """
-    fields = job_fields(job)
-    told = _ask("sinfo", "-h", "-N", "-p", fields.get("Partition", ""), "-o", "%N|%t|%f|%G")
-    if not fields or told is None:
-        return None
+    with contextlib.suppress(_NoAnswer):
+        return _other_nodes(job, without)
+    return None
+
+
+def _other_nodes(job: str, without: Sequence[str]) -> int | None:
+    fields = _fields(_insist("scontrol", "show", "job", "-o", job))
+    told = _insist("sinfo", "-h", "-N", "-p", fields.get("Partition", ""), "-o", "%N|%t|%f|%G")
     allowed: set[str] | None = None
     for names in (_named(fields, "ReqNodeList"), _reserved(fields)):
         if names is not None:
@@ -263,15 +286,14 @@ def _named(fields: Mapping[str, str], name: str) -> list[str] | None:
     value = _is_set(fields.get(name, ""))
     if not value:
         return None
-    return (_ask("scontrol", "show", "hostnames", value) or "").split()
+    return _insist("scontrol", "show", "hostnames", value).split()
 
 
 def _reserved(fields: Mapping[str, str]) -> list[str] | None:
     name = _is_set(fields.get("Reservation", ""))
     if not name:
         return None
-    told = dict(re.findall(r"(\S+?)=(\S*)", _ask("scontrol", "show", "res", "-o", name) or ""))
-    return _named(told, "Nodes") or []
+    return _named(_fields(_insist("scontrol", "show", "res", "-o", name)), "Nodes") or []
 
 
 def _has_features(wanted: str, features: str) -> bool:

@@ -70,6 +70,10 @@ FACTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nodes": ({"faulty": ("a", "b", "c"), "others": 99},) * 2,
     "needed": ({"faulty": ("n1",), "others": 2}, {"faulty": ("n1",), "others": 2, "needed": 3}),
     "others": ({"faulty": ("n1",)}, {"faulty": ("n1",), "others": 2}),
+    "in_vain": (
+        {"faulty": ("n1",), "others": 2, "no_progress": 3, "trained": True},
+        {"faulty": ("n1",), "others": 2, "no_progress": 3, "trained": True, "in_vain": 2},
+    ),
     "excluded": (
         {"faulty": ("n1",), "others": 2},
         {"faulty": ("n1",), "others": 2, "excluded": 2},
@@ -159,6 +163,18 @@ def test_nodes_that_are_left_out() -> None:
     assert out(faulty=many[:6], others=500, nodes=128)[0] == many[:6]
     assert out(faulty=("a",), others=5, excluded=2, broken=True)[0] == ("a",)
     assert out(faulty=("a",), others=5, max_excluded=0, broken=True) == ((), "")
+
+
+def test_a_node_that_is_left_out_begins_the_count_anew() -> None:
+    """Up to the limit, and where the program has proved itself or has not even begun."""
+    third = {"faulty": ("n1",), "others": 9, "no_progress": 3}
+    assert decide(Ended(**third)).answer == "end"  # a new program may fail wherever it runs
+    for sure in ("trained", "broken"):
+        made = decide(Ended(**third | {sure: True}))
+        assert (made.answer, made.excluded, made.no_progress) == ("requeue", ("n1",), 0), sure
+        assert decide(Ended(**third | {sure: True, "in_vain": 2})).answer == "end"
+        assert decide(Ended(**third | {sure: True, "others": None})).answer == "end"
+    assert decide(Ended(no_progress=2)).no_progress == 2
 
 
 def test_the_table_of_the_page() -> None:
@@ -259,6 +275,43 @@ def test_a_file_system_that_is_away(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (said["decision"], said["kind"], said["no_progress"]) == ("requeue", "site", "2")
     (tmp_path / "odd" / "attempts.jsonl").mkdir(parents=True)  # EISDIR, as EIO would be
     assert ask(tmp_path / "odd", capsys, before="1", code="2")["kind"] == "site"
+
+
+def test_one_broken_host_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hosts that do not see the shared directory: each is left out at its second time, also beyond
+    KEMPNER_EXCLUDE, and it is not the program that fails three times in a row."""
+    log = tmp_path / "srun.log"
+    run_dir = tmp_path / "run"
+    records: list[dict[str, Any]] = []
+    answers = []
+    for n in range(1, 10):
+        host = f"node{(n + 1) // 2}"
+        log.write_text(
+            f"srun: error: {host}: task 1: Exited with exit code 127\n"
+            "srun: launch/slurm: _step_signal: Terminating StepId=2.0\n"
+            "bash: /shared/run/code/1/scripts/slurm/lib/task.sh: No such file or directory\n"
+        )
+        write(run_dir, records)
+        said = ask(run_dir, capsys, log, code="127")
+        answers.append((said["decision"], said["blamed"], said["excluded"], said["no_progress"]))
+        records.append(made("2", **said | {"no_progress": int(said["no_progress"])}))
+    assert answers == [
+        ("requeue", "node1", "", "1"),
+        ("requeue", "node1", "node1", "0"),
+        ("requeue", "node2", "", "1"),
+        ("requeue", "node2", "node2", "0"),
+        ("requeue", "node3", "", "1"),
+        ("requeue", "node3", "node3", "2"),  # out, but no bound else: the count stands
+        ("end", "node4", "", "3"),
+        ("end", "node4", "", "4"),
+        ("end", "node5", "", "5"),
+    ]
+    assert not judge.has_trained(records, ["2"], "")
+    write(run_dir, [*records[:4], made("2", no_progress=0), *records[:2]])
+    log.write_text("srun: error: node3: task 1: Exited with exit code 1\n")  # no module torch
+    assert ask(run_dir, capsys, log)["blamed"] == "node3"
 
 
 @pytest.mark.parametrize("folder", [".", "replicas/1"])

@@ -44,7 +44,8 @@ def fault(kind: str, *hosts: str, lost_peer: bool = False) -> dict[str, Any]:
         ([fault("hang", "node3"), fault("hang", "node1")], KILLED, "node3"),
         ([fault("hang", "node1", "node2")], "", ""),  # who is to blame for a network?
         ([fault("hang")], KILLED, ""),
-        ([], "srun: error: node1: task 0: Exited with exit code 1\n", ""),
+        ([], "srun: error: node1: task 0: Exited with exit code 1\n", "node1"),
+        ([], "srun: error: node1: task 0: Exited with exit code 75\n", ""),  # interrupted
         ([], "srun: error: node1: task 0: Exited with exit code 2\n", "node1"),
         (
             [],
@@ -53,7 +54,7 @@ def fault(kind: str, *hosts: str, lost_peer: bool = False) -> dict[str, Any]:
             "",
         ),
         ([fault("crash", "n2")], STOPPED, "n2"),
-        ([], STOPPED, ""),
+        ([], STOPPED, "n2"),
         ([], "srun: error: n-1: tasks 0-3,7: Segmentation fault (core dumped)\n", "n-1"),
         ([], "srun: error: node1: task 0: Terminated\n", ""),
         ([], "srun: error: node7: task 12: Aborted (core dumped)\n", ""),  # it waited for another

@@ -49,7 +49,7 @@ class Ended:
     faulty: tuple[str, ...] = ()  # the next attempt should do without them
     fault: str = ""  # what is wrong with them, in words
     lost: bool = False  # they do not answer: Slurm itself takes them out
-    broken: bool = False  # their hardware is, so that no limit keeps them in the job
+    broken: bool = False  # their hardware is, or they do not see the program: no limit keeps them
     preflight: bool = False  # the preflight has failed
     spent: tuple[
         str, ...
@@ -59,6 +59,7 @@ class Ended:
     needed: int = 1  # of the job, with them
     others: int | None = None  # nodes that could take this job, without those above; None: unknown
     excluded: int = 0  # nodes that the job has excluded lately
+    in_vain: int = 0  # nodes that it has excluded since the last new checkpoint
 
     # Restarts in place.
     room: bool = False  # the job allows another step, and nobody has asked it to leave
@@ -83,6 +84,7 @@ class Decision:
     replaced: tuple[str, ...] = ()
     pause: int = 0
     notes: tuple[str, ...] = ()
+    no_progress: int = 0  # attempts in a row that the next one counts on from
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Nodes:
     excluded: tuple[str, ...] = ()
     note: str = ""
     too_few: bool = False  # there are no others to take
+    anew: bool = False  # the count of attempts without progress begins again, on the other nodes
 
 
 def most_excluded(ended: Ended) -> int:
@@ -134,7 +137,10 @@ def leave_out(ended: Ended) -> Nodes:
     if ended.others < ended.needed:
         why = f"the other nodes that could take this job, {ended.others}, are too few"
         return Nodes(note=f"{stays}{why}", too_few=True)
-    return Nodes(excluded=hosts)
+    # What has failed was the node, and not the program: but a program that fails wherever it runs
+    # would lead the job from node to node.
+    certain = ended.trained or ended.broken
+    return Nodes(excluded=hosts, anew=certain and ended.in_vain + len(hosts) <= most)
 
 
 def may_restart(ended: Ended, nodes: Nodes) -> bool:
@@ -216,8 +222,9 @@ RULES = (
         "site",
     ),
     Rule(
-        "`KEMPNER_MAX_CRASHES` attempts in a row without a new checkpoint, not by the site",
-        lambda e, n: not e.site and e.no_progress >= e.max_crashes,
+        "`KEMPNER_MAX_CRASHES` attempts in a row without a new checkpoint, not by the site, and"
+        " not by a node that is now excluded",
+        lambda e, n: not e.site and not n.anew and e.no_progress >= e.max_crashes,
         "end",
         lambda e, n: (
             f"{e.what}; {e.no_progress} attempts in a row without progress"
@@ -309,6 +316,7 @@ def decide(ended: Ended) -> Decision:
         replaced=nodes.replaced if rule.answer == "restart" else (),
         pause=pause_of(ended) if ended.site and goes_on else 0,
         notes=tuple(notes),
+        no_progress=0 if nodes.anew and goes_on else ended.no_progress,
     )
 
 

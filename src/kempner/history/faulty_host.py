@@ -28,10 +28,14 @@ ENDING = "kempner: ending the other ranks"  # restart.sh kills those that are le
 # From here on srun, or restart.sh, ends the ranks that are left: who dies later is no culprit.
 ENDED_BY_US = re.compile(rf"^{ENDING}|Terminating StepId=|Job step aborted", re.MULTILINE)
 
-# Python, or a shell, found no such file there, or the trainer no GPU: all exit codes of bad input.
-NO_START = re.compile(
-    r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code (?:2|126|127)$", re.MULTILINE
+# Its exit code, but for those with which ranks leave: interrupted, for a new attempt, without their
+# lock.
+LEFT = re.compile(
+    r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code (?!7[567]$)\d+$", re.MULTILINE
 )
+
+# The shell of a task could not read its script: the host does not see the shared directory.
+NO_SCRIPT = re.compile(r"/lib/task\.sh: (?!line )")
 
 # What a rank says when a file system, and not this rank, has failed.
 FILE_SYSTEM = re.compile(
@@ -46,7 +50,7 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
     A rank that does not answer hangs alone; all that follows is srun's doing. A rank that a signal
     killed (kernel, out of memory, broken hardware) leaves no record, but srun reports it; the
     others only lose their peer. Otherwise it is the first rank with an error of its own; and where
-    no rank has recorded one, the host where the program could not be started.
+    no rank has recorded one, the host where the program ended before it could.
     """
     for fault in faults:
         if fault.get("kind") == "hang":
@@ -60,10 +64,16 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
         return str(killed[0])
     own = (fault for fault in faults if fault.get("kind") == "crash" and not fault.get("lost_peer"))
     found = next((fault["hosts"][0] for fault in own if fault.get("hosts")), "")
-    unstarted = set(NO_START.findall(before))
-    if not faults and len(unstarted) == 1:
-        found = unstarted.pop()
+    left = set(LEFT.findall(before))
+    if not faults and len(left) == 1:
+        found = left.pop()
     return str(found)
+
+
+def sees_no_program(faults: Sequence[Record], srun_log: str) -> bool:
+    """Whether a host has not even begun: no rank has recorded anything, and a shell has found no
+    script."""
+    return not faults and bool(NO_SCRIPT.search(srun_log))
 
 
 def site_fault(faults: Sequence[Record], nodes: int) -> str:
@@ -93,6 +103,24 @@ def no_progress(decisions: Sequence[Record]) -> int:
     for decision in decisions:
         known = decision.get("no_progress")
         count = known if isinstance(known, int) else count + 1
+    return count
+
+
+def excluded_by(decision: Record) -> list[str]:
+    """The nodes that the job does without since this decision."""
+    if decision.get("decision") == "restart":  # a spare has replaced them
+        return []
+    return str(decision.get("excluded", "")).replace(",", " ").split()
+
+
+def excluded_in_vain(decisions: Sequence[Record]) -> int:
+    """How many nodes were excluded since the last new checkpoint."""
+    count = 0
+    for decision in decisions:
+        if names := excluded_by(decision):
+            count += len(names)
+        elif decision.get("no_progress") == 0:
+            count = 0
     return count
 
 

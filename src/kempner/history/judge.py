@@ -10,6 +10,7 @@ eleven lines, as ANSWERS names them. NAME=VALUE are the facts that only the batc
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,13 @@ from kempner.history.events import is_time, read_records
 from kempner.history.faulty_host import (
     blamed_before,
     broken_gpu,
+    excluded_by,
+    excluded_in_vain,
     final_reason,
     host_of,
     launch_failed_on,
     no_progress,
+    sees_no_program,
     site_fault,
     start_up,
 )
@@ -49,6 +53,7 @@ ANSWERS = (
     "notes",
 )
 BROKEN = "has a broken"
+BLIND = "did not see the program twice in a row"
 IN_USE = "is in use by"  # resilience/lock.py: another job trains in this directory
 DAY_S = 86400.0  # exclusions of an earlier day no longer count
 
@@ -103,7 +108,9 @@ def has_trained(records: Sequence[Record], jobs: Sequence[str], command: str) ->
         if record.get("job") in jobs or record.get("attempt_id") in own:
             if record.get("event") == "first_step":
                 return True
-            if record.get("event") == "decision" and record.get("no_progress") == 0:
+            # After an exclusion the count begins again, with no step done.
+            came_further = record.get("no_progress") == 0 and not excluded_by(record)
+            if record.get("event") == "decision" and came_further:
                 return True
     return False
 
@@ -118,8 +125,8 @@ def waited(made: Sequence[Record], now: float) -> float:
     return max(0.0, now - began) / 3600
 
 
-def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[Ended, int, str]:
-    """What is known; the attempts without progress; and the host that is blamed."""
+def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[Ended, str]:
+    """What is known, and the host that is blamed."""
     jobs, attempt_id = facts.words("jobs"), facts.text("attempt")
     records, unread = records_of(run_dir)
     made = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
@@ -137,8 +144,11 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     )
     again = bool(broken) or (bool(found) and found == blamed_before(made))
     bad, lost = facts.words("bad"), facts.words("lost")
-    fault = "failed the preflight" if facts.flag("preflight") else "failed twice in a row"
-    if broken and not facts.flag("preflight"):
+    blind = again and sees_no_program(faults, said)
+    fault = BLIND if blind else "failed twice in a row"
+    if facts.flag("preflight"):
+        fault = "failed the preflight"
+    elif broken:
         fault = f"{BROKEN} {gpu}"
     faulty = lost or (bad if facts.flag("preflight") else (found,) if again else ())
     blamed = ",".join(lost or (bad if facts.flag("preflight") else (found,)))
@@ -155,7 +165,8 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     if facts.count("committed", -1) > facts.count("committed_before", -1):
         count = 0
     # Those with broken hardware use up nothing of what KEMPNER_EXCLUDE allows.
-    out = [d for d in made if d.get("decision") != "restart" and BROKEN not in str(d.get("why"))]
+    certain = re.compile(f"{BROKEN}|{BLIND}")
+    out = [d for d in made if not certain.search(str(d.get("why")))]
     ended = Ended(
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
@@ -179,13 +190,14 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         faulty=faulty,
         fault=fault,
         lost=bool(lost),
-        broken=bool(broken),
+        broken=bool(broken) or blind,
         preflight=facts.flag("preflight"),
         spent=spent,
         spares=facts.count("spares", 0),
         nodes=facts.count("nodes", 1),
         needed=facts.count("nodes", 1) + facts.count("wanted_spares", 0),
-        excluded=sum(len(_names(d)) for d in out if _age(d, now) < DAY_S),
+        excluded=sum(len(excluded_by(d)) for d in out if _age(d, now) < DAY_S),
+        in_vain=excluded_in_vain(made),
         room=facts.flag("room"),
         created=not facts.flag("not_created"),
         left=facts.number("left", 0.0) if facts.text("left") else None,
@@ -194,11 +206,7 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         max_excluded=facts.count("max_excluded", 2),
         max_wait=facts.number("max_wait", 24.0),
     )
-    return ended, count, blamed
-
-
-def _names(decision: Record) -> list[str]:
-    return str(decision.get("excluded", "")).replace(",", " ").split()
+    return ended, blamed
 
 
 def _age(decision: Record, now: float) -> float:
@@ -213,13 +221,13 @@ def with_others(ended: Ended, job: str) -> Ended:
     return replace(ended, others=slurm.other_nodes(job, (*ended.faulty, *ended.spent)))
 
 
-def answer(decision: Decision, ended: Ended, count: int, blamed: str) -> dict[str, object]:
+def answer(decision: Decision, ended: Ended, blamed: str) -> dict[str, object]:
     """What the batch script reads."""
     return {
         "decision": decision.answer,
         "why": decision.why,
         "kind": decision.kind,
-        "no_progress": count,
+        "no_progress": decision.no_progress,
         "blamed": blamed,
         "excluded": ",".join(decision.excluded),
         "replaced": ",".join(decision.replaced),
@@ -232,10 +240,10 @@ def answer(decision: Decision, ended: Ended, count: int, blamed: str) -> dict[st
 
 def main(run_dir: str, srun_log: str, *facts: str) -> None:
     given = Facts(dict(fact.split("=", 1) for fact in facts))
-    ended, count, blamed = collect(Path(run_dir), Path(srun_log), given, time.time())
+    ended, blamed = collect(Path(run_dir), Path(srun_log), given, time.time())
     jobs = given.words("jobs")
     ended = with_others(ended, given.text("job_id") or (jobs[-1] if jobs else ""))
-    told = answer(decide(ended), ended, count, blamed)
+    told = answer(decide(ended), ended, blamed)
     for name in ANSWERS:  # one line each, whatever the records hold
         print(visible(" ".join(str(told[name]).split())))
 
