@@ -28,6 +28,7 @@ EXAMPLES: list[dict[str, Any]] = [
     {"final": "out of memory"},
     {"site": "away", "waited": 24.0},
     {"no_progress": 3},
+    {"site": "no answer", "away": True, "room": True},
     {"room": True},
     {"may_requeue": False},
     {"chain": "last"},
@@ -45,6 +46,7 @@ FACTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trained": ({"refused": "x"}, {"refused": "x", "trained": True}),
     "final": ({}, {"final": "out of memory"}),
     "site": ({}, {"site": "away"}),
+    "away": ({"site": "away", "room": True}, {"site": "away", "room": True, "away": True}),
     "waited": ({"site": "away"}, {"site": "away", "waited": 2.0}),
     "no_progress": ({}, {"no_progress": 3}),
     "job": ({}, {"job": "ending"}),
@@ -275,6 +277,33 @@ def test_a_file_system_that_is_away(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (said["decision"], said["kind"], said["no_progress"]) == ("requeue", "site", "2")
     (tmp_path / "odd" / "attempts.jsonl").mkdir(parents=True)  # EISDIR, as EIO would be
     assert ask(tmp_path / "odd", capsys, before="1", code="2")["kind"] == "site"
+
+
+def test_a_step_that_the_controller_did_not_create(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No attempt has begun: the script has waited for an answer, and goes on where it is."""
+    log, run_dir = tmp_path / "srun.log", tmp_path / "run"
+    write(run_dir, [made("2", no_progress=2, step=10)])
+    refused = "srun: error: Unable to create step for job 2: "
+    log.write_text(f"{refused}Socket timed out on send/recv operation\n")
+    said = ask(run_dir, capsys, log, room="1", not_created="1")
+    assert (said["decision"], said["kind"], said["no_progress"]) == ("restart", "site", "2")
+    assert "Socket timed out" in said["why"]
+    assert ask(run_dir, capsys, log)["decision"] == "requeue"  # no room: KEMPNER_RESTARTS
+    log.write_text(f"{refused}Invalid generic resource (gres) specification\n")
+    said = ask(run_dir, capsys, log, room="1", not_created="1")
+    assert (said["decision"], said["no_progress"]) == ("end", "3")
+
+
+def test_progress_of_an_attempt_that_was_lost_with_its_batch_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no decision; that it came further is seen by the next one."""
+    write(tmp_path, [made("2", no_progress=2, step=100)])
+    assert ask(tmp_path, capsys, committed="100", committed_before="100")["no_progress"] == "3"
+    said = ask(tmp_path, capsys, committed="900", committed_before="900")
+    assert (said["decision"], said["no_progress"]) == ("requeue", "1")
 
 
 def test_one_broken_host_after_the_other(

@@ -33,6 +33,7 @@ class Ended:
     trained: bool = False  # a start of this run with this command has done a step before
     final: str = ""  # a fault that would come again, such as out of memory
     site: str = ""  # what is wrong with the site, as a file system that is away
+    away: bool = False  # it was the controller, and the step has not begun
     waited: float = 0.0  # hours since the site's first fault after which nothing has progressed
     no_progress: int = 0  # attempts in a row, with this one, without a new checkpoint
 
@@ -145,7 +146,7 @@ def leave_out(ended: Ended) -> Nodes:
 
 def may_restart(ended: Ended, nodes: Nodes) -> bool:
     """Whether the next attempt begins at once, as another step of the same job."""
-    if not ended.room or ended.run in OVER or ended.refused or ended.site:
+    if not ended.room or ended.run in OVER or ended.refused or (ended.site and not ended.away):
         return False
     # A node that is lost or to be left out must be replaced.
     if (ended.lost or ended.preflight or nodes.excluded) and not nodes.replaced:
@@ -155,7 +156,9 @@ def may_restart(ended: Ended, nodes: Nodes) -> bool:
     # What fails at once would use up all attempts in seconds: a requeue waits, and may bring other
     # nodes.
     requeue = ended.may_requeue or bool(ended.chain)
-    return bool(nodes.replaced) or not requeue or (ended.no_progress < 2 and ended.created)
+    if nodes.replaced or ended.away or not requeue:
+        return True
+    return ended.no_progress < 2 and ended.created
 
 
 OVER = ("done", "stopped", "failed")
@@ -231,6 +234,13 @@ RULES = (
             f" (KEMPNER_MAX_CRASHES={e.max_crashes})"
         ),
         "program",
+    ),
+    Rule(
+        "srun could not create the step, as the controller did not answer, and now it does",
+        lambda e, n: e.away and may_restart(e, n),
+        "restart",
+        lambda e, n: f"{e.what}; {e.site}",
+        "site",
     ),
     Rule(
         "a crash, a hang, or a faulty or lost node that a spare replaces, with time left and"

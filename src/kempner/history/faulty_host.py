@@ -37,6 +37,13 @@ LEFT = re.compile(
 # The shell of a task could not read its script: the host does not see the shared directory.
 NO_SCRIPT = re.compile(r"/lib/task\.sh: (?!line )")
 
+# No rank has begun: the controller did not answer srun. Slurm's other reasons are of the request.
+AWAY = re.compile(
+    r"^srun: error: Unable to create step for job \S+: "
+    r"(.*(?:timed out|contact|onnection|ommunication|try again|Zero Bytes).*)$",
+    re.MULTILINE,
+)
+
 # What a rank says when a file system, and not this rank, has failed.
 FILE_SYSTEM = re.compile(
     r"\[Errno (5|108|112|116|121)\]|Input/output error|Stale file handle|Remote I/O error"
@@ -86,6 +93,12 @@ def site_fault(faults: Sequence[Record], nodes: int) -> str:
         return ""
     reason = " ".join(str(failed[0].get("reason", "")).split())
     return f"a file system fails on {len(hosts)} hosts: {reason}"
+
+
+def controller_away(srun_log: str) -> str:
+    """Why srun could not even create the step, where that was the controller; "" otherwise."""
+    found = AWAY.search(srun_log)
+    return f"srun could not create the step: {found[1]}" if found else ""
 
 
 def launch_failed_on(srun_log: str, per_node: int, nodes: Sequence[str]) -> str:

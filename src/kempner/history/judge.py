@@ -9,6 +9,7 @@ eleven lines, as ANSWERS names them. NAME=VALUE are the facts that only the batc
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from kempner.history.events import is_time, read_records
 from kempner.history.faulty_host import (
     blamed_before,
     broken_gpu,
+    controller_away,
     excluded_by,
     excluded_in_vain,
     final_reason,
@@ -159,8 +161,13 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     if spent and not faulty:
         fault = "was replaced by a spare node"
 
-    site = "" if orderly else unread or site_fault(faults, len(nodes))
-    before = facts.count("before", -1) if unread else no_progress(made)
+    away = controller_away(said)
+    site = "" if orderly else unread or away or site_fault(faults, len(nodes))
+    before, in_vain = no_progress(made), excluded_in_vain(made)
+    if unread:
+        before = facts.count("before", -1)
+    elif made and facts.count("committed_before", -1) > _step(made[-1]):
+        before = in_vain = 0  # an attempt that could not record its end has come further
     count = before + (0 if site or facts.flag("cut_short") else 1)
     if facts.count("committed", -1) > facts.count("committed_before", -1):
         count = 0
@@ -178,6 +185,7 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         ),
         final=final_reason(faults),
         site=site,
+        away=bool(site) and site == away,
         waited=waited(made, now),
         no_progress=count,
         job=facts.text("job") or "running",  # type: ignore[arg-type]
@@ -197,7 +205,7 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         nodes=facts.count("nodes", 1),
         needed=facts.count("nodes", 1) + facts.count("wanted_spares", 0),
         excluded=sum(len(excluded_by(d)) for d in out if _age(d, now) < DAY_S),
-        in_vain=excluded_in_vain(made),
+        in_vain=in_vain,
         room=facts.flag("room"),
         created=not facts.flag("not_created"),
         left=facts.number("left", 0.0) if facts.text("left") else None,
@@ -207,6 +215,12 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         max_wait=facts.number("max_wait", 24.0),
     )
     return ended, blamed
+
+
+def _step(decision: Record) -> float:
+    """The newest checkpoint's, at a decision; infinity where it does not say."""
+    step = decision.get("step")
+    return step if isinstance(step, int) else math.inf
 
 
 def _age(decision: Record, now: float) -> float:
