@@ -157,8 +157,10 @@ class SiteSoak(Soak):
         end = time.monotonic() + 60
         while self.cluster.state(job) not in ENDED and time.monotonic() < end:
             self._tend_for("1 s")
-        say(f"     the second job is {self.cluster.state(job)}")
-        self.cluster.run("scancel", job)
+        state, reason = (self.cluster.field(job, name) for name in ("JobState", "Reason"))
+        say(f"     the second job is {state}, {reason}")
+        if state not in ENDED:
+            self.cluster.ask("scancel", job)
 
 
 def soak_site(parts: str, faults: int, seed: int, keep: Path | None, out: Path | None) -> int:

@@ -1,0 +1,49 @@
+"""Each file of configs/ is taken by the script that it is for, with the nodes that it is for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ROOT, SCRIPTS
+from tests.conftest import clean_env
+
+CONFIGS = sorted(p.relative_to(ROOT) for p in ROOT.glob("configs/**/*.toml"))
+# What a user brings: the one thing that such a file may miss.
+BROUGHT = {
+    "configs/rl/7b.toml": "model.init_from: models/llama: no such directory",
+    "configs/train/sft.toml": "model.init_from: models/llama: no such directory",
+    "configs/train/dpo.toml": "model.init_from: runs/sft@1000: no such directory",
+    "configs/sweeps/sizes.toml": "data/corpus: no such directory",
+}
+
+
+def command_of(config: Path) -> list[str]:
+    if config.parts[1] == "sweeps":
+        return [sys.executable, str(ROOT / "scripts/sweep.py"), str(config), "plan"]
+    script, words = "multinode.sh", ["--data.dataset_path=fake:"]
+    if config.parts[1] == "rl":
+        script, words = "rl.sh", []
+    elif "lowcomm" in config.parts:
+        script = "replicas.sh"
+    if config.parts[1] == "scale":
+        nodes = re.search(r"-(\d+)nodes?", config.stem)
+        words += [f"--nodes={nodes[1] if nodes else 4}", "--gpus-per-node=8"]
+    return ["bash", str(SCRIPTS / script), str(config), *words, "--dry-run"]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_configuration_of_the_kit(config: Path) -> None:
+    env = clean_env() | {"KEMPNER_PYTHON": sys.executable}
+    done = subprocess.run(command_of(config), cwd=ROOT, env=env, capture_output=True, text=True)
+    missing = BROUGHT.get(str(config))
+    if missing:
+        assert done.returncode == 2 and missing in done.stderr
+        assert len(re.findall(r"no such directory;|no such directory, ", done.stderr)) == 1
+    else:
+        assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
