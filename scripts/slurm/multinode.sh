@@ -33,7 +33,19 @@ if [[ ! -e $lib ]]; then
     [[ $job == *kempner-code=* ]] || code=''
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
     [[ -e $lib || $lib != */code/????????????/scripts/* ]] || code=${code:-$lib}
-    [[ -z $code ]] || { echo "kempner: error: the copy of the code that this job runs is gone:" \
+    # An earlier start has found it: this host does not see the shared directory, and the job goes on without it.
+    unseen=${code:-$lib} unseen=${unseen%/scripts/slurm/*} unseen=${unseen%/code/????????????}
+    [[ ${SLURM_RESTART_COUNT:-0} != 0 && $unseen == /* && ! -e $unseen ]] || unseen=''
+    if [[ -n $unseen && ! -e $lib ]]; then
+        echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes, without this host" >&2
+        trap '' TERM && out=$(scontrol show job "$asked" | sed -nE 's/.* ExcNodeList=([^( ]+).*/\1,/p')
+        for _ in {1..60}; do # Slurm takes the list once the job is pending, and then refuses to requeue it
+            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes \
+                ExcNodeList="$out$SLURMD_NODENAME" || exit 0
+            sleep 1
+        done
+    fi
+    [[ -z $code || -n $unseen ]] || { echo "kempner: error: the copy of the code that this job runs is gone:" \
         "${code%/scripts/slurm/*}: put it back, or submit the run again: it goes on from its last checkpoint" >&2 && exit 2; }
     [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || { echo "kempner: error: multinode.sh was copied out of its repository: submit" \

@@ -23,6 +23,18 @@ if [[ ! -e $lib ]]; then
     asked=${SLURM_JOB_ID:-0} # without an answer of a busy controller nothing is known
     until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || ! $job =~ 'timed out'|contact ]]; do sleep 5; done
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
+    # An earlier start has found it: this host does not see the shared directory, and the job goes on without it.
+    unseen=$lib unseen=${unseen%/scripts/slurm/*} unseen=${unseen%/code/????????????}
+    [[ ${SLURM_RESTART_COUNT:-0} != 0 && $unseen == /* && ! -e $unseen ]] || unseen=''
+    if [[ -n $unseen && ! -e $lib ]]; then
+        echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes, without this host" >&2
+        trap '' TERM && out=$(scontrol show job "$asked" | sed -nE 's/.* ExcNodeList=([^( ]+).*/\1,/p')
+        for _ in {1..60}; do # Slurm takes the list once the job is pending, and then refuses to requeue it
+            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes \
+                ExcNodeList="$out$SLURMD_NODENAME" || exit 0
+            sleep 1
+        done
+    fi
     [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || { echo "kempner: error: serve.sh was copied out of its repository: submit" \
         "REPOSITORY/scripts/slurm/serve.sh itself, or from the root of the repository" >&2 && exit 2; }

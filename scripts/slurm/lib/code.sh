@@ -67,16 +67,21 @@ kp_code_of_job() { # the copy that the job's Comment names, or nothing
 }
 
 kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it is gone: other code would be another run
-    [[ -z $1 || -d $1 ]] ||
-        kp_die "the copy of the code that this job runs is gone: $1: put it back, or submit the run again: it goes on" \
-            "from its last checkpoint"
+    [[ -z $1 || -d $1 ]] && return
+    [[ -e ${1%/code/*} ]] || kp_without_this_host "${1%/code/*}"
+    kp_die "the copy of the code that this job runs is gone: $1: put it back, or submit the run again: it goes on" \
+        "from its last checkpoint"
 }
 
 kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the user has there
-    local comment=''
+    local comment='' tries
     [[ ! $KP_JOB =~ (^|[[:space:]])Comment=([^$'\n']*) ]] || comment=${BASH_REMATCH[2]%% }
     comment=${comment%%kempner-code=*}
-    kp_shielded scontrol update JobId="$2" Comment="${comment:+${comment% } }kempner-code=$1" 2>/dev/null
+    for tries in 1 2 3 4 5; do # a busy controller drops one order, and carries out the next
+        ! kp_shielded scontrol update JobId="$2" Comment="${comment:+${comment% } }kempner-code=$1" 2>/dev/null || return 0
+        kp_shielded sleep "$tries"
+    done
+    return 1
 }
 
 kp_code_find() { # <program> <its arguments>...: sets KP_CODE_DIR, RUN/code, and KP_CODE_INPUTS, the files with --base

@@ -297,6 +297,18 @@ kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slu
     kp_log "scontrol refused to put the next start off"
 }
 
+kp_without_this_host() { # <directory>: where an earlier start has used it, starts the job again on other hosts, and exits
+    # There is no record of what followed so far, as it is in that directory: no count, but a pause.
+    [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch && kp_show_job || return 0
+    [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
+    KP_EXCLUDED=$SLURMD_NODENAME KP_FAULT="does not see $1" KP_PAUSE=10 KP_START=$(kp_field Restarts)
+    kp_deaf
+    kp_requeue || return 0
+    KP_DECIDED=requeue
+    kp_log "requeue: $SLURMD_NODENAME does not see $1: the job starts again in $KP_PAUSE minutes, without this host"
+    exit 0
+}
+
 kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code
     if kp_in_job; then
         [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
