@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,6 +82,19 @@ def test_what_does_not_end_is_not_trained_beside(tmp_path: Path) -> None:
     done = task("echo", "began", KEMPNER_PROC=str(tmp_path), KEMPNER_GONE_S="1")
     assert done.returncode == 1 and "began" not in done.stdout
     assert "ranks of an earlier attempt do not end: 4194399" in done.stderr
+
+
+def test_a_task_begins_when_they_are_gone(tmp_path: Path) -> None:
+    """One whose memory is large takes a while to end after the kill."""
+    rank = tmp_path / "4194399"
+    rank.mkdir()
+    (rank / "environ").write_text("SLURM_JOB_ID=12\0KEMPNER_RANK_OF=12.1.77.1\0")
+    ends = threading.Timer(1.0, shutil.rmtree, [rank])
+    ends.start()
+    done = task("ls", str(tmp_path), KEMPNER_PROC=str(tmp_path))
+    ends.join()
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.count("4194399") == 1, "the line that it is ended; then it is gone"
 
 
 @pytest.mark.parametrize(

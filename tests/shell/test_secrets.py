@@ -157,11 +157,60 @@ kp_as_submitted bash -c 'for p in /proc/[0-9]*; do tr "\\0" " " <$p/cmdline; ech
 echo "${KEMPNER_PEER_KEY-none} ${WANDB_API_KEY-none} ${HF_TOKEN-none}"'
 echo "$KEMPNER_PEER_KEY"
 """
-    done = bash(script, **SECRETS, KEMPNER_SITE=os.devnull)
+    # The script that has made the copy of the code has had one.
+    done = bash(script, **SECRETS, KEMPNER_SITE=os.devnull, KEMPNER_PEER_KEY="0" * 32)
     assert done.returncode == 0, done.stderr
     *lines, told, key = done.stdout.splitlines()
+    assert key != "0" * 32
     assert told == "none s3cret-d none"
     assert not any(word in line for line in lines for word in (*WORDS[1:], key))
+
+
+ENGINES = {
+    "serve.sh": """
+source "$KP_LIB/engines.sh"
+kp_need_packages() { :; }
+kp_checked() { :; }
+kp_job_id() { echo 7; }
+KP_ARGUMENTS=(runs/7b) KP_NODES=1 KP_TASKS=1 KP_ROOT=/repo
+cd "$PLACE"
+kp_engines_check runs/7b
+token=runs/serve-7/token
+words=("${KP_ARGUMENTS[@]}")
+""",
+    "rl.sh": """
+source "$KP_LIB/rl.sh"
+KP_EXCHANGE=$PLACE/rl/7.0.1 KP_RL_LOGS=$PLACE/logs
+kp_make_exchange
+token=$KP_EXCHANGE/token
+KP_SERVE=serve.py KP_ENGINE_KIND=kit KP_SLOTS=8 KP_DEVICE=auto KP_ENGINE_ARGS=()
+kp_engine_words
+words=("${KP_WORDS[@]}")
+""",
+}
+
+
+@pytest.mark.parametrize("script", ENGINES)
+def test_the_token_of_the_engines_is_in_a_file_for_this_user_alone(
+    tmp_path: Path, script: str
+) -> None:
+    """A new one at each start; it is no word of an engine's command line."""
+    told = """
+[[ " ${words[*]} " =~ " --token-file"[=\\ ](.*/)?token" " ]]
+[[ " ${words[*]} " != *" --token"[=\\ ]* ]]
+[[ " ${words[*]} " != *"$(<"$token")"* ]]
+stat -c %a "$token" "${token%/*}"
+cat "$token"
+"""
+    tokens = set()
+    for _ in range(2):
+        done = bash(ENGINES[script] + told, PLACE=str(tmp_path), KEMPNER_SITE=os.devnull)
+        assert done.returncode == 0, done.stderr
+        mode, above, token = done.stdout.split()
+        assert mode == "600" and (script == "serve.sh" or above == "700")
+        assert len(token) == 48
+        tokens.add(token)
+    assert len(tokens) == 2
 
 
 @pytest.mark.parametrize("name", ["SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"])

@@ -15,6 +15,7 @@ import pytest
 
 from kempner import peers
 from kempner.config.option import ConfigError
+from kempner.lowcomm import judge as judging
 from kempner.lowcomm.judge import Judge
 from kempner.peers import Entrance, listen, new_key
 from kempner.preflight import channel, task
@@ -199,11 +200,18 @@ def test_a_port_scan_does_not_end_the_judge(judge: tuple[Judge, int, list[str]])
         until(lambda: not one._names)
 
 
-def test_the_note_of_the_judge_is_for_nobody_else(tmp_path: Path) -> None:
-    from kempner.files import write_atomic
-
-    write_atomic(tmp_path / "note", "{}", 0o600)
-    assert (tmp_path / "note").stat().st_mode & 0o777 == 0o600
+def test_the_note_of_the_judge_is_for_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the key, which is another one each time."""
+    monkeypatch.setattr(judging.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(Judge, "serve", lambda self, while_true: self._entrance.close())
+    keys = []
+    for name in ("first", "second"):
+        judging.main([str(tmp_path / name)])
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+        keys.append(json.loads((tmp_path / name).read_text())["key"])
+    assert len(set(keys)) == 2 and all(len(key) == 32 for key in keys)
 
 
 def test_preflight_writes_nothing_that_the_network_says(

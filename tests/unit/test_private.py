@@ -180,3 +180,36 @@ def test_nothing_is_unpacked_there(local: Path) -> None:
     assert os.listdir(root) == ["environment"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1 and f"{root} is not used: {root} belongs" in done.stderr
+
+
+def node(*words: object) -> int:
+    return subprocess.run(["bash", LIB / "stage_node.sh", *words], capture_output=True).returncode
+
+
+def test_an_image_of_somebody_else_is_not_there(local: Path) -> None:
+    """The batch script asks each node whether it has the image, before srun starts it."""
+    root = local / "kempner-51"
+    root.mkdir(mode=0o700)
+    assert node("--has", root, "image.sif") == 1
+    (root / "image.sif").touch()
+    assert node("--has", root, "image.sif") == 0
+    os.chown(root, MALLORY, MALLORY)
+    assert node("--has", root, "image.sif") == 1
+
+
+@pytest.mark.parametrize("whose", ["ours", "a link", "another user's", "not staged"])
+def test_what_is_removed_is_ours(local: Path, whose: str) -> None:
+    root, place = local / "kempner-51", local / "elsewhere"
+    place.mkdir(mode=0o700)
+    (place / "file").touch()
+    if whose != "not staged":
+        (place / ".kempner").write_text('{"is": "STAGE"}')
+    if whose == "a link":
+        root.symlink_to(place)
+    else:
+        place.rename(root)
+    if whose == "another user's":
+        os.chown(root, MALLORY, MALLORY)
+    assert node("--remove", root) == 0
+    assert root.exists() == (whose != "ours")
+    assert whose == "ours" or (root / "file").exists()

@@ -9,6 +9,7 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -99,6 +100,40 @@ def test_a_stranger_ends_no_run(meet: Meet, tmp_path: Path) -> None:
 
     assert meet(act).code == 0
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "interrupted"
+
+
+def test_a_stranger_is_no_rank(tmp_path: Path) -> None:
+    """Two tasks of a step, as srun starts them, and somebody who is faster than the second one: he
+    knows the port and the attempt, and does not have the key."""
+    run, ran = tmp_path / "run", tmp_path / "ran"
+    words = [sys.executable, ROOT / "scripts/program.py", f"--run-dir={run}", "--"]
+    step = {"SLURM_STEP_NUM_TASKS": "2", "KEMPNER_ATTEMPT_ID": "7.0.1", VARIABLE: new_key()}
+
+    def task(rank: int) -> subprocess.Popen[bytes]:
+        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "TMPDIR": str(tmp_path)}
+        command = [*words, "sh", "-c", f"echo rank {rank} >>{ran}"]
+        return subprocess.Popen(command, env=clean_env() | step | place)
+
+    tasks = [task(0)]
+    try:
+        end = time.monotonic() + 60
+        while not (found := list(run.glob(".rendezvous-*"))):
+            assert time.monotonic() < end and tasks[0].poll() is None
+            time.sleep(0.01)
+        host, port = found[0].read_text().split()
+        stranger = Channel(socket.create_connection((host, int(port)), 30))
+        stranger.send(rank=1, host="n2", attempt_id="7.0.1")
+        stranger.send(say="ended", code=0, words="", lost_peer=False, torn=False, ago=0.0)
+        while stranger.open:
+            stranger.receive()
+        tasks.append(task(1))
+        assert [each.wait(60) for each in tasks] == [0, 0]
+    finally:
+        for each in tasks:
+            each.kill()
+            each.wait()
+    assert sorted(ran.read_text().splitlines()) == ["rank 0", "rank 1"]
+    assert json.loads((run / "status.json").read_text())["state"] == "done"
 
 
 def test_a_signal_without_a_name() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kempner import run_directory
 from kempner.history import events
 from kempner.history.events import Fault
 from kempner.hosts import all_hosts
@@ -70,3 +71,33 @@ def test_only_what_would_come_again_is_final(
         told = json.loads(status.read_text())
         assert told["state"] == "failed" and "try --train." in told["reason"]
     assert not (tmp_path / "run/lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("steps", "ours", "final"),
+    [(0, True, True), (1, True, True), (2, True, False), (0, False, False)],
+)
+def test_lack_of_memory_is_final_where_the_next_start_needs_as_much(
+    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    steps: int, ours: bool, final: bool,
+) -> None:  # fmt: skip
+    """Not where steps have fit before, nor where others have the memory."""
+    monkeypatch.setattr(run_directory, "memory_is_ours", lambda: ours)
+    run = Run(RunConfig(run=RunSection(dir=str(tmp_path / "run"))), world(0, 1))
+    run._began_at = 90  # a later start
+    run.step = run._began_at + steps
+    assert run.crashed(torch.OutOfMemoryError("CUDA out of memory")) == 1
+    (fault,) = events.of_kind(events.read(tmp_path / "run/attempts.jsonl"), Fault)
+    assert (fault.kind, fault.final) == ("oom", final)
+    assert (tmp_path / "run/status.json").exists() == final
+
+
+@pytest.mark.parametrize(("free", "reserved", "ours"), [(1, 78, True), (1, 20, False)])
+def test_whose_memory_it_is(
+    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, ours: bool
+) -> None:
+    """A job that was killed, or another user, may still have most of the 80 GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved << 30)
+    assert run_directory.memory_is_ours() is ours

@@ -91,3 +91,68 @@ def test_nobody_says_how_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_tasks_per_node(told: str, count: int | None) -> None:
     assert tasks_per_node({"SLURM_STEP_TASKS_PER_NODE": told}) == count
+
+
+SINFO = """n1|idle|h100,ib|gpu:h100:8(S:0-1)
+n2|alloc|h100,ib|gpu:h100:8(S:0-1)
+n3|mix-|h100|gpu:h100:8
+n4|down*|h100,ib|gpu:h100:8
+n5|drain|h100,ib|gpu:h100:8
+n6|idle|a100,ib|gpu:a100:8
+n7|idle|h100,ib|gpu:h100:4
+n8|idle|(null)|(null)
+"""
+
+
+@pytest.mark.parametrize(
+    ("asks", "nodes"),
+    [
+        ("", ["n1", "n2", "n3", "n6", "n7", "n8"]),  # busy ones count, broken ones do not
+        ("Features=h100", ["n1", "n2", "n3", "n7"]),
+        ("Features=h100&ib", ["n1", "n2", "n7"]),
+        ("Features=a100|h100", ["n1", "n2", "n3", "n6", "n7"]),
+        ("Features=[a100*2&h100*2]", None),  # only Slurm knows
+        ("TresPerNode=gres:gpu:8", ["n1", "n2", "n3", "n6"]),
+        ("TresPerNode=gres/gpu:h100:4", ["n1", "n2", "n3", "n7"]),
+        ("Features=ib TresPerNode=gres:gpu:h100:8", ["n1", "n2"]),
+        ("ReqNodeList=n1,n4,n6", ["n1", "n6"]),
+        ("Reservation=mine", ["n1", "n3"]),
+        ("Reservation=mine ReqNodeList=n1,n2", ["n1"]),
+        ("Reservation=gone", []),
+        ("ExcNodeList=n1,n2", ["n3", "n6", "n7", "n8"]),
+    ],
+)
+def test_nodes_that_could_take_the_job(
+    monkeypatch: pytest.MonkeyPatch, asks: str, nodes: list[str] | None
+) -> None:
+    """Of those of the partition: four nodes with h100, of which one was excluded, and fifty others
+    left a job that needs four of them pending for ever."""
+    record = (
+        "Partition=gpu Features=(null) ExcNodeList=(null) ReqNodeList=(null) Reservation=(null)"
+    )
+    given = dict(word.split("=", 1) for word in asks.split())
+    fields = dict(word.split("=", 1) for word in record.split()) | given
+    asked: list[tuple[str, ...]] = []
+
+    def answer(*words: str) -> str | None:
+        asked.append(words)
+        if words[0] == "sinfo":
+            return SINFO
+        if words[:3] == ("scontrol", "show", "res"):
+            return "ReservationName=mine Nodes=n1,n3 State=ACTIVE\n" if "mine" in words else None
+        if words[:3] == ("scontrol", "show", "hostnames"):
+            return words[3].replace(",", "\n")
+        return " ".join(f"{name}={value}" for name, value in fields.items())
+
+    monkeypatch.setattr(slurm, "_ask", answer)
+    assert slurm.other_nodes("7", []) == (None if nodes is None else len(nodes))
+    assert ("-p", "gpu") in zip(*(words[i:] for words in asked[1:2] for i in (0, 1)), strict=False)
+    for out in nodes or []:  # that this and no other node is counted
+        assert slurm.other_nodes("7", [out]) == len(nodes or []) - 1
+
+
+def test_how_many_nodes_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for silent in ("sinfo", "scontrol"):
+        told = {"sinfo": SINFO, "scontrol": "JobId=7 Partition=gpu"} | {silent: None}
+        monkeypatch.setattr(slurm, "_ask", lambda *words, told=told: told[words[0]])
+        assert slurm.other_nodes("7", []) is None
