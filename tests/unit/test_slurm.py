@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,13 @@ n8|idle|(null)|(null)
 """
 
 
+def never_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question is asked again for seconds: they pass at once."""
+    clock = itertools.count(step=2.0)
+    monkeypatch.setattr(slurm.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+
+
 @pytest.mark.parametrize(
     ("asks", "nodes"),
     [
@@ -118,7 +126,7 @@ n8|idle|(null)|(null)
         ("ReqNodeList=n1,n4,n6", ["n1", "n6"]),
         ("Reservation=mine", ["n1", "n3"]),
         ("Reservation=mine ReqNodeList=n1,n2", ["n1"]),
-        ("Reservation=gone", []),
+        ("Reservation=gone", None),
         ("ExcNodeList=n1,n2", ["n3", "n6", "n7", "n8"]),
     ],
 )
@@ -145,6 +153,7 @@ def test_nodes_that_could_take_the_job(
         return " ".join(f"{name}={value}" for name, value in fields.items())
 
     monkeypatch.setattr(slurm, "_ask", answer)
+    never_patient(monkeypatch)
     assert slurm.other_nodes("7", []) == (None if nodes is None else len(nodes))
     assert ("-p", "gpu") in zip(*(words[i:] for words in asked[1:2] for i in (0, 1)), strict=False)
     for out in nodes or []:  # that this and no other node is counted
@@ -152,7 +161,16 @@ def test_nodes_that_could_take_the_job(
 
 
 def test_how_many_nodes_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    never_patient(monkeypatch)
     for silent in ("sinfo", "scontrol"):
         told = {"sinfo": SINFO, "scontrol": "JobId=7 Partition=gpu"} | {silent: None}
         monkeypatch.setattr(slurm, "_ask", lambda *words, told=told: told[words[0]])
         assert slurm.other_nodes("7", []) is None
+
+
+def test_a_question_that_was_dropped_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in ten is, on a busy controller: a node with a fault stayed in the job."""
+    never_patient(monkeypatch)
+    answers = iter([None, "JobId=7 Partition=gpu", None, None, SINFO])
+    monkeypatch.setattr(slurm, "_ask", lambda *words: next(answers))
+    assert slurm.other_nodes("7", ["n1"]) == 5
