@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,15 +28,19 @@ if os.environ.get(
         pytest.exit(told.stderr.strip(), returncode=2)
     os.environ["PATH"] = told.stdout.strip()
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+AS_USER = [False]  # --as-user: the commands of the tests are those of a user without rights
+USER, USER_ID = "alice", 4201  # of scripts/slurm/testbed/users.sh
 
 
 class Cluster:
     """The commands of one test bed. Every path and argument goes through as it is, without a
     shell."""
 
-    def __init__(self, number: int, slurm_conf: str, data: Path, small_disk: Path) -> None:
-        """`small_disk`: a disk of 2 MB that the hosts see too."""
-        self.number, self.data, self.small_disk = number, data, small_disk
+    def __init__(
+        self, number: int, slurm_conf: str, data: Path, small_disk: Path, user: str = "root"
+    ) -> None:
+        """`small_disk`: a disk of 2 MB that the hosts see too; `user`: who types."""
+        self.number, self.data, self.small_disk, self.user = number, data, small_disk, user
         self.env = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
             "SLURM_CONF": slurm_conf,
@@ -44,19 +50,39 @@ class Cluster:
             "KEMPNER_CODE": "0",  # tests/slurm/test_code.py is about the copies
             "OMP_NUM_THREADS": "1",
         }
+        if user != "root":
+            home = str(Path(slurm_conf).parent / "home" / user)
+            self.env |= {"HOME": home, "USER": user, "LOGNAME": user}
+
+    def typed(
+        self, command: Sequence[object], env: dict[str, str] | None = None, cwd: object = None
+    ) -> dict[str, Any]:
+        """What subprocess takes, to run a command as the user."""
+        words, env = [str(part) for part in command], {**self.env, **(env or {})}
+        if self.user != "root":
+            given = [f"{name}={value}" for name, value in env.items()]
+            words = ["env", "-i", "-C", str(cwd or os.getcwd()), *given, *words]
+            words, env = ["bash", str(TESTBED), "as", self.user, *words], self.env
+        return {"args": words, "env": env, "cwd": cwd}
 
     def run(
-        self, *command: object, env: dict[str, str] | None = None, **more: object
+        self,
+        *command: object,
+        env: dict[str, str] | None = None,
+        cwd: object = None,
+        **more: object,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command against this cluster to its end."""
-        return subprocess.run(
-            [str(part) for part in command],
-            env={**self.env, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=400,
-            **more,  # type: ignore[call-overload]
-        )
+        """Run a command against this cluster to its end, as its user."""
+        return self._run(**self.typed(command, env, cwd), **more)
+
+    def root(
+        self, *command: object, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """The same for what takes rights on this machine."""
+        return self._run([str(part) for part in command], env={**self.env, **(env or {})})
+
+    def _run(self, args: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(args, capture_output=True, text=True, timeout=400, **more)
 
     def ask(self, *command: object) -> str:
         """What a command prints; it has to succeed."""
@@ -65,7 +91,9 @@ class Cluster:
         return done.stdout.strip()
 
     def testbed(self, *command: object) -> str:
-        return self.ask("bash", TESTBED, *command)
+        done = self.root("bash", TESTBED, *command)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout.strip()
 
     def sbatch(
         self,
@@ -148,12 +176,36 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+@contextlib.contextmanager
+def files_of_user() -> Iterator[None]:
+    """Files that this thread makes belong to the user meanwhile. It keeps the rights of root, and
+    so has every process that it starts."""
+    c = ctypes.CDLL(None)
+    securebits, keep_rights = 28, 1 << 2  # PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP
+
+    def become(number: int) -> None:
+        c.prctl(securebits, keep_rights)
+        c.setfsgid(number)
+        c.setfsuid(number)
+        c.prctl(securebits, 0)
+
+    become(USER_ID)
+    try:
+        yield
+    finally:
+        become(0)
+
+
 def need_slurm() -> None:
     reason = ""
     if os.geteuid() != 0:
         reason = "the Slurm test bed needs root"
     elif missing := [p for p in ("slurmctld", "slurmd", "munged", "ip") if not shutil.which(p)]:
         reason = f"not installed: {', '.join(missing)}; run {TESTBED} install"
+    elif AS_USER[0] and any(not p.stat().st_mode & 1 for p in (ROOT, *ROOT.parents)):
+        reason = (
+            f"--as-user: {USER} cannot read {ROOT}: run it in a checkout elsewhere, in /srv say"
+        )
     if reason:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
 
@@ -173,8 +225,17 @@ def boot(
     need_slurm()
     env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid()), "KEMPNER_TESTBED_CONF": conf}
     env |= {"KEMPNER_TESTBED_GPU": gpu, **more}
+    user = (
+        USER if AS_USER[0] and "KEMPNER_TESTBED_SITE" not in more else "root"
+    )  # a site has its own
+    if user == USER:
+        env["KEMPNER_TESTBED_SITE"] = "accounting"
+        # As without accounting: the tests ask for the partition `urgent`, not for a QOS
+        env["KEMPNER_TESTBED_CONF"] = f"PreemptType=preempt/partition_prio {conf}"
     disk = tmp_path_factory.mktemp("small-disk")  # a host sees what was mounted before it booted
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], check=True)
+    if AS_USER[0]:
+        os.chown(disk, USER_ID, USER_ID)
     for attempt in range(5):  # a number may be taken by another cluster
         env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
         up = subprocess.run(
@@ -186,9 +247,11 @@ def boot(
         subprocess.run(["umount", disk], check=True)
         pytest.fail(up.stderr)
     try:
+        if user == USER and (lacks := re.search("without the part accounting: (.*)", up.stderr)):
+            pytest.skip(f"--as-user: {lacks[1]}")
         path = up.stdout.split("SLURM_CONF=")[1].strip()
         data = make_data(tmp_path_factory.mktemp("data"))
-        yield Cluster(int(env["KEMPNER_TESTBED"]), path, data, disk)
+        yield Cluster(int(env["KEMPNER_TESTBED"]), path, data, disk, user)
     finally:
         subprocess.run(["bash", TESTBED, "down"], env=env, check=True)
         subprocess.run(["umount", disk], check=True)

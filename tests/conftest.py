@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,14 +22,13 @@ import torch
 
 import kempner
 from kempner.front_door import exit_code
-from tests.cluster import cluster
+from tests.cluster import AS_USER, ROOT, cluster, files_of_user
 
 __all__ = ["cluster"]  # a fixture
 
 # A shell that starts us in the background ignores SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROOT = Path(__file__).parent.parent
 TINY = [
     "configs/train/debug.toml",
     "--model.dim=64",
@@ -89,14 +89,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PYTHON",
         help="run scripts/train.py by this Python, with the packages of the one that runs pytest",
     )
+    parser.addoption(
+        "--as-user",
+        action="store_true",
+        help="on Slurm with accounting, with the commands typed by a user without rights",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--as-user"):
+        AS_USER[0] = True
+        # Only root enters pytest's own
+        config.option.basetemp = config.option.basetemp or tempfile.mkdtemp(prefix="as-user-")
     if (python := config.getoption("--trainer-python")) is None:
         return
     if problem := cannot_train(python):
         pytest.exit(f"--trainer-python: {problem}; nothing to test", returncode=0)
     TRAINER_PYTHON[:] = [python]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if AS_USER[0] and (mark := item.get_closest_marker("as_root")):
+        pytest.skip(f"--as-user: {mark.args[0]}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def files_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """With --as-user: what the tests write is the user's, as if it had been written by hand."""
+    if not AS_USER[0] or os.geteuid() != 0:  # the latter: need_slurm says why nothing runs
+        yield
+        return
+    base = tmp_path_factory.getbasetemp()
+    for place in (base, base.parent):  # with -n, the base of a worker is in that of the session
+        if not place.stat().st_mode & 0o077:
+            place.chmod(0o711)
+    with files_of_user():
+        yield
 
 
 def cannot_train(python: str) -> str:

@@ -44,7 +44,7 @@ class Site:
     ) -> subprocess.CompletedProcess[str]:
         """A command of a user, from the login node."""
         words = ["env", "-C", cwd or self.project, *(f"{k}={v}" for k, v in (env or {}).items())]
-        return self.cluster.run("bash", TESTBED, "as", user, *words, *command)
+        return self.cluster.root("bash", TESTBED, "as", user, *words, *command)
 
     def ask(self, user: str, *command: object, **more: object) -> str:
         done = self.run(user, *command, **more)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ class Site:
 
     def on(self, node: str, *command: object) -> subprocess.CompletedProcess[str]:
         """A command on a host, as root."""
-        return self.cluster.run("bash", TESTBED, "exec", node, *command)
+        return self.cluster.root("bash", TESTBED, "exec", node, *command)
 
     def until(self, job: str, state: str, timeout: float = 120) -> None:
         end = time.monotonic() + timeout

@@ -193,10 +193,8 @@ def test_without_slurm(three: Cluster, tmp_path: Path) -> None:
         checked.stderr
     )
     script = subprocess.Popen(
-        ["bash", SCRIPTS / "rl.sh", *words],
-        env={**three.env, **env},
+        **three.typed(["bash", SCRIPTS / "rl.sh", *words], env, SCRIPTS.parents[1]),
         stdout=subprocess.DEVNULL,
-        cwd=SCRIPTS.parents[1],
     )
     run.wait_for_step(2)
     children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()

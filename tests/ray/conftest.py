@@ -42,7 +42,7 @@ def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         before = set(processes(cluster))
         yield cluster
         # Jobs of tests that did not run: one has failed, and pytest has -x.
-        cluster.ask("scancel", "--user=root")
+        cluster.ask("scancel", f"--user={cluster.user}")
         end = time.monotonic() + 60
         while cluster.ask("squeue", "-h"):
             assert time.monotonic() < end, cluster.ask("squeue")

@@ -117,8 +117,8 @@ def test_an_interactive_job(job: RayJob) -> None:
     shell = f"cd /; bash '{job.attach}' {nodes[1]}"
     typed = "echo [$MARKER] [$FROM_BASHRC] $(uname -n) $PWD; command -v python; exit 5\n"
     pty = subprocess.run(
-        ["script", "-qec", shell, "/dev/null"],
-        input=typed, env={**job.cluster.env, "MARKER": "mine"},
+        **job.cluster.typed(["script", "-qec", shell, "/dev/null"], {"MARKER": "mine"}),
+        input=typed,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert pty.returncode == 5, pty.stdout

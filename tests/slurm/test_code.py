@@ -23,15 +23,15 @@ WORDS = ["--train.max_steps=100000", "--checkpoint.interval=20"]
 REQUEST = ["--nodes=1", "--gpus-per-node=1"]
 
 
-def git(repository: Path, *words: str) -> str:
+def git(cluster: Cluster, repository: Path, *words: str) -> str:
     given = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
-    done = subprocess.run(["git", *given, *words], cwd=repository, capture_output=True, text=True)
+    done = cluster.run("git", *given, *words, cwd=repository)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(cluster: Cluster, tmp_path: Path) -> Path:
     """A repository of its own, with a configuration that is not committed yet, and a secret."""
     path = tmp_path / "my checkout"
     path.mkdir()
@@ -41,9 +41,9 @@ def checkout(tmp_path: Path) -> Path:
             shutil.copytree(source, path / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, path / name)
-    git(path, "init", "-q")
-    git(path, "add", "-A")
-    git(path, "commit", "-q", "-m", "first")
+    git(cluster, path, "init", "-q")
+    git(cluster, path, "add", "-A")
+    git(cluster, path, "commit", "-q", "-m", "first")
     (path / "configs/a.toml").write_text('base = "../../outside.toml"\n[metrics]\nlog_interval=1\n')
     (tmp_path / "outside.toml").write_text('base = "my checkout/configs/train/debug.toml"\n')
     (path / ".env").write_text("TOKEN=hf_secret")
@@ -114,7 +114,7 @@ def test_a_checkout_that_is_broken_after_sbatch(
 
     copy, about = run / "code" / first, json.loads((run / f"code/{first}.json").read_text())
     assert (copy / ORIGIN).read_text().strip() == about["origin"] == str(checkout)
-    assert about["commit"] == git(whole, "rev-parse", "HEAD")
+    assert about["commit"] == git(cluster, whole, "rev-parse", "HEAD")
     assert (
         not list(copy.rglob(".env"))
         and "hf_secret" not in (run / f"code/{first}.patch").read_text()
@@ -250,7 +250,7 @@ for step in range(1, 10**6):
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(cluster: Cluster, tmp_path: Path) -> Path:
     """The repository of a program, installed as editable: its package is found by PYTHONPATH, as by
     a .pth file. Git ignores its data, but not its runs."""
     path = tmp_path / "a project"
@@ -260,9 +260,9 @@ def project(tmp_path: Path) -> Path:
     (path / "conf.txt").write_text("conf one")
     (path / "data.txt").write_text("data")
     (path / ".gitignore").write_text("data.txt\n")
-    git(path, "init", "-q")
-    git(path, "add", "-A")
-    git(path, "commit", "-q", "-m", "first")
+    git(cluster, path, "init", "-q")
+    git(cluster, path, "add", "-A")
+    git(cluster, path, "commit", "-q", "-m", "first")
     return path
 
 
@@ -322,7 +322,7 @@ def test_any_program_runs_as_it_was_submitted(
     assert "began with helper last, conf two, data\n" in text
     assert text.count(f"changed since the last attempt: {changed}\n") == 1
     assert [start["code"] for start in starts(run)] == [first, first, second]
-    assert starts(run)[0]["commit"] == git(project, "rev-parse", "HEAD")
+    assert starts(run)[0]["commit"] == git(cluster, project, "rev-parse", "HEAD")
     assert f"attempt 2, changed: {changed}" in cluster.ask(
         cluster.env["KEMPNER_PYTHON"], ROOT / "scripts/report.py", run
     )

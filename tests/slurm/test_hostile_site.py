@@ -104,7 +104,7 @@ def test_users_may_not(site: Site) -> None:
     found = site.ask("alice", python, "-c", "import kempner, numpy; print(kempner.__file__)")
     assert found == f"{site.kit}/src/kempner/__init__.py"
     assert site.run("mallory", "touch", site.project / "x").returncode == 1
-    down = site.cluster.run("bash", TESTBED, "as", "bob", "true")
+    down = site.cluster.root("bash", TESTBED, "as", "bob", "true")
     assert down.returncode == 2 and "no user 'bob' at this site: give one of alice" in down.stderr
 
 

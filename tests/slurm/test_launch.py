@@ -279,11 +279,9 @@ def started(
     """A script that runs as if in a terminal, its output in a file; it ends with the block."""
     with log.open("wb") as out:
         script = subprocess.Popen(
-            [str(c) for c in command],
+            **cluster.typed(command, env, log.parent),
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**cluster.env, **(env or {})},
-            cwd=log.parent,
             start_new_session=True,
         )
     try:

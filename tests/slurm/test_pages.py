@@ -358,6 +358,7 @@ def test_page(reader: Reader, page: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.as_root("the reader of the pages is root")
 @pytest.mark.parametrize("page", PAGES)
 def test_page_on_a_cluster(reader_on_a_cluster: Reader, page: str) -> None:
     reader_on_a_cluster.clear()

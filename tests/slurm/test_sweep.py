@@ -260,7 +260,7 @@ def test_a_sweep_of_twelve(cluster: Cluster, sweep: Callable[..., Sweep], tmp_pa
         assert set(run.states().values()) >= {"running"}  # by the run directories
     finally:
         owner = {"KEMPNER_TESTBED_OWNER": str(os.getpid())}
-        done = cluster.run("bash", TESTBED, "revive", "head", env=owner)
+        done = cluster.root("bash", TESTBED, "revive", "head", env=owner)
         assert done.returncode == 0, done.stderr
     run("submit")
     assert len(run.jobs) == 1

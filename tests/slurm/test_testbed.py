@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import TESTBED, need_slurm
+from tests.cluster import AS_USER, TESTBED, USER, Cluster, need_slurm
 
 Bed = Callable[..., "subprocess.CompletedProcess[str]"]
 NUMBER = str((os.getpid() + 125) % 250 + 1)  # far from those of tests.cluster
@@ -93,3 +94,17 @@ def test_another_slurm(bed: Bed, tmp_path: Path) -> None:
         (tmp_path / name).unlink()
         (tmp_path / name).symlink_to(tmp_path / "sinfo")
     assert "Slurm 21.08.1 is too old: 22.05" in bed("status", SLURM_BIN=str(tmp_path)).stderr
+
+
+def test_who_types(cluster: Cluster, tmp_path: Path) -> None:
+    """Root, and with --as-user somebody without rights, on Slurm with accounting."""
+    user = USER if AS_USER[0] else "root"
+    words = ["--wrap=id -un; grep CapEff /proc/self/status; echo >made", "--output=log"]
+    job = cluster.ask("sbatch", "--parsable", f"--chdir={tmp_path}", *words)
+    assert cluster.wait(job) == 0
+    name, rights = (tmp_path / "log").read_text().splitlines()
+    assert name == user == cluster.ask("id", "-un") and cluster.field(job, "Account")
+    assert (int(rights.split()[1], 16) == 0) == AS_USER[0]
+    assert (tmp_path / "made").stat().st_uid == tmp_path.stat().st_uid
+    enforced = re.search("AccountingStorageEnforce.*", cluster.ask("scontrol", "show", "config"))
+    assert enforced and ("associations" in enforced[0]) == AS_USER[0]

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,12 @@ HOSTILE = 'a run; it\'s "$HOME" #{pid} `x`;'
 class Follower:
     """logs.sh in a session of its own, its output in a file."""
 
-    def __init__(self, out: Path, *arguments: object, env: dict[str, str], cwd: Path) -> None:
+    def __init__(self, out: Path, **typed: Any) -> None:
+        """`typed`: as of Cluster.typed."""
         self.out = out
-        command = ["bash", str(LOGS), *map(str, arguments)]
         with open(out, "w") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=file, env=env, cwd=cwd, start_new_session=True
+                stdout=file, stderr=file, start_new_session=True, **typed
             )
 
     def wait_for(self, line: str, timeout: float = 20) -> list[str]:
@@ -85,9 +86,13 @@ def env() -> dict[str, str]:
 def follow(tmp_path: Path, env: dict[str, str]) -> Iterator[Callable[..., Follower]]:
     started: list[Follower] = []
 
-    def start(*arguments: object, env: dict[str, str] = env) -> Follower:
-        out = tmp_path / f"out-{len(started)}"
-        started.append(Follower(out, *arguments, env=env, cwd=tmp_path))
+    def start(
+        *arguments: object, env: dict[str, str] = env, cluster: Cluster | None = None
+    ) -> Follower:
+        command = ["bash", str(LOGS), *map(str, arguments)]
+        here = {"args": command, "env": env, "cwd": tmp_path}
+        typed = cluster.typed(command, cwd=tmp_path) if cluster else here
+        started.append(Follower(tmp_path / f"out-{len(started)}", **typed))
         return started[-1]
 
     yield start
@@ -277,7 +282,7 @@ def test_logs_of_a_job_from_the_queue_to_its_second_start(
         cwd=tmp_path,
         env={"KEMPNER_TRAIN": str(FAKE_TRAINER)},
     )
-    follower = follow(job, env=cluster.env)
+    follower = follow(job, cluster=cluster)
     follower.wait_for("logs: no log yet, waiting for the first")
     cluster.ask("scontrol", "release", job)
     follower.wait_for("batch here is attempt 0")

@@ -43,15 +43,18 @@ kit_python() { # prints the Python whose packages the users have
 }
 
 users_host() { # only in this mount namespace: `down` removes $STATE, and must not meet the repository in it
-    local name path paths
+    local name path paths root
     mapfile -t paths <"$STATE/kit.paths"
+    root=${paths[0]}
     for name in kit python packages; do
         path=${paths[0]} paths=("${paths[@]:1}")
         mount --bind "$path" "$STATE/$name"
         mount -o remount,bind,ro "$STATE/$name"
     done
     # The batch script's own way to the Python, where --export=NONE keeps KEMPNER_PYTHON from it
-    [[ ! -d $STATE/kit/.venv ]] || mount --bind "$STATE/venv" "$STATE/kit/.venv"
+    for path in "$STATE/kit" "$root"; do
+        [[ ! -d $path/.venv ]] || mount --bind "$STATE/venv" "$path/.venv"
+    done
     mount -t overlay overlay -o "ro,lowerdir=$STATE/etc:/etc" /etc
 }
 
