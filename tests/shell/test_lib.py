@@ -335,6 +335,23 @@ def test_nor_where_a_script_of_the_users_own_starts_the_run(tmp_path: Path) -> N
     assert done.returncode == 2 and f"{GONE}{tmp_path}/x: put it back" in done.stderr
 
 
+def test_a_chain_outlives_a_change_of_its_site(tmp_path: Path) -> None:
+    """Whose first job was submitted with words that cannot be repeated is told at once; after that
+    a default that has changed, or a job_submit plugin, ends no run."""
+    there = job().replace("NumNodes=2", "NumNodes=3")
+    env = slurm(tmp_path, f"cat <<'END'\n{there}\nEND")
+    script = f"""
+        KP_JOB='{job()}' KP_CHAIN_SAME=() KP_SUCCESSOR=8
+        kp_chain_cancel() {{ echo cancelled; }}
+        KP_LINK=3; kp_chain_compare
+        KP_LINK=0; kp_chain_compare
+    """
+    done = bash(script, **env)
+    later = done.stdout.split("cancelled\n")[0]
+    assert "job 8, which is to continue this one, has another request: NumNodes=2 here" in later
+    assert done.returncode == 2 and "(NumNodes=2 here and 3 there)" in done.stderr, done
+
+
 def test_a_copy_of_the_code_is_not_older_than_its_run(tmp_path: Path) -> None:
     """File systems that are purged by age would take it from under a run of weeks."""
     root, outside = tmp_path / "checkout", tmp_path / "outside.toml"
