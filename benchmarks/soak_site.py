@@ -41,7 +41,7 @@ from tests.cluster import ENDED
 from tests.fault.broken_run import words
 from tests.site import Site
 
-NODES, BROKEN = 6, 3  # of them the last ones are broken, where the site has such
+NODES = 8  # of them the last three are broken, where the site has such
 MOST_HANDS = 60
 SITE_KINDS: Kinds = {
     **KINDS,

@@ -335,6 +335,28 @@ def test_nor_where_a_script_of_the_users_own_starts_the_run(tmp_path: Path) -> N
     assert done.returncode == 2 and f"{GONE}{tmp_path}/x: put it back" in done.stderr
 
 
+def test_a_run_directory_that_is_gone_ends_no_batch_script(tmp_path: Path) -> None:
+    """At a restart in place; what srun says is kept in another file, and the decision is in the
+    batch log."""
+    script = f"""
+        KP_RUN_DIR={tmp_path}/file/gone KEMPNER_ATTEMPT_ID=1.0.7 SLURM_JOB_ID=1 KP_COMMITTED=3
+        touch {tmp_path}/file
+        kp_notify() {{ :; }}
+        kp_open_srun_log
+        echo "srun: error: n1: task 0: Killed" >>"$KP_SRUN_LOG"
+        KP_SRUN_LOG={tmp_path}/file/srun.log
+        sleep 0.1 & KP_CHILD=$!
+        kp_await
+        kp_record restart "the step ended"
+        echo "went on"
+    """
+    done = bash(script, TMPDIR=str(tmp_path))
+    assert done.returncode == 0 and done.stdout.endswith("went on\n"), done
+    assert "the decision cannot be recorded" in done.stdout
+    (log,) = tmp_path.glob("kempner-srun.*")
+    assert f"it is {log}" in done.stdout and log.read_text() == "srun: error: n1: task 0: Killed\n"
+
+
 def test_a_chain_outlives_a_change_of_its_site(tmp_path: Path) -> None:
     """Whose first job was submitted with words that cannot be repeated is told at once; after that
     a default that has changed, or a job_submit plugin, ends no run."""

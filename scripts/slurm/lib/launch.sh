@@ -242,12 +242,19 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
 
 kp_srun() { # <Python arguments>...: starts the step
     kp_srun_command "$@"
-    KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
+    kp_open_srun_log
     kp_mark batch-script
     # What srun says of a task that dies is looked at afterwards. The signals that end a job must not end tee: srun
     # would die of the broken pipe.
     kp_start "${KP_SRUN[@]}" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
     [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP='' # another step of this start has not waited in the queue
+}
+
+kp_open_srun_log() { # sets KP_SRUN_LOG, what srun says; where the run directory takes no file, it is one in TMPDIR
+    KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
+    { mkdir -p -- "$KP_RUN_DIR/logs" && : >>"$KP_SRUN_LOG"; } 2>/dev/null && return
+    KP_SRUN_LOG=$(mktemp -t kempner-srun.XXXXXX) || KP_SRUN_LOG=/dev/null
+    kp_log "no log of srun can be written in $KP_RUN_DIR/logs: it is $KP_SRUN_LOG"
 }
 
 kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this shell alone

@@ -13,7 +13,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
     KP_COMMITTED_BEFORE=$(kp_committed_step)
     KP_PIDS=() KP_TRIES=() KP_BEFORE=() KP_NOT_BEFORE=() KP_KILL_AT=() KP_ENDING='' KP_CODE=0
-    KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
+    kp_open_srun_log
     export KEMPNER_REPLICAS=$KP_REPLICAS KEMPNER_DOOR=$KP_RUN_DIR/.door-$KEMPNER_ATTEMPT_ID
     kp_open_door
     kp_start_guard "${KP_HOSTS[@]:1}"

@@ -59,7 +59,7 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
 
     # A rank that was killed may have left half a line: it must not swallow this one.
     [[ -z $(tail -c 1 -- "$file" 2>/dev/null) ]] || line=$'\n'$line
-    printf '%s\n' "$line" >>"$file"
+    { printf '%s\n' "$line" >>"$file"; } 2>/dev/null || kp_log "the decision cannot be recorded in $file"
     [[ ! $1 =~ ^(end|leave)$ ]] || kp_chain_cancel "$1: $2"
     kp_notify "$@"
 }

@@ -58,8 +58,7 @@ kp_comma() { # <word>...: joined by commas
 kp_await() { # waits for the step; once a rank has failed, the others end soon. Sets KP_CODE, KP_LOST, KP_STUCK
     local line fd failed='' over='' ended='' next=0 due patience=$KP_LAST_S
     KP_LOST='' KP_STUCK=''
-    : >>"$KP_SRUN_LOG"
-    exec {fd}<"$KP_SRUN_LOG"
+    { exec {fd}<"$KP_SRUN_LOG"; } 2>/dev/null || exec {fd}</dev/null # its file system may fail at any time
     while kill -0 "$KP_CHILD" 2>/dev/null; do
         while IFS= read -r line <&"$fd"; do
             [[ $line == 'srun: error: '*': task'* || $line == 'srun: error: Node failure'* ]] || continue
@@ -87,8 +86,9 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
             fi
         elif [[ -n $due ]] && ((SECONDS >= due)); then
             ended=$SECONDS
-            echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG" # faulty_host.py blames none that die after this
-            kill -TERM "$KP_CHILD" 2>/dev/null || true              # srun then kills its tasks
+            # faulty_host.py blames none that die after this line; srun kills its tasks.
+            { echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG"; } 2>/dev/null || true
+            kill -TERM "$KP_CHILD" 2>/dev/null || true
         fi
         sleep 0.2 || true
     done

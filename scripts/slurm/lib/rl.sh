@@ -151,7 +151,7 @@ kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
     local engine
     for engine in "${KP_PLACEMENT[@]}"; do kp_log "$engine"; done
     KP_LATEST=$(readlink -- "$KP_RUN_DIR/logs/latest") || true
-    KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
+    kp_open_srun_log
     kp_make_exchange || kp_die "$KP_EXCHANGE cannot be written: make room, or give another --run.dir"
     kp_in_job || kp_share_machine
 
