@@ -330,9 +330,15 @@ def test_nor_one_that_does_not_see_the_run(tmp_path: Path) -> None:
     assert done.returncode == 2 and GONE in done.stderr, done
 
 
-def test_nor_where_a_script_of_the_users_own_starts_the_run(tmp_path: Path) -> None:
-    done = bash(f"kp_code_is_there ''; kp_code_is_there {tmp_path}; kp_code_is_there {tmp_path}/x")
-    assert done.returncode == 2 and f"{GONE}{tmp_path}/x: put it back" in done.stderr
+OF_PROGRAMS = 'source "$KP_LIB/program.sh"; kp_program_directory() { echo /p; }; kp_check_program'
+
+
+@pytest.mark.parametrize("starts", ["kp_code multinode.sh", OF_PROGRAMS])
+def test_nor_where_a_script_of_the_users_own_starts_the_run(tmp_path: Path, starts: str) -> None:
+    script = f"KP_ROOT={ROOT} KP_ORIGIN={ROOT} KP_WORDS=() KP_BESIDE='' KP_JOB=$TEXT; {starts}"
+    text = f"{job('')}\n   Comment=mine kempner-code={tmp_path}/x "
+    done = bash(script, TEXT=text, SLURM_JOB_ID="7")
+    assert done.returncode == 2 and f"{GONE}{tmp_path}/x: put it back" in done.stderr, done
 
 
 def test_a_run_directory_that_is_gone_ends_no_batch_script(tmp_path: Path) -> None:
@@ -635,22 +641,22 @@ def test_a_later_start_of_the_job_is_let_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "restarts", "cancelled"),
+    ("state", "reason", "restarts", "ends"),
     [
-        ("COMPLETING", "None", 1, True),  # by scancel
-        ("CANCELLED", "None", 1, True),
-        ("COMPLETING", "None", 2, False),  # requeued
-        ("COMPLETING", "NodeDown", 1, False),
-        ("PREEMPTED", "None", 1, False),
+        ("COMPLETING", "None", 1, "cancelled"),  # by scancel
+        ("CANCELLED", "None", 1, "cancelled"),
+        ("COMPLETING", "None", 2, "ending"),  # requeued
+        ("COMPLETING", "NodeDown", 1, "ending"),
+        ("PREEMPTED", "None", 1, "ending"),
+        ("COMPLETING", "TimeLimit", 1, ""),  # as any other end: it may be requeued
+        ("RUNNING", "None", 1, ""),
     ],
 )
-def test_whether_the_job_was_cancelled(
-    state: str, reason: str, restarts: int, cancelled: bool
-) -> None:
+def test_how_slurm_ends_the_job(state: str, reason: str, restarts: int, ends: str) -> None:
     job = f"KP_JOB='JobState={state} Reason={reason} Restarts={restarts}' KP_START=1"
     told = bash(f"{job} KP_JOB_STATE={state}; kp_see_end; echo $KP_ENDING; kp_in_words").stdout
     ending, words = told.splitlines()
-    assert (ending == "cancelled") == cancelled and words.startswith(state)
+    assert ending == ends and words.startswith(state)
 
 
 HOSTS_SHIM = """#!/bin/bash
@@ -1034,6 +1040,29 @@ def test_a_crash_loop_has_a_bound_without_python(tmp_path: Path) -> None:
     lines = map(json.loads, (tmp_path / "attempts.jsonl").read_text().splitlines())
     made = [(line["decision"], line["no_progress"]) for line in lines]
     assert made == [("requeue", 1), ("requeue", 2), ("end", 3), ("end", 4)]
+
+
+def test_the_judge_is_asked_outside_of_the_container(tmp_path: Path) -> None:
+    """To start one takes longer than there is time: no host was ever blamed then."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (
+        ("scontrol", 'echo "$TEXT"'),
+        ("container", f"touch {tmp_path}/started; exit 1"),
+        ("python3", f'exec {sys.executable} "$@"'),
+    ):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    script = f"""
+        KP_BESIDE='' KP_COMMITTED_BEFORE=-1 KP_RUN_DIR={tmp_path} KP_CHECKPOINTS={tmp_path}
+        KP_PYTHON=python KP_INSIDE=(container) KP_ORIGIN={tmp_path} KP_SRUN_LOG={tmp_path}/srun.log
+        kp_decide "the step ended"
+    """
+    (tmp_path / "srun.log").write_text("srun: error: node2: task 3: Killed\n")
+    env = {"TEXT": job(""), "SLURM_JOB_ID": "7", "KEMPNER_ATTEMPT_ID": "7.0.1", "KP_CODE": "1"}
+    done = bash(script, **env, PATH=f"{tmp_path}/bin:/usr/bin:/bin", PYTHONPATH=f"{ROOT}/src")
+    (made,) = map(json.loads, (tmp_path / "attempts.jsonl").read_text().splitlines())
+    assert (made["decision"], made["blamed"]) == ("requeue", "node2"), done
+    assert not (tmp_path / "started").exists()
 
 
 def test_crashes_are_counted_without_python(tmp_path: Path) -> None:

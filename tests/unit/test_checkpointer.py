@@ -24,6 +24,7 @@ from kempner.checkpoint.config import CheckpointConfig
 from kempner.checkpoint.reader import DataFile
 from kempner.checkpoint.state import ModelState, run_state
 from kempner.config.option import ConfigError
+from kempner.resilience.lock import RunLock
 
 DATA = "ranks-000/__0_0.distcp"
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
@@ -307,6 +308,32 @@ def test_two_live_runs_cannot_share_a_directory(tmp_path: Path) -> None:
         Job(root, dir=str(root))
     held.checkpointer.close()
     Job(root, dir=str(root)).checkpointer.close()
+
+
+@pytest.mark.parametrize("lost", ["run", "checkpoints"])
+def test_nothing_is_committed_once_the_run_is_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """This process believes that it lives. Both locks are looked at before `latest` moves: that of
+    the run, and that of --checkpoint.dir."""
+
+    def leave(code: int) -> None:
+        raise RuntimeError(f"exit code {code}")
+
+    root = tmp_path / "checkpoints"
+    (tmp_path / "run").mkdir()
+    job = Job(root, dir=str(root))
+    job.checkpointer._run_lock = RunLock(tmp_path / "run")
+    job.train()
+    job.save(1)
+    monkeypatch.setattr(os, "_exit", leave)
+    (tmp_path / lost / "lock").write_text('{"host": "n7", "pid": 7}')
+    job.save(2)
+    assert "failed: rank 0: RuntimeError: exit code 77;" in job.log[-1]
+    assert commit.latest(root) == root / "step_00000001"
+    assert not (root / "step_00000002").exists()
+    job.checkpointer._run_lock.release()
+    job.checkpointer.close()
 
 
 def test_no_file_can_run_code(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
-from kempner import compiler
+from kempner import compiler, process_group
 from kempner.config.option import ConfigError
-from tests.conftest import ROOT, clean_env
+from kempner.process_group import World
+from tests.conftest import ROOT, clean_env, load_program
 
 
 @pytest.fixture
@@ -52,6 +55,36 @@ def test_a_host_without_a_compiler(host: Path, monkeypatch: pytest.MonkeyPatch) 
     add(host / "gcc")
     with pytest.raises(ConfigError, match="CC=icc"):  # it takes the name that it is given
         compiler.need(True)
+
+
+@pytest.mark.parametrize("name", ["train", "rl"])
+def test_each_rank_looks_before_it_meets_the_others(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And keeps near its GPU before it has memory."""
+    program, world, done = load_program(name), World(0, 0, 1, "single"), []
+    cfg = types.SimpleNamespace(
+        distributed=types.SimpleNamespace(device="cuda"), train=types.SimpleNamespace(compile=True)
+    )
+
+    def need(compiles: bool) -> None:
+        done.append(("compiler", compiles))
+        raise ConfigError("no compiler")
+
+    def near(device: torch.device, world: World) -> None:
+        done.append(("near", str(device)))
+
+    def refuse(error: ConfigError, stop: object) -> None:
+        raise SystemExit(str(error))
+
+    monkeypatch.setattr(compiler, "need", need)
+    monkeypatch.setattr(process_group, "stay_near", near)
+    monkeypatch.setattr(process_group, "discover", lambda: world)
+    monkeypatch.setattr(process_group, "pick_device", lambda kind, rank: torch.device(kind, rank))
+    monkeypatch.setattr(program, "reject", refuse)
+    with pytest.raises(SystemExit, match="no compiler"):
+        program.main.args[0](cfg, None)
+    assert done == [("near", "cuda:0"), ("compiler", True)]
 
 
 def test_the_check_of_a_job_on_gpus_finds_it_before_the_ranks_start(tmp_path: Path) -> None:

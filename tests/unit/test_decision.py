@@ -372,16 +372,17 @@ def test_a_broken_gpu_is_to_blame_at_the_first_time(
     assert ask(tmp_path, capsys, attempt="2.3.9")["blamed"] == ""
 
 
-def test_exclusions_of_another_day_and_of_broken_gpus_use_up_nothing(
+def test_exclusions_of_another_day_broken_gpus_and_spares_use_up_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1e9
     monkeypatch.setattr(judge.time, "time", lambda: now)
     old = [made("2", excluded=f"old{i}", time=now - 90000, decision="requeue") for i in range(3)]
     gpu = made("2", excluded="x", time=now, decision="requeue", why="x: has a broken GPU 0")
+    spared = made("2", excluded="y,z", time=now, decision="restart")  # spares have replaced them
     new = made("2", excluded="a,b", blamed="node3", time=now - 60, decision="requeue")
     for last, excluded in ((made("2", blamed="node3", time=now), "node3"), (new, "")):
-        write(tmp_path, [*old, gpu, last, crash("node3")])
+        write(tmp_path, [*old, gpu, spared, last, crash("node3")])
         said = ask(tmp_path, capsys, max_crashes="99")
         assert said["excluded"] == excluded, said
     assert "2 were in the last day" in said["notes"]

@@ -235,6 +235,7 @@ def test_how_long_a_lock_must_be_still(
         ({}, True),
         ({"kernel": "another/1"}, False),  # the host was booted again, or it is another's process
         ({"cluster": "b"}, False),
+        ({"host": "other"}, False),  # of the same kernel: perhaps its processes are not seen here
         ({"kernel": None}, False),  # of a version that did not say
         ({"born": lock.birth(os.getpid()), "pid": os.getpid()}, False),
     ],

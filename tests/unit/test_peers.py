@@ -191,13 +191,22 @@ def test_a_port_scan_does_not_end_the_judge(judge: tuple[Judge, int, list[str]])
         until(lambda: told == ["here.0"])
         for says in NONSENSE:
             stranger(port, says)
+            if says != b"0.99\n":  # with the key that is a later start of the replica
+                with peers.connect("127.0.0.1", port, key, 30) as odd:
+                    odd.sendall(says)
         # Not from our own, either: one that is half dead may say anything.
-        replica.sendall(b"GET / HTTP/1.0\n{x\n{}\n\xff\xff\n1e9.x\n" + b"y" * 300_000 + b"\n")
+        replica.sendall(b"GET / HTTP/1.0\n1.1\n{x\n{}\n\xff\xff\n1e9.x\n" + b"y" * 300_000 + b"\n")
         replica.sendall(b'{"round": 1, "weights": "aa", "text": "t", "name": "0.1"}\n')
         until(lambda: one._weights == {1: "aa"})
         assert told == ["here.0"] and list(one._names.values()) == ["0.1"]
         replica.sendall(b"bye\n")
         until(lambda: not one._names)
+
+
+def test_a_full_disk_does_not_end_the_judge() -> None:
+    one = Judge(["127.0.0.1"], 60.0, Path("/dev/full"))
+    one._record("here", "0.1", "")
+    one._entrance.close()
 
 
 def test_the_note_of_the_judge_is_for_nobody_else(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -88,7 +89,9 @@ def test_a_driver_that_is_gone_is_the_end(capfd: pytest.CaptureFixture[str]) -> 
         link.socket.close()
     thread.join(timeout=60)
     assert asked == [{"what": "end"}]
-    task.answer({})
+    for _ in range(10):  # of the first one TCP does not know yet
+        task.answer({})
+        time.sleep(0.01)
     assert capfd.readouterr() == ("", "")
 
 
@@ -106,6 +109,26 @@ def test_a_task_may_come_late_and_twice() -> None:
     assert driver.answers(keys, time.monotonic() + 1) == {}
     assert second.question() == {"what": "end"}
     assert first.question() == first.question() == {"what": "time"}
+
+
+@pytest.mark.parametrize(
+    "says", [b"{x\n", b"[1]\n", b"\xff\n", b'{"rank": "1"}\n', b"[" * 9999 + b"\n"]
+)
+def test_what_is_not_understood_is_not_heard(says: bytes) -> None:
+    """Also of one with the key of this job: the driver goes on with the others."""
+    driver = Driver()
+    keys = driver.ask([1], {"what": "time"})
+    with peers.connect("localhost", driver.port, peers.job_key(), 60) as odd:
+        odd.sendall(says)
+        odd.settimeout(0.05)
+        closed = time.monotonic() + 60
+        while time.monotonic() < closed:
+            driver.answers(keys, time.monotonic() + 0.01)
+            with contextlib.suppress(TimeoutError):
+                assert odd.recv(100) == b""
+                break
+    Task("localhost", driver.port, 1).answer({"time": 7.0})
+    assert driver.answers(keys, time.monotonic() + 60) == {1: {"time": 7.0}}
 
 
 def test_the_run_starts_where_most_nodes_are_late(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,9 @@ def test_memory_that_others_have_is_a_fault_of_the_node(
     assert task.process_name(1 << 30) == f"process {1 << 30}"
     # One that is freed while it is looked at is none.
     monkeypatch.setattr(task, "FREED_S", 60.0)
-    monkeypatch.setattr(task.time, "sleep", lambda _: shim.say(gpu(0), gpu(1, memory__used="3")))
+    freed = lambda _: shim.say(gpu(0), gpu(1, memory__used="3"))  # noqa: E731
+    own_time = types.SimpleNamespace(monotonic=time.monotonic, sleep=freed)  # not that of others
+    monkeypatch.setattr(task, "time", own_time)
     assert task.gpus_seen() == (2, [])
 
 

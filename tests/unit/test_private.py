@@ -25,10 +25,13 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be two u
 @pytest.fixture
 def local() -> Iterator[Path]:
     """A node's /local: of root, sticky, for everybody."""
-    path = Path(tempfile.mkdtemp(prefix="kempner-test-", dir="/tmp"))
+    above = Path(tempfile.mkdtemp(prefix="kempner-test-", dir="/tmp"))
+    above.chmod(0o755)
+    path = above / "local"
+    path.mkdir()
     path.chmod(0o1777)
     yield path
-    shutil.rmtree(path)
+    shutil.rmtree(above)
 
 
 def mallorys(path: Path) -> None:
@@ -69,6 +72,14 @@ def below_mallory(path: Path) -> None:
     os.chown(path.parent, MALLORY, MALLORY)
 
 
+def far_below_mallory(path: Path) -> None:
+    os.chown(path.parent.parent, MALLORY, MALLORY)
+
+
+def not_sticky_far_above(path: Path) -> None:
+    path.parent.parent.chmod(0o777)
+
+
 WRONG: dict[Callable[[Path], None], str] = {
     mallorys: "belongs to another user",
     a_link: "is a link",
@@ -78,6 +89,8 @@ WRONG: dict[Callable[[Path], None], str] = {
     a_file: "is no directory",
     not_sticky: "may be written by others (mode 777)",
     below_mallory: "belongs to another user",
+    far_below_mallory: "belongs to another user",
+    not_sticky_far_above: "may be written by others (mode 777)",
 }
 
 

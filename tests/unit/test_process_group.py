@@ -392,6 +392,24 @@ def test_a_file_of_somebody_else_ends_no_start(
     assert not copy.is_symlink() and (tmp_path / "mine").read_text() == "10.0.0.9 1"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_what_another_user_has_written_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it removed: it is none of ours."""
+    monkeypatch.setattr(rendezvous, "LOCAL_COPY_S", 0.2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run_dir = tmp_path / "run"
+    rendezvous.publish(run_dir, 4711)
+    copy = rendezvous.copy_of(run_dir)
+    copy.write_text("10.6.6.6 1\n")
+    os.chown(copy, 64_202, 64_202)
+    assert rendezvous.find(run_dir, 3, 30.0)[1] == 4711
+    os.chown(copy, 64_202, 64_202)
+    rendezvous.forget_copy(run_dir)
+    assert copy.exists()
+
+
 def test_what_killed_starts_have_left_in_tmp_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,19 @@ def test_a_stranger_ends_no_run(meet: Meet, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "interrupted"
 
 
+def test_a_rank_that_is_there_is_not_replaced(meet: Meet, tmp_path: Path) -> None:
+    def act(rank: Channel) -> None:
+        other = Channel.connect("127.0.0.1", rank.socket.getpeername()[1], 10.0)
+        other.send(rank=0, host="n2", attempt_id="7.0")
+        other.send(say="asked", kind="stop", why="SIGINT")
+        other.socket.settimeout(60)
+        assert other.socket.recv(1) == b""
+        rank.send(say="asked", kind="interrupt", why="SIGTERM")
+
+    assert meet(act).code == 0
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "interrupted"
+
+
 def test_a_stranger_is_no_rank(tmp_path: Path) -> None:
     """Two tasks of a step, as srun starts them, and somebody who is faster than the second one: he
     knows the port and the attempt, and does not have the key."""

@@ -14,8 +14,10 @@ from kempner.rl.conversation import Conversation, Writer, open_words
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Completion
 from kempner.rl.environments.protocol import Reply, Task
+from kempner.rl.exchange import Exchange
 from kempner.rl.groups import Group, Place, Rollout, seed_of
 from kempner.rl.packing import Sample, pack, tokens_that_count
+from kempner.rl.transfer import _token
 from tests.served import make_model
 
 KEY = "the same prompt"
@@ -211,3 +213,12 @@ def test_plain_text_goes_on_as_it_is() -> None:
     assert writer.reply(Task("ab"), Reply("!"), 256) == [33]
     with pytest.raises(ValueError, match="no chat template"):
         writer.prompt(Task([{"role": "user", "content": "a"}]))
+
+
+def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:
+    exchanges = [Exchange(tmp_path / name) for name in ("a", "b")]
+    tokens = {_token(exchange) for exchange in exchanges}
+    assert len(tokens) == 2 and all(len(token) == 32 for token in tokens)
+    assert {_token(exchange) for exchange in exchanges} == tokens
+    for exchange in exchanges:
+        assert exchange.token.stat().st_mode & 0o777 == 0o600

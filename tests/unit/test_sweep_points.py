@@ -568,6 +568,25 @@ def test_no_more_jobs_are_allowed_at_a_time(
         assert sum(said == "taken" for _, said in made) <= 1  # each part would run so many at once
 
 
+def test_the_shell_of_the_user_does_not_answer_for_scontrol(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    def scontrol(
+        words: list[str], env: dict[str, str], **more: object
+    ) -> subprocess.CompletedProcess[str]:
+        seen.append(env)
+        assert words == ["scontrol", "update", "JobId=7", "ArrayTaskThrottle=2"]
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(submitting.subprocess, "run", scontrol)
+    monkeypatch.setenv("SCONTROL_ALL", "1")
+    (array,) = arrays_of(read_sweep(Path("s.toml")), swept, None)
+    assert submitting.throttle(replace(array, job="7", running=2)) == ""
+    assert "PATH" in seen[0] and "SCONTROL_ALL" not in seen[0]
+
+
 def test_a_policy_is_not_asked_twice(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 

@@ -161,6 +161,7 @@ class Coordinator:
                     self._answer(rank, message)
         if not channel.open and rank is None:
             self._new = [c for c in self._new if c is not channel]
+            channel.close()  # who is refused is told at once
         elif not channel.open and rank is not None and rank not in self._endings:
             self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
 
