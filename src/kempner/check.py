@@ -11,6 +11,7 @@ exit code is that of PROGRAM.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -34,16 +35,29 @@ def answers(text: str) -> Iterator[str]:
             yield path
 
 
+def checked(said: str) -> str:
+    """The configuration in what --check has printed: behind what a sitecustomize or a plugin may
+    have printed before it. Raises ValueError, KeyError or TypeError where there is none."""
+    lines = said.splitlines(keepends=True)
+    for first in range(len(lines)):
+        text = "".join(lines[first:])
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            list(answers(text))
+            return text
+    raise ValueError("no configuration")
+
+
 def main(program: str, arguments: Sequence[str]) -> int:
     command = [sys.executable, program, *arguments, "--check"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         return done.returncode
     try:
-        found = [done.stdout, *answers(done.stdout), "", *map(str, inputs(arguments))]
+        text = checked(done.stdout)
+        found = [text, *answers(text), "", *map(str, inputs(arguments))]
     except (ValueError, KeyError, TypeError):  # --help among the arguments
         found = []
-    print(*(f"{text}\0" for text in (ANSWER, *found)), sep="", end="")
+    print(*(f"{part}\0" for part in (ANSWER, *found)), sep="", end="")
     return 0
 
 

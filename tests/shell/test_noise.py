@@ -21,6 +21,8 @@ code=0
 printf 'bye'
 exit "$code"
 """
+# The time; and the interfaces of this machine: other tests boot clusters meanwhile
+VARIES = r"\[[\d:]+\] |BATCH_BEGAN=\d+|network of .*"
 
 
 @pytest.fixture
@@ -62,8 +64,37 @@ def test_a_run_with_a_python_that_prints(tmp_path: Path, noisy: str) -> None:
             for more in ({}, {"KEMPNER_PYTHON": sys.executable})
         ]
         assert [each.returncode for each in told] == [0, 0], told[0].stderr + told[1].stderr
-        text = [re.sub(r"\[[\d:]+\] |BATCH_BEGAN=\d+", "", each.stdout) for each in told]
+        text = [re.sub(VARIES, "", each.stdout) for each in told]
         assert text[0].replace(noisy, sys.executable) == text[1]
+
+
+@pytest.mark.parametrize("script", ["multinode", "rl", "replicas"])
+def test_a_run_whose_modules_print(tmp_path: Path, script: str) -> None:
+    """A sitecustomize, or a .pth of a package, prints in every Python, also behind the marks."""
+    (tmp_path / "sitecustomize.py").write_text("print('sitecustomize of mine')\n")
+    configs = {"rl": "rl/arithmetic", "replicas": "train/lowcomm/steps"}
+    config = ROOT / f"configs/{configs.get(script, 'train/debug')}.toml"
+    dry = ["bash", SCRIPTS / f"{script}.sh", config, "--dry-run"]
+    dry += [f"--nodes={1 + (script != 'rl')}", "--gpus-per-node=2", f"--run.dir={tmp_path}/a run"]
+    if script != "rl":
+        dry.append("--data.dataset_path=fake:")
+    told = []
+    for path in ("/nothing", str(tmp_path)):
+        env = clean_env(KEMPNER_PYTHON=sys.executable, KEMPNER_SITE=os.devnull, PYTHONPATH=path)
+        done = subprocess.run(dry, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told.append(re.sub(rf"{VARIES}|PYTHONPATH=.*", "", done.stdout))
+    assert told[0] == told[1]
+
+
+def test_functions_of_the_users_shell() -> None:
+    """`export -f` hands them on: a cd that says where it goes, a scontrol of one's own."""
+    cd = '() { builtin cd "$@" && echo "now in $PWD"; }'
+    env = {"BASH_FUNC_cd%%": cd, "BASH_FUNC_scontrol%%": "() { echo NOPE; }"}
+    env["BASH_FUNC_module%%"] = "() { echo loaded; }"
+    done = bash("echo on; type -t scontrol || true; module", **env)
+    assert done.stdout.split() in (["on", "file", "loaded"], ["on", "loaded"]), done
+    assert "NOPE" not in bash("scontrol show job 1 || true", **env).stdout
 
 
 def test_words_of_a_wrapper(noisy: str) -> None:

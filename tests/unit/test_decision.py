@@ -199,8 +199,8 @@ def ask(
 ) -> dict[str, str]:
     words = [f"{name}={value}" for name, value in (BASE | facts).items()]
     judge.main(str(run_dir), str(log), *words)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(judge.ANSWERS)
+    mark, *lines = capsys.readouterr().out.splitlines()
+    assert mark == "kempner-answer" and len(lines) == len(judge.ANSWERS)
     return dict(zip(judge.ANSWERS, lines, strict=True))
 
 

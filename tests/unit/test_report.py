@@ -432,7 +432,7 @@ def test_events_with_damaged_values(tmp_path: Path, capsys: pytest.CaptureFixtur
                 judge.main(str(path), str(path / "srun.log"), "jobs=7", "attempt=7.0")
             except Exception as error:
                 raise AssertionError((key, value)) from error
-            assert capsys.readouterr().out.count("\n") == len(judge.ANSWERS), (key, value)
+            assert capsys.readouterr().out.count("\n") == 1 + len(judge.ANSWERS), (key, value)
 
 
 def test_directories_that_this_user_may_not_read(

@@ -1,6 +1,9 @@
 # shellcheck shell=bash
 # What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in docs/slurm.md.
 
+# The user's shell may export functions of these names; others, such as module, belong to the site.
+unset -f cd echo exec export kill printf pwd read source trap wait scontrol squeue sbatch srun sinfo scancel sacct
+
 trap 'exit 130' INT # without a trap, bash goes on when the command that it waits for has ended well; see kp_listen
 
 KP_BESIDE=${KP_BESIDE:-}                # not empty: the job is someone else's; interactive.sh runs beside it

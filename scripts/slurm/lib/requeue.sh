@@ -97,10 +97,10 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge);
         return
     fi
     if kp_ask "${KP_HISTORY[@]}" -m kempner.history.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
-        # The last eleven lines: in a step, a TaskProlog may have said something before.
+        # Behind this word: a TaskProlog, or a module that Python loads, may have said something before.
         { read -r KP_ANSWERED && read -r KP_WHY && read -r KP_KIND && read -r KP_NO_PROGRESS && read -r KP_BLAMED &&
             read -r KP_EXCLUDED && read -r KP_REPLACED && read -r KP_FAULT && read -r KP_PAUSE && read -r start &&
-            read -r KP_NOTES; } < <(tail -n 11 <<<"$KP_ANSWER") || true
+            read -r KP_NOTES; } <<<"${KP_ANSWER##*kempner-answer$'\n'}" || true
     fi
     if [[ ! $KP_ANSWERED =~ ^(restart|requeue|chain|end|leave)$ || ! $KP_NO_PROGRESS$KP_PAUSE$start =~ ^[0-9]+$ ]]; then
         kp_log "the records of earlier attempts could not be read: only a preflight can exclude a host"

@@ -3,8 +3,8 @@
     python -m kempner.history.judge RUN_DIR SRUN_LOG [NAME=VALUE ...]
 
 reads the records of the run, asks Slurm about other nodes where one is to be left out, and prints
-eleven lines, as ANSWERS names them. NAME=VALUE are the facts that only the batch script has
-(kp_facts of requeue.sh); one that is missing is not known.
+front_door.ANSWER and eleven lines, as ANSWERS names them. NAME=VALUE are the facts that only the
+batch script has (kp_facts of requeue.sh); one that is missing is not known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner import slurm
-from kempner.front_door import run_module
+from kempner.front_door import ANSWER, run_module
 from kempner.history.decision import Decision, Ended, decide
 from kempner.history.events import is_time, read_records
 from kempner.history.faulty_host import (
@@ -258,6 +258,7 @@ def main(run_dir: str, srun_log: str, *facts: str) -> None:
     jobs = given.words("jobs")
     ended = with_others(ended, given.text("job_id") or (jobs[-1] if jobs else ""))
     told = answer(decide(ended), ended, blamed)
+    print(ANSWER)
     for name in ANSWERS:  # one line each, whatever the records hold
         print(visible(" ".join(str(told[name]).split())))
 
