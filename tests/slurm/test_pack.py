@@ -47,10 +47,10 @@ def gpus(starts: Iterable[dict[str, str]]) -> set[str]:
 
 
 def test_each_run_ends_for_itself(cluster: Cluster, tmp_path: Path) -> None:
-    """One is done, one fails, one crashes until its limit, each without the others; after the
-    warning the job starts again for the one that was interrupted, and for no other."""
+    """One is done, one fails, one ends without a result until its limit, each without the others;
+    after the warning the job starts again for the one that was interrupted, and for no other."""
     pack = Pack(
-        cluster, tmp_path, "--gpus-per-node=4", a="done", b="fail", c="crash", d="wait,done"
+        cluster, tmp_path, "--gpus-per-node=4", a="done", b="fail", c="nothing", d="wait,done"
     )
     log = tmp_path / f"kempner-{pack.job}.out"
     for name in "abc":

@@ -167,6 +167,15 @@ def test_nodes_that_are_left_out() -> None:
     assert out(faulty=("a",), others=5, max_excluded=0, broken=True) == ((), "")
 
 
+def test_a_job_that_cannot_be_requeued_restarts_on_its_node() -> None:
+    """Nothing is left out where no start follows that could do without it."""
+    given: dict[str, Any] = {"faulty": ("n1",), "others": 9, "room": True, "may_requeue": False}
+    assert decide(Ended(**given, no_progress=2)).answer == "restart"
+    assert decide(Ended(**given, no_progress=3)).answer == "end"
+    assert decide(Ended(**given, no_progress=2, broken=True)).answer == "end"
+    assert decide(Ended(**given, no_progress=2, chain="next")).answer == "chain"
+
+
 def test_a_node_that_is_left_out_begins_the_count_anew() -> None:
     """Up to the limit, and where the program has proved itself or has not even begun."""
     third = {"faulty": ("n1",), "others": 9, "no_progress": 3}

@@ -33,8 +33,9 @@ break_host() { # <fault>: on that host; until it boots again
             echo 'raise ImportError("libcudart.so.13: cannot open shared object file: No such file or directory")' \
                 >"$STATE/broken.py"
             mapfile -t paths <"$STATE/kit.paths"
-            for path in "${paths[2]}" "$STATE/packages"; do
-                mount --bind "$STATE/broken.py" "$path/torch/__init__.py"
+            for path in "${paths[2]}" "$STATE/packages"; do # the first one is hidden where it is the repository's
+                [[ ! -e $path/torch/__init__.py ]] ||
+                    mount --bind "$STATE/broken.py" "$path/torch/__init__.py"
             done
             ;;
         *) die "break NODE FAULT: one of ${FAULTS[*]}, not '$1'" ;;

@@ -128,6 +128,8 @@ def leave_out(ended: Ended) -> Nodes:
     hosts = (*hosts, *(host for host in ended.spent if host not in hosts))
     if not hosts or ended.max_excluded == 0:
         return Nodes()
+    if not (ended.may_requeue or ended.chain or ended.broken):
+        return Nodes()  # there is no next start to keep off them
     names, most = ", ".join(hosts), most_excluded(ended)
     stays = f"{names}: {ended.fault}, not excluded: "
     if not ended.broken and ended.excluded + len(hosts) > most:
