@@ -4,8 +4,9 @@ python scripts/program.py [OPTIONS] -- COMMAND [ARGUMENTS]      see docs/any-pro
 
 --here N     all N ranks on this machine, without Slurm
 --check N    only checks the words, for a job of N nodes; prints ANSWER, the run directory,
-             "torchrun" where that is the command, the directory of the checkpoints, and "done"
-             where an earlier start of the job has done it all, each with a NUL after it
+             "torchrun" where that is the command, the directory of the checkpoints, "done" where
+             an earlier start of the job has done it all, and a hash of the command, each with a
+             NUL after it
 """
 
 if __name__ == "__main__":
@@ -20,7 +21,7 @@ if __name__ == "__main__":
 from dataclasses import replace
 
 from kempner.front_door import ANSWER, run_program
-from kempner.program.book import is_done
+from kempner.program.book import hash_of, is_done
 from kempner.program.copy import Copy, check_code
 from kempner.program.launchers import check_launcher, uses_torchrun
 from kempner.program.options import check_command, check_run_dir, parse
@@ -45,7 +46,8 @@ def main(words: list[str]) -> int:
     if check:
         launcher = "torchrun" if uses_torchrun(options.command) else ""
         over = "done" if is_done(options) else ""
-        found = (ANSWER, options.run_dir, launcher, options.checkpoint_dir or "", over)
+        command = hash_of(options.command)
+        found = (ANSWER, options.run_dir, launcher, options.checkpoint_dir or "", over, command)
         print(*found, sep="\0", end="\0")
         return 0
     return supervise_here(options, int(words[1])) if here else supervise(options)

@@ -617,6 +617,32 @@ def test_the_guard(
         assert (line["event"], line["chain"], line["link"], line["job"]) == ("lost", "5", 1, "7")
 
 
+def test_a_guard_that_hears_no_names_of_hosts_waits(tmp_path: Path) -> None:
+    """The batch host is not lost because scontrol has failed."""
+    shim = SHIM.replace("*hostnames*) echo node2", "*hostnames*) exit 1")
+    for name in ("sleep", "scontrol", "scancel"):
+        (tmp_path / name).write_text(shim)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")}
+    env["TEXT"] = job("").replace("Restarts=0", "Restarts=0\n   BatchHost=node1")
+    subprocess.run(["bash", LIB.with_name("guard.sh"), "7", "0"], env=env, check=False)
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("show job") == 2 and "requeue" not in calls and "scancel" not in calls
+
+
+def test_a_suspended_rl_job_blames_nobody() -> None:
+    """Its script stood still as well: the silence of that time counts for no engine."""
+    told = bash(
+        """source "$KP_LIB/rl_watch.sh"
+        SECONDS=100 KP_HEARD=95 KP_ENGINE_SEEN=([0]=90 [3]=99)
+        kp_see_absence
+        SECONDS=101 && kp_see_absence
+        SECONDS=500 && kp_see_absence >/dev/null
+        echo $KP_HEARD ${KP_ENGINE_SEEN[0]} ${KP_ENGINE_SEEN[3]}"""
+    )
+    assert told.stdout.split() == ["494", "489", "498"], told
+
+
 def test_a_later_start_of_the_job_is_let_alone(tmp_path: Path) -> None:
     """The script of an earlier start, whose host was cut off meanwhile, neither requeues nor ends
     it."""

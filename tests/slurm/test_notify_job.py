@@ -51,6 +51,19 @@ def test_a_crash_loop_is_told(cluster: Cluster, tmp_path: Path) -> None:
     assert done.returncode == 1 and "attempts in a row without progress" in done.stdout
 
 
+def test_a_job_that_ends_before_it_is_a_run_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    """Whoever has submitted it may not look at it for days. Nothing is written beside the log."""
+    out = tmp_path / "told.jsonl"
+    env = {**FAKE, "KEMPNER_NOTIFY": f"cat >>'{out}'", "KEMPNER_TRAIN": str(tmp_path / "none.py")}
+    job = cluster.sbatch("singlenode.sh", "--run.dir=run", cwd=tmp_path, env=env)
+    assert cluster.wait(job) == 2
+    (told,) = map(json.loads, out.read_text().splitlines())
+    log = tmp_path / f"kempner-{job}.out"
+    assert (told["event"], told["run"]) == ("ended", f"job {job} (kempner)")
+    assert told["why"].startswith("exit code 2 before the run") and str(log) in told["why"]
+    assert {path.name for path in tmp_path.iterdir()} == {log.name, out.name}
+
+
 BAD = {
     "KEMPNER_NOTIFY": ("no-such-command --now", "echo 'open"),
     "KEMPNER_WEBHOOK": ("ftp://hidden", "https://", "hidden"),

@@ -106,6 +106,24 @@ def test_killed_then_asked_then_done(cluster: Cluster, tmp_path: Path) -> None:
     )
 
 
+def test_a_suspended_job_is_no_hang(cluster: Cluster, tmp_path: Path) -> None:
+    """Longer than its heartbeat's limit, as by gang scheduling."""
+    words = ["--heartbeat=4", "--", sys.executable, FOREIGN, "beat"]
+    job = cluster.sbatch("run.sh", *words, options=["--gpus-per-node=2"], cwd=tmp_path)
+    log, run_dir = tmp_path / f"kempner-{job}.out", tmp_path / "runs/foreign"
+    cluster.wait_for("[1] step 2\n", log)
+    cluster.ask("scontrol", "suspend", job)
+    before = log.read_text().count("step")
+    time.sleep(8)
+    assert log.read_text().count("step") <= before + 4  # what was on its way
+    cluster.ask("scontrol", "resume", job)
+    cluster.wait_for(f"[1] step {before + 20}\n", log)
+    (run_dir / "STOP").touch()
+    assert cluster.wait(job) == 0, log.read_text()
+    events = read(run_dir / "attempts.jsonl")
+    assert not of_kind(events, Fault) and len(of_kind(events, Start)) == 1, log.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

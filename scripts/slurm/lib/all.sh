@@ -23,9 +23,9 @@ KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 kp_log() { # <message>: whatever becomes of it; a log is for people, and never ends a run
     # The run directory may be known by now.
     [[ $KP_NO_ROOM != /dev/null || -z ${KP_RUN_DIR:-} ]] || kp_move_log
-    (trap '' PIPE && printf '[%(%T)T] kempner: %s\n' -1 "$*") 2>/dev/null && return
+    (trap '' PIPE && printf '[%(%F %T)T] kempner: %s\n' -1 "$*") 2>/dev/null && return
     kp_move_log
-    printf '[%(%T)T] kempner: %s\n' -1 "$*" 2>/dev/null || true
+    printf '[%(%F %T)T] kempner: %s\n' -1 "$*" 2>/dev/null || true
 }
 
 kp_move_log() { # the batch log takes no line, as in a full home directory: it goes on in the run directory

@@ -35,5 +35,5 @@ kp_find_job() { # <JOBID>: the same for a job
 }
 
 kp_named_run() { # the run directory that the batch log names, or nothing
-    [[ ! -f $KP_BATCH_LOG ]] || sed -n 's/^\[[0-9:]*\] kempner: run directory //p' -- "$KP_BATCH_LOG" | tail -n 1
+    [[ ! -f $KP_BATCH_LOG ]] || sed -n 's/^\[[0-9: -]*\] kempner: run directory //p' -- "$KP_BATCH_LOG" | tail -n 1
 }

@@ -17,7 +17,8 @@ while sleep 10; do
     JOB=$(scontrol show job "$1" 2>/dev/null) || continue
     [[ $(field Restarts) == "$2" ]] || exit 0
     [[ $(field JobState) == RUNNING && -n $(field BatchHost) ]] || continue
-    hosts=" $(scontrol show hostnames "$(field NodeList)" | paste -sd' ') "
+    hosts=$(scontrol show hostnames "$(field NodeList)" 2>/dev/null | paste -sd' ') || continue
+    hosts=" $hosts "
     [[ $hosts != *" $(field BatchHost) "* ]] || continue
 
     # Two guards look at the same moment: when one is refused because the other was first, it must not cancel the job.

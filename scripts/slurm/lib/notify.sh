@@ -52,6 +52,17 @@ kp_page() { # with KEMPNER_PAGE: writes the page of the run
         kp_log "the page $KP_RUN_DIR/report.html could not be written"
 }
 
+kp_notify_early() { # <exit code>: tells of a job that has ended before it became a run, in whose directory nothing is written
+    local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' KP_PYTHON=${KP_PYTHON:-python3} line
+    local -x PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
+    (($1 != 0 && $1 != 130)) && kp_is_told || return 0
+    kp_history
+    kp_ask "${KP_HISTORY[@]}" -m kempner.history.notify "job $(kp_job_id) ($(kp_job_name))" ended \
+        "exit code $1 before the run began: the reason is the first 'error:' in $(kp_field StdOut)" ||
+        KP_ANSWER="nobody was told that the job has ended: kempner.history.notify has failed"
+    [[ -z $KP_ANSWER ]] || while read -r line; do kp_log "$line"; done <<<"$KP_ANSWER"
+}
+
 kp_notify() { # <decision> <why>: the last page of this attempt; and after an end, tells all that are to be told
     local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' event=ended
     kp_watch_end

@@ -92,6 +92,7 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
         exit "$code"
     fi
     KP_RUN_DIR=${KP_VALUES[0]} KP_LAUNCHER=${KP_VALUES[1]} KP_DEVICE=auto KP_DATA=()
+    export KEMPNER_COMMAND=${KP_VALUES[4]} # what the run is; see Start in events.py
     if [[ -n ${KP_VALUES[3]} ]] && kp_is_batch; then
         kp_log "$KP_RUN_DIR: this command was done at an earlier start of the job: nothing runs; submit it anew to run" \
             "it again"

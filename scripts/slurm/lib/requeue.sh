@@ -337,6 +337,7 @@ kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a st
         kp_show_job && [[ $(kp_field JobState) == RUNNING ]] || return 0
         ! kp_is_batch || ! kp_is_whole_script || kp_ended_early "$1"
         [[ -z $KP_DECIDED || $KP_DECIDED == end ]] || exit 0 # it starts again
+        [[ -n $KP_DECIDED ]] || ! kp_is_batch || ! kp_is_whole_script || kp_notify_early "$1"
     fi
     # Slurm 24.05 and later mark a job that was preempted with a grace time, and after our own requeue the mark is
     # still there: the job would be requeued once more at its next end, even if the run is done.

@@ -165,6 +165,7 @@ kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
     [[ -z $KP_PENDING ]] || kp_on_signal "$KP_PENDING"
     while kill -0 "$KP_CHILD" 2>/dev/null; do
         kp_look_at_run
+        kp_see_absence
         kp_look_at_orchestrator
         kp_look_at_engines
         sleep 0.2 || true

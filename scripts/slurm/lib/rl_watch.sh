@@ -8,6 +8,7 @@ readonly KP_ORCHESTRATOR_SILENT_S=120 # the same of the orchestrator: the job is
 readonly KP_LAST_EVALUATION_S=120 KP_ORCHESTRATOR_LEAVES_S=20
 KP_ENGINE_NEXT=() KP_ENGINE_SEEN=()
 KP_LEAVING='' KP_EVER_SERVED=''
+KP_AWAKE=''                                    # when this loop last ran
 KP_LISTENED=0 KP_BEAT='' KP_HEARD=0 KP_FULL='' # of the orchestrator's sign of life; what waits for room
 
 # --- while they run --------------------------------------------------------------------------------------------------
@@ -25,6 +26,15 @@ kp_look_at_run() { # once the trainer has the run: links to the logs of all part
     for name in "$KP_RUN_DIR"/rl/*; do
         [[ $name == "$KP_EXCHANGE" || ! -d $name/weights || ! -d $name/engines ]] || rm -rf -- "$name"
     done
+}
+
+kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling) was silent as a whole: nobody is to blame
+    local gap=$((SECONDS - ${KP_AWAKE:=$SECONDS})) engine
+    KP_AWAKE=$SECONDS
+    ((gap >= 10)) || return 0
+    kp_log "this script stood still for $gap s: the silence of that time does not count"
+    KP_HEARD=$((KP_HEARD + gap))
+    for engine in "${!KP_ENGINE_SEEN[@]}"; do KP_ENGINE_SEEN[engine]=$((KP_ENGINE_SEEN[engine] + gap)); done
 }
 
 kp_look_at_orchestrator() { # without it nothing is left to train on

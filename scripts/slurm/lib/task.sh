@@ -45,7 +45,7 @@ end_earlier() { # a restart does not begin before the ranks of the attempt befor
     while left=$(list_earlier) && [[ -n $left ]]; do
         left=${left//$'\n'/ }
         if [[ -z $told && ${SLURM_LOCALID:-0} == 0 ]]; then
-            printf '[%(%T)T] kempner: %s: ends what an earlier attempt has left: %s\n' -1 "$(uname -n)" "$left"
+            printf '[%(%F %T)T] kempner: %s: ends what an earlier attempt has left: %s\n' -1 "$(uname -n)" "$left"
         fi
         told=1
         # shellcheck disable=SC2086 # several
@@ -323,7 +323,7 @@ set_network() { # exports the choice of this node for NCCL, gloo and TensorPipe
 set_network
 if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # one line per node
     address=${ADDRESS[${INTERFACE:-none}]:-}
-    printf '[%(%T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
+    printf '[%(%F %T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
         "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)" 2>/dev/null || true
 fi
 may_use() { # <path in KEMPNER_STAGED>: true when it is there and nobody else could have put it there; see stage.sh

@@ -50,7 +50,7 @@ DEAF_S = 2.0  # for a program that has not come to its signal handler yet
 
 def say(text: str) -> None:
     with contextlib.suppress(OSError):  # whoever reads it has left: the program goes on
-        os.write(1, f"[{time.strftime('%H:%M:%S')}] kempner: {text}\n".encode())
+        os.write(1, f"[{time.strftime('%F %T')}] kempner: {text}\n".encode())
 
 
 class Coordinator:

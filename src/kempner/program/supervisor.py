@@ -66,6 +66,7 @@ class Supervisor:
         self._reported = self._hung = self._torn = False
         self._unheard = ""  # the request that the program has not listened to
         self._began, self._told, self._lines = time.monotonic(), 0.0, 0
+        self._awake, self._resumed = self._began, 0.0  # the last turn; the end of a suspension, unix
         self._beats: Steps | None = None  # the steps of its heartbeats
 
     def main(self, channel: Channel) -> int:
@@ -94,6 +95,7 @@ class Supervisor:
         ready.register(self._channel.socket, select.POLLIN)
         ready.register(self._signals.read, select.POLLIN)
         found = {fd for fd, _ in ready.poll(TICK_S * 1000)}
+        self._see_absence()
         for number in self._signals.take():
             self._on_signal(number)
         if self._channel.socket.fileno() in found:
@@ -107,6 +109,15 @@ class Supervisor:
             if self._unheard:
                 self._warn(self._unheard)
             self._look_after(self._child)
+
+    def _see_absence(self) -> None:
+        """Whether this process was suspended (SIGSTOP, scontrol suspend): so was its program, whose
+        silence meanwhile is no hang."""
+        now = time.monotonic()
+        absent, self._awake = now - self._awake, now
+        if self.options.heartbeat is not None and absent > self.options.heartbeat / 2:
+            self._resumed = time.time()
+            self._began += absent
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGUSR2:
@@ -217,7 +228,7 @@ class Supervisor:
         limit = self.options.heartbeat or 0.0
         at, _ = self._place.beat()
         if at is not None:
-            silence = time.time() - at
+            silence = time.time() - max(at, self._resumed)
         elif self.world.rank == 0:
             limit, silence = max(limit, FIRST_BEAT_S), time.monotonic() - self._began
         else:

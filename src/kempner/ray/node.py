@@ -46,7 +46,7 @@ def emit(*words: object) -> None:
 
 
 def log(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] kempner: {text}", flush=True)
+    print(f"[{time.strftime('%F %T')}] kempner: {text}", flush=True)
 
 
 class Fault(Exception):

@@ -189,7 +189,7 @@ def main() -> int:
     used += [ports.base[name] for name in WORKER_PORTS]
     if any(port in taken for port in used):
         print(
-            f"[{time.strftime('%H:%M:%S')}] kempner: note: some of Ray's ports are in the kernel's"
+            f"[{time.strftime('%F %T')}] kempner: note: some of Ray's ports are in the kernel's"
             f" ephemeral range {taken[0]}-{taken[-1]}: another program's connection may hold one",
             file=sys.stderr,
         )
