@@ -1,7 +1,7 @@
 # make train          train a small model on this machine and sample from it; run it again to resume
 # make rl             teach a model to add by reinforcement learning on this machine; run it again to resume
 # make test           all tests, also on a real Slurm of several hosts (as root on Debian, installs Slurm)
-# make soak           the slow fault tests, and two runs that survive 30 random faults each
+# make soak           the tests that are too slow for every day, and runs that survive 20 to 40 random faults each
 # make test-vllm      what needs vLLM: its build for CPUs, in an environment of its own (3.4 GB)
 # make check          the linters: ruff, mypy, shellcheck, shfmt
 # make gpu-check      check and measure the trainer on this machine's GPUs in under eight minutes
@@ -82,8 +82,10 @@ soak: .venv/dev
 	@$(INSTALL_SLURM)
 	$(PY) -m pytest -m soak $(ARGS)
 	$(MAKE) test-vllm
+	$(PY) -m pytest tests/slurm tests/fault tests/ray --as-user $(ARGS)
 	$(PY) -m pytest tests/distributed --trainer-python=/usr/bin/python3 $(ARGS)
 	$(PY) -m benchmarks.soak --faults 30 --seed 1 --pattern kit spares
+	$(PY) -m benchmarks.soak --site hostile --faults 40 --seed 1
 	$(PY) -m benchmarks.soak_replicas --faults 30 --seed 1
 	$(PY) -m benchmarks.soak_rl --faults 20 --seed 1
 

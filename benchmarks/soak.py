@@ -543,7 +543,12 @@ def main() -> int:
     parser.add_argument(
         "--site", help="hostile, or parts of it: docs/testbed.md; the kit, as a user"
     )
+    parser.add_argument(
+        "--kit", type=Path, help="with --site: another checkout, of an earlier commit, as a contrast"
+    )
     args = parser.parse_args()
+    if args.kit and not (args.site and (args.kit / "scripts/slurm/multinode.sh").is_file()):
+        parser.error(f"--kit {args.kit}: must be a checkout of this repository, with --site")
     if args.faults < 1:
         parser.error(f"--faults {args.faults}: at least 1")
     if args.keep and args.keep.exists():
@@ -551,7 +556,7 @@ def main() -> int:
     if args.site:
         from benchmarks.soak_site import soak_site
 
-        return soak_site(args.site, args.faults, args.seed, args.keep, args.out)
+        return soak_site(args.site, args.faults, args.seed, args.keep, args.out, args.kit)
     plan = draw(args.faults, args.seed)
     say("\n".join(map(str, plan)))
     folder = args.keep or Path(tempfile.mkdtemp(prefix="soak-"))

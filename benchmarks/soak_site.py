@@ -163,13 +163,17 @@ class SiteSoak(Soak):
             self.cluster.ask("scancel", job)
 
 
-def soak_site(parts: str, faults: int, seed: int, keep: Path | None, out: Path | None) -> int:
+def soak_site(
+    parts: str, faults: int, seed: int, keep: Path | None, out: Path | None, kit: Path | None
+) -> int:
     """What main() of soak.py does, on a site. Returns the exit code."""
     plan = draw(faults, seed, SITE_KINDS)
     say("\n".join(map(str, plan)))
     folder = keep or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     more = {"KEMPNER_TESTBED_SITE": parts, "KEMPNER_TESTBED_SEED": str(seed)}
+    if kit:
+        more["KEMPNER_TESTBED_KIT"] = str(kit.resolve())
     with cluster_of(NODES, folder, **more) as cluster:
         site = Site(cluster)
         say(f"the site has {', '.join(site.parts[1:])}")

@@ -5,12 +5,14 @@
 #   $STATE/kit        the repository            $STATE/venv   a Python with its packages, KEMPNER_PYTHON of users
 #   $STATE/project    alice's, on every host    $STATE/home   the homes
 #
+# With KEMPNER_TESTBED_KIT=DIR, another checkout, that is the repository of the users.
+#
 # The machine's own /etc stays as it is: hosts, and `testbed.sh as`, have another one mounted over it.
 
 readonly USERS=(alice:4201 mallory:4202)
 
 users_files() {
-    local each name id base version packages root=${SELF%/scripts/*}
+    local each name id base version packages root=${KEMPNER_TESTBED_KIT:-${SELF%/scripts/*}}
     mkdir "$STATE"/{etc,home,kit,python,packages}
     mkdir -p "$STATE/venv/bin"
     cp -p /etc/{passwd,shadow,group} "$STATE/etc"
