@@ -544,7 +544,7 @@ def main() -> int:
         "--site", help="hostile, or parts of it: docs/testbed.md; the kit, as a user"
     )
     parser.add_argument(
-        "--kit", type=Path, help="with --site: another checkout, of an earlier commit, as a contrast"
+        "--kit", type=Path, help="with --site: the kit of another checkout, as a contrast"
     )
     args = parser.parse_args()
     if args.kit and not (args.site and (args.kit / "scripts/slurm/multinode.sh").is_file()):

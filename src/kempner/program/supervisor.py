@@ -66,7 +66,7 @@ class Supervisor:
         self._reported = self._hung = self._torn = False
         self._unheard = ""  # the request that the program has not listened to
         self._began, self._told, self._lines = time.monotonic(), 0.0, 0
-        self._awake, self._resumed = self._began, 0.0  # the last turn; the end of a suspension, unix
+        self._awake, self._resumed = self._began, 0.0  # last turn; end of a suspension
         self._beats: Steps | None = None  # the steps of its heartbeats
 
     def main(self, channel: Channel) -> int:
