@@ -22,7 +22,7 @@ printf 'bye'
 exit "$code"
 """
 # The time; and the interfaces of this machine: other tests boot clusters meanwhile
-VARIES = r"\[[\d:]+\] |BATCH_BEGAN=\d+|network of .*"
+VARIES = r"\[[-\d: ]+\] |BATCH_BEGAN=\d+|network of .*"
 
 
 @pytest.fixture

@@ -108,11 +108,18 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
 }
 
 kp_peers() { # the addresses of the first two nodes of the job: from any node, one of them is another host
-    local node pattern='NodeAddr=([^[:space:]]+)'
-    while read -r node; do
-        [[ ! $(scontrol show node "$node") =~ $pattern ]] || node=${BASH_REMATCH[1]}
-        getent ahosts "$node" | awk 'NR == 1 { print $1 }' || true
-    done < <(scontrol show hostnames "$(kp_field NodeList)" | head -n 2)
+    local nodes node='' word
+    local -A address=()
+    mapfile -t nodes < <(scontrol show hostnames "$(kp_field NodeList)" | head -n 2)
+    for word in $(scontrol show node "$(kp_comma "${nodes[@]}")"); do # one question for both
+        case $word in
+            NodeName=*) node=${word#*=} ;;
+            NodeAddr=*) address[${node:-none}]=${word#*=} ;;
+        esac
+    done
+    for node in "${nodes[@]}"; do
+        getent ahosts "${address[$node]:-$node}" | awk 'NR == 1 { print $1 }' || true
+    done
 }
 
 kp_batch_script() { # prints the script of the job: a script of the user's own may run this one
