@@ -58,7 +58,7 @@ case "$name ${{1:-}} ${{2:-}}" in
     'scontrol show partition') echo PreemptMode=OFF ;;
     'scontrol show node') hosts "$3" | sed 's/.*/NodeName=& NodeAddr=127.0.0.1 Port={port}/' ;;
     'scontrol requeue'*) sed -i s/JobState=RUNNING/JobState=COMPLETING/ {folder}/job ;;
-    'sinfo '*) seq -f 'node%g idle' {nodes} ;;
+    'sinfo '*) seq -f 'node%g|idle||' {nodes} ;;
     squeue*--steps*) printf '7.%s\\n' batch 0 1 2 ;;
     squeue*) echo RUNNING ;;
     srun*)

@@ -241,21 +241,21 @@ def jobs_named(name: str) -> list[str] | None:
     return None if told is None else list(dict.fromkeys(told.split()))
 
 
-def other_nodes(job: str, without: Sequence[str]) -> int | None:
-    """How many nodes could take this job, but for those in `without` and those that it excludes
+def other_nodes(request: str, without: Sequence[str]) -> int | None:
+    """How many nodes could take a job, but for those in `without` and those that it excludes
     already; None where that is not known. Nodes that are busy count: the job waits for them.
 
-    Of the request it looks at the partition, the named nodes, the features (with & or |), the kinds
-    and numbers of GPUs and the reservation.
+    Of the request, which is words of `scontrol show job`, it looks at the partition, the named
+    nodes, the features (with & or |), the kinds and numbers of GPUs and the reservation.
     """
-    with contextlib.suppress(_NoAnswer):
-        return _other_nodes(job, without)
+    fields = _fields(request)
+    with contextlib.suppress(_NoAnswer, KeyError):
+        return _other_nodes(fields, without)
     return None
 
 
-def _other_nodes(job: str, without: Sequence[str]) -> int | None:
-    fields = _fields(_insist("scontrol", "show", "job", "-o", job))
-    told = _insist("sinfo", "-h", "-N", "-p", fields.get("Partition", ""), "-o", "%N|%t|%f|%G")
+def _other_nodes(fields: Mapping[str, str], without: Sequence[str]) -> int | None:
+    told = _insist("sinfo", "-h", "-N", "-p", fields["Partition"], "-o", "%N|%t|%f|%G")
     allowed: set[str] | None = None
     for names in (_named(fields, "ReqNodeList"), _reserved(fields)):
         if names is not None:

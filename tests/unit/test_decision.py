@@ -229,7 +229,7 @@ def crash(*hosts: str, **values: object) -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "other_nodes", lambda job, without: 9)
+    monkeypatch.setattr(slurm, "other_nodes", lambda request, without: 9)
 
 
 def test_only_this_job_and_only_this_attempt(

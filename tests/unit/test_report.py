@@ -422,7 +422,7 @@ def test_events_with_damaged_values(
     path = write_run(tmp_path / "run", step_line(10), "\n")
     (path / "status.json").unlink()
     # Where Slurm is installed and its controller is not there, each question is asked for seconds.
-    monkeypatch.setattr(slurm, "other_nodes", lambda job, without: None)
+    monkeypatch.setattr(slurm, "other_nodes", lambda request, without: None)
     for key in {key for event in EVENTS for key in [*head, *event]}:
         for value in WRONG:
             known = [head | event for event in EVENTS]

@@ -148,29 +148,30 @@ def test_nodes_that_could_take_the_job(
             return SINFO
         if words[:3] == ("scontrol", "show", "res"):
             return "ReservationName=mine Nodes=n1,n3 State=ACTIVE\n" if "mine" in words else None
-        if words[:3] == ("scontrol", "show", "hostnames"):
-            return words[3].replace(",", "\n")
-        return " ".join(f"{name}={value}" for name, value in fields.items())
+        assert words[:3] == ("scontrol", "show", "hostnames")
+        return words[3].replace(",", "\n")
 
+    request = " ".join(f"{name}={value}" for name, value in fields.items())
     monkeypatch.setattr(slurm, "_ask", answer)
     never_patient(monkeypatch)
-    assert slurm.other_nodes("7", []) == (None if nodes is None else len(nodes))
-    assert ("-p", "gpu") in zip(*(words[i:] for words in asked[1:2] for i in (0, 1)), strict=False)
+    assert slurm.other_nodes(request, []) == (None if nodes is None else len(nodes))
+    assert ("-p", "gpu") in zip(*(words[i:] for words in asked[:1] for i in (0, 1)), strict=False)
     for out in nodes or []:  # that this and no other node is counted
-        assert slurm.other_nodes("7", [out]) == len(nodes or []) - 1
+        assert slurm.other_nodes(request, [out]) == len(nodes or []) - 1
 
 
 def test_how_many_nodes_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     never_patient(monkeypatch)
     for silent in ("sinfo", "scontrol"):
-        told = {"sinfo": SINFO, "scontrol": "JobId=7 Partition=gpu"} | {silent: None}
+        told = {"sinfo": SINFO, "scontrol": "n1\nn2"} | {silent: None}
         monkeypatch.setattr(slurm, "_ask", lambda *words, told=told: told[words[0]])
-        assert slurm.other_nodes("7", []) is None
+        assert slurm.other_nodes("Partition=gpu ReqNodeList=n[1-2]", []) is None
+    assert slurm.other_nodes("", []) is None
 
 
 def test_a_question_that_was_dropped_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in ten is, on a busy controller: a node with a fault stayed in the job."""
     never_patient(monkeypatch)
-    answers = iter([None, "JobId=7 Partition=gpu", None, None, SINFO])
+    answers = iter([None, None, SINFO])
     monkeypatch.setattr(slurm, "_ask", lambda *words: next(answers))
-    assert slurm.other_nodes("7", ["n1"]) == 5
+    assert slurm.other_nodes("Partition=gpu", ["n1"]) == 5

@@ -125,7 +125,7 @@ kp_facts() { # <what happened>: sets facts, of the caller, to what only this scr
     facts=(
         run="$KP_STATE" what="$1" code="${KP_CODE:-}" refusal="$(kp_refusal)" before="$(kp_count_crashes)"
         committed="$KP_COMMITTED" committed_before="$KP_COMMITTED_BEFORE" command="${KEMPNER_COMMAND:-}"
-        jobs="$(kp_chain_jobs)" job_id="$(kp_job_id)" attempt="$KEMPNER_ATTEMPT_ID" began="${KEMPNER_BATCH_BEGAN:-}"
+        jobs="$(kp_chain_jobs)" request="$(kp_request)" attempt="$KEMPNER_ATTEMPT_ID" began="${KEMPNER_BATCH_BEGAN:-}"
         job="${KP_ENDING:-running}" slurm="$(kp_in_words)" batch="$batch" requeue="$requeue" chain="$chain"
         tasks="${KP_TASKS:-1}" nodes="${KP_NODES:-1}" places="${KP_PLACES[*]:-$(kp_hosts)}" spares="${#KP_SPARES[@]}"
         wanted_spares="${KEMPNER_SPARES:-0}" lost="$KP_LOST" spent="${KP_SPENT[*]}" left="$left"
@@ -138,6 +138,13 @@ kp_facts() { # <what happened>: sets facts, of the caller, to what only this scr
     ! kp_could_restart || facts+=(room=1)
     ! grep -qE '^srun: error: Unable to create step|: ranks of an earlier attempt do not end' "$KP_SRUN_LOG" 2>/dev/null ||
         facts+=(not_created=1)
+}
+
+kp_request() { # what the job asks for, in the words of scontrol: which other nodes could take it?
+    local name
+    for name in Partition ReqNodeList ExcNodeList Features TresPerNode Reservation; do
+        printf '%s=%s ' "$name" "$(kp_field "$name")"
+    done
 }
 
 kp_hosts() { # the nodes of the job, on one line

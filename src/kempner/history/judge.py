@@ -228,11 +228,11 @@ def _age(decision: Record, now: float) -> float:
     return now - began if is_time(began) else 0.0
 
 
-def with_others(ended: Ended, job: str) -> Ended:
+def with_others(ended: Ended, request: str) -> Ended:
     """With the number of other nodes, where it is asked for."""
     if not (ended.faulty and not ended.lost) and not ended.spent:
         return ended
-    return replace(ended, others=slurm.other_nodes(job, (*ended.faulty, *ended.spent)))
+    return replace(ended, others=slurm.other_nodes(request, (*ended.faulty, *ended.spent)))
 
 
 def answer(decision: Decision, ended: Ended, blamed: str) -> dict[str, object]:
@@ -255,8 +255,7 @@ def answer(decision: Decision, ended: Ended, blamed: str) -> dict[str, object]:
 def main(run_dir: str, srun_log: str, *facts: str) -> None:
     given = Facts(dict(fact.split("=", 1) for fact in facts))
     ended, blamed = collect(Path(run_dir), Path(srun_log), given, time.time())
-    jobs = given.words("jobs")
-    ended = with_others(ended, given.text("job_id") or (jobs[-1] if jobs else ""))
+    ended = with_others(ended, given.text("request"))
     told = answer(decide(ended), ended, blamed)
     print(ANSWER)
     for name in ANSWERS:  # one line each, whatever the records hold
