@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
+
+
+def module_command(name: str) -> list[str]:
+    """The words that start a module of ours as a program: see src/kempner_module.py."""
+    return [sys.executable, str(Path(__file__).resolve().parents[1] / "kempner_module.py"), name]
 
 
 def birth(pid: int) -> str | None:

@@ -87,6 +87,33 @@ def test_a_run_whose_modules_print(tmp_path: Path, script: str) -> None:
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("words", [
+    ["multinode.sh", "CONFIG", "--data.dataset_path=fake:", "--dry-run", "--nodes=2"],
+    ["rl.sh", str(ROOT / "configs/rl/arithmetic.toml"), "--dry-run", "--nodes=1"],
+    ["run.sh", "--run-dir=run", "--", "true"],
+    ["singlenode.sh", "--run.dir=run", "--plan=done"],
+])  # fmt: skip
+def test_nothing_is_imported_from_the_current_directory(tmp_path: Path, words: list[str]) -> None:
+    """Where sbatch was typed: in a scratch directory for all, another user may have put modules
+    there, and the user a file with the name of one of Python's."""
+    here, ran = tmp_path / "scratch", tmp_path / "ran"
+    here.mkdir()
+    for name in ("kempner/__init__", "dataclasses", "json", "numpy/__init__", "torch/__init__"):
+        (here / f"{name}.py").parent.mkdir(exist_ok=True)
+        (here / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write({name!r})\nraise OSError")
+    env = clean_env(
+        KEMPNER_PYTHON=sys.executable, KEMPNER_SITE=os.devnull, KEMPNER_PAGE="5",
+        KEMPNER_NOTIFY="true", KEMPNER_NPROC="1",
+    )  # fmt: skip
+    if "--plan=done" in words:
+        env["KEMPNER_TRAIN"] = str(ROOT / "tests/slurm/fake_trainer.py")
+    words = [word.replace("CONFIG", str(ROOT / "configs/train/debug.toml")) for word in words]
+    command = ["bash", SCRIPTS / words[0], *words[1:]]
+    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120)
+    assert not ran.exists(), ran.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_functions_of_the_users_shell() -> None:
     """`export -f` hands them on: a cd that says where it goes, a scontrol of one's own."""
     cd = '() { builtin cd "$@" && echo "now in $PWD"; }'

@@ -19,6 +19,9 @@ KP_SRUN_LOG='' KP_SECRET_NAMES='' KP_LAUNCHER='' KP_EARLY=''
 KP_OWN_STEPS='' KP_ATTEMPT=0 # the script that starts lost steps again by itself; restarts so far
 KP_NO_ROOM=''                # where the batch log has moved to: see kp_move_log
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+KP_MODULE=${KP_LIB%/scripts/slurm/lib}/src/kempner_module.py # in place of "python -m"
+# Before what "python -c" runs, which would import from the current directory first, as "python -m" would.
+KP_NOT_HERE='import sys; sys.path[:] = filter(None, sys.path)'
 
 kp_log() { # <message>: whatever becomes of it; a log is for people, and never ends a run
     # The run directory may be known by now.

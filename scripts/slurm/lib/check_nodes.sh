@@ -38,7 +38,7 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
     local driver_port directory
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
     KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
-    kp_srun_command -m kempner.preflight.task
+    kp_srun_command "$KP_MODULE" kempner.preflight.task
     KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # the others have to say what they see
     KP_SRUN_NAME=$name KP_CODE=0
 
@@ -47,7 +47,7 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
         KP_CODE=3
         return
     }
-    kp_python -m kempner.preflight --meet "$meet" --json "$json" \
+    kp_python "$KP_MODULE" kempner.preflight --meet "$meet" --json "$json" \
         --nodes "$(scontrol show hostnames "$(kp_field NodeList)" | paste -sd,)" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
         ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
     driver=$!

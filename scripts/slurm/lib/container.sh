@@ -36,7 +36,7 @@ print("kempner-answer", sys.executable, sep="\0", end="\0")' || KP_VALUES=()
 kp_need_packages() { # stops when KP_PYTHON lacks what the kit imports; a container is not started only for that
     local missing KP_VALUES=()
     [[ ${KEMPNER_CONTAINER:-none} == none ]] || return 0
-    kp_values kp_apart "$KP_PYTHON" -c '
+    kp_values kp_apart "$KP_PYTHON" -c "$KP_NOT_HERE"'
 from importlib.util import find_spec
 needed = [("torch",), ("numpy",), ("tomllib", "tomli")]
 missing = (names[-1] for names in needed if not any(map(find_spec, names)))
@@ -212,7 +212,7 @@ kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imp
         ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || KP_HOST_PYTHON=$python
     done
     KP_HOST_PYTHON=${KP_HOST_PYTHON:-none}
-    "$KP_HOST_PYTHON" -c "import $1" 2>/dev/null
+    "$KP_HOST_PYTHON" -c "$KP_NOT_HERE; import $1" 2>/dev/null
 }
 
 kp_python_of() { # <module that is needed> <arguments>...: kp_python, or the host's Python where that is enough
@@ -242,10 +242,10 @@ kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what 
 
 kp_check_run() { # <arguments of kempner.check>...: kp_checked; again, where the host has said no, with the run mounted
     KP_DOUBT=''
-    kp_checked numpy -m kempner.check "$@" || return
+    kp_checked numpy "$KP_MODULE" kempner.check "$@" || return
     [[ -n $KP_DOUBT && -e ${KP_VALUES[2]:-${KP_VALUES[1]:-}/checkpoints}/latest ]] || return 0
     kp_mount "${KP_VALUES[1]}" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
-    kp_values kp_python -m kempner.check "$@"
+    kp_values kp_python "$KP_MODULE" kempner.check "$@"
 }
 
 kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; its exit code

@@ -200,7 +200,7 @@ kp_blocked() { # prints the words that start a program with its signals blocked:
 kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls behind the others; sets KP_EARLY_STOP
     KP_EARLY_STOP=''
     [[ -n ${KEMPNER_EARLY_STOP:-} ]] || return 0
-    "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.sweep.early_stop "$KP_RUN_DIR" </dev/null &
+    "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.sweep.early_stop "$KP_RUN_DIR" </dev/null &
     KP_EARLY_STOP=$!
 }
 

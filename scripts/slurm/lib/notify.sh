@@ -34,8 +34,8 @@ kp_history() { # sets KP_HISTORY, the words that start a module of kempner.histo
 kp_watch() { # with KEMPNER_PAGE, or somebody to tell: starts the process that looks at the run while it goes on
     [[ -n ${KEMPNER_PAGE:-} ]] || kp_is_told || return 0
     kp_history
-    setsid nice -n 19 "${KP_HISTORY[@]}" -m kempner.history.watch "$KP_RUN_DIR" ${KEMPNER_PAGE:+"$KEMPNER_PAGE"} \
-        </dev/null &
+    setsid nice -n 19 "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.watch "$KP_RUN_DIR" \
+        ${KEMPNER_PAGE:+"$KEMPNER_PAGE"} </dev/null &
     KP_WATCH=$!
 }
 
@@ -57,7 +57,7 @@ kp_notify_early() { # <exit code>: tells of a job that has ended before it becam
     local -x PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
     (($1 != 0 && $1 != 130)) && kp_is_told || return 0
     kp_history
-    kp_ask "${KP_HISTORY[@]}" -m kempner.history.notify "job $(kp_job_id) ($(kp_job_name))" ended \
+    kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.notify "job $(kp_job_id) ($(kp_job_name))" ended \
         "exit code $1 before the run began: the reason is the first 'error:' in $(kp_field StdOut)" ||
         KP_ANSWER="nobody was told that the job has ended: kempner.history.notify has failed"
     [[ -z $KP_ANSWER ]] || while read -r line; do kp_log "$line"; done <<<"$KP_ANSWER"
@@ -75,7 +75,7 @@ kp_notify() { # <decision> <why>: the last page of this attempt; and after an en
     elif ((${KP_NO_PROGRESS:-0} >= ${KEMPNER_MAX_CRASHES:-3})); then
         event=crash_loop
     fi
-    kp_ask "${KP_HISTORY[@]}" -m kempner.history.notify "$KP_RUN_DIR" "$event" "$2" ||
+    kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.notify "$KP_RUN_DIR" "$event" "$2" ||
         KP_ANSWER="nobody was told that the run has ended: kempner.history.notify has failed"
     [[ -z $KP_ANSWER ]] || while read -r event; do kp_log "$event"; done <<<"$KP_ANSWER"
 }

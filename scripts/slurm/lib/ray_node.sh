@@ -24,7 +24,9 @@ fault() { # <what is wrong; what to do>: reports to ray.sh that this node cannot
 }
 
 print_python() { # <Python>...: prints its path if it has Ray; fails when it has not, or only a directory called ray
-    "$@" -c 'import importlib.util, sys
+    "$@" -c 'import sys
+sys.path[:] = filter(None, sys.path) # not of the current directory
+import importlib.util
 found = importlib.util.find_spec("ray")
 if not (found and found.origin):
     sys.exit(1)
@@ -32,7 +34,9 @@ print(sys.executable)' 2>/dev/null
 }
 
 version() { # <Python>: that of its Ray, 0 where it says none; without importing it, which takes seconds
-    "$1" -c 'import importlib.metadata, importlib.util, pathlib, re
+    "$1" -c 'import sys
+sys.path[:] = filter(None, sys.path)
+import importlib.metadata, importlib.util, pathlib, re
 text = ""
 try:
     text = "version = \"%s\"" % importlib.metadata.version("ray")
@@ -93,4 +97,4 @@ need_authentication
 [[ $(command -v "${kp_python##*/}") == "$kp_python" ]] || PATH=${kp_python%/*}:$PATH
 [[ :${PYTHONPATH:-}: == *:"$kp_root/src":* ]] || export PYTHONPATH=$kp_root/src${PYTHONPATH:+:$PYTHONPATH}
 strip_variables
-exec "$kp_python" -m kempner.ray.node "${kp_options[@]}"
+exec "$kp_python" "$kp_root/src/kempner_module.py" kempner.ray.node "${kp_options[@]}"

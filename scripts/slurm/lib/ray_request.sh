@@ -113,7 +113,7 @@ ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.ray.p
 ray_ports() { # sets RAY_PORTS and a variable for each port; stops when the user's ports cannot work
     local word
     ray_choose_python
-    RAY_PORTS=$("${RAY_PYTHON[@]}" -m kempner.ray.ports "$CPUS_PER_WORKER" "${RAY_PLACES[@]}") || exit # it says why
+    RAY_PORTS=$("${RAY_PYTHON[@]}" "$KP_MODULE" kempner.ray.ports "$CPUS_PER_WORKER" "${RAY_PLACES[@]}") || exit # it says why
     # Unexported: a web server in a worker would take PORT for its own.
     for word in $RAY_PORTS; do export -n "${word?}"; done
 }

@@ -38,7 +38,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
 
 kp_count_replicas() { # sets KP_REPLICAS, and the nodes and tasks per node of each: KP_NODES, KP_TASKS, KP_GPUS
     local world=$((KP_NODES * KP_TASKS)) ranks KP_VALUES=("${KP_VALUES[@]}")
-    kp_values kp_python_of kempner.lowcomm.config -c 'import sys
+    kp_values kp_python_of kempner.lowcomm.config -c "$KP_NOT_HERE"'
 from kempner.config.toml import loads
 from kempner.lowcomm.config import LowcommConfig
 told = loads(sys.stdin.read()).get("lowcomm", {}).items()
@@ -58,8 +58,8 @@ print("kempner-answer", count, sep="\0", end="\0")' "$world" "$KP_TASKS" <<<"${K
 kp_open_door() { # starts the judge of who lives (kempner/lowcomm/judge.py); it becomes KP_CHILD
     local tries
     rm -f -- "${KEMPNER_DOOR%.*.*}".* # a start of this job whose host was lost has left them
-    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" -m kempner.lowcomm.judge "$KEMPNER_DOOR" \
-        "${KEMPNER_PEERS%% *}" --log "$KP_RUN_DIR/replicas.jsonl"
+    kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.lowcomm.judge \
+        "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" --log "$KP_RUN_DIR/replicas.jsonl"
     for ((tries = 0; tries < 600; tries++)); do
         [[ ! -s $KEMPNER_DOOR ]] || return 0
         kill -0 "$KP_CHILD" 2>/dev/null || break

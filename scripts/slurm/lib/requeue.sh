@@ -96,7 +96,7 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge);
         kp_judge_alone "$1"
         return
     fi
-    if kp_ask "${KP_HISTORY[@]}" -m kempner.history.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
+    if kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
         # Behind this word: a TaskProlog, or a module that Python loads, may have said something before.
         { read -r KP_ANSWERED && read -r KP_WHY && read -r KP_KIND && read -r KP_NO_PROGRESS && read -r KP_BLAMED &&
             read -r KP_EXCLUDED && read -r KP_REPLACED && read -r KP_FAULT && read -r KP_PAUSE && read -r start &&

@@ -6,8 +6,9 @@ import contextlib
 import importlib.util
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+from kempner.process import module_command
 
 LAST_LOOK_S = 6.0
 END_S = 2.0
@@ -18,7 +19,7 @@ class GpuWatch:
 
     def __init__(self, run_dir: Path, attempt: int, interval: float, stderr: int) -> None:
         """Raises OSError."""
-        command = [sys.executable, "-m", "kempner.gpu.sampler", str(run_dir), str(attempt)]
+        command = [*module_command("kempner.gpu.sampler"), str(run_dir), str(attempt)]
         self._process = subprocess.Popen(
             [*command, str(interval)],
             stdin=subprocess.PIPE,

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from kempner.process import module_command
 from kempner.ray.logs import LogCopier
 from kempner.ray.ports import CONNECT_S, PortProbe, Ports, busy_ports, is_open
 from kempner.ray.processes import Processes
@@ -158,7 +159,7 @@ def ray_start(plan: NodePlan, temp: Path) -> list[str]:
 def ready_command(plan: NodePlan) -> list[str]:
     """The command that waits until the cluster is complete; see kempner.ray.ready."""
     nodes = [f"{name}={address}:{port}" for name, address, port in plan.raylets()]
-    words = [sys.executable, "-m", "kempner.ray.ready", *nodes]
+    words = [*module_command("kempner.ray.ready"), *nodes]
     words += [f"--cpus={plan.cpus}", f"--gpus={plan.gpus}"]
     words += [f"--began={plan.began}", f"--deadline={plan.deadline}"]
     return [*words, "--dedicated-head"] if plan.dedicated_head else words

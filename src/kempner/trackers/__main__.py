@@ -20,6 +20,7 @@ from kempner.config import toml
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.front_door import run_program
+from kempner.process import module_command
 from kempner.trackers.config import missing
 from kempner.trackers.follow import follow
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
     if problem:
         raise ConfigError(problem)
     if len(names) > 1:  # one must not wait for the other
-        again = [sys.executable, "-m", "kempner.trackers", str(options.run)]
+        again = [*module_command("kempner.trackers"), str(options.run)]
         flags = ["--follow"] if options.follow else []
         each = [subprocess.Popen([*again, name, *flags]) for name in names]
         return max(process.wait() for process in each)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kempner.process import module_command
+
 
 class Trackers:
     """Each in a session of its own, so that no Ctrl-C ends it before its last points. Each reads
@@ -22,7 +24,7 @@ class Trackers:
         self._run_dir, self._announce = run_dir, announce
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         for name in names:
-            command = [sys.executable, "-m", "kempner.trackers", str(run_dir), name, "--follow"]
+            command = [*module_command("kempner.trackers"), str(run_dir), name, "--follow"]
             log = logs / f"{name}.log"
             try:
                 with open(log, "ab") as out:

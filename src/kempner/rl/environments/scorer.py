@@ -8,13 +8,13 @@ import os
 import pickle
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kempner.process import module_command
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.pipes import Ended, Late, receive, send
 from kempner.rl.environments.protocol import Message, Reply, Score, Task
@@ -121,7 +121,7 @@ class _Process:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         # A session of its own: Ctrl-C is for us, and it ends when we do.
         process = self._process = subprocess.Popen(
-            [sys.executable, "-m", "kempner.rl.environments.worker", *self._words],
+            [*module_command("kempner.rl.environments.worker"), *self._words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
