@@ -20,17 +20,20 @@ set -euo pipefail
 lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     asked=${SLURM_JOB_ID:-0} # without an answer of a busy controller nothing is known
-    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || ! $job =~ 'timed out'|contact ]]; do sleep 5; done
+    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || $job =~ 'Invalid job id'|'not found' ]]; do sleep 5; done
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
     # An earlier start has found it: this host does not see the shared directory, and the job goes on without it.
     unseen=$lib unseen=${unseen%/scripts/slurm/*} unseen=${unseen%/code/????????????}
     [[ ${SLURM_RESTART_COUNT:-0} != 0 && $unseen == /* && ! -e $unseen ]] || unseen=''
     if [[ -n $unseen && ! -e $lib ]]; then
-        echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes, without this host" >&2
-        trap '' TERM && out=$(scontrol show job "$asked" | sed -nE 's/.* ExcNodeList=([^( ]+).*/\1,/p')
+        echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes" >&2
+        # Without this host; but where one is left out already, it is no fault of a host.
+        trap '' TERM && out=() job=$(scontrol show job "$asked") && nodes=${job#*NumNodes=} nodes=${nodes%%[-[:space:]]*}
+        [[ $job =~ [[:space:]]Partition=([^[:space:]]+) && $job == *ExcNodeList=\(null\)* && ${KEMPNER_EXCLUDE:-2} != 0 &&
+            $(scontrol show partition "${BASH_REMATCH[1]}") =~ TotalNodes=([0-9]+) ]] &&
+            ((BASH_REMATCH[1] > nodes)) && out=(ExcNodeList="$SLURMD_NODENAME")
         for _ in {1..60}; do # Slurm takes the list once the job is pending, and then refuses to requeue it
-            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes \
-                ExcNodeList="$out$SLURMD_NODENAME" || exit 0
+            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes "${out[@]}" || exit 0
             sleep 1
         done
     fi

@@ -20,7 +20,7 @@ set -euo pipefail
 lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     asked=${SLURM_JOB_ID:-0} # without an answer of a busy controller nothing is known
-    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || ! $job =~ 'timed out'|contact ]]; do sleep 5; done
+    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || $job =~ 'Invalid job id'|'not found' ]]; do sleep 5; done
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || { echo "kempner: error: preflight.sh was copied out of its repository: submit" \

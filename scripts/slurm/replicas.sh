@@ -24,7 +24,7 @@ lib=${0%"${0##*/}"}lib/all.sh
 if [[ ! -e $lib ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
     asked=$job # without an answer of a busy controller nothing is known
-    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || ! $job =~ 'timed out'|contact ]]; do sleep 5; done
+    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || $job =~ 'Invalid job id'|'not found' ]]; do sleep 5; done
     # Typed in a task of an array, sbatch hands on the number of that one.
     [[ $job == *"JobId=${SLURM_JOB_ID:-0} "* ]] || job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     own=${job#*Command=*/scripts/slurm/} own=${own%%[[:space:]]*} # replicas.sh, or a copy with changes beside it
@@ -37,15 +37,18 @@ if [[ ! -e $lib ]]; then
     unseen=${code:-$lib} unseen=${unseen%/scripts/slurm/*} unseen=${unseen%/code/????????????}
     [[ ${SLURM_RESTART_COUNT:-0} != 0 && $unseen == /* && ! -e $unseen ]] || unseen=''
     if [[ -n $unseen && ! -e $lib ]]; then
-        echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes, without this host" >&2
-        trap '' TERM && out=$(scontrol show job "$asked" | sed -nE 's/.* ExcNodeList=([^( ]+).*/\1,/p')
+        echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes" >&2
+        # Without this host; but where one is left out already, it is no fault of a host.
+        trap '' TERM && out=() job=$(scontrol show job "$asked") && nodes=${job#*NumNodes=} nodes=${nodes%%[-[:space:]]*}
+        [[ $job =~ [[:space:]]Partition=([^[:space:]]+) && $job == *ExcNodeList=\(null\)* && ${KEMPNER_EXCLUDE:-2} != 0 &&
+            $(scontrol show partition "${BASH_REMATCH[1]}") =~ TotalNodes=([0-9]+) ]] &&
+            ((BASH_REMATCH[1] > nodes)) && out=(ExcNodeList="$SLURMD_NODENAME")
         for _ in {1..60}; do # Slurm takes the list once the job is pending, and then refuses to requeue it
-            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes \
-                ExcNodeList="$out$SLURMD_NODENAME" || exit 0
+            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes "${out[@]}" || exit 0
             sleep 1
         done
     fi
-    [[ -z $code || -n $unseen ]] || { echo "kempner: error: the copy of the code that this job runs is gone:" \
+    [[ -z $code || -n $unseen || -e $lib ]] || { echo "kempner: error: the copy of the code that this job runs is gone:" \
         "${code%/scripts/slurm/*}: put it back, or submit the run again: it goes on from its last checkpoint" >&2 && exit 2; }
     [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
     [[ -e $lib ]] || { echo "kempner: error: replicas.sh was copied out of its repository: submit" \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ FACTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "room": ({}, {"room": True}),
     "created": ({"room": True}, {"room": True, "created": False}),
+    "early": ({}, {"early": True}),
     "left": ({"room": True, "start": 30.0}, {"room": True, "start": 30.0, "left": 59.0}),
     "start": ({"room": True, "left": 59.0}, {"room": True, "left": 59.0, "start": 30.0}),
     "max_crashes": ({"no_progress": 3}, {"no_progress": 3, "max_crashes": 4}),
@@ -315,6 +317,48 @@ def test_progress_of_an_attempt_that_was_lost_with_its_batch_host(
     assert (said["decision"], said["no_progress"]) == ("requeue", "1")
 
 
+def test_a_script_that_no_host_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was removed, and the batch host does not see it either: no host is to blame."""
+    log, run_dir = tmp_path / "srun.log", tmp_path / "run"
+    log.write_text(
+        "srun: error: node2: task 1: Exited with exit code 127\n"
+        f"bash: {tmp_path}/code/1/scripts/slurm/lib/task.sh: No such file or directory\n"
+    )
+    write(run_dir, [made("2", blamed="node2", no_progress=1)])
+    said = ask(run_dir, capsys, log, code="127")
+    assert (said["blamed"], said["excluded"]) == ("", "")
+
+
+def test_a_start_that_ends_before_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a later start of a run that has trained: the host is to blame, and there is a pause that
+    grows. Bad input is counted; any other end is waited for by time, as it may be the site's."""
+    first = {"event": "first_step", "time": 1.0, "job": "2", "attempt_id": "2.0.1"}
+    write(tmp_path, [first, made("2", no_progress=1, blamed="node1")])
+    said = ask(tmp_path, capsys, code="2", early="node2")
+    assert (said["decision"], said["blamed"], said["excluded"]) == ("requeue", "node2", "")
+    assert (said["no_progress"], said["pause"], said["kind"]) == ("2", "5", "host")
+    assert ask(tmp_path, capsys, code="2", early="node1")["excluded"] == "node1"
+    said = ask(tmp_path, capsys, code="1", early="node2", what="ended with exit code 1")
+    assert (said["decision"], said["kind"], said["no_progress"]) == ("requeue", "site", "1")
+    assert said["blamed"] == "node2" and said["pause"] == "1"
+    write(tmp_path, [])  # and where it has not trained, it may be the program
+    said = ask(tmp_path, capsys, code="1", early="node2", no_progress="0")
+    assert (said["kind"], said["no_progress"], said["pause"]) == ("", "1", "1")
+
+
+def test_a_host_that_could_not_be_excluded_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm did not take the order: it is given again, and is one of two that may be left out."""
+    now = time.time()
+    out = made("2", no_progress=0, blamed="node1", excluded="node1") | {"time": now}
+    first = {"event": "first_step", "time": now, "job": "2", "attempt_id": "2.0.1"}
+    write(tmp_path, [first, out, out, crash("node1")])
+    assert ask(tmp_path, capsys)["excluded"] == "node1"
+
+
 def test_one_broken_host_after_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,7 +373,7 @@ def test_one_broken_host_after_the_other(
         log.write_text(
             f"srun: error: {host}: task 1: Exited with exit code 127\n"
             "srun: launch/slurm: _step_signal: Terminating StepId=2.0\n"
-            "bash: /shared/run/code/1/scripts/slurm/lib/task.sh: No such file or directory\n"
+            f"bash: {ROOT}/scripts/slurm/lib/task.sh: No such file or directory\n"
         )
         write(run_dir, records)
         said = ask(run_dir, capsys, log, code="127")

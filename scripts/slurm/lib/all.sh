@@ -1,8 +1,12 @@
 # shellcheck shell=bash
 # What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in docs/slurm.md.
 
-# The user's shell may export functions of these names; others, such as module, belong to the site.
-unset -f cd echo exec export kill printf pwd read source trap wait scontrol squeue sbatch srun sinfo scancel sacct
+# The user's shell may export functions in place of commands; others, such as module, belong to the site.
+unset -f cd echo exec export kill printf pwd read source trap wait declare type unset mapfile
+while read -r _ _ KP_FUNCTION; do
+    [[ $KP_FUNCTION =~ ^(module|ml|scl|spack|conda|mamba|micromamba|_.*)$ ]] || ! type -P "$KP_FUNCTION" >/dev/null ||
+        unset -f "$KP_FUNCTION"
+done <<<"$(declare -Fx)"
 
 trap 'exit 130' INT # without a trap, bash goes on when the command that it waits for has ended well; see kp_listen
 

@@ -69,8 +69,8 @@ kp_code_of_job() { # the copy that the job's Comment names, or nothing
 kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it is gone: other code would be another run
     [[ -z $1 || -d $1 ]] && return
     [[ -e ${1%/code/*} ]] || kp_without_this_host "${1%/code/*}"
-    kp_die "the copy of the code that this job runs is gone: $1: put it back, or submit the run again: it goes on" \
-        "from its last checkpoint"
+    kp_end_early "${1%/code/*}" "the copy of the code that this job runs is gone: $1: put it back, or submit the run" \
+        "again: it goes on from its last checkpoint"
 }
 
 kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the user has there

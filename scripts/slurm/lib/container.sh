@@ -206,7 +206,7 @@ kp_python() { # <arguments>...: one Python process on this host, in the containe
 
 kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imports it: a container may take minutes
     local python
-    ((${#KP_INSIDE[@]} > 0)) || return 1
+    ((${#KP_INSIDE[@]} > 0)) || ! type -P -- "$KP_PYTHON" >/dev/null || return 1
     for python in "${KP_ORIGIN:-$KP_ROOT}/.venv/bin/python" python3; do
         [[ -z $KP_HOST_PYTHON ]] || break
         ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || KP_HOST_PYTHON=$python

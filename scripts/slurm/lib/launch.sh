@@ -85,14 +85,14 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
         return
     fi
 
-    mapfile -t nodes < <(scontrol show hostnames "$(kp_field NodeList)" | head -n "$KP_NODES")
+    mapfile -t nodes < <(kp_hostnames "$(kp_field NodeList)" | head -n "$KP_NODES")
     KEMPNER_PEERS=$(kp_peers | paste -sd' ')
     export KEMPNER_PEERS
     kp_log "job $(kp_job_id) ($(kp_job_name)), restart count ${SLURM_RESTART_COUNT:-0}," \
         "time limit $(kp_field TimeLimit)"
     kp_log "nodes ${nodes[*]}: $KP_NODES x $KP_TASKS = world size $((KP_NODES * KP_TASKS)), $what, $KP_CPUS CPU(s) each"
     ((${#KP_SPARES[@]} == 0)) || kp_log "spare nodes: ${KP_SPARES[*]}"
-    kp_log "master ${nodes[0]} (${KEMPNER_PEERS%% *})"
+    kp_log "master ${nodes[0]:-unknown} (${KEMPNER_PEERS%% *})"
     kp_profile_note
 
     if kp_is_batch; then # this is the first node
@@ -110,7 +110,7 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
 kp_peers() { # the addresses of the first two nodes of the job: from any node, one of them is another host
     local nodes node='' word
     local -A address=()
-    mapfile -t nodes < <(scontrol show hostnames "$(kp_field NodeList)" | head -n 2)
+    mapfile -t nodes < <(kp_hostnames "$(kp_field NodeList)" | head -n 2)
     for word in $(scontrol show node "$(kp_comma "${nodes[@]}")"); do # one question for both
         case $word in
             NodeName=*) node=${word#*=} ;;
@@ -213,6 +213,7 @@ kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follo
 
 kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on all nodes of the job; exports variables
     local more blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
+    [[ -d $PWD ]] || cd / # the directory of the submission is gone: srun would start nothing from there
     KP_SRUN=(
         srun --job-name="$KP_SRUN_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS))
         --ntasks-per-node="$KP_TASKS" --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300

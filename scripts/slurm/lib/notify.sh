@@ -27,8 +27,10 @@ kp_is_told() { # true when somebody is to be told of this run
 
 kp_history() { # sets KP_HISTORY, the words that start a module of kempner.history: outside the container, where the
     # commands of the host are; its python3 is enough, as these need no packages
-    KP_HISTORY=("${KP_INSIDE[@]}" "$KP_PYTHON")
-    ! kp_host_can kempner.history || KP_HISTORY=("$KP_HOST_PYTHON")
+    [[ :${PYTHONPATH:-}: == *":$KP_ROOT/src:"* ]] || export PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
+    KP_HISTORY=("${KP_INSIDE[@]}" "${KP_PYTHON:=python3}")
+    ((${#KP_INSIDE[@]} == 0)) && type -P -- "$KP_PYTHON" >/dev/null || ! kp_host_can kempner.history ||
+        KP_HISTORY=("$KP_HOST_PYTHON")
 }
 
 kp_watch() { # with KEMPNER_PAGE, or somebody to tell: starts the process that looks at the run while it goes on
@@ -53,8 +55,7 @@ kp_page() { # with KEMPNER_PAGE: writes the page of the run
 }
 
 kp_notify_early() { # <exit code>: tells of a job that has ended before it became a run, in whose directory nothing is written
-    local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' KP_PYTHON=${KP_PYTHON:-python3} line
-    local -x PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
+    local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' line
     (($1 != 0 && $1 != 130)) && kp_is_told || return 0
     kp_history
     kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.notify "job $(kp_job_id) ($(kp_job_name))" ended \

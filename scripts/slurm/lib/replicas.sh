@@ -9,7 +9,7 @@ readonly KP_AGAIN_S=5 # a replica that is lost again and again waits so much lon
 kp_run_replicas() { # <train.py arguments>...: trains until every replica has left; sets KP_CODE
     local slot KP_PER_NODE=$KP_TASKS KP_NODES=$KP_NODES KP_GPUS=$KP_GPUS
     local KP_TASKS=$KP_TASKS
-    mapfile -t KP_HOSTS < <(scontrol show hostnames "$(kp_field NodeList)")
+    mapfile -t KP_HOSTS < <(kp_hostnames "$(kp_field NodeList)")
     kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
     KP_COMMITTED_BEFORE=$(kp_committed_step)
     KP_PIDS=() KP_TRIES=() KP_BEFORE=() KP_NOT_BEFORE=() KP_KILL_AT=() KP_ENDING='' KP_CODE=0

@@ -4,6 +4,7 @@
 
 KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
 KP_AWAY_S=10                 # seconds between two questions to a controller that is away
+KP_EARLY_HOST=''             # the host on which a start has ended before its step
 KP_ENDING=''                 # not empty: Slurm is ending the job, or somebody has cancelled it
 
 kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there is none
@@ -61,7 +62,7 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
     [[ -z $(tail -c 1 -- "$file" 2>/dev/null) ]] || line=$'\n'$line
     { printf '%s\n' "$line" >>"$file"; } 2>/dev/null || kp_log "the decision cannot be recorded in $file"
     [[ ! $1 =~ ^(end|leave)$ ]] || kp_chain_cancel "$1: $2"
-    kp_notify "$@"
+    [[ $1 == requeue ]] || kp_notify "$@" # that takes seconds, and the job may be near its limit
 }
 
 # --- whose fault it was ------------------------------------------------------------------------------------
@@ -132,6 +133,7 @@ kp_facts() { # <what happened>: sets facts, of the caller, to what only this scr
         max_crashes="${KEMPNER_MAX_CRASHES:-3}" max_excluded="${KEMPNER_EXCLUDE:-2}" max_wait="${KEMPNER_MAX_WAIT:-24}"
     )
     [[ -z $KP_PREFLIGHT ]] || facts+=(preflight=1 bad="$KP_BAD")
+    [[ -z $KP_EARLY_HOST ]] || facts+=(early="$KP_EARLY_HOST")
     [[ $KP_PENDING != INT ]] || facts+=(interrupt=1)
     ! kp_chain_survives || facts+=(successor="$KP_SUCCESSOR")
     ! kp_was_cut_short || facts+=(cut_short=1)
@@ -241,9 +243,13 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         kp_chain_on "$KP_WHY"
     elif [[ $KP_ANSWERED != requeue ]]; then
         kp_record "$KP_ANSWERED" "$KP_WHY"
-    elif kp_requeue; then
-        kp_record requeue "$KP_WHY"
     else
+        kp_record requeue "$KP_WHY" # before the order, after which Slurm may end this script at any time
+        if kp_requeue; then
+            kp_notify requeue "$KP_WHY"
+            return
+        fi
+        KP_EXCLUDED=''
         kp_record end "$KP_WHY; scontrol requeue was refused${KP_REFUSED:+: $KP_REFUSED}"
     fi
 }
@@ -265,12 +271,16 @@ kp_look() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JO
 kp_wait_for_job() { # as kp_show_job, for as long as the controller is away: no answer is no state of the job
     local said='' most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
     until kp_show_job; do
-        kp_is_batch && ((SECONDS < most)) || return 1
+        kp_can_wait && ((SECONDS < most)) || return 1
         [[ ! $(kp_shielded scontrol show job "$(kp_job_id)" 2>&1) =~ Invalid\ job\ id ]] || return 1
-        [[ -n $said ]] || kp_log "Slurm does not answer: the decision waits until it does"
+        [[ -n $said ]] || kp_log "Slurm does not answer: this script waits until it does"
         said=1
         kp_shielded sleep "$KP_AWAY_S"
     done
+}
+
+kp_can_wait() { # true in the batch script, also before Slurm has said anything of the job
+    if [[ -n $KP_JOB ]]; then kp_is_batch; else [[ ${ENVIRONMENT:-} == BATCH && -z $KP_BESIDE ]]; fi
 }
 
 kp_requeue() { # starts the job again, without KP_EXCLUDED, and after KP_PAUSE minutes; fails when Slurm refuses
@@ -280,13 +290,15 @@ kp_requeue() { # starts the job again, without KP_EXCLUDED, and after KP_PAUSE m
 }
 
 kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm refuses in words, and sets KP_REFUSED
-    local said tries=0 away='timed out|[Uu]nable to contact|[Cc]onnection|[Cc]ommunication|[Tt]ry again|[Zz]ero [Bb]ytes'
+    # Any other words are of a controller that is away, or not itself: a backup that takes over, munge that restarts, ...
+    local said tries=0 most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
+    local refusal='[Dd]enied|disabled|[Oo]nly batch|Invalid job id|Invalid user'
     KP_REFUSED=''
     until said=$(kp_shielded scontrol requeue "$(kp_job_id)" 2>&1); do
         # An answer that was lost is no refusal: the order may have been carried out. A requeue counts at once.
         ! kp_show_job || [[ $(kp_field Restarts) == "$KP_START" && $(kp_field JobState) != PENDING ]] || return 0
         said=${said//$'\n'/; } tries=$((tries + 1))
-        if [[ ! $said =~ $away ]] && ((tries > 2)); then
+        if [[ $said =~ $refusal ]] && ((tries > 2)) || ((SECONDS >= most)); then
             KP_REFUSED=$said
             return 1
         fi
@@ -304,15 +316,22 @@ kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slu
     kp_log "scontrol refused to put the next start off"
 }
 
+kp_has_others() { # true when the partition has a node more than the job needs
+    [[ $(kp_shielded scontrol show partition "$(kp_field Partition)" 2>/dev/null) =~ TotalNodes=([0-9]+) ]] &&
+        ((BASH_REMATCH[1] > $(kp_field NumNodes)))
+}
+
 kp_without_this_host() { # <directory>: where an earlier start has used it, starts the job again on other hosts, and exits
     # There is no record of what followed so far, as it is in that directory: no count, but a pause.
     [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch && kp_show_job || return 0
     [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
-    KP_EXCLUDED=$SLURMD_NODENAME KP_FAULT="does not see $1" KP_PAUSE=10 KP_START=$(kp_field Restarts)
+    KP_EXCLUDED='' KP_FAULT="does not see $1" KP_PAUSE=10 KP_START=$(kp_field Restarts)
+    # Where one is left out already, it is no fault of a host.
+    if [[ ${KEMPNER_EXCLUDE:-2} != 0 && -z $(kp_excluded) ]] && kp_has_others; then KP_EXCLUDED=$SLURMD_NODENAME; fi
     kp_deaf
+    kp_log "requeue: $SLURMD_NODENAME does not see $1: the job starts again in $KP_PAUSE minutes"
     kp_requeue || return 0
     KP_DECIDED=requeue
-    kp_log "requeue: $SLURMD_NODENAME does not see $1: the job starts again in $KP_PAUSE minutes, without this host"
     exit 0
 }
 
@@ -341,7 +360,7 @@ kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a st
 
     # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which must stay possible.
     if [[ -z $KP_DECIDED ]]; then
-        kp_show_job && [[ $(kp_field JobState) == RUNNING ]] || return 0
+        kp_wait_for_job && [[ $(kp_field JobState) == RUNNING ]] || return 0
         ! kp_is_batch || ! kp_is_whole_script || kp_ended_early "$1"
         [[ -z $KP_DECIDED || $KP_DECIDED == end ]] || exit 0 # it starts again
         [[ -n $KP_DECIDED ]] || ! kp_is_batch || ! kp_is_whole_script || kp_notify_early "$1"
@@ -352,6 +371,16 @@ kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a st
     ! kp_is_batch || ! kp_is_whole_script || kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
 }
 
+kp_end_early() { # <run directory> <what is wrong; what to do>: ends a start for good, on record where there is one
+    local KP_RUN_DIR=$1 why=${*:2}
+    if kp_is_batch && kp_is_whole_script && [[ -e $1/attempts.jsonl ]]; then
+        KP_CHECKPOINTS=$1/checkpoints KP_BLAMED='' KP_EXCLUDED='' KP_STATE='' KP_PYTHON=${KP_PYTHON:-python3}
+        KP_COMMITTED=$(kp_committed_step)
+        kp_record end "$why"
+    fi
+    kp_die "$why"
+}
+
 kp_ended_early() { # <exit code>: decides after a start that has ended before its step
     # An earlier start of this job has come through here with the same command: what stops this one is the host, or the
     # site. Only of a first start it is bad input.
@@ -360,5 +389,6 @@ kp_ended_early() { # <exit code>: decides after a start that has ended before it
     [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] || return 0
     KP_CODE=$1 KP_RESTARTS=0 KP_PYTHON=${KP_PYTHON:-python3} KP_CHECKPOINTS=${KP_CHECKPOINTS:-$KP_RUN_DIR/checkpoints}
     KP_COMMITTED_BEFORE=${KP_COMMITTED_BEFORE:-$(kp_committed_step)}
+    KP_EARLY_HOST=${SLURMD_NODENAME:-$(uname -n)}
     kp_decide "this start has ended with exit code $1 before its step" || true
 }

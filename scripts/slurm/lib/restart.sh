@@ -37,7 +37,7 @@ kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLA
                 "SBATCH_NO_KILL=set before sbatch (of --no-kill on sbatch's command line a job is not told)"
     fi
     if [[ -z $KP_DRY ]] && kp_survives; then
-        mapfile -t KP_PLACES < <(scontrol show hostnames "$(kp_field NodeList)")
+        mapfile -t KP_PLACES < <(kp_hostnames "$(kp_field NodeList)")
         KP_SPARES=("${KP_PLACES[@]:KP_NODES-spares}") KP_PLACES=("${KP_PLACES[@]:0:KP_NODES-spares}")
     fi
     KP_NODES=$((KP_NODES - spares))
@@ -110,7 +110,7 @@ kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; s
     mapfile -t gone < <(sed -nE 's/^srun: error: Task launch for .* failed on node ([^:]+): .*/\1/p' "$KP_SRUN_LOG" 2>/dev/null)
     if kp_show_job; then
         mapfile -t left < <(scontrol show hostnames "$(kp_field NodeList)")
-        for host in "${hosts[@]}"; do
+        ((${#left[@]} == 0)) || for host in "${hosts[@]}"; do # no answer is no loss
             [[ " ${left[*]} " == *" $host "* ]] || gone+=("$host")
         done
         ((${#hosts[@]} > 0)) || hosts=("${left[@]}")

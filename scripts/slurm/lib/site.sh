@@ -46,7 +46,7 @@ kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     export PYTHONUNBUFFERED=1 PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
     kp_choose_python
     if kp_in_job; then
-        kp_show_job || kp_die "scontrol knows no job $(kp_job_id)"
+        kp_wait_for_job || kp_die "scontrol knows no job $(kp_job_id)"
         # sbatch in a job that has been started again hands on the count of that one.
         [[ -z $KP_START ]] || export SLURM_RESTART_COUNT=$KP_START
     elif [[ -n $KP_DRY ]]; then

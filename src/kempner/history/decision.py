@@ -65,6 +65,7 @@ class Ended:
     # Restarts in place.
     room: bool = False  # the job allows another step, and nobody has asked it to leave
     created: bool = True  # Slurm could create the step
+    early: bool = False  # a start after the first one has ended before its step
     left: float | None = None  # seconds until the warning of the time limit; None: unknown
     start: float = 0.0  # seconds that a start takes until its first step
 
@@ -300,8 +301,16 @@ def without(ended: Ended, nodes: Nodes) -> str:
 
 
 def pause_of(ended: Ended) -> int:
-    """Minutes until the next start after a fault of the site: a quarter of the time waited."""
-    return round(min(max(60 * ended.waited / 4, SHORTEST_PAUSE), LONGEST_PAUSE))
+    """Minutes until the next start: after a fault of the site, a quarter of the time waited; after
+    a start that has ended before its step, 1, 5, 25, ...: what it lacks may come back."""
+    minutes = 0.0
+    if ended.site:
+        minutes = 60 * ended.waited / 4
+    elif ended.early:
+        minutes = 5.0 ** (ended.no_progress - 1)
+    else:
+        return 0
+    return round(min(max(minutes, SHORTEST_PAUSE), LONGEST_PAUSE))
 
 
 def rule_of(ended: Ended, nodes: Nodes) -> Rule:
@@ -326,7 +335,7 @@ def decide(ended: Ended) -> Decision:
         kind=rule.kind or kind_of(ended),
         excluded=nodes.excluded if goes_on else nodes.replaced if rule.answer == "restart" else (),
         replaced=nodes.replaced if rule.answer == "restart" else (),
-        pause=pause_of(ended) if ended.site and goes_on else 0,
+        pause=pause_of(ended) if goes_on else 0,
         notes=tuple(notes),
         no_progress=0 if nodes.anew and goes_on else ended.no_progress,
     )

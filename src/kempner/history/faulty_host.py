@@ -35,7 +35,7 @@ LEFT = re.compile(
 )
 
 # The shell of a task could not read its script: the host does not see the shared directory.
-NO_SCRIPT = re.compile(r"/lib/task\.sh: (?!line )")
+NO_SCRIPT = re.compile(r"(/\S*/lib/task\.sh): (?!line )")
 
 # No rank has begun: the controller did not answer srun. Slurm's other reasons are of the request.
 AWAY = re.compile(
@@ -77,10 +77,11 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
     return str(found)
 
 
-def sees_no_program(faults: Sequence[Record], srun_log: str) -> bool:
-    """Whether a host has not even begun: no rank has recorded anything, and a shell has found no
-    script."""
-    return not faults and bool(NO_SCRIPT.search(srun_log))
+def sees_no_program(faults: Sequence[Record], srun_log: str) -> str:
+    """The script that a shell has not found, where a host has not even begun: no rank has recorded
+    anything. "" otherwise."""
+    found = None if faults else NO_SCRIPT.search(srun_log)
+    return found[1] if found else ""
 
 
 def site_fault(faults: Sequence[Record], nodes: int) -> str:
@@ -127,14 +128,15 @@ def excluded_by(decision: Record) -> list[str]:
 
 
 def excluded_in_vain(decisions: Sequence[Record]) -> int:
-    """How many nodes were excluded since the last new checkpoint."""
-    count = 0
+    """How many nodes were excluded since the last new checkpoint. One may be so twice, where Slurm
+    did not take the first order."""
+    found: set[str] = set()
     for decision in decisions:
         if names := excluded_by(decision):
-            count += len(names)
+            found.update(names)
         elif decision.get("no_progress") == 0:
-            count = 0
-    return count
+            found.clear()
+    return len(found)
 
 
 def blamed_before(decisions: Sequence[Record]) -> str:

@@ -142,11 +142,17 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     broken, gpu = broken_gpu(ours)
     nodes = facts.words("places")
     found = (
-        broken or launch_failed_on(said, facts.count("tasks", 1), nodes) or host_of(faults, said)
+        broken
+        or launch_failed_on(said, facts.count("tasks", 1), nodes)
+        or host_of(faults, said)
+        or facts.text("early")
     )
+    script = sees_no_program(faults, said)
+    if script and not os.path.exists(script):  # nor does this host: it is gone
+        found = ""
     again = bool(broken) or (bool(found) and found == blamed_before(made))
     bad, lost = facts.words("bad"), facts.words("lost")
-    blind = again and sees_no_program(faults, said)
+    blind = again and bool(script)
     fault = BLIND if blind else "failed twice in a row"
     if facts.flag("preflight"):
         fault = "failed the preflight"
@@ -162,7 +168,12 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         fault = "was replaced by a spare node"
 
     away = controller_away(said)
+    trained = bool(unread) or has_trained(records, jobs, facts.text("command"))
     site = "" if orderly else unread or away or site_fault(faults, len(nodes))
+    # A check that has ended otherwise than by bad input: a file that cannot be read, a lack of
+    # memory, a package that is not there.
+    if facts.text("early") and trained and facts.count("code", 0) != 2:
+        site = site or facts.text("what")
     before, in_vain = no_progress(made), excluded_in_vain(made)
     if unread:
         before = facts.count("before", -1)
@@ -178,11 +189,7 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         run=facts.text("run"),
         what=facts.text("what") or "the step has ended",
         refused=(facts.text("refusal") or " ") if facts.count("code", 0) == 2 else "",
-        trained=bool(unread)
-        or (
-            has_trained(records, jobs, facts.text("command"))
-            and IN_USE not in facts.text("refusal")
-        ),
+        trained=bool(unread) or (trained and IN_USE not in facts.text("refusal")),
         final=final_reason(faults),
         site=site,
         away=bool(site) and site == away,
@@ -204,10 +211,11 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
         spares=facts.count("spares", 0),
         nodes=facts.count("nodes", 1),
         needed=facts.count("nodes", 1) + facts.count("wanted_spares", 0),
-        excluded=sum(len(excluded_by(d)) for d in out if _age(d, now) < DAY_S),
+        excluded=len({h for d in out if _age(d, now) < DAY_S for h in excluded_by(d)}),
         in_vain=in_vain,
         room=facts.flag("room"),
         created=not facts.flag("not_created"),
+        early=bool(facts.text("early")),
         left=facts.number("left", 0.0) if facts.text("left") else None,
         start=start_up(ours, facts.number("began", now)),
         max_crashes=facts.count("max_crashes", 3),

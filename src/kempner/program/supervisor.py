@@ -65,8 +65,11 @@ class Supervisor:
         self._code: int | None = None  # that of this rank, once it may leave
         self._reported = self._hung = self._torn = False
         self._unheard = ""  # the request that the program has not listened to
-        self._began, self._told, self._lines = time.monotonic(), 0.0, 0
-        self._awake, self._resumed = self._began, 0.0  # last turn; end of a suspension
+        self._told, self._lines = 0.0, 0
+        # The last look; the heartbeat that it saw, and since when, by this host's own clock: that
+        # of the file's server, or of the program, may differ.
+        self._beat: float | None = None
+        self._awake = self._since = time.monotonic()
         self._beats: Steps | None = None  # the steps of its heartbeats
 
     def main(self, channel: Channel) -> int:
@@ -95,7 +98,6 @@ class Supervisor:
         ready.register(self._channel.socket, select.POLLIN)
         ready.register(self._signals.read, select.POLLIN)
         found = {fd for fd, _ in ready.poll(TICK_S * 1000)}
-        self._see_absence()
         for number in self._signals.take():
             self._on_signal(number)
         if self._channel.socket.fileno() in found:
@@ -109,15 +111,6 @@ class Supervisor:
             if self._unheard:
                 self._warn(self._unheard)
             self._look_after(self._child)
-
-    def _see_absence(self) -> None:
-        """Whether this process was suspended (SIGSTOP, scontrol suspend): so was its program, whose
-        silence meanwhile is no hang."""
-        now = time.monotonic()
-        absent, self._awake = now - self._awake, now
-        if self.options.heartbeat is not None and absent > self.options.heartbeat / 2:
-            self._resumed = time.time()
-            self._began += absent
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGUSR2:
@@ -225,22 +218,26 @@ class Supervisor:
     def _silence(self) -> float | None:
         """Seconds since the last heartbeat, once that is too long. A rank that has never touched
         it is not watched, but for rank 0."""
-        limit = self.options.heartbeat or 0.0
+        limit, now = self.options.heartbeat or 0.0, time.monotonic()
         at, _ = self._place.beat()
-        if at is not None:
-            silence = time.time() - max(at, self._resumed)
-        elif self.world.rank == 0:
-            limit, silence = max(limit, FIRST_BEAT_S), time.monotonic() - self._began
-        else:
-            return None
+        absent, self._awake = now - self._awake, now
+        if at != self._beat:
+            self._beat, self._since = at, now
+        elif absent > limit / 2:  # suspended (SIGSTOP, scontrol suspend), and so was the program
+            self._since += absent
+        silence = now - self._since
+        if at is None:
+            if self.world.rank != 0:
+                return None
+            limit = max(limit, FIRST_BEAT_S)
         return silence if silence > limit else None
 
     def _condition(self) -> Message:
-        at, step = self._place.beat()
+        _, step = self._place.beat()
         return {
             "condition": self._child.condition() if self._child is not None else "",
             "step": step,
-            "silence": time.time() - at if at is not None else time.monotonic() - self._began,
+            "silence": time.monotonic() - self._since,
         }
 
     def _report_end(self, child: Child) -> None:
