@@ -276,7 +276,8 @@ def test_other_code_does_not_replace_a_copy_that_is_gone(
     copy = f"{tmp_path}/run/code/0123456789ab"
     told = f"JobId=75 Command={copy}/scripts/slurm/{name}"
     if by == "Comment":
-        told = f"JobId=75 Command={ROOT}/scripts/slurm/{name}\n   Comment=mine kempner-code={copy}"
+        command = f"BatchFlag=1 Command={ROOT}/scripts/slurm/{name}"
+        told = f"JobId=75 {command}\n   Comment=mine kempner-code={copy}"
     env = slurm(tmp_path, f"echo '{told}'") | {"SLURM_SUBMIT_DIR": str(ROOT)}
     (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
     words = ["bash", tmp_path / "slurm_script", "configs/train/debug.toml"]
@@ -295,9 +296,14 @@ REQUEUED = [
 def test_a_batch_host_that_does_not_see_the_shared_directory(tmp_path: Path, name: str) -> None:
     """An earlier start was there. Nothing is known to be wrong with the run: it goes on elsewhere;
     at a first start it is the user's words that are wrong."""
-    told = f"NodeList=node4 ExcNodeList=node2\n   Command=/unseen/scripts/slurm/{name}"
+    told = "JobId=75 Partition=gpu NodeList=node4 NumNodes=2 ExcNodeList=$(cat out)"
+    told = f"{told}\n   Command=/unseen/scripts/slurm/{name}"
     once = f"[[ $1 != requeue ]] || mkdir {tmp_path}/pending"  # then it is refused
-    env = slurm(tmp_path, f"{once} || exit\necho 'JobId=75 {told}'")
+    partition = "[[ $2 != partition ]] || { echo TotalNodes=$(cat total); exit; }"
+    shim = f"cd {tmp_path} && {partition}\n{once} || exit\ncat <<END\n{told}\nEND"
+    (tmp_path / "out").write_text("(null)")
+    (tmp_path / "total").write_text("3")
+    env = slurm(tmp_path, shim)
     env |= {"SLURM_SUBMIT_DIR": "/unseen"}
     env |= {"SLURMD_NODENAME": "node4", "SLURM_RESTART_COUNT": "3"}
     (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
@@ -305,8 +311,18 @@ def test_a_batch_host_that_does_not_see_the_shared_directory(tmp_path: Path, nam
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "node4 does not see /unseen: " in done.stderr, done
     asked = (tmp_path / "asked").read_text()
-    order = "update JobId=75 StartTime=now+10minutes ExcNodeList=node2,node4"
-    assert asked.index("requeue 75") < asked.index(order)
+    order = "update JobId=75 StartTime=now+10minutes"
+    assert asked.index("requeue 75") < asked.index(f"{order} ExcNodeList=node4")
+    # A second host: it is the site's fault. Too few others; and where the user does not want it.
+    for out, total, most in (("node2", "3", "2"), ("(null)", "2", "2"), ("(null)", "3", "0")):
+        (tmp_path / "out").write_text(out)
+        (tmp_path / "total").write_text(total)
+        (tmp_path / "asked").unlink()
+        (tmp_path / "pending").rmdir()
+        more = {"KEMPNER_EXCLUDE": most}
+        done = subprocess.run(words, env=env | more, capture_output=True, text=True, timeout=60)
+        asked = (tmp_path / "asked").read_text()
+        assert done.returncode == 0 and f"{order}\n" in asked, done
     env["SLURM_RESTART_COUNT"] = "0"
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "copied out of its repository" in done.stderr, done
@@ -314,9 +330,10 @@ def test_a_batch_host_that_does_not_see_the_shared_directory(tmp_path: Path, nam
 
 def test_nor_one_that_does_not_see_the_run(tmp_path: Path) -> None:
     """It sees the repository. The run and its records are on another file system."""
-    record = job(asked="ExcNodeList=(null)").replace("Restarts=0", "Restarts=2")
+    record = job(asked="Partition=gpu ExcNodeList=(null)").replace("Restarts=0", "Restarts=2")
     told = record.replace("JobId=7 ", "JobId=75 ")
-    env = slurm(tmp_path, f"cat <<'END'\n{told}\nEND") | {"SLURMD_NODENAME": "node4"}
+    partition = "[[ $2 != partition ]] || { echo TotalNodes=3; exit; }"
+    env = slurm(tmp_path, f"{partition}\ncat <<'END'\n{told}\nEND") | {"SLURMD_NODENAME": "node4"}
     env |= {"SLURM_RESTART_COUNT": "2"}
     script = "kp_is_batch() { true; }; kp_ask_requeue() { scontrol requeue 75; }\n"
     copy = "/unseen/run/code/0123456789ab"
@@ -761,7 +778,7 @@ def test_programs_of_the_repository_are_those_of_the_copy(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "interactive.sh"])
 def test_launch_scripts_are_short(name: str) -> None:
-    assert len((ROOT / "scripts/slurm" / name).read_text().splitlines()) < 70
+    assert len((ROOT / "scripts/slurm" / name).read_text().splitlines()) < 72
 
 
 def test_secrets_file(tmp_path: Path) -> None:
@@ -961,13 +978,14 @@ AWAY = "slurm_load_jobs error: Socket timed out on send/recv operation"
     [
         (["timeout", "timeout", "ok"], "RUNNING", 3, "requeue"),
         (["timeout"], "PENDING", 1, "requeue"),  # the order was carried out, its answer was lost
+        (["backup", "munge", "munge", "odd", "ok"], "RUNNING", 5, "requeue"),
         (["denied"] * 3, "RUNNING", 3, "refused: Access denied"),
     ],
 )
 def test_a_requeue_is_asked_for_again(
     tmp_path: Path, answers: list[str], after: str, asked: int, ends: str
 ) -> None:
-    """A busy controller's "Socket timed out" is no refusal."""
+    """A busy controller's "Socket timed out" is no refusal, nor are words that nobody knows."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"""#!/bin/bash
         [[ $1 == requeue ]] || {{ cat {tmp_path}/job; exit; }}
@@ -976,6 +994,9 @@ def test_a_requeue_is_asked_for_again(
         case $(sed -n "$(wc -l <{tmp_path}/asked)p" {tmp_path}/answers) in
             ok) exit 0 ;;
             timeout) echo "{AWAY}" >&2 ;;
+            backup) echo "slurm_requeue error: Slurm backup controller in standby mode" >&2 ;;
+            munge) echo "slurm_requeue error: Protocol authentication error" >&2 ;;
+            odd) echo "slurm_requeue error: Unspecified error" >&2 ;;
             denied) echo "Access denied" >&2 ;;
         esac
         exit 1
@@ -1013,6 +1034,32 @@ def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
     done = bash(script, **env, PATH=f"{tmp_path}:/usr/bin:/bin", PYTHONPATH=f"{ROOT}/src")
     assert done.stdout.count("Slurm does not answer") == 1
     assert "requeue: the step ended (no checkpoint yet)" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_a_start_waits_for_the_controller(tmp_path: Path, batch: bool) -> None:
+    """Nothing is known of the job yet. Whoever has typed salloc is there, and is told at once."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"""#!/bin/bash
+        echo "$*" >>{tmp_path}/asked
+        (($(wc -l <{tmp_path}/asked) > 25)) || {{ echo "{AWAY}" >&2; exit 1; }}
+        case $2 in hostnames) printf '%s\\n' node1 node2 ;; *) echo "$TEXT" ;; esac
+    """)
+    scontrol.chmod(0o755)
+    script = f"""
+        KP_BESIDE='' KP_AWAY_S=0 KP_ROOT={ROOT} KP_ORIGIN={ROOT}
+        kp_shielded() {{ [[ $1 == sleep ]] || (exec "$@"); }}
+        kp_choose_python() {{ :; }}
+        kp_enter
+        echo "in job $(kp_field JobState), $(kp_hostnames 'node[1-2]' | paste -sd,)"
+    """
+    env = {"TEXT": job(""), "SLURM_JOB_ID": "7"} | ({"ENVIRONMENT": "BATCH"} if batch else {})
+    done = bash(script, **env, PATH=f"{tmp_path}:/usr/bin:/bin")
+    if batch:
+        assert done.stdout.count("Slurm does not answer") == 1, done.stderr
+        assert done.stdout.endswith("in job RUNNING, node1,node2\n")
+    else:
+        assert done.returncode == 2 and "scontrol knows no job 7" in done.stderr
 
 
 @pytest.mark.parametrize(

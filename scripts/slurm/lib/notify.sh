@@ -27,7 +27,6 @@ kp_is_told() { # true when somebody is to be told of this run
 
 kp_history() { # sets KP_HISTORY, the words that start a module of kempner.history: outside the container, where the
     # commands of the host are; its python3 is enough, as these need no packages
-    [[ :${PYTHONPATH:-}: == *":$KP_ROOT/src:"* ]] || export PYTHONPATH=$KP_ROOT/src${PYTHONPATH:+:$PYTHONPATH}
     KP_HISTORY=("${KP_INSIDE[@]}" "${KP_PYTHON:=python3}")
     ((${#KP_INSIDE[@]} == 0)) && type -P -- "$KP_PYTHON" >/dev/null || ! kp_host_can kempner.history ||
         KP_HISTORY=("$KP_HOST_PYTHON")
