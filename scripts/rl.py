@@ -154,7 +154,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         world = process_group.start(world, device, cfg.run.dir, limit)
         run = Run(cfg, world)
     except ConfigError as error:
-        reject(error, stop)
+        reject(error, stop, requests.end_process)
     try:
         prepare_torch(cfg, run, device)
         verdict = train(cfg, stop, run, device)

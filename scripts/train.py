@@ -182,7 +182,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         cfg = cfg.of_replica(world.replica)
         run = Run(cfg, world)
     except ConfigError as error:
-        reject(error, stop)
+        reject(error, stop, requests.end_process)
     try:
         prepare_torch(cfg, run, device)
         verdict = train(cfg, stop, run, device)

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -148,8 +148,11 @@ def bench_variants(command: Command, cfg: RunConfig) -> list[Variant]:
     return found
 
 
-def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
-    """Bad input: every problem on standard error, exit code 2.
+def reject(
+    error: ConfigError, stop: StopRequests, leave: Callable[[int], NoReturn] = sys.exit
+) -> NoReturn:
+    """Bad input: every problem on standard error, exit code 2. `leave` ends the process: once the
+    ranks have met, without finalisers, as those of torch's threads may abort it.
 
     Rank 0 speaks for all; the others leave later. srun or torchrun terminates them as soon as rank
     0 has left, and a rank that is not terminated reports its own problem.
@@ -159,9 +162,11 @@ def reject(error: ConfigError, stop: StopRequests) -> NoReturn:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_SPEAKS_S)
             if stop.wants_to_leave():  # terminated before that
-                sys.exit(2)
+                leave(2)
+    with contextlib.suppress(OSError):  # a closed pipe
+        sys.stdout.flush()
     # Always a list: the batch script takes its first line as the reason of a refused start.
-    sys.exit(complain(Path(sys.argv[0]).stem, [list_problems(error.problems)]))
+    leave(complain(Path(sys.argv[0]).stem, [list_problems(error.problems)]))
 
 
 def load_config(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from kempner import slurm
 from kempner.signals import on_signals
@@ -186,7 +186,7 @@ def final_verdict(
     raise TimeoutError(f"the checkpoint of step {step} was not durable in time")
 
 
-def end_process(code: int) -> None:
+def end_process(code: int) -> NoReturn:
     """Leave without finalisers: daemon threads and NCCL at exit have hung more jobs than they have
     helped."""
     os._exit(code)
