@@ -192,8 +192,8 @@ def _on_the_bus(index: int) -> str:
 def gpu_on_the_bus() -> str | None:
     """The maker of the GPUs on this host's PCI bus, when SLURM has given some to the job. SLURM
     alone is not enough: a test cluster counts GPUs that do not exist."""
-    given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("SLURM_GPUS_ON_NODE")
-    if not given or given == "0":
+    numbers, count = os.environ.get("SLURM_STEP_GPUS"), os.environ.get("SLURM_GPUS_ON_NODE")
+    if not numbers and (count or "0") == "0":  # of the numbers, "0" is the first GPU
         return None
     root = Path(os.environ.get("KEMPNER_SYS", "/sys"))  # a test puts a tree of its own here
     for device in root.glob("bus/pci/devices/*"):
