@@ -149,7 +149,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         world = process_group.discover()
         device = process_group.pick_device(cfg.distributed.device, world.local_rank)
         process_group.stay_near(device, world)
-        compiler.need(cfg.train.compile and device.type == "cuda")
+        compiler.need(cfg.train.compile, device.type)
         limit = cfg.distributed.start_timeout
         world = process_group.start(world, device, cfg.run.dir, limit)
         run = Run(cfg, world)

@@ -174,7 +174,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         world = process_group.discover()
         device = process_group.pick_device(cfg.distributed.device, world.local_rank)
         process_group.stay_near(device, world)
-        compiler.need(cfg.train.compile and device.type == "cuda")
+        compiler.need(cfg.train.compile, device.type)
         replicas = cfg.lowcomm.in_step(world.size, world.per_node)
         run_dir = cfg.of_replica(world.replica).run.dir
         limit = cfg.distributed.start_timeout

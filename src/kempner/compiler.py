@@ -1,8 +1,8 @@
-"""What a host must have to compile for its GPUs: Triton makes a module of C at its first kernel. No
-torch.
+"""What a host must have to compile for a device: torch.compile writes C++ for a CPU, and for a GPU
+Triton makes a module of C at its first kernel. No torch.
 
-As triton/runtime/build.py of Triton 3.7 looks for it: the compiler is CC, gcc or clang, and the
-module includes Python.h.
+As torch/_inductor/cpp_builder.py of torch 2.13 looks for it, the compiler is CXX or g++; as
+triton/runtime/build.py of Triton 3.7 does, CC, gcc or clang. Both include Python.h.
 """
 
 from __future__ import annotations
@@ -17,27 +17,34 @@ from pathlib import Path
 from kempner.config.option import ConfigError
 
 OFF = "or set train.compile=false"
+COMPILERS = {
+    "cpu": ("a C++ compiler", "CXX", ("g++",)),
+    "cuda": ("a C compiler", "CC", ("gcc", "clang")),
+}
 
 
-def lacking(env: Mapping[str, str] = os.environ) -> str | None:
-    """What this host lacks, and what to do about it; None when it has all."""
+def lacking(device: str, env: Mapping[str, str] = os.environ) -> str | None:
+    """What this host lacks to compile for `device`, cpu or cuda, and what to do about it; None when
+    it has all."""
     host = socket.gethostname()
-    given, path = env.get("CC"), env.get("PATH")
+    compiler, variable, names = COMPILERS[device]
+    needs = f"train.compile on a {'GPU' if device == 'cuda' else 'CPU'} needs"
+    given, path = env.get(variable), env.get("PATH")
     if given is not None and not shutil.which(given, path=path):
         return (
-            f"train.compile on a GPU needs a C compiler, and CC={given} is no program on {host}: "
-            f"unset CC, or set it to one that is there, {OFF}"
+            f"{needs} {compiler}, and {variable}={given} is no program on {host}: "
+            f"unset {variable}, or set it to one that is there, {OFF}"
         )
-    if given is None and not any(shutil.which(name, path=path) for name in ("gcc", "clang")):
+    if given is None and not any(shutil.which(name, path=path) for name in names):
         return (
-            f"train.compile on a GPU needs a C compiler, and {host} has no gcc or clang: load one "
+            f"{needs} {compiler}, and {host} has no {' or '.join(names)}: load one "
             "before the job is submitted (module load gcc), take a container with one "
             f"(KEMPNER_CONTAINER), {OFF}"
         )
     header = Path(_include(), "Python.h")
     if not header.is_file():
         return (
-            f"train.compile on a GPU needs the headers of Python, and {host} has no {header}: "
+            f"{needs} the headers of Python, and {host} has no {header}: "
             "install python3-dev (python3-devel), take a Python that has them, such as uv's or "
             f"conda's (KEMPNER_PYTHON), {OFF}"
         )
@@ -51,7 +58,7 @@ def _include() -> str:
     return sysconfig.get_path("include", scheme)
 
 
-def need(compiles: bool) -> None:
+def need(compiles: bool, device: str) -> None:
     """Raises ConfigError where this process would fail in its first step, on every node."""
-    if compiles and (text := lacking()):
+    if compiles and (text := lacking(device)):
         raise ConfigError(text)

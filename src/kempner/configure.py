@@ -94,8 +94,8 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
     only = flags["check"] or flags["build"]
     if flags["check"] or not (only or "KEMPNER_ATTEMPT_ID" in os.environ or discover().rank):
         warn(cfg)  # once: the scripts have called --check
-    if flags["check"] and may_compile_for_gpus(cfg) and (text := compiler.lacking()):
-        print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
+    if flags["check"]:
+        warn_of_compiler(cfg)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
     if flags["bench"]:
@@ -110,7 +110,7 @@ def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> li
     if cfg.rl.on != rewards:
         return [OTHER_PROGRAM[rewards]]
     problems = check_inputs(cfg, 0 if only else discover().rank, only)
-    if only and may_compile_for_gpus(cfg) and gpu_on_the_bus() and (text := compiler.lacking()):
+    if only and (device := compiles_for(cfg)) and (text := compiler.lacking(device)):
         problems.append(text)  # in the batch script, on the first of the nodes
     if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
         problems += check_world(cfg, *size_of(flags))
@@ -120,8 +120,24 @@ def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> li
     return problems
 
 
-def may_compile_for_gpus(cfg: RunConfig) -> bool:
-    return cfg.train.compile and cfg.distributed.device != "cpu"
+def compiles_for(cfg: RunConfig) -> str | None:
+    """The device that this host will compile for, cpu or cuda. None: nothing is compiled, or this
+    host is not one of the job's nodes."""
+    kind = cfg.distributed.device
+    if not cfg.train.compile:
+        return None
+    if kind != "cpu" and gpu_on_the_bus():
+        return "cuda"
+    # Not SLURM_JOB_ID: salloc's shell may run on a login node.
+    return "cpu" if kind != "cuda" and "SLURMD_NODENAME" in os.environ else None
+
+
+def warn_of_compiler(cfg: RunConfig) -> None:
+    """What may be missing where the job runs; check() has looked where this is one of its nodes."""
+    if not cfg.train.compile or compiles_for(cfg):
+        return
+    if text := compiler.lacking("cpu" if cfg.distributed.device == "cpu" else "cuda"):
+        print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
 
 
 def size_of(flags: Mapping[str, Any]) -> tuple[int, int]:

@@ -111,8 +111,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     import torch
 
     host = socket.gethostname()
-    if kind != "cpu":
-        _keep_own_instance(local_rank)
+    if kind != "cpu" and (own := own_instance(local_rank)):
+        os.environ["CUDA_VISIBLE_DEVICES"] = own  # CUDA reads it at its first call
     if kind != "cpu" and not torch.cuda.is_available() and (gpu := gpu_on_the_bus()):
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
         raise ConfigError(
@@ -135,17 +135,19 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-def _keep_own_instance(local_rank: int) -> None:
-    """A process can use one instance of MIG, and takes the first that it sees: all ranks would take
-    the same one. CUDA reads the variable when it is first asked for anything."""
+def own_instance(local_rank: int) -> str | None:
+    """The name of this rank's own instance of MIG, where it sees several. A process can use one,
+    and takes the first that it sees: all ranks would take the same one. None: it sees no instances,
+    or one. Raises ConfigError when there are fewer than ranks."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if len(names) > 1 and all(name.startswith("MIG-") for name in names):
-        if local_rank >= len(names):
-            raise ConfigError(
-                f"local rank {local_rank} on {socket.gethostname()} has no instance of MIG: "
-                f"{_why_too_few(len(names))}"
-            )
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]
+    if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
+        return None
+    if local_rank >= len(names):
+        raise ConfigError(
+            f"local rank {local_rank} on {socket.gethostname()} has no instance of MIG: "
+            f"{_why_too_few(len(names))}"
+        )
+    return names[local_rank]
 
 
 def _why_too_few(count: int) -> str:
@@ -192,8 +194,8 @@ def _on_the_bus(index: int) -> str:
 def gpu_on_the_bus() -> str | None:
     """The maker of the GPUs on this host's PCI bus, when SLURM has given some to the job. SLURM
     alone is not enough: a test cluster counts GPUs that do not exist."""
-    given = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("SLURM_GPUS_ON_NODE")
-    if not given or given == "0":
+    numbers, count = os.environ.get("SLURM_STEP_GPUS"), os.environ.get("SLURM_GPUS_ON_NODE")
+    if not numbers and (count or "0") == "0":  # of the numbers, "0" is the first GPU
         return None
     root = Path(os.environ.get("KEMPNER_SYS", "/sys"))  # a test puts a tree of its own here
     for device in root.glob("bus/pci/devices/*"):

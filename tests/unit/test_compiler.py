@@ -1,4 +1,4 @@
-"""A host that cannot compile for its GPUs says so before it trains, and what to do."""
+"""A host that cannot compile for its GPUs, or CPUs, says so before it trains, and what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
     monkeypatch.setenv("PATH", str(programs))
-    monkeypatch.delenv("CC", raising=False)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
     return programs
 
 
@@ -34,27 +35,37 @@ def add(program: Path) -> None:
     program.chmod(0o755)
 
 
-@pytest.mark.parametrize("name", ["gcc", "clang"])
-def test_a_compiler_and_the_headers_are_enough(host: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "device"), [("gcc", "cuda"), ("clang", "cuda"), ("g++", "cpu")])
+def test_a_compiler_and_the_headers_are_enough(host: Path, name: str, device: str) -> None:
     add(host / name)
-    assert compiler.lacking() is None
-    compiler.need(True)
+    assert compiler.lacking(device) is None
+    compiler.need(True, device)
     (host.parent / "Python.h").unlink()
     with pytest.raises(ConfigError, match=r"has no .*/Python\.h: install python3-dev"):
-        compiler.need(True)
-    compiler.need(False)  # nothing is compiled, or there is no GPU
+        compiler.need(True, device)
+    compiler.need(False, device)  # nothing is compiled
 
 
-def test_a_host_without_a_compiler(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(host / "cc")  # Triton does not look for this name
-    with pytest.raises(ConfigError, match=r"no gcc or clang: .*module load gcc.*compile=false"):
-        compiler.need(True)
-    monkeypatch.setenv("CC", "icc")
-    with pytest.raises(ConfigError, match="CC=icc is no program on"):
-        compiler.need(True)
-    add(host / "gcc")
-    with pytest.raises(ConfigError, match="CC=icc"):  # it takes the name that it is given
-        compiler.need(True)
+@pytest.mark.parametrize(
+    ("device", "name", "other", "variable", "said"),
+    [
+        ("cuda", "gcc", "cc", "CC", "on a GPU needs a C compiler.* no gcc or clang"),
+        ("cpu", "g++", "clang++", "CXX", r"on a CPU needs a C\+\+ compiler.* no g\+\+"),
+    ],
+)
+def test_a_host_without_a_compiler(
+    host: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str, other: str,
+    variable: str, said: str,
+) -> None:  # fmt: skip
+    add(host / other)  # nobody looks for this name
+    with pytest.raises(ConfigError, match=f"{said}: .*module load gcc.*compile=false"):
+        compiler.need(True, device)
+    monkeypatch.setenv(variable, "icc")
+    with pytest.raises(ConfigError, match=f"{variable}=icc is no program on"):
+        compiler.need(True, device)
+    add(host / name)
+    with pytest.raises(ConfigError, match=f"{variable}=icc"):  # the name that is given is taken
+        compiler.need(True, device)
 
 
 @pytest.mark.parametrize("name", ["train", "rl"])
@@ -67,8 +78,8 @@ def test_each_rank_looks_before_it_meets_the_others(
         distributed=types.SimpleNamespace(device="cuda"), train=types.SimpleNamespace(compile=True)
     )
 
-    def need(compiles: bool) -> None:
-        done.append(("compiler", compiles))
+    def need(compiles: bool, device: str) -> None:
+        done.append(("compiler", compiles and device))
         raise ConfigError("no compiler")
 
     def near(device: torch.device, world: World) -> None:
@@ -84,16 +95,17 @@ def test_each_rank_looks_before_it_meets_the_others(
     monkeypatch.setattr(program, "reject", refuse)
     with pytest.raises(SystemExit, match="no compiler"):
         program.main.args[0](cfg, None)
-    assert done == [("near", "cuda:0"), ("compiler", True)]
+    assert done == [("near", "cuda:0"), ("compiler", "cuda")]
 
 
-def test_the_check_of_a_job_on_gpus_finds_it_before_the_ranks_start(tmp_path: Path) -> None:
+def test_the_check_of_a_job_finds_it_before_the_ranks_start(tmp_path: Path) -> None:
     card = tmp_path / "sys/bus/pci/devices/0000:17:00.0"
     card.mkdir(parents=True)
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
     command = [sys.executable, "scripts/train.py", "configs/train/debug.toml", "--check"]
-    env = clean_env() | {"CC": "no-compiler", "KEMPNER_SYS": str(tmp_path / "sys")}
+    env = clean_env() | {"CC": "no-compiler", "CXX": "no-compiler"}
+    env |= {"KEMPNER_SYS": str(tmp_path / "sys")}
 
     def check(*words: str, **more: str) -> tuple[int, str]:
         done = subprocess.run(
@@ -102,10 +114,17 @@ def test_the_check_of_a_job_on_gpus_finds_it_before_the_ranks_start(tmp_path: Pa
         )  # fmt: skip
         return done.returncode, done.stderr
 
-    given = {"SLURM_GPUS_ON_NODE": "1"}
+    given = {"SLURM_GPUS_ON_NODE": "1", "SLURMD_NODENAME": "n1"}
     code, said = check("--train.compile", **given)
     assert code == 2 and "  - train.compile on a GPU needs a C compiler" in said
     assert check("--no-train.compile", **given) == (0, "")
-    assert check("--train.compile", "--distributed.device=cpu", **given) == (0, "")
-    code, said = check("--train.compile")  # a login node
-    assert code == 0 and "warning: train.compile" in said and "of a job may have" in said
+    for words, node in (
+        (["--distributed.device=cpu"], given),
+        ([], {"SLURMD_NODENAME": "n1"}),  # a job without GPUs
+    ):
+        code, said = check("--train.compile", *words, **node)
+        assert code == 2 and "  - train.compile on a CPU needs a C++ compiler" in said
+    for words, what in (([], "GPU needs a C "), (["--distributed.device=cpu"], "CPU needs a C++")):
+        code, said = check("--train.compile", *words)  # a login node
+        assert code == 0 and f"warning: train.compile on a {what}" in said
+        assert "of a job may have" in said

@@ -68,13 +68,22 @@ def test_buses_are_written_in_three_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "mine"), [("1", [1]), ("0,1", [0, 1]), ("", [0, 1]), ("5", [0, 1]), ("GPU-1", [1])]
+    ("given", "mine"),
+    [
+        ("1", [1]),
+        ("0,1", [0, 1]),
+        ("", [0, 1]),
+        ("5", [0, 1]),
+        ("GPU-1b", [1]),
+        ("GPU-1", [1]),  # CUDA takes the beginning of a name
+        ("GPU-", [0, 1]),  # but none that fits several
+    ],
 )
 def test_the_gpus_of_the_job(given: str, mine: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those hidden from the job do not count: the driver numbers the others from 0."""
     monkeypatch.setenv("SLURM_STEP_GPUS", given)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    both = [Gpu(0, "GPU-0"), Gpu(1, "GPU-1")]
+    both = [Gpu(0, "GPU-0a"), Gpu(1, "GPU-1b")]
     assert [each.index for each in of_this_job(both)] == mine
 
 

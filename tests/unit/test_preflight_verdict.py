@@ -135,6 +135,13 @@ def test_memory_that_others_have_is_a_fault_of_the_node(
     assert said.startswith("GPU 1: 60.0 GiB of its memory in use before the run, by process ")
     assert f" {os.getpid()} (" in said and said.count("process ") == 1
     assert task.process_name(1 << 30) == f"process {1 << 30}"
+    # Where it is not known which are the job's, other jobs are not blamed.
+    monkeypatch.setenv("SLURM_STEP_GPUS", "7")
+    assert task.gpus_seen() == (3, [])
+    monkeypatch.delenv("SLURM_STEP_GPUS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-")
+    assert task.gpus_seen() == (3, [])
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
     # One that is freed while it is looked at is none.
     monkeypatch.setattr(task, "FREED_S", 60.0)
     freed = lambda _: shim.say(gpu(0), gpu(1, memory__used="3"))  # noqa: E731

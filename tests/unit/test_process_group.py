@@ -140,14 +140,18 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_in_a_job_with_gpus(
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
     monkeypatch.setenv("KEMPNER_SYS", str(tmp_path))
-    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
-    with pytest.raises(ConfigError, match=r"has NVIDIA GPUs.*distributed\.device=cpu"):
-        pick_device("auto", 0)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    for numbers in ("0,1", "0", ""):  # "0" is the first GPU, not none
+        monkeypatch.setenv("SLURM_STEP_GPUS", numbers)
+        with pytest.raises(ConfigError, match=r"has NVIDIA GPUs.*distributed\.device=cpu"):
+            pick_device("auto", 0)
     assert pick_device("cpu", 0) == torch.device("cpu")
     (card / "class").write_text("0x020000\n")  # a network card of the same maker
     assert pick_device("auto", 0) == torch.device("cpu")
     (card / "class").write_text("0x030200\n")
-    monkeypatch.delenv("SLURM_STEP_GPUS")  # a login node, or a job without GPUs
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")  # a job without GPUs
+    assert pick_device("auto", 0) == torch.device("cpu")
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")  # a login node
     assert pick_device("auto", 0) == torch.device("cpu")
 
 

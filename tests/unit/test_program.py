@@ -25,8 +25,10 @@ from kempner.history.events import Decision, Fault, FirstStep, append, of_kind, 
 from kempner.history.facts import facts
 from kempner.history.run_history import load_history
 from kempner.peers import VARIABLE, Entrance, listen, new_key
+from kempner.process_group import World
 from kempner.program.book import Book
 from kempner.program.channel import Channel
+from kempner.program.child import Place, variables
 from kempner.program.coordinator import Coordinator
 from kempner.program.copy import Copy, check_code
 from kempner.program.launchers import check_launcher, uses_torchrun
@@ -147,6 +149,53 @@ def test_a_stranger_is_no_rank(tmp_path: Path) -> None:
             each.wait()
     assert sorted(ran.read_text().splitlines()) == ["rank 0", "rank 1"]
     assert json.loads((run / "status.json").read_text())["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("visible", "given"),
+    [
+        ("MIG-a,MIG-b", ["MIG-b", 0, 1, 3]),  # CUDA uses the first alone
+        ("GPU-1", [None, 0, 1, 3]),  # Slurm has bound one to each task
+        ("0,1", [None, 1, 2, 1]),
+    ],
+)
+def test_a_rank_that_sees_one_gpu_is_a_node_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, given: list[object]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    start, options = {"address": "n1", "port": 1, "attempt": 0}, parse(["--", "true"])
+    place = Place(3)
+    found = variables(World(3, 1, 4, "slurm", 2), start, options, place)
+    place.remove()
+    names = ["CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
+    assert [found.get(name) for name in names] == [None if x is None else str(x) for x in given]
+    assert int(found["GROUP_WORLD_SIZE"]) * int(found["LOCAL_WORLD_SIZE"]) == 4
+    assert found["NODE_RANK"] == found["GROUP_RANK"]
+    # A launcher sees all of them, for its own ranks.
+    whole = variables(World(1, 0, 2, "slurm", 1), start, options, place)
+    assert "CUDA_VISIBLE_DEVICES" not in whole and whole["PET_NODE_RANK"] == "1"
+
+
+def test_a_rank_without_an_instance_of_mig(tmp_path: Path) -> None:
+    """It says so, rather than share that of another rank."""
+    words = [ROOT / "scripts/program.py", f"--run-dir={tmp_path}/run", "--", "true"]
+    step = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3", VARIABLE: new_key()}
+    step |= {"KEMPNER_ATTEMPT_ID": "7.0.1", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env=clean_env() | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = "".join(task.communicate(timeout=60)[0] for task in tasks)
+    assert "[2] kempner: error: local rank 2" in said
+    assert "no instance of MIG: 2 are visible" in said
+    assert tasks[0].returncode
 
 
 def test_a_signal_without_a_name() -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from kempner.serve.http import Server
 from kempner.serve.weights import first_version
 from kempner.serve.worker import Worker
 from tests.conftest import load_program
+from tests.pages import blocks
 from tests.served import Client, make_model
 
 PROMPT, WINDOW, SLOTS, QUEUE = [40, 69, 76, 76, 79], 128, 3, 16
@@ -113,6 +115,24 @@ def test_a_page_in_a_browser_of_this_machine(
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_the_command_of_the_page_keeps_the_token_to_itself(engine: Client, tmp_path: Path) -> None:
+    """docs/serve.md; every user of the host sees the words of curl."""
+    (block,) = (block for block in blocks("docs/serve.md") if "Bearer" in block.text)
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "curl").write_text(
+        f'#!/bin/sh\necho "$@" >words\nexec {shutil.which("curl")} --silent --fail "$@"\n'
+    )
+    (tmp_path / "curl").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-ec", block.text.replace("node1:34113", f"127.0.0.1:{engine.port}")],
+        cwd=tmp_path, env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["status"] == "ok"
+    assert "/health" in (words := (tmp_path / "words").read_text()) and "secret" not in words
+    assert (tmp_path / "header").stat().st_mode & 0o777 == 0o600
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(

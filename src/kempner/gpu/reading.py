@@ -112,9 +112,22 @@ def given_names() -> list[str] | None:
 def of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
     """On a node that is shared, those that the job was given. Where the others are hidden from the
     job the driver counts from 0, so that their numbers say nothing: then all are."""
-    names = given_names() or []
-    mine = [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]
-    return mine if 0 < len(names) < len(gpus) and mine else list(gpus)
+    return surely_of_this_job(gpus) or list(gpus)
+
+
+def surely_of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The same, but none where no name fits, and there are more GPUs than names: some of them may
+    be another job's."""
+    names = given_names()
+    if names is None or len(names) >= len(gpus):
+        return list(gpus)
+    fits = [[gpu for gpu in gpus if _is_called(gpu, name)] for name in names]
+    return [gpu for gpu in gpus if [gpu] in fits]  # CUDA takes no name that fits several
+
+
+def _is_called(gpu: Gpu, name: str) -> bool:
+    """CUDA takes the beginning of a UUID, too."""
+    return name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
 
 
 # --- nvidia-smi -------------------------------------------------------------------------------

@@ -27,7 +27,15 @@ import torch
 import torch.distributed as dist
 
 from kempner.gpu.findings import at_rest
-from kempner.gpu.reading import MEMORY, NoAnswer, Reader, given_names, of_this_job, open_reader
+from kempner.gpu.reading import (
+    MEMORY,
+    NoAnswer,
+    Reader,
+    given_names,
+    of_this_job,
+    open_reader,
+    surely_of_this_job,
+)
 from kempner.nccl_transport import chosen_by_user
 from kempner.preflight.allreduce import MEASURE_S, connect_limit, measure_allreduce, run_in_child
 from kempner.preflight.channel import TOKEN, Task, token
@@ -161,7 +169,8 @@ def memory_in_use(reader: Reader) -> list[str]:
     looks like a fault of its own."""
     end = time.monotonic() + FREED_S
     while True:
-        busy = [gpu for gpu in of_this_job(reader.read()) if (gpu.number(MEMORY) or 0) > BUSY_MIB]
+        gpus = surely_of_this_job(reader.read())  # other jobs use theirs
+        busy = [gpu for gpu in gpus if (gpu.number(MEMORY) or 0) > BUSY_MIB]
         if not busy or time.monotonic() > end:
             break
         time.sleep(0.5)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
-from kempner.process_group import World
+from kempner.process_group import World, own_instance
 from kempner.program.copy import Copy
 from kempner.program.launchers import uses_torchrun
 from kempner.program.options import Options
@@ -72,20 +72,25 @@ def variables(
     world: World, start: Mapping[str, Any], options: Options, place: Place
 ) -> dict[str, str]:
     """torchrun's variables, and the kit's own. With TORCHELASTIC_RUN_ID, Lightning and others read
-    these rather than Slurm's."""
-    local_rank = world.local_rank
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if world.per_node > 1 and gpus and "," not in gpus:  # Slurm has bound one GPU to each task
-        local_rank = 0
-    node = world.rank // world.per_node
+    these rather than Slurm's. Raises ConfigError where there is no instance of MIG for this rank.
+    """
+    local_rank, per_node = world.local_rank, world.per_node
+    node = os.environ.get("SLURM_NODEID", world.rank // per_node)
+    # A launcher of one process per node may give each of its own ranks another instance.
+    instance = own_instance(local_rank) if per_node > 1 else None
+    gpus = instance or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if per_node > 1 and gpus and "," not in gpus:
+        # A rank that sees one GPU is to torch a node of its own: programs take the GPU with the
+        # number LOCAL_RANK, or RANK % LOCAL_WORLD_SIZE.
+        local_rank, per_node, node = 0, 1, world.rank
     values: dict[str, object] = {
         "RANK": world.rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": world.size,
-        "LOCAL_WORLD_SIZE": world.per_node,
-        "GROUP_RANK": os.environ.get("SLURM_NODEID", node),
-        "NODE_RANK": os.environ.get("SLURM_NODEID", node),
-        "GROUP_WORLD_SIZE": -(-world.size // world.per_node),
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": node,
+        "NODE_RANK": node,
+        "GROUP_WORLD_SIZE": -(-world.size // per_node),
         "ROLE_RANK": world.rank,
         "ROLE_WORLD_SIZE": world.size,
         "ROLE_NAME": "default",
@@ -101,6 +106,8 @@ def variables(
         # A crash, and the end of a hang, then leave the stacks of all threads in the log.
         "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
+    if instance:
+        values["CUDA_VISIBLE_DEVICES"] = instance
     if world.per_node == 1:  # torchrun's own options, of which each node has one
         values |= {
             "PET_NNODES": world.size,

@@ -146,8 +146,8 @@ class Supervisor:
                 swap_link(run_dir / "logs" / "latest", f"attempt-{attempt}")
         source, target = os.pipe()
         self._output = Output(source, self.world.rank, path, self.options)
-        environment = variables(self.world, message, self.options, self._place)
         try:
+            environment = variables(self.world, message, self.options, self._place)
             self._child = Child(self.options, environment, target)
         except ConfigError as error:
             self._output.say(f"error: {error}")
