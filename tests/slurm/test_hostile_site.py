@@ -316,6 +316,33 @@ def test_no_answer_when_a_rank_dies(site: Site) -> None:
     assert_done(site, folder, job)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_no_answer_at_a_start(site: Site, later: bool) -> None:
+    """Once the script has begun, at a first start and at a later one."""
+    folder = site.folder(f"no-answer-{later}")
+    before = f"""[[ ! -e {folder}/away || "$*" != 'show job -d '* && $2 != hostnames ]] || {{
+        echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
+        exit 1
+    }}"""
+    away = folder / "away"
+    if not later:
+        away.touch()
+    plan = "wait,done" if later else "done"
+    job = fake(site, plan, folder, **site.shim(folder, "scontrol", before))
+    if later:
+        site.cluster.wait_for("here is attempt 0", folder / f"{job}.out")
+        site.cluster.ask("scancel", "--batch", "--signal=TERM", job)
+        site.cluster.wait_for("requeue: interrupted", folder / f"{job}.out")
+        away.touch()
+        while site.cluster.field(job, "Restarts") == "0" or site.cluster.state(job) != "RUNNING":
+            site.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            time.sleep(0.5)
+    site.cluster.wait_for("Slurm does not answer", folder / f"{job}.out")
+    time.sleep(2)
+    away.unlink()
+    assert_done(site, folder, job)
+
+
 def test_a_batch_log_in_a_full_home(site: Site) -> None:
     folder, home = site.folder("home"), site.state / "home/alice"
     site.run("alice", "sh", "-c", "head -c 2000000 /dev/zero >~/full")
