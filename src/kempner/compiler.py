@@ -1,5 +1,5 @@
 """What a host must have to compile for a device: torch.compile writes C++ for a CPU, and for a GPU
-Triton makes a module of C at its first kernel. No torch.
+Triton makes a module of C at its first kernel; and where compiled kernels are kept. No torch.
 
 As torch/_inductor/cpp_builder.py of torch 2.13 looks for it, the compiler is CXX or g++; as
 triton/runtime/build.py of Triton 3.7 does, CC, gcc or clang. Both include Python.h.
@@ -7,14 +7,21 @@ triton/runtime/build.py of Triton 3.7 does, CC, gcc or clang. Both include Pytho
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import socket
+import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from kempner import private
 from kempner.config.option import ConfigError
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # Triton's is inside it
+HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 OFF = "or set train.compile=false"
 COMPILERS = {
@@ -62,3 +69,22 @@ def need(compiles: bool, device: str) -> None:
     """Raises ConfigError where this process would fail in its first step, on every node."""
     if compiles and (text := lacking(device)):
         raise ConfigError(text)
+
+
+def keep_private() -> None:
+    """Call it before torch.compile: torch's own place, /tmp/torchinductor_USER, is of whoever makes
+    it first, and torch runs what it finds there. A place that the user has named stays.
+    """
+    # Precompiled headers would be there all the same, wherever the rest is.
+    os.environ[HEADERS] = "0"
+    if config := sys.modules.get("torch._inductor.config"):  # it has read its environment
+        config.cpp_cache_precompile_headers = False  # type: ignore[attr-defined]
+    if CACHE in os.environ:
+        return
+    place = Path(tempfile.gettempdir(), f"kempner-compiled-{os.getuid()}")
+    try:
+        private.make(place)
+    except OSError:  # somebody else was here first
+        place = Path(tempfile.mkdtemp(prefix="kempner-compiled-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+    os.environ[CACHE] = str(place)

@@ -33,9 +33,7 @@ def write_atomic(
     secret."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        # Where others can write, a link of that name could lead anywhere.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(fresh, flags, mode), "wb") as file:
+        with open(_create(fresh, mode), "wb") as file:
             if callable(content):
                 content(file)
             else:
@@ -50,6 +48,17 @@ def write_atomic(
             error.filename, error.filename2 = str(path), None
         raise
     fsync(path.parent)
+
+
+def _create(path: Path, mode: int) -> int:
+    """A file that was not there: where others can write, one of that name could be a link that
+    leads anywhere, or a FIFO that nobody reads."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, mode)
+    except FileExistsError:  # of a killed process of this number
+        path.unlink()
+        return os.open(path, flags, mode)
 
 
 def swap_link(link: Path, target: str) -> None:

@@ -7,6 +7,7 @@ No port is ever guessed. Nothing here costs a rank more as the world grows, but 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -136,9 +137,7 @@ def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) ->
         # A container may give each task a /tmp of its own: then all ask the shared file system.
         for file in [copy] * (local_rank > 0) + [note] * (not local_rank or waited > LOCAL_COPY_S):
             with contextlib.suppress(OSError, ValueError):  # not there yet, or stale
-                if file == copy and not _is_own_file(file):
-                    continue
-                address, port = file.read_text().split()
+                address, port = _read_file(file, file == copy).split()
                 if file == note:
                     with contextlib.suppress(OSError):
                         write_atomic(copy, f"{address} {port}\n")
@@ -154,9 +153,15 @@ def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) ->
     )
 
 
-def _is_own_file(path: Path) -> bool:
-    found = path.lstat()
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+def _read_file(path: Path, own: bool) -> str:
+    """Raises OSError, also for what is no file, such as a FIFO, on which nobody may wait; with
+    `own` for another user's, too."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(path, opener=lambda name, _: os.open(name, flags)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or (own and found.st_uid != os.getuid()):
+            raise OSError(errno.EPERM, "is not our file", str(path))
+        return file.read()
 
 
 def check_in(store: dist.Store, world: World, start_timeout: float) -> None:

@@ -28,7 +28,7 @@ from tests.conftest import (
 
 def checkpoints(run_dir: Path) -> list[str]:
     names = (path.name for path in (run_dir / "checkpoints").iterdir())
-    return sorted(name for name in names if name != ".kempner")
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def test_a_run_learns_and_leaves_its_records(train: Train, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_checkpoints_of_another_run_are_refused(train: Train, tmp_path: Path) ->
     (tmp_path / "second").mkdir()
     (tmp_path / "second/id").write_text(mine)  # as the message says, for a run that has moved
     assert "the run is complete: 8 of 8" in train(tmp_path / "second", shared).stdout
-    names = [".kempner", "latest", "step_00000008"]
+    names = [".kempner", ".reading", "latest", "step_00000008"]
     assert sorted(os.listdir(tmp_path / "shared")) == names
 
 

@@ -131,6 +131,10 @@ def test_the_position_is_that_of_the_save_although_the_steps_go_on(
     assert {key: manifest[key] for key in expected} == expected
 
 
+def saved(root: Path) -> list[str]:
+    return sorted(name for name in os.listdir(root) if not name.startswith("."))
+
+
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.train()
@@ -142,7 +146,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     again.checkpointer.load()
     again.save(1)  # nor by the start that has loaded it
     assert (tmp_path / "step_00000001").stat().st_mtime_ns == before
-    assert sorted(os.listdir(tmp_path)) == [".kempner", "latest", "step_00000001"]
+    assert saved(tmp_path) == ["latest", "step_00000001"]
 
 
 def test_a_load_in_the_middle_takes_the_save_in_flight(tmp_path: Path) -> None:
@@ -207,7 +211,7 @@ def test_one_without_a_manifest_gives_way_to_the_one_before(tmp_path: Path) -> N
     assert manifest is not None and manifest["step"] == 1
     assert "step_00000002 is damaged" in job.log[0]
     names = ["latest", "step_00000001", "step_00000002.corrupt"]
-    assert sorted(os.listdir(tmp_path)) == [".kempner", *names]
+    assert saved(tmp_path) == names
     assert commit.latest(tmp_path) == tmp_path / "step_00000001"
 
 
@@ -245,7 +249,7 @@ def test_what_does_not_prove_damage_leaves_checkpoints_alone(
     monkeypatch.setattr(DataFile, "read", fail)
     with pytest.raises(type(error)):
         Job(tmp_path).checkpointer.load()
-    assert sorted(os.listdir(tmp_path)) == [".kempner", "latest", "step_00000001", "step_00000002"]
+    assert saved(tmp_path) == ["latest", "step_00000001", "step_00000002"]
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -254,7 +258,7 @@ def test_another_format_is_refused_and_stays(tmp_path: Path, version: int) -> No
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": version}))
     with pytest.raises(ConfigError, match=f"format {version}, this version reads format 2"):
         Job(tmp_path).checkpointer.load()
-    assert sorted(os.listdir(tmp_path)) == [".kempner", "latest", "step_00000001", "step_00000002"]
+    assert saved(tmp_path) == ["latest", "step_00000001", "step_00000002"]
 
 
 def test_a_tensor_that_is_not_there_is_refused(
@@ -266,7 +270,7 @@ def test_a_tensor_that_is_not_there_is_refused(
     monkeypatch.setattr(ModelState, "restore", lambda self, stored: new | restore(self, stored))
     with pytest.raises(ConfigError, match=r"has no model\.new of"):
         Job(tmp_path).checkpointer.load()
-    assert sorted(os.listdir(tmp_path)) == [".kempner", "latest", "step_00000001", "step_00000002"]
+    assert saved(tmp_path) == ["latest", "step_00000001", "step_00000002"]
 
 
 def test_when_none_holds_no_start_begins_from_nothing(tmp_path: Path) -> None:
@@ -291,14 +295,14 @@ def test_one_of_another_model_is_refused_and_stays(tmp_path: Path) -> None:
     two_saves(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.dim is 64 there, 128 here"):
         Job(tmp_path, dim=128).checkpointer.load()
-    assert sorted(os.listdir(tmp_path)) == [".kempner", "latest", "step_00000001", "step_00000002"]
+    assert saved(tmp_path) == ["latest", "step_00000001", "step_00000002"]
 
 
 def test_another_runs_checkpoints_are_refused(tmp_path: Path) -> None:
     two_saves(tmp_path)
     with pytest.raises(ConfigError, match=r"id a, this run has id b\).*checkpoint\.dir"):
         Job(tmp_path, run="b").checkpointer.load()
-    assert sorted(os.listdir(tmp_path)) == [".kempner", "latest", "step_00000001", "step_00000002"]
+    assert saved(tmp_path) == ["latest", "step_00000001", "step_00000002"]
 
 
 def test_two_live_runs_cannot_share_a_directory(tmp_path: Path) -> None:
@@ -396,7 +400,7 @@ def test_deleting_is_not_part_of_the_save(tmp_path: Path, monkeypatch: pytest.Mo
     job.save(2)
     assert job.checkpointer.saved_step == 2
     job.checkpointer.close(prune=False)
-    assert sorted(os.listdir(tmp_path)) == [".kempner", "latest", "step_00000001", "step_00000002"]
+    assert saved(tmp_path) == ["latest", "step_00000001", "step_00000002"]
     may_delete.set()
 
 

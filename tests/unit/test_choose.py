@@ -14,6 +14,7 @@ from kempner.checkpoint import commit, fork, named
 from kempner.checkpoint.choose import hold, remember_skip
 from kempner.checkpoint.commit import prune
 from kempner.checkpoint.fits import check, differences
+from kempner.checkpoint.ownership import claim
 from kempner.config.option import ConfigError
 
 PATH = Path("step_00000002")
@@ -111,6 +112,7 @@ def test_an_option_that_came_later_had_its_default() -> None:
 def forked(tmp_path: Path) -> Path:
     """A run with checkpoints of steps 1 and 2; retention keeps one."""
     root = tmp_path / "run/checkpoints"
+    claim(root, "a")
     for step, parent in ((1, -1), (2, 1)):
         commit.partial_of(root, step).mkdir(parents=True)
         fixed = {"data": {"seed": 0}, "model": {"dim": 64, "max_seq_len": 128}}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import shutil
+import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -423,6 +427,7 @@ def kept(root: Path, keep_last_n: int, keep_every: int) -> list[int]:
 
 @pytest.fixture
 def ten(tmp_path: Path) -> Path:
+    claim(tmp_path, "a")
     for step in range(1, 11):
         save(tmp_path, step)
     return tmp_path
@@ -470,6 +475,40 @@ def test_one_that_is_read_stays(ten: Path) -> None:
     with commit.reading(ten / "step_00000004"):
         assert kept(ten, 1, 0) == [4, 10]
     assert kept(ten, 1, 0) == [10]
+
+
+@pytest.mark.parametrize("how", [fcntl.LOCK_EX, fcntl.LOCK_SH], ids=["alone", "shared"])
+def test_who_may_only_read_keeps_neither_readers_out_nor_checkpoints(ten: Path, how: int) -> None:
+    """By a lock on the manifest, of each checkpoint, another user stopped every resume."""
+    began = threading.Event()
+
+    def read() -> None:
+        with commit.reading(ten / "step_00000010"):
+            began.set()
+
+    with contextlib.ExitStack() as held:
+        for manifest in ten.glob("step_*/manifest.json"):
+            fcntl.flock(held.enter_context(open(manifest)), how)
+        threading.Thread(target=read, daemon=True).start()
+        assert began.wait(10) and kept(ten, 1, 0) == [10]
+    assert os.listdir(ten / commit.READING) == ["step_00000010"]
+
+
+def test_nobody_else_can_open_a_lock(ten: Path) -> None:
+    for _ in range(2):
+        with commit.reading(ten / "step_00000010"):
+            assert stat.S_IMODE((ten / commit.READING).stat().st_mode) == 0o700
+        (ten / commit.READING).chmod(0o755)  # chmod -R a+rX RUN
+
+
+def test_who_cannot_make_a_lock_reads_all_the_same(ten: Path) -> None:
+    """Of another user's run, or of a copy that is in no run: there nothing is left either."""
+    (ten / commit.READING).touch()
+    with commit.reading(ten / "step_00000001"):
+        assert kept(ten, 9, 0) == list(range(2, 11))
+    copy = shutil.copytree(ten / "step_00000010", ten / "copies" / "step_00000010")
+    with commit.reading(copy):
+        assert os.listdir(copy.parent) == [copy.name]
 
 
 def test_one_that_cannot_be_deleted_does_not_spoil_the_save(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from kempner.compiler import CACHE, HEADERS, keep_private
 from kempner.parallel import compiled
-from kempner.parallel.compiled import CACHE, keep_compiled
+from kempner.parallel.compiled import keep_compiled
 from kempner.process_group import World
 
 ALONE = World(0, 0, 1, "single")
@@ -17,8 +21,9 @@ ALONE = World(0, 0, 1, "single")
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.dist, "all_reduce", lambda tensor: None)
-    monkeypatch.setenv(CACHE, "")
-    monkeypatch.delenv(CACHE)
+    for name in (CACHE, HEADERS):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 def place(host: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -47,10 +52,65 @@ def test_the_users_place_and_one_without_locks(
     keep_compiled(tmp_path, ALONE)
     assert os.environ[CACHE] == "/mine" and list(tmp_path.iterdir()) == []
     monkeypatch.delenv(CACHE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def no_locks(*_: object) -> None:
         raise OSError("Function not implemented")
 
     monkeypatch.setattr(compiled.fcntl, "flock", no_locks)
     keep_compiled(tmp_path, ALONE)
-    assert CACHE not in os.environ
+    assert os.environ[CACHE] == str(tmp_path / f"kempner-compiled-{os.getuid()}")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_nobody_else_can_hold_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever could read the run held its lock, and so sent the compiler to /tmp."""
+    own = place("a", tmp_path, monkeypatch)
+    assert mode(own) == 0o700 and mode(own / ".lock") == 0o600
+    own.chmod(0o755)  # of an older version
+    assert mode(place("a", tmp_path, monkeypatch)) == 0o700
+    assert mode(place("b", tmp_path, monkeypatch)) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_a_place_that_another_user_has_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = tmp_path / f"kempner-compiled-{os.getuid()}"
+    first.mkdir(mode=0o755)
+    os.chown(first, 64_202, 64_202)
+    keep_private()
+    found = Path(os.environ[CACHE])
+    assert found != first and found.parent == tmp_path and mode(found) == 0o700
+
+
+COMPILES = """
+import sys, torch
+from kempner.model import attention
+from kempner.parallel.compiled import compile_model
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+model = Model()
+if sys.argv[1] == "model":
+    compile_model(model, "model")
+else:
+    attention.compiled_flex()
+    model.compile()
+model(torch.ones(2))
+"""
+
+
+@pytest.mark.parametrize("what", ["model", "attention"])
+def test_nothing_of_the_compiler_is_where_others_can_be_first(tmp_path: Path, what: str) -> None:
+    """Precompiled headers too, for which torch asks no option where to put them."""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", COMPILES, what], env=env, check=True, timeout=300)
+    own = tmp_path / f"kempner-compiled-{os.getuid()}"
+    assert list(own.rglob("*.so")) and not list(tmp_path.glob("torchinductor_*"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,6 +42,26 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     with pytest.raises(OSError, match="No space"):
         write_atomic(path, half if where == "write" else "new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("what", ["file", "link", "fifo"])
+def test_what_has_the_name_of_the_new_file_is_not_written_to(tmp_path: Path, what: str) -> None:
+    """A killed process of this number left a file; another user may have made the rest: the write
+    into a FIFO never ended."""
+    path, fresh = tmp_path / "file", tmp_path / f".file.{os.getpid()}.new"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("old")
+    {"file": lambda: os.link(elsewhere, fresh), "link": lambda: fresh.symlink_to(elsewhere),
+     "fifo": lambda: os.mkfifo(fresh)}[what]()  # fmt: skip
+    within(10, lambda: write_atomic(path, "new"))
+    assert path.read_text() == "new" and not path.is_symlink()
+    assert elsewhere.read_text() == "old" and not fresh.exists()
+
+
+def within(seconds: float, act: Callable[[], object]) -> None:
+    ended = threading.Event()
+    threading.Thread(target=lambda: (act(), ended.set()), daemon=True).start()
+    assert ended.wait(seconds)
 
 
 def test_a_link_is_swapped(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import queue
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -354,13 +355,13 @@ def test_only_the_first_rank_of_a_host_asks_the_shared_file_system(
     monkeypatch.setattr(rendezvous, "LOCAL_COPY_S", 0.2)
     note, copy = tmp_path / "shared", tmp_path / "local"
     opened: list[Path] = []
-    real = Path.read_text
+    real = rendezvous._read_file
 
-    def read_text(path: Path, *args: Any) -> str:
+    def read_file(path: Path, own: bool) -> str:
         opened.append(path)
-        return real(path, *args)
+        return real(path, own)
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(rendezvous, "_read_file", read_file)
     copy.write_text("10.0.0.1 4711\n")
     assert rendezvous._read_note(note, copy, 3, 5.0) == ("10.0.0.1", 4711)
     assert opened == [copy]
@@ -412,6 +413,34 @@ def test_what_another_user_has_written_is_not_believed(
     os.chown(copy, 64_202, 64_202)
     rendezvous.forget_copy(run_dir)
     assert copy.exists()
+
+
+@pytest.mark.parametrize("of_the_run", [False, True], ids=["copy", "note"])
+def test_nobody_waits_for_a_fifo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_the_run: bool
+) -> None:
+    """Its names are foreseeable: that of the copy, and that which the copy has at first."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rendezvous, "LOCAL_COPY_S", 0.2)
+    run_dir, found = tmp_path / "run", []
+    copy = rendezvous.copy_of(run_dir)
+    os.mkfifo(copy)
+    os.mkfifo(copy.with_name(f".{copy.name}.{os.getpid()}.new"))
+    if of_the_run:
+        run_dir.mkdir()
+        os.mkfifo(rendezvous._note_in(run_dir))
+
+    def meet() -> None:
+        for local_rank in (1, 0):
+            publish = threading.Timer(0.5, rendezvous.publish, (run_dir, 4711))
+            publish.start()
+            found.append(rendezvous.find(run_dir, local_rank, 30.0)[1])
+            publish.join()
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found == [4711, 4711]
 
 
 def test_what_killed_starts_have_left_in_tmp_is_removed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kempner.compiler import CACHE, HEADERS
 from kempner.config.loading import load
 from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
@@ -125,6 +127,13 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Pat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     command = vllm_engine.words(Path("w/v00000003"), options, 80)
     assert command[-2:] == ["--tensor-parallel-size", "2"]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in (CACHE, HEADERS):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    found = vllm_engine.environment("secret")
+    assert found[HEADERS] == "0"
+    assert found[CACHE] == str(tmp_path / f"kempner-compiled-{os.getuid()}")
     monkeypatch.delenv("KEMPNER_VLLM", raising=False)
     assert vllm_engine.main(given) == 2
     assert "set KEMPNER_VLLM" in capsys.readouterr().err

@@ -5,6 +5,7 @@
     latest                           link to where a start continues from, replaced by rename
     step_00000100.corrupt/           proved to be damaged, and set aside
     step_00000100.deleted/           being deleted
+    .reading/step_00000100           locked by those who read it
 
 All that makes this true is here: fsync of files and directories, rename, and the order of the two.
 What is not of this run (ownership.py) is left alone, whatever its name. No torch.
@@ -21,7 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from kempner.checkpoint.ownership import is_own, remove
 from kempner.config.option import ConfigError
@@ -31,6 +32,7 @@ from kempner.files import fsync, step_of, swap_link, write_atomic
 FORMAT = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
+READING = ".reading"
 LEFT = re.compile(  # by a killed save, deletion, or write of a small file
     r"step_\d{8,}\.(([\w.-]+\.)?partial|deleted(\.\d+)?)|\.(latest|skip\.json|\.kempner)\.\d+\.new"
 )
@@ -226,14 +228,25 @@ def read_listed(path: Path, manifest: dict[str, Any], name: str) -> bytes:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Protect a checkpoint from retention while it is read (a shared lock on its manifest). It may
-    be deleted before this begins: then it has no manifest."""
+    """Protect a checkpoint from retention while it is read (by a shared lock). It may be deleted
+    before this begins: then it has no manifest. Without locks, or the right to make one, nothing
+    is protected."""
     with contextlib.ExitStack() as held:
-        # Without a manifest the reader fails by itself; without locks nothing can be protected.
         with contextlib.suppress(OSError):
-            file = held.enter_context(open(path / MANIFEST))
-            fcntl.flock(file, fcntl.LOCK_SH)
+            fcntl.flock(held.enter_context(_open_lock(path)), fcntl.LOCK_SH)
         yield
+
+
+def _open_lock(path: Path) -> IO[str]:
+    """Raises OSError. Whoever can open a lock can hold it for ever, if only to read: so nobody else
+    may, and no file that others shall read will do."""
+    path = path.resolve()
+    if read_mark(path.parent)[0] is not Kind.CHECKPOINTS:
+        raise FileNotFoundError(errno.ENOENT, "a copy, which no run deletes", str(path))
+    folder = path.parent / READING
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o700)  # its user may have opened the whole run to others
+    return open(folder / path.name, "a+")  # NFS asks for the right to write, or to read
 
 
 def is_read(path: Path) -> bool:
@@ -247,8 +260,7 @@ def deleting(path: Path) -> Iterator[bool]:
     with contextlib.ExitStack() as held:
         free = True
         try:
-            file = held.enter_context(open(path / MANIFEST, "r+"))  # NFS locks it so only like this
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(held.enter_context(_open_lock(path)), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
         except OSError:
@@ -284,6 +296,7 @@ def prune(root: Path, keep_last_n: int, keep_every: int) -> None:
                 with deleting(path) as free:
                     if free:
                         doom(path)
+                        (root / READING / path.name).unlink(missing_ok=True)
     for path in root.glob("step_*.deleted*"):
         with contextlib.suppress(OSError):
             if LEFT.fullmatch(path.name) and is_own(path):

@@ -31,7 +31,9 @@ from kempner.files import step_of
 IN_A_CHECKPOINT = re.compile(
     r"ranks-\d+|config\.toml|tensors\.json|manifest\.json|\.metadata|\..*\.new"
 )
-AROUND = re.compile(r"step_\d{8,}(\..*)?|latest|skip\.json|lock|\.lock\..*|replicas|\..*\.new")
+AROUND = re.compile(
+    r"step_\d{8,}(\..*)?|latest|skip\.json|lock|\.lock\..*|\.reading|replicas|\..*\.new"
+)
 
 
 def claim(root: Path, run: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kempner.compiler import keep_private
 from kempner.config.option import ConfigError
 from kempner.model.config import ModelConfig
 
@@ -178,6 +179,7 @@ def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
     create_block_mask, which then never makes the T x T mask itself."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    keep_private()
     return torch.compile(flex_attention), torch.compile(create_block_mask)
 
 

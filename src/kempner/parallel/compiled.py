@@ -18,11 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kempner.compiler import CACHE, keep_private
 from kempner.model.decoder import Decoder
 from kempner.process_group import World
 from kempner.slurm import host_name
-
-CACHE = "TORCHINDUCTOR_CACHE_DIR"  # Triton's is inside it
 
 
 def compile_model(model: Decoder, scope: str) -> None:
@@ -31,6 +30,7 @@ def compile_model(model: Decoder, scope: str) -> None:
     block: all blocks are alike and share one graph, which is compiled once, however deep the model
     is. model: one graph from the embedding to the loss, which takes as much longer to compile.
     """
+    keep_private()
     if scope == "model":
         model.compile()
         return
@@ -44,7 +44,8 @@ def keep_compiled(run_dir: Path, world: World) -> None:
     a directory for each host, because two never wait for each other's locks. A host that is new to
     the run begins with a copy of another's. All ranks call it.
 
-    Unless the user names another place, or the file system there has no locks.
+    Unless the user names another place, or the file system there has no locks: then the place is
+    that of compiler.keep_private().
     """
     if CACHE in os.environ:
         return
@@ -56,6 +57,7 @@ def keep_compiled(run_dir: Path, world: World) -> None:
     dist.all_reduce(failed)  # also: no rank compiles into it before it is there
     if not failed:
         os.environ[CACHE] = str(own)
+    keep_private()
 
 
 def _prepare(own: Path) -> bool:
@@ -69,7 +71,9 @@ def _prepare(own: Path) -> bool:
             else:
                 fresh.mkdir(parents=True)
             fresh.rename(own)
-        with open(own / ".lock", "w") as file:  # some parallel file systems are mounted without
+        own.chmod(0o700)  # who can open a lock can hold it, and there are torch's own in it, too
+        lock = os.open(own / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with open(lock, "w") as file:  # some parallel file systems are mounted without
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (OSError, shutil.Error):
         return False

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner import slurm
+from kempner.compiler import keep_private
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.directories import refuse_other_file
@@ -146,6 +147,7 @@ def words(model: Path, options: argparse.Namespace, port: int) -> list[str]:
 def environment(token: str) -> dict[str, str]:
     source = str(Path(__file__).parents[2])  # for the middleware
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    keep_private()  # vLLM has a place of its own for the model, and torch's for all else
     own = ENVIRONMENT | ({} if os.environ.get("CUDA_VISIBLE_DEVICES") else ON_A_CPU)
     return {**own, **os.environ, "PYTHONPATH": path, TOKEN: token}
 
