@@ -85,7 +85,7 @@ def test_each_rank_looks_before_it_meets_the_others(
     def near(device: torch.device, world: World) -> None:
         done.append(("near", str(device)))
 
-    def refuse(error: ConfigError, stop: object) -> None:
+    def refuse(error: ConfigError, stop: object, leave: object) -> None:
         raise SystemExit(str(error))
 
     monkeypatch.setattr(compiler, "need", need)
