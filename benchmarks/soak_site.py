@@ -119,7 +119,8 @@ class SiteSoak(Soak):
             do[fault.kind](fault.target)
             self._changed = time.monotonic()
         else:
-            super()._strike(fault)
+            with contextlib.suppress(AssertionError):  # the job has just ended: a hand follows
+                super()._strike(fault)
 
     def _send(self, number: signal.Signals, *ranks: int) -> None:
         with contextlib.suppress(Broken):  # it is between two attempts
