@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,8 @@ def write_atomic(
     is durable. `content` may be a function that writes to the open file. An error, such as OSError
     on a full disk, leaves the old file and nothing else. `mode`: less the umask; 0o600 for a
     secret."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    # By thread: two of a process may write the same file. The first one has the process's number.
+    fresh = path.with_name(f".{path.name}.{threading.get_native_id()}.new")
     try:
         with open(_create(fresh, mode), "wb") as file:
             if callable(content):
@@ -52,11 +54,11 @@ def write_atomic(
 
 def _create(path: Path, mode: int) -> int:
     """A file that was not there: where others can write, one of that name could be a link that
-    leads anywhere, or a FIFO that nobody reads."""
+    leads anywhere, or a FIFO that nobody reads. One of a killed process is removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, mode)
-    except FileExistsError:  # of a killed process of this number
+    except FileExistsError:
         path.unlink()
         return os.open(path, flags, mode)
 

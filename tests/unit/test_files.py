@@ -93,3 +93,24 @@ def test_a_torn_line_is_ended_and_swallows_nothing(tmp_path: Path) -> None:
         path.write_text(text)
         end_torn_line(path)
         assert path.read_text() == expected
+
+
+def test_two_threads_write_the_same_file(tmp_path: Path) -> None:
+    """Each time it is what one of them has written, and neither fails."""
+    path = tmp_path / "file"
+    errors: list[OSError] = []
+
+    def write(text: str) -> None:
+        for _ in range(200):
+            try:
+                write_atomic(path, text)
+            except OSError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in ("a" * 99, "b" * 99)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and path.read_text() in ("a" * 99, "b" * 99)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
