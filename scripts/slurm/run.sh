@@ -35,13 +35,13 @@ if [[ ! -e $lib ]]; then
     [[ ${SLURM_RESTART_COUNT:-0} != 0 && $unseen == /* && ! -e $unseen ]] || unseen=''
     if [[ -n $unseen && ! -e $lib ]]; then
         echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes" >&2
-        trap '' TERM && out=() job=$(scontrol show job "$asked") && n=${job#*NumNodes=} n=${n%%[!0-9]*}
+        trap '' TERM && without=() job=$(scontrol show job "$asked") && n=${job#*NumNodes=} n=${n%%[!0-9]*}
         # Without this host; but where one is left out already, it is no fault of a host.
         [[ $job == *ExcNodeList=\(null\)* && ${KEMPNER_EXCLUDE:-2} != 0 && $job =~ [[:space:]]Partition=([^[:space:]]+) ]] &&
             [[ $(scontrol show partition "${BASH_REMATCH[1]}") =~ TotalNodes=([0-9]+) ]] &&
-            ((BASH_REMATCH[1] > n)) && out=(ExcNodeList="$SLURMD_NODENAME")
+            ((BASH_REMATCH[1] > n)) && without=(ExcNodeList="$SLURMD_NODENAME")
         for _ in {1..60}; do # Slurm takes the list once the job is pending, and then refuses to requeue it
-            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes "${out[@]}" || exit 0
+            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes "${without[@]}" || exit 0
             sleep 1
         done
     fi

@@ -419,13 +419,12 @@ def test_what_another_user_has_written_is_not_believed(
 def test_nobody_waits_for_a_fifo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_the_run: bool
 ) -> None:
-    """Its names are foreseeable: that of the copy, and that which the copy has at first."""
+    """The name of the copy is foreseeable."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(rendezvous, "LOCAL_COPY_S", 0.2)
     run_dir, found = tmp_path / "run", []
     copy = rendezvous.copy_of(run_dir)
     os.mkfifo(copy)
-    os.mkfifo(copy.with_name(f".{copy.name}.{os.getpid()}.new"))
     if of_the_run:
         run_dir.mkdir()
         os.mkfifo(rendezvous._note_in(run_dir))

@@ -110,8 +110,9 @@ kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; s
     mapfile -t gone < <(sed -nE 's/^srun: error: Task launch for .* failed on node ([^:]+): .*/\1/p' "$KP_SRUN_LOG" 2>/dev/null)
     if kp_show_job; then
         mapfile -t left < <(scontrol show hostnames "$(kp_field NodeList)")
-        ((${#left[@]} == 0)) || for host in "${hosts[@]}"; do # no answer is no loss
-            [[ " ${left[*]} " == *" $host "* ]] || gone+=("$host")
+        for host in "${hosts[@]}"; do
+            # No answer is no loss.
+            [[ ${#left[@]} == 0 || " ${left[*]} " == *" $host "* ]] || gone+=("$host")
         done
         ((${#hosts[@]} > 0)) || hosts=("${left[@]}")
     fi
