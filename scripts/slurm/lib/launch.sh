@@ -111,7 +111,8 @@ kp_peers() { # the addresses of the first two nodes of the job: from any node, o
     local nodes node='' word
     local -A address=()
     mapfile -t nodes < <(kp_hostnames "$(kp_field NodeList)" | head -n 2)
-    for word in $(scontrol show node "$(kp_comma "${nodes[@]}")"); do # one question for both
+    # One question for both.
+    for word in $(scontrol show node "$(kp_comma "${nodes[@]}")"); do
         case $word in
             NodeName=*) node=${word#*=} ;;
             NodeAddr=*) address[${node:-none}]=${word#*=} ;;
