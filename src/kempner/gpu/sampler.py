@@ -52,23 +52,24 @@ class Sampler:
         self._looks: queue.Queue[Look] = queue.Queue()
         self._errors: queue.Queue[tuple[str, int]] = queue.Queue()
         self._due = threading.Event()
+        self._asked = self._looked = 0  # looks that were asked for; the last one that is done
         self._answered = time.monotonic()
 
     def run(self) -> None:
         for work in (self._read, self._listen):
             threading.Thread(target=work, daemon=True).start()
-        self._due.set()
+        self._ask()
         following = time.monotonic() + self.interval
         while self._rank_lives():
             self._take()
             if self.watch.in_doubt:
                 following = min(following, time.monotonic() + SOON_S)
             if time.monotonic() >= following:
-                self._due.set()
+                self._ask()
                 following = time.monotonic() + self.interval
-        self._due.set()  # why has it ended?
+        self._ask()  # why has it ended?
         end = time.monotonic() + LAST_LOOK_S
-        while self._due.is_set() and time.monotonic() < end:
+        while self._looked < self._asked and time.monotonic() < end:
             time.sleep(0.05)
         self._take()
         self.close()
@@ -81,13 +82,19 @@ class Sampler:
         readable, _, _ = select.select([sys.stdin], [], [], min(POLL_S, self.interval))
         return not readable and os.getppid() == self.rank
 
+    def _ask(self) -> None:
+        self._asked += 1
+        self._due.set()
+
     def _read(self) -> None:
         while self._due.wait():
+            self._due.clear()  # before it looks: who asks meanwhile wants another look
+            asked = self._asked
             try:
                 self._looks.put(of_this_job(self.reader.read()))
             except NoAnswer as error:
                 self._looks.put(str(error))
-            self._due.clear()
+            self._looked = asked
 
     def _listen(self) -> None:
         while True:
