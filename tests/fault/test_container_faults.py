@@ -14,6 +14,10 @@ from tests.conftest import losses, status
 from tests.containers import container, image
 from tests.fault.broken_run import FAULTY_TRAINER, STEPS, BrokenRun
 
+pytestmark = pytest.mark.as_root(
+    "an image here has this machine's Python, which may be in root's home"
+)
+
 SLOW = "slow ms=100 rank=0"
 
 

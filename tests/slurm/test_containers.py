@@ -16,6 +16,10 @@ from tests.cluster import FAKE_TRAINER, ROOT, Cluster, program
 from tests.conftest import TINY, start_train, status
 from tests.containers import RUNTIMES, container, entered, image
 
+pytestmark = pytest.mark.as_root(
+    "an image here has this machine's Python, which may be in root's home"
+)
+
 HOSTILE = ["--a=[0.9, 0.95]", "two words", "$HOME `id`", "*", "", "{a,b}", "\\"]
 SMALL = [str(ROOT / TINY[0]), *TINY[1:]]
 FAKE = {"KEMPNER_TRAIN": str(FAKE_TRAINER)}
