@@ -125,7 +125,7 @@ kp_show_job() { # sets KP_JOB to what scontrol says about the job now; fails, an
 kp_hostnames() { # <list>: its hosts, a line each; where clients have no slurm.conf of their own, the controller is asked
     local hosts most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
     until hosts=$(kp_shielded scontrol show hostnames "$1" 2>/dev/null); do
-        kp_can_wait && ((SECONDS < most)) || return 1
+        [[ -n $1 ]] && kp_can_wait && ((SECONDS < most)) || return 1
         kp_shielded sleep 2
     done
     printf '%s\n' "$hosts"
