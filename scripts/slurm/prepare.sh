@@ -28,10 +28,12 @@ if [[ ! -e $lib ]]; then
     if [[ -n $unseen && ! -e $lib ]]; then
         echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes" >&2
         trap '' TERM && without=() job=$(scontrol show job "$asked") && n=${job#*NumNodes=} n=${n%%[!0-9]*}
-        # Without this host; but where one is left out already, it is no fault of a host.
-        [[ $job == *ExcNodeList=\(null\)* && ${KEMPNER_EXCLUDE:-2} != 0 && $job =~ [[:space:]]Partition=([^[:space:]]+) ]] &&
+        # Without this host, as long as enough others are left: else the job could never start.
+        out=${job#*ExcNodeList=} out=${out%%[[:space:]]*} out=${out#(null)}
+        [[ $job =~ [[:space:]]Partition=([^[:space:]]+) && ${KEMPNER_EXCLUDE:-2} != 0 ]] &&
             [[ $(scontrol show partition "${BASH_REMATCH[1]}") =~ TotalNodes=([0-9]+) ]] &&
-            ((BASH_REMATCH[1] > n)) && without=(ExcNodeList="$SLURMD_NODENAME")
+            ((BASH_REMATCH[1] - $(scontrol show hostnames "$out" 2>/dev/null | wc -l) > n)) &&
+            without=(ExcNodeList="${out:+$out,}$SLURMD_NODENAME")
         for _ in {1..60}; do # Slurm takes the list once the job is pending, and then refuses to requeue it
             scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes "${without[@]}" || exit 0
             sleep 1

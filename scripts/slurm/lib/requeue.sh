@@ -316,9 +316,9 @@ kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slu
     kp_log "scontrol refused to put the next start off"
 }
 
-kp_has_others() { # true when the partition has a node more than the job needs
+kp_has_others() { # true when the partition has a node more than the job needs, beside those that it is kept off
     [[ $(kp_shielded scontrol show partition "$(kp_field Partition)" 2>/dev/null) =~ TotalNodes=([0-9]+) ]] &&
-        ((BASH_REMATCH[1] > $(kp_field NumNodes)))
+        ((BASH_REMATCH[1] - $(scontrol show hostnames "$(kp_excluded)" 2>/dev/null | wc -l) > $(kp_field NumNodes)))
 }
 
 kp_without_this_host() { # <directory>: where an earlier start has used it, starts the job again on other hosts, and exits
@@ -326,8 +326,7 @@ kp_without_this_host() { # <directory>: where an earlier start has used it, star
     [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch && kp_show_job || return 0
     [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
     KP_EXCLUDED='' KP_FAULT="does not see $1" KP_PAUSE=10 KP_START=$(kp_field Restarts)
-    # Where one is left out already, it is no fault of a host.
-    if [[ ${KEMPNER_EXCLUDE:-2} != 0 && -z $(kp_excluded) ]] && kp_has_others; then KP_EXCLUDED=$SLURMD_NODENAME; fi
+    if [[ ${KEMPNER_EXCLUDE:-2} != 0 ]] && kp_has_others; then KP_EXCLUDED=$SLURMD_NODENAME; fi
     kp_deaf
     kp_log "requeue: $SLURMD_NODENAME does not see $1: the job starts again in $KP_PAUSE minutes"
     kp_requeue || return 0
