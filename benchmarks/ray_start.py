@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument(
-        "--testbed", default=str(os.getpid() % 250 + 1), help="number of the test bed"
+        "--testbed", default=str(os.getpid() % 249 + 1), help="number of the test bed"
     )
     parser.add_argument("--dashboard", action="store_true", help="start the dashboard too")
     given = parser.parse_args()

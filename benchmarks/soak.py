@@ -485,7 +485,7 @@ def cluster_of(nodes: int, folder: Path, gpus: int = 1, **more: str) -> Iterator
     """`more`: variables of testbed.sh."""
     env = {**os.environ, "KEMPNER_TESTBED_OWNER": str(os.getpid()), **more}
     for attempt in range(5):  # a number may be taken by another cluster
-        env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
+        env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 249 + 1)
         command = ["bash", str(TESTBED), "up", str(nodes), str(gpus)]
         up = subprocess.run(command, env=env, capture_output=True, text=True)
         if up.returncode == 0:

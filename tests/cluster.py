@@ -237,7 +237,7 @@ def boot(
     if AS_USER[0]:
         os.chown(disk, USER_ID, USER_ID)
     for attempt in range(5):  # a number may be taken by another cluster
-        env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 250 + 1)
+        env["KEMPNER_TESTBED"] = str((os.getpid() + attempt) % 249 + 1)
         up = subprocess.run(
             ["bash", TESTBED, "up", str(nodes), str(gpus)], env=env, capture_output=True, text=True
         )

@@ -374,6 +374,7 @@ def test_repository_with_a_space_in_its_path(cluster: Cluster, tmp_path: Path) -
     clone = tmp_path / "my clone"
     (clone / "scripts").mkdir(parents=True)
     (clone / "scripts/slurm").symlink_to(SCRIPTS)
+    (clone / "src").symlink_to(ROOT / "src")
     job = cluster.sbatch(
         clone / "scripts/slurm/singlenode.sh",
         f"--run.dir={tmp_path}/scripts/slurm/x",

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster import AS_USER, TESTBED, USER, Cluster, need_slurm
 
 Bed = Callable[..., "subprocess.CompletedProcess[str]"]
-NUMBER = str((os.getpid() + 125) % 250 + 1)  # far from those of tests.cluster
+NUMBER = str((os.getpid() + 125) % 249 + 1)  # far from those of tests.cluster
 STATE = Path(f"/run/kempner-testbed-{NUMBER}")
 
 

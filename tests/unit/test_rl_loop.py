@@ -93,13 +93,15 @@ def test_a_synchronous_batch_does_not_depend_on_timing_or_engines(
 
 
 def lost(engine: FakeEngine, path: str) -> int | str | None:
-    """Breaks a connection now and then."""
-    return LOST if path == "/v1/completions" and engine.random.random() < 0.3 else None
+    """Breaks its first connection, and others now and then."""
+    now = not engine.faulty or engine.random.random() < 0.3
+    return LOST if path == "/v1/completions" and now else None
 
 
 def code(number: int) -> Fault:
     def fault(engine: FakeEngine, path: str) -> int | None:
-        return number if path == "/v1/completions" and engine.random.random() < 0.3 else None
+        now = not engine.faulty or engine.random.random() < 0.3
+        return number if path == "/v1/completions" and now else None
 
     return fault
 
@@ -124,7 +126,7 @@ def test_what_an_engine_has_lost_is_asked_again(
 ) -> None:
     first = make(fault)
     assert equal(Loop(config(tmp_path), [first, make()]).run(), plain)
-    assert first.faulty
+    assert first.faulty or len(first.requests) < 2  # a busy machine may leave it without work
 
 
 def test_a_stranger_gets_no_work(plain: list[Handed], make: Make, tmp_path: Path) -> None:
