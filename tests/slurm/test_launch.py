@@ -149,6 +149,7 @@ def test_two_jobs_share_a_node(cluster: Cluster, tmp_path: Path) -> None:
         "--exclusive=oversubscribe",
         "--gpus-per-node=2",
         "--cpus-per-gpu=1",
+        "--mem=2000",  # the header's --mem=0 is all of it, where memory is a resource (--as-user)
         "--nodelist=node1",
     ]
     runs = [tmp_path / "a", tmp_path / "b"]

@@ -79,6 +79,7 @@ def test_requests_that_are_refused(
 def test_parts_of_a_node_are_apart(typed: Cluster, tmp_path: Path) -> None:
     """Two jobs on one host at the same time: no GPU and no CPU is both jobs'."""
     options = ["--exclusive=oversubscribe", "--nodes=1", "--nodelist=node1", "--gpus-per-node=2"]
+    options.append("--mem=2000")  # the header has all of it, where memory is a resource
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
