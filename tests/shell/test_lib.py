@@ -641,6 +641,28 @@ def test_the_guard(
         assert (line["event"], line["chain"], line["link"], line["job"]) == ("lost", "5", 1, "7")
 
 
+@pytest.mark.parametrize(
+    ("line", "ends"),
+    [("Killed", True), ("Exited with exit code 75", False), ("Terminated", False)],
+)
+def test_who_was_asked_to_leave_has_a_bound(tmp_path: Path, line: str, ends: bool) -> None:
+    """A rank was killed meanwhile, and another one is frozen: srun would wait until the time limit.
+    Others may be in a long save."""
+    (tmp_path / "srun.log").write_text(f"srun: error: node2: task 1: {line}\n")
+    script = f"""
+        KP_RUN_DIR={tmp_path} KP_SRUN_LOG={tmp_path}/srun.log KEMPNER_ATTEMPT_ID=7.0.1
+        KP_BESIDE='' KP_SIGNAL=TERM KP_LEAVING_S=1
+        kp_find_lost() {{ :; }}
+        (trap '' TERM; exec sleep 9) & KP_CHILD=$!
+        kp_await
+        echo "$KP_CODE"
+    """
+    done = bash(script)
+    told = (tmp_path / "srun.log").read_text()
+    assert ("ending the other ranks" in told) == ends, done.stderr
+    assert done.stdout.split()[-1] == ("137" if ends else "0"), done
+
+
 def test_a_guard_that_hears_no_names_of_hosts_waits(tmp_path: Path) -> None:
     """The batch host is not lost because scontrol has failed."""
     shim = SHIM.replace("*hostnames*) echo node2", "*hostnames*) exit 1")

@@ -6,6 +6,8 @@ readonly KP_LAST_S=5  # once a rank has failed, the others have so long to recor
 readonly KP_OVER_S=60 # after an orderly end: a srun that misses it, as after a host came back, must not keep the job
 readonly KP_PROBE_S=3 # for the slurmd of a host to take a connection
 
+KP_LEAVING_S=${KP_LEAVING_S:-120} # once one of those that were asked to leave has been killed; tests shorten it
+
 KP_RESTARTS=0             # restarts in place that are left
 KP_PLACES=() KP_SPARES=() # where Slurm lets the job survive a lost node: those that train, and those that wait
 KP_LOST='' KP_REPLACED='' # nodes that do not answer; nodes whose places spares take (by commas)
@@ -62,8 +64,13 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
     while kill -0 "$KP_CHILD" 2>/dev/null; do
         while IFS= read -r line <&"$fd"; do
             [[ $line == 'srun: error: '*': task'* || $line == 'srun: error: Node failure'* ]] || continue
-            # Those that have been asked to leave may be in a long save.
-            [[ -z $failed && ${KP_SIGNAL:-USR2} == USR2 ]] || continue
+            [[ -z $failed ]] || continue
+            # Those that have been asked to leave may be in a long save; but one that was killed takes no part in it,
+            # another one may be frozen, and srun's order to end them may not have reached the controller.
+            if [[ ${KP_SIGNAL:-USR2} != USR2 ]]; then
+                [[ $line != *': Killed' ]] || failed=$SECONDS patience=$KP_LEAVING_S
+                continue
+            fi
             failed=$SECONDS
             kp_find_lost
             [[ -z $KP_LOST ]] || patience=1
@@ -86,6 +93,7 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
             fi
         elif [[ -n $due ]] && ((SECONDS >= due)); then
             ended=$SECONDS
+            ((patience < KP_LAST_S)) || patience=$KP_LAST_S
             # faulty_host.py blames none that die after this line; srun kills its tasks.
             { echo "kempner: ending the other ranks" >>"$KP_SRUN_LOG"; } 2>/dev/null || true
             kill -TERM "$KP_CHILD" 2>/dev/null || true
