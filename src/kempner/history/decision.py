@@ -19,7 +19,7 @@ Answer = Literal["restart", "requeue", "chain", "end", "leave"]
 Class = Literal["", "bad input", "program", "host", "site"]
 
 LARGEST_SHARE = 0.05  # of the job's nodes, that may be excluded beside KEMPNER_EXCLUDE
-SHORTEST_PAUSE, LONGEST_PAUSE = 1, 60  # minutes before the next start, after a fault of the site
+SHORTEST_PAUSE, LONGEST_PAUSE = 1, 60  # minutes before the next start: see pause_of()
 
 
 @dataclass(frozen=True, kw_only=True)
