@@ -73,7 +73,9 @@ class Trainer:
 
     def manifest(self, number: int, how: str = "") -> Path:
         """Of a version, which is published now."""
-        (self.run / str(number)).write_text(how)
+        whole = self.run / f"{number}.whole"  # the ranks read it as soon as it is there
+        whole.write_text(how)
+        whole.rename(self.run / str(number))
         return self.wait(self.exchange.version(number) / "manifest.json")
 
     def check(self, model: Decoder, number: int) -> None:
