@@ -22,6 +22,7 @@ from kempner.config.loading import Values, as_dict, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.config.values import shown, to_text
 from kempner.data.sidecar import open_sidecar
+from kempner.data.vocabulary import agree, read_vocabulary
 from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_others
 from kempner.front_door import complain, how_to_run, list_problems, run_program
 from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer
@@ -318,8 +319,8 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
         return []
     found = []
     for one in cfg.data.mixed:
-        theirs = open_sidecar(one.path).tokenizer if has_sidecar(one) else own
-        if theirs["hash"] != own["hash"]:
+        if has_sidecar(one) and not _same_ids(one.path, own):
+            theirs = open_sidecar(one.path).tokenizer
             of_bytes = own["kind"] == "bytes"
             given = "bytes" if of_bytes else own["file"]
             fix = f"prepare the data again with --tokenizer {given}"
@@ -330,6 +331,16 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
                 f"{_shown(own)}, so that a token id means another text; {fix}"
             )
     return found
+
+
+def _same_ids(data: str, own: Mapping[str, str]) -> bool:
+    """Whether token ids mean the same in a data set and to weights with the tokenizer `own`. The
+    file may differ: a tool has written it again, or it has more tokens, of a chat template."""
+    theirs = open_sidecar(data).tokenizer
+    if theirs["hash"] == own["hash"] or "bytes" in (theirs["kind"], own["kind"]):
+        return theirs["hash"] == own["hash"]
+    file = Path(data).expanduser() / TOKENIZER
+    return agree(read_vocabulary(file), read_vocabulary(Path(own["file"])))
 
 
 def _shown(tokenizer: Mapping[str, str]) -> str:

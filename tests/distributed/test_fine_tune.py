@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,56 @@ def test_an_export_ends_its_turns(work: Path) -> None:
     torch.testing.assert_close(hf_models.theirs(model), hf_models.ours(work / "runs/sft"))
     template = json.loads((after / "tokenizer_config.json").read_text())["chat_template"]
     assert template == GENERATION
+
+
+def another_tokenizer(work: Path, name: str, act: Callable[[dict[str, Any]], object]) -> str:
+    """models/llama with a tokenizer that `act` changes; returns the name of the directory."""
+    shutil.copytree(work / "models/llama", work / "models" / name)
+    file = work / "models" / name / "tokenizer.json"
+    content = json.loads(file.read_bytes())
+    act(content)
+    file.write_text(json.dumps(content))
+    return f"models/{name}"
+
+
+def test_data_of_another_tokenizer_are_refused(work: Path) -> None:
+    """Not those of the same one in another file, nor those with the tokens of a chat template."""
+
+    def swap(content: dict[str, Any]) -> None:
+        vocab = content["model"]["vocab"]
+        vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+
+    def check(model: str) -> subprocess.CompletedProcess[str]:
+        words = ["configs/train/sft.toml", f"--model.init_from={model}", "--run.dir=runs/other"]
+        return subprocess.run(
+            [sys.executable, "scripts/train.py", *words, "--check"],
+            cwd=work, env=clean_env(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    done = check(another_tokenizer(work, "swapped", swap))
+    assert done.returncode == 2 and "so that a token id means another text" in done.stderr
+    written_again = check(another_tokenizer(work, "again", lambda content: content))
+    assert written_again.returncode == 0, written_again.stderr
+
+
+def test_an_export_has_the_tokens_that_its_data_have(work: Path) -> None:
+    """Also those of the chat template, which the base model lacks, and all from one place."""
+    base = another_tokenizer(work, "base", lambda content: content["added_tokens"].pop())
+    (work / base / "special_tokens_map.json").write_text("{}")
+    (work / base / "chat_template.jinja").write_text("of the base model")
+    words = [f"{work}/configs/train/sft.toml", f"--run.dir={work / 'runs/more'}"]
+    words += [f"--model.init_from={work / base}", f"--data.dataset_path={work / 'data/chat'}"]
+    process = start_train(*words, "--train.max_steps=1", "--eval.interval=0")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    hf_models.convert("export", work / "runs/more", work / "models/more")
+    written, data = work / "models/more", work / "data/chat"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (written / name).read_bytes() == (data / name).read_bytes()
+    assert {file.name for file in written.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
 
 
 def test_what_does_not_fit_is_refused(work: Path) -> None:
