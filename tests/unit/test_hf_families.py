@@ -129,14 +129,70 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
         "full and sliding attention in different layers",
     ),
-}
+    # Two places that differ, of which versions of transformers choose another one.
+    "rope-twice": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_parameters and rope_scaling differ",
+    ),
+    "theta-twice": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_scaling": None},
+        "rope_theta is 500000.0 and 10000.0: give one value",
+    ),
+    "original-length-twice": (
+        {"original_max_position_embeddings": 4096},
+        "original_max_position_embeddings is 4096 and 8192",
+    ),
+    "rope-by-layer": (
+        {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "by kind of layer are not supported",
+    ),
+    "part-of-a-head": (
+        {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor in the parameters of RoPE",
+    ),
+    "ministral": (
+        MISTRAL_V01 | {"layer_types": ["full_attention", "sliding_attention"] * 16},
+        "layer_types: transformers takes a mistral with them for a ministral",
+    ),
+    "layers-of-a-llama": (
+        {"layer_types": ["sliding_attention"] * 32, "sliding_window": 64},
+        "layer_types are sliding_attention: by the other keys they are full_attention",
+    ),
+    "layers-of-a-qwen": (
+        QWEN_25_05B | {"rope_scaling": None, "layer_types": ["sliding_attention"] * 24},
+        "layer_types are sliding_attention",
+    ),
+    "window-without-size": (
+        {k: v for k, v in QWEN3_30B_A3B.items() if k != "sliding_window"}
+        | {"use_sliding_window": True},
+        "use_sliding_window without sliding_window: give its size",
+    ),
+    # What is missing or of another type.
+    "no-low-factor": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+         | {"original_max_position_embeddings": 8192}},
+        'rope_type "llama3" needs low_freq_factor, a number',
+    ),
+    "no-original-length": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+         | {"low_freq_factor": 1.0}},
+        'rope_type "llama3" needs original_max_position_embeddings, a number',
+    ),
+    "rope-as-text": ({"rope_scaling": "llama3"}, 'rope_scaling = "llama3": must be an object'),
+    "size-as-text": ({"hidden_size": "64"}, 'hidden_size = "64": must be a whole number, at'),
+    "no-heads": ({"num_key_value_heads": 0}, "num_key_value_heads = 0: must be a whole number"),
+    "null": ({"hidden_size": None}, "has no hidden_size"),
+    "layers-as-text": ({"layer_types": "full"}, 'layer_types = "full": must be a list'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_another_model_is_refused_with_the_reason(case: str) -> None:
     change, why = REFUSED[case]
+    whole = change if "hidden_size" in change and len(change) > 2 else LLAMA_31_8B | change
     with pytest.raises(ConfigError) as error:
-        model_values(LLAMA_31_8B | change, "config.json")
+        model_values(whole, "config.json")
     assert len(error.value.problems) == 1 and why in str(error.value), error.value
 
 

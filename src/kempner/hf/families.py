@@ -84,6 +84,19 @@ LLAMA3_ROPE = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
+# What else a config.json may be asked for, and its type.
+KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "rms_norm_eps": ("a number", (int, float)),
+    "rope_theta": ("a number", (int, float)),
+    "rope_parameters": ("an object", (dict,)),
+    "rope_scaling": ("an object", (dict,)),
+    "architectures": ("a list", (list,)),
+    "layer_types": ("a list", (list,)),
+    "max_window_layers": ("a whole number", (int,)),
+}
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
+ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # no part of the scaling
+SIZES = ("num_key_value_heads", "head_dim", "sliding_window", "original_max_position_embeddings")
 
 
 def model_values(config: Config, where: str) -> dict[str, Any]:
@@ -110,7 +123,7 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
         "norm_eps": float(values["norm_eps"]),
         "n_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or family.head_dim or values["dim"] // heads,
-        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "tie_embeddings": config.get("tie_word_embeddings") or False,
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
         "qkv_bias": kind == "qwen2",
         # Qwen3-MoE alone can weigh the experts by their scores as they are.
@@ -127,26 +140,90 @@ def _keys(family: Family) -> dict[str, str]:
 
 
 def _refusals(config: Config, family: Family) -> list[str]:
+    if found := _wrong_types(config, family):
+        return found
     found = [
         f"{key} = {shown(config[key])}: only {shown(value)} is supported"
         for key, value in FIXED.items()
         if config.get(key, value) not in (value, None)
     ]
-    found += [f"has no {theirs}" for theirs in _keys(family).values() if theirs not in config]
+    found += [f"has no {key}" for key in _keys(family).values() if config.get(key) is None]
     if family.architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
         found.append("has no num_key_value_heads")
     if (architecture := (config.get("architectures") or [family.architecture])[0]) != (
         family.architecture
     ):
         found.append(f"architecture {architecture}: only {family.architecture} is supported")
-    kind = (_rope_section(config)).get("rope_type", "default")
-    if kind not in ("default", "llama3"):
+    return found + _rope_refusals(config) + _window_refusals(config)
+
+
+def _wrong_types(config: Config, family: Family) -> list[str]:
+    """What is no number, list or object where there must be one."""
+    sizes = {*_keys(family).values(), *SIZES} - {"rms_norm_eps"}
+    given = {key: value for key, value in config.items() if value is not None}
+    found = [
+        f"{key} = {shown(value)}: must be a whole number, at least 1"
+        for key, value in given.items()
+        if key in sizes and (type(value) is not int or value < 1)
+    ]
+    return found + [
+        f"{key} = {shown(given[key])}: must be {name}"
+        for key, (name, kinds) in KINDS.items()
+        if key in given and type(given[key]) not in kinds
+    ]
+
+
+def _rope_refusals(config: Config) -> list[str]:
+    """Also where a value is given in two places that differ: transformers 4 and 5 choose another
+    one of them."""
+    sections = [config[key] for key in ROPE_SECTIONS if config.get(key)]
+    if any(isinstance(value, dict) for section in sections for value in section.values()):
+        return [f"{' and '.join(ROPE_SECTIONS)} by kind of layer are not supported"]
+    found = []
+    for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
+        places = [place[key] for place in (config, *sections) if place.get(key) is not None]
+        if len({*places}) > 1:
+            found.append(f"{key} is {' and '.join(map(shown, places))}: give one value")
+    scaling = _rope_section(config)
+    kind, about = scaling["rope_type"], {_scaling(section) for section in sections}
+    if len(about) > 1:
+        found.append(f"{' and '.join(ROPE_SECTIONS)} differ: remove the one that is not meant")
+    elif kind not in ("default", "llama3"):
         found.append(f"rope_type {shown(kind)}: only default and llama3 are supported")
-    if config.get("model_type") in ("qwen2", "qwen3") and len(_layer_types(config)) > 1:
-        found.append("full and sliding attention in different layers are not supported")
-    if config.get("model_type") == "mistral" and "sliding_window" not in config:
-        found.append("has no sliding_window (an int, or null)")
+    elif kind == "llama3":
+        found += [
+            f"rope_type {shown(kind)} needs {key}, a number"
+            for key in LLAMA3_ROPE.values()
+            if type(scaling.get(key)) not in (int, float)
+        ]
+    if scaling.get("partial_rotary_factor", 1.0) not in (1.0, None) and not found:
+        found.append("partial_rotary_factor in the parameters of RoPE: only 1.0 is supported")
     return found
+
+
+def _scaling(section: Config) -> tuple[Any, ...]:
+    """What a section says of the scaling, in a form to compare."""
+    kind = section.get("rope_type", section.get("type", "default"))
+    values = sorted((key, value) for key, value in section.items() if key not in ROPE_COMMON)
+    return (kind, *values) if kind != "default" else (kind,)
+
+
+def _window_refusals(config: Config) -> list[str]:
+    kind, types = config["model_type"], set(config.get("layer_types") or ())
+    if kind == "mistral" and "sliding_window" not in config:
+        return ["has no sliding_window (an int, or null)"]
+    if kind != "llama" and config.get("use_sliding_window") and "sliding_window" not in config:
+        return ["use_sliding_window without sliding_window: give its size (transformers: 4096)"]
+    if kind in ("qwen2", "qwen3"):
+        if len(_layer_types(config)) > 1:
+            return ["full and sliding attention in different layers are not supported"]
+        types -= {"full_attention"}  # these families take their word for it
+    elif kind == "mistral" and types:
+        return ["layer_types: transformers takes a mistral with them for a ministral"]
+    there = "sliding_attention" if _window(config) is not None else "full_attention"
+    if types - {there}:
+        return [f"layer_types are {', '.join(sorted(types))}: by the other keys they are {there}"]
+    return []
 
 
 def _window(config: Config) -> int | None:
@@ -156,8 +233,9 @@ def _window(config: Config) -> int | None:
     if config["model_type"] in ("mixtral", "qwen3_moe"):
         used = config.get("use_sliding_window", config["model_type"] == "mixtral")
         return config.get("sliding_window") if used else None
-    sliding = config["model_type"] != "llama" and _layer_types(config) == {"sliding_attention"}
-    return config["sliding_window"] if sliding else None
+    used = config["model_type"] != "llama" and config.get("use_sliding_window", False)
+    everywhere = used and "full_attention" not in _layer_types(config)
+    return config["sliding_window"] if everywhere else None
 
 
 def _layer_types(config: Config) -> set[str]:
@@ -173,12 +251,14 @@ def _layer_types(config: Config) -> set[str]:
 
 
 def _rope_section(config: Config) -> Config:
-    """RoPE's parameters: under rope_parameters since transformers 5, in two places before."""
-    section = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """RoPE's parameters: under rope_parameters since transformers 5, in several places before."""
+    first, *rest = [config.get(key) or {} for key in ROPE_SECTIONS]
+    section = {**first, **rest[0]}
     kind = section.get("rope_type", section.get("type", "default"))
     family = FAMILIES[config["model_type"]]
     theta = section.get("rope_theta") or config.get("rope_theta") or family.rope_theta
-    return {**section, "rope_type": kind, "rope_theta": float(theta)}
+    beside = "original_max_position_embeddings"  # of some models, at the top
+    return {beside: config.get(beside), **section, "rope_type": kind, "rope_theta": float(theta)}
 
 
 def _rope(config: Config) -> dict[str, Any]:
