@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from kempner.load import load
 from tests import hf_models
-from tests.conftest import ROOT, clean_env, losses, start_train
+from tests.conftest import ROOT, clean_env, load_program, losses, start_train
 from tests.unit.templates import GENERATION, write_tokenizer
 
 # What the pages' configurations are made small with; the rest of them stays as it is shipped.
@@ -201,6 +202,47 @@ def test_an_export_has_the_tokens_that_its_data_have(work: Path) -> None:
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
     }  # fmt: skip
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{chosen}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 5}}
+metric_list: [{{metric: {metric}}}]
+"""
+
+
+def test_a_run_of_chats_is_evaluated_as_its_export_is(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each text begins in the same way: not behind the end of a turn, where none was trained."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    file = str(tmp_path / "few.jsonl")
+    rows = (work / "pairs.jsonl").read_text().splitlines()
+    Path(file).write_text("\n".join(rows[:4]))
+    kinds = {"loglikelihood": "perplexity", "loglikelihood_rolling": "byte_perplexity"}
+    for kind, metric in kinds.items():
+        text = TASK.format(name=kind, file=file, kind=kind, metric=metric)
+        (tmp_path / f"{kind}.yaml").write_text(text)
+    hf_models.convert("export", work / "runs/sft", tmp_path / "out")
+    tables = []
+    for name in (work / "runs/sft", tmp_path / "out"):
+        words = [str(name), "--tasks", ",".join(kinds), "--include-path", str(tmp_path)]
+        capsys.readouterr()
+        assert load_program("eval").main(words) == 0
+        tables.append([line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"])
+    assert tables[0] == tables[1] and "perplexity" in tables[0][2]
+    sources = (work / "runs/sft", tmp_path / "out")
+    of_run, of_export = (load(str(name), "cpu").words for name in sources)
+    assert of_run.prompt("x") == of_export.prompt("x")  # generate.py and serve.py begin with these
+    assert of_run.ends == of_export.ends and of_run.tokenizer.eod == of_export.tokenizer.eod
 
 
 def test_what_does_not_fit_is_refused(work: Path) -> None:
