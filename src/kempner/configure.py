@@ -283,7 +283,15 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 
 def warn(cfg: RunConfig) -> None:
-    """Print what is fine in a trial of a few steps, but seldom meant in a whole run."""
+    """Print what is fine in a trial of a few steps, or of a model that is there, but seldom meant
+    in a whole run."""
+    if cfg.model.router_is_blind:
+        print(
+            f"warning: model.init_from = {cfg.model.init_from} has experts_per_token = 1 with "
+            "router_normalize: the loss has no gradient for its routers, which stay as they are "
+            "but for rounding and model.aux_loss",
+            file=sys.stderr,
+        )
     warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
     if warmup > last:
         print(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.configure import warn
 from kempner.data.config import DataConfig
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
@@ -232,10 +233,20 @@ def test_parameters_and_operations_follow_from_the_shapes(shared: int) -> None:
     assert stds["blocks.0.ffn.experts.w2"] == 0.01
 
 
-def test_options_without_effect_and_combinations_that_are_not_built_are_refused() -> None:
+def test_options_without_effect_and_combinations_that_are_not_built_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert SHAPE.problems() == [] and ModelConfig().problems() == []
     (problem,) = replace(SHAPE, experts_per_token=7).problems()
     assert problem == "model.experts_per_token = 7: at most n_experts = 6"
+    one = replace(SHAPE, experts_per_token=1)
+    (problem,) = one.problems()
+    assert "no gradient for the router; give --no-model.router_normalize" in problem
+    assert not replace(one, router_normalize=False).problems()
+    imported = replace(one, init_from="models/imported")  # is as it is; said at the start
+    assert not imported.problems()
+    warn(RunConfig(model=imported))
+    assert "the loss has no gradient for its routers" in capsys.readouterr().err
     (problem,) = ModelConfig(router_bias=True).problems()
     assert problem.startswith("model.router_bias = true: has no effect without experts")
     model = replace(SHAPE, init_from="x", aux_loss=0.1, router_bias=True)
