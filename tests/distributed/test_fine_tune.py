@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kempner.load import load
 from tests import hf_models
 from tests.conftest import ROOT, clean_env, load_program, losses, start_train
+from tests.distributed.test_bad_input import rejected
 from tests.unit.templates import GENERATION, write_tokenizer
 
 # What the pages' configurations are made small with; the rest of them stays as it is shipped.
@@ -118,6 +120,22 @@ def test_dpo_resumes_with_its_first_reference_on_other_ranks(work: Path) -> None
     train(*words, nproc=1)
     broken, unbroken = losses(work / "runs/broken"), losses(work / "runs/dpo")
     assert broken == pytest.approx(unbroken, abs=1e-5)
+
+
+def test_dpo_does_not_go_on_with_another_reference(work: Path) -> None:
+    """A directory whose files were replaced between two starts."""
+    base = another_tokenizer(work, "reference", lambda content: content)
+    words = [f"{work}/configs/train/dpo.toml", f"--run.dir={work / 'runs/moved'}"]
+    words += [f"--model.init_from={work / base}", "--eval.interval=0"]
+    words += [f"--data.dataset_path={work / 'data/preferences'}", "--train.max_steps=1"]
+    process = start_train(*words)
+    assert process.communicate(timeout=240) and process.returncode == 0
+    file = work / base / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, file, metadata={"format": "pt"})
+    (problem,) = rejected(*words, "--train.max_steps=2")
+    assert "model.init_from holds other weights than those that have been the reference" in problem
 
 
 @pytest.mark.parametrize("loss", ["dpo", "reward"])
