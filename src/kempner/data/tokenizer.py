@@ -93,7 +93,7 @@ class FileTokenizer:
         except Exception as error:  # the package raises bare Exception and ValueError
             raise DataError(f"tokenizer {path}: not a tokenizer.json ({error})") from None
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
-        self.eod = _find_eod(path, vocabulary, eod)
+        self.eod = _find_eod(path, self._tokenizer, vocabulary, eod)
         self._about = {
             "name": name or "/".join(path.parts[-2:]),
             "kind": "tokenizer.json",
@@ -204,15 +204,21 @@ def need(package: str) -> Any:
         ) from None
 
 
-def _find_eod(path: Path, vocabulary: dict[str, int], eod: str | int | None) -> int:
+def _find_eod(path: Path, tokenizer: Any, vocabulary: dict[str, int], eod: str | int | None) -> int:
+    """One of the usual names that is a special token: "</s>" may be an ordinary one, an HTML tag,
+    which would end a document in the middle. Else what the model itself names."""
     if isinstance(eod, int):
         return eod
-    names = (*EOD_NAMES, *_eos_of_model(path.parent)) if eod is None else (eod,)
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    own = _eos_of_model(path.parent)
+    names = (*EOD_NAMES, *own) if eod is None else (eod,)
     for name in names:
-        if name in vocabulary:
-            return vocabulary[name]
+        known = special if eod is None and name not in own else vocabulary
+        if name in known:
+            return known[name]
     raise DataError(
-        f"tokenizer {path}: has no token {' or '.join(names)}; "
+        f"tokenizer {path}: has no {'special ' if eod is None else ''}token {' or '.join(names)}; "
         "name the one that ends a document by --eod TOKEN"
     )
 
