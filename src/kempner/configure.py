@@ -25,6 +25,7 @@ from kempner.data.sidecar import open_sidecar
 from kempner.data.vocabulary import agree, read_vocabulary
 from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_others
 from kempner.front_door import complain, how_to_run, list_problems, run_program
+from kempner.hf.families import family_of
 from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer
 from kempner.hf.stored import check_source
 from kempner.model.config import OF_TRAINING
@@ -292,6 +293,11 @@ def warn(cfg: RunConfig) -> None:
             "but for rounding and model.aux_loss",
             file=sys.stderr,
         )
+    try:
+        family_of(cfg.model)
+    except ConfigError as error:
+        why = "; ".join(error.problems)
+        print(f"warning: no export to Hugging Face's form: {why}", file=sys.stderr)
     warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
     if warmup > last:
         print(

@@ -44,12 +44,12 @@ def same(first: torch.Tensor, second: torch.Tensor) -> None:
     torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "glm4_moe"])
 def test_from_transformers_five_steps_and_back(
     words: list[str], tmp_path: Path, family: str
 ) -> None:
     """Qwen2 by four ranks, with parameters that do not divide by four; experts shared out."""
-    ranks = {"qwen2": (4, 1), "qwen3_moe": (4, 2)}
+    ranks = {"qwen2": (4, 1), "glm4_moe": (4, 2)}
     nproc, ep = ranks.get(family, (1, 1))
     model, run = make(family, tmp_path / "model", max_shard_size="60KB"), tmp_path / "run"
     same(ours(tmp_path / "model"), theirs(model))

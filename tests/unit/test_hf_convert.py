@@ -83,6 +83,18 @@ def test_a_round_trip_changes_no_bit(family: str, dtype: str, tmp_path: Path) ->
             torch.testing.assert_close(source, logits, atol=1e-5, rtol=0)
 
 
+def test_biases_of_routers_are_not_rounded(tmp_path: Path) -> None:
+    """In bf16 they would choose other experts."""
+    make("glm4_moe", tmp_path / "in")
+    convert("import", tmp_path / "in", tmp_path / "run")
+    convert("export", tmp_path / "run", tmp_path / "out", "--dtype=bf16", "--max-shard-size=1MB")
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    kept = {name for name, tensor in after.items() if tensor.dtype == torch.float32}
+    assert len(kept) == 2 and all(name.endswith("e_score_correction_bias") for name in kept)
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    load_quietly(tmp_path / "out")
+
+
 def test_in_many_files(
     model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ from kempner.hf.source import (
     run_of,
 )
 from kempner.hf.stored import INDEX, SINGLE
-from kempner.hf.tensors import parts, tensor_names, tensor_shapes
+from kempner.hf.tensors import ROUTER_BIAS, parts, tensor_names, tensor_shapes
 from kempner.hub import CARRIED, TOKENIZER_FILES
 from kempner.model.config import ModelConfig
 
@@ -212,14 +212,21 @@ def header_of(
     at = 0
     for ours, whole in shapes.items():
         for name, shape in parts(names[ours], whole).items():
+            own = dtype_of(ours, dtype)
             header[name] = {
-                "dtype": HEADER_DTYPES[dtype],
+                "dtype": HEADER_DTYPES[own],
                 "shape": shape,
-                "data_offsets": [at, at := at + math.prod(shape) * dtype.itemsize],
+                "data_offsets": [at, at := at + math.prod(shape) * own.itemsize],
             }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data are aligned
     return len(text).to_bytes(8, "little") + text
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """That of a tensor in a model of `dtype`: rounded to 8 bits a router's bias would choose other
+    experts. These tensors come first in a file, so that the data are aligned."""
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
 def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
@@ -237,7 +244,10 @@ class _Reader:
         self.table = read_table(checkpoint, self.manifest)
         shapes = tensor_shapes(ModelConfig(**self.manifest["fixed"]["model"]))
         self.shapes = {name: torch.Size(shapes[name]) for name in names}
-        self.sizes = {name: s.numel() * dtype.itemsize for name, s in self.shapes.items()}
+        self.sizes = {
+            name: shape.numel() * dtype_of(name, dtype).itemsize
+            for name, shape in self.shapes.items()
+        }
         size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
         self.buffers = [torch.frombuffer(pages(size), dtype=torch.uint8) for _ in range(2)]
 
@@ -248,7 +258,7 @@ class _Reader:
             buffer, at, targets = self.buffers[0], 0, {}
             self.buffers.reverse()
             for name in group:
-                part = buffer[at : at + self.sizes[name]].view(self.dtype)
+                part = buffer[at : at + self.sizes[name]].view(dtype_of(name, self.dtype))
                 targets[name] = part.view(self.shapes[name])
                 at += self.sizes[name]
             self._fill(targets)
