@@ -28,7 +28,7 @@ from kempner.front_door import complain, how_to_run, list_problems, run_program
 from kempner.hf.families import family_of
 from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer
 from kempner.hf.stored import check_source
-from kempner.model.config import OF_TRAINING
+from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 from kempner.optim.config import learning_rate
 from kempner.parallel.layout import Axes, sizes
 from kempner.parts import fixed_facts, open_data, open_mixture
@@ -203,7 +203,7 @@ def load_config(
 def complete_model(given: Values, run_dir: str) -> list[str]:
     """The rest of [model] from what model.init_from names, or the run that is forked in its place.
     A key that contradicts it is a problem; the maximum length and what only shapes the training
-    are no part of the weights."""
+    are no part of the weights. A fork may have another context."""
     model = given["model"]
     if (source := model.get("init_from")) is None:
         return []
@@ -213,14 +213,17 @@ def complete_model(given: Values, run_dir: str) -> list[str]:
         shape = shape or find(given["run"].get("fork") or source).model()
     except ConfigError as error:
         return [f"model.init_from: {problem}" for problem in error.problems]
-    fixed = shape.keys() - {"max_seq_len", *OF_TRAINING}
+    may_change = {"init_from", "max_seq_len", *OF_TRAINING}
+    if given["run"].get("fork"):
+        may_change |= {*OF_CONTEXT}
+    whole = asdict(ModelConfig(**shape))  # what a config.json does not name is as by default
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
     model |= {key: value for key, value in shape.items() if key in unset or key not in model}
     return [
         f"model.{key} = {shown(model[key])}: the weights of model.init_from = {source} have "
-        f"{shown(shape[key])}; leave model.{key} out"
+        f"{shown(whole[key])}; leave model.{key} out"
         for key in model
-        if key in fixed and model[key] != shape[key]
+        if key in whole.keys() - may_change and model[key] != whole[key]
     ]
 
 

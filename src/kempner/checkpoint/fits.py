@@ -10,7 +10,7 @@ from typing import Any
 
 from kempner.config.option import ConfigError
 from kempner.data.opening import changes
-from kempner.model.config import OF_TRAINING, ModelConfig
+from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 
 # A manifest states under "fixed" what gives its weights and its position their meaning. These facts
 # may differ in the run that loads it; all others never may, such as the shapes of the weights.
@@ -21,9 +21,7 @@ MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
     "preference.*",
     "data.*",
     "train.seq_len",
-    "model.max_seq_len",  # longer contexts: no weight depends on these
-    "model.rope_*",
-    "model.sliding_window",
+    *(f"model.{name}" for name in OF_CONTEXT),
 )
 
 

@@ -10,6 +10,11 @@ from kempner.config.values import shown
 ROUTERS = ("softmax", "sigmoid")
 # What shapes the training of a model, and not the model.
 OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss")
+# What another context takes; the shape of no weight depends on it.
+OF_CONTEXT = (
+    "max_seq_len", "sliding_window", "rope_theta", "rope_factor", "rope_low_freq_factor",
+    "rope_high_freq_factor", "rope_original_len",
+)  # fmt: skip
 WITHOUT_EXPERTS = (
     "shared_experts", "router", "router_normalize", "router_scale", "router_bias", "aux_loss",
 )  # fmt: skip  # no effect
