@@ -18,6 +18,7 @@ from kempner.model.decoder import Decoder
 from kempner.model.moe import (
     Experts,
     MixtureOfExperts,
+    Router,
     balance_loss,
     has_grouped_mm,
     one_by_one,
@@ -97,6 +98,23 @@ def test_the_grouped_kernel_is_the_loop_over_the_experts() -> None:
     for grouped, looped in zip(*found, strict=True):
         torch.testing.assert_close(grouped, looped)
     assert not found[0][2][1].any() and found[0][2][0].any()  # of the weights of both experts
+
+
+def test_a_router_multiplies_in_fp32() -> None:
+    """Of numbers in bf16, too, with the gradients of that product; and in fp32 as any layer."""
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        router = Router(64, 32, bias=False).to(dtype)
+        x = torch.randn(3, 5, 64).to(dtype).requires_grad_()
+        logits, along = router(x), torch.randn(3, 5, 32)
+        exact = [tensor.detach().double().requires_grad_() for tensor in (x, router.weight)]
+        expected = F.linear(*exact)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, expected.float())
+        found = torch.autograd.grad((logits * along).sum(), (x, router.weight))
+        theirs = torch.autograd.grad((expected * along).sum(), exact)
+        for ours, reference in zip(found, theirs, strict=True):
+            torch.testing.assert_close(ours, reference.to(dtype))
 
 
 def test_no_token_is_dropped_when_all_want_the_same_expert() -> None:
