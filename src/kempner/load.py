@@ -100,8 +100,9 @@ def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None
 
 
 def words_of_run(source: Path, checkpoint: Path) -> Words:
-    """Of the run, or of the data that it was made from. A document begins where one has ended; a
-    conversation, which follows no other one, as its tokenizer begins a text, as in an export."""
+    """Of the run, or of the data that it was made from. A document begins where one has ended, or
+    with its BOS; a conversation, which follows no other one, as its tokenizer begins a text, as in
+    an export."""
     config = toml.loads((checkpoint / "config.toml").read_text())
     named = (config["run"]["dir"], config["data"]["dataset_path"])
     tried = dict.fromkeys(
@@ -113,7 +114,8 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
             tokenizer, kind = load_tokenizer(directory), Sidecar.load(directory / SIDECAR).kind
             ends = [*end_tokens(carried), tokenizer.eod]
             if kind == "text":
-                return Words(tokenizer, [tokenizer.eod], set(ends), directory)
+                begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+                return Words(tokenizer, [begin], set(ends), directory)
             tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0])
             return Words(tokenizer, own_beginning(directory), set(ends), directory)
     if (carried / TOKENIZER).is_file():

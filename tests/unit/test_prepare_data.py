@@ -28,6 +28,7 @@ from kempner.data.dataset import TokenDataset
 from kempner.data.encode import Encoding, in_workers
 from kempner.data.sidecar import copy_tokenizer
 from kempner.data.tokenizer import Tokenizer, load_tokenizer
+from kempner.load import words_of_run
 from tests.distributed.test_bad_input import without_privileges
 
 REPO = Path(__file__).resolve().parents[2]
@@ -292,9 +293,22 @@ def test_a_document_ends_with_a_special_token(tmp_path: Path) -> None:
     config = json.dumps({"eos_token": "<eos>", "bos_token": "<bos>"})
     (model / "tokenizer_config.json").write_text(config)
     (tmp_path / "a.txt").write_text("a <s>struck</s> word")
-    done(tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", model, "--val-fraction", "0")
+    words = (tmp_path / "a.txt", "--tokenizer", model, "--val-fraction", "0")
+    done(*words, "--out", tmp_path / "out")
     stream = tokens(tmp_path / "out", "train")
     assert stream[-1] == tokenizer.token_to_id("<eos>") and stream.count(stream[-1]) == 1
+
+    # And begins with one, if asked: what a run on these data continues begins so, too.
+    done(*words, "--out", tmp_path / "begun", "--bos", "<bos>")
+    bos = tokenizer.token_to_id("<bos>")
+    assert tokens(tmp_path / "begun", "train") == [bos, *stream]
+    (tmp_path / "config.toml").write_text('[run]\ndir = ""\n[data]\ndataset_path = ""\n')
+    assert words_of_run(tmp_path / "begun", tmp_path).prompt("a")[0] == bos
+    assert words_of_run(tmp_path / "out", tmp_path).prompt("a")[0] == stream[-1]
+    assert "was made with bos = <bos>, not None" in refused(*words, "--out", tmp_path / "begun")
+    assert "has no token <b>" in refused(*words, "--out", tmp_path / "x", "--bos", "<b>")
+    said = refused(tmp_path / "a.txt", "--out", tmp_path / "x", "--bos", "<bos>")
+    assert "--bos requires --tokenizer FILE" in said
 
 
 def test_a_wide_vocabulary_takes_32_bits(tmp_path: Path) -> None:
