@@ -22,11 +22,13 @@ from kempner.config.loading import Values, as_dict, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.config.values import shown, to_text
 from kempner.data.sidecar import open_sidecar
+from kempner.data.vocabulary import agree, read_vocabulary
 from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_others
 from kempner.front_door import complain, how_to_run, list_problems, run_program
+from kempner.hf.families import family_of
 from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer
 from kempner.hf.stored import check_source
-from kempner.model.config import OF_TRAINING
+from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 from kempner.optim.config import learning_rate
 from kempner.parallel.layout import Axes, sizes
 from kempner.parts import fixed_facts, open_data, open_mixture
@@ -201,7 +203,7 @@ def load_config(
 def complete_model(given: Values, run_dir: str) -> list[str]:
     """The rest of [model] from what model.init_from names, or the run that is forked in its place.
     A key that contradicts it is a problem; the maximum length and what only shapes the training
-    are no part of the weights."""
+    are no part of the weights. A fork may have another context."""
     model = given["model"]
     if (source := model.get("init_from")) is None:
         return []
@@ -211,14 +213,17 @@ def complete_model(given: Values, run_dir: str) -> list[str]:
         shape = shape or find(given["run"].get("fork") or source).model()
     except ConfigError as error:
         return [f"model.init_from: {problem}" for problem in error.problems]
-    fixed = shape.keys() - {"max_seq_len", *OF_TRAINING}
+    may_change = {"init_from", "max_seq_len", *OF_TRAINING}
+    if given["run"].get("fork"):
+        may_change |= {*OF_CONTEXT}
+    whole = asdict(ModelConfig(**shape))  # what a config.json does not name is as by default
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
     model |= {key: value for key, value in shape.items() if key in unset or key not in model}
     return [
         f"model.{key} = {shown(model[key])}: the weights of model.init_from = {source} have "
-        f"{shown(shape[key])}; leave model.{key} out"
+        f"{shown(whole[key])}; leave model.{key} out"
         for key in model
-        if key in fixed and model[key] != shape[key]
+        if key in whole.keys() - may_change and model[key] != whole[key]
     ]
 
 
@@ -282,7 +287,20 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 
 def warn(cfg: RunConfig) -> None:
-    """Print what is fine in a trial of a few steps, but seldom meant in a whole run."""
+    """Print what is fine in a trial of a few steps, or of a model that is there, but seldom meant
+    in a whole run."""
+    if cfg.model.router_is_blind:
+        print(
+            f"warning: model.init_from = {cfg.model.init_from} has experts_per_token = 1 with "
+            "router_normalize: the loss has no gradient for its routers, which stay as they are "
+            "but for rounding and model.aux_loss",
+            file=sys.stderr,
+        )
+    try:
+        family_of(cfg.model)
+    except ConfigError as error:
+        why = "; ".join(error.problems)
+        print(f"warning: no export to Hugging Face's form: {why}", file=sys.stderr)
     warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
     if warmup > last:
         print(
@@ -318,8 +336,8 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
         return []
     found = []
     for one in cfg.data.mixed:
-        theirs = open_sidecar(one.path).tokenizer if has_sidecar(one) else own
-        if theirs["hash"] != own["hash"]:
+        if has_sidecar(one) and not _same_ids(one.path, own):
+            theirs = open_sidecar(one.path).tokenizer
             of_bytes = own["kind"] == "bytes"
             given = "bytes" if of_bytes else own["file"]
             fix = f"prepare the data again with --tokenizer {given}"
@@ -330,6 +348,16 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
                 f"{_shown(own)}, so that a token id means another text; {fix}"
             )
     return found
+
+
+def _same_ids(data: str, own: Mapping[str, str]) -> bool:
+    """Whether token ids mean the same in a data set and to weights with the tokenizer `own`. The
+    file may differ: a tool has written it again, or it has more tokens, of a chat template."""
+    theirs = open_sidecar(data).tokenizer
+    if theirs["hash"] == own["hash"] or "bytes" in (theirs["kind"], own["kind"]):
+        return theirs["hash"] == own["hash"]
+    file = Path(data).expanduser() / TOKENIZER
+    return agree(read_vocabulary(file), read_vocabulary(Path(own["file"])))
 
 
 def _shown(tokenizer: Mapping[str, str]) -> str:

@@ -175,15 +175,17 @@ def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
     data: dict[str, Any] = {}  # none where it learns from rewards
     if sources:  # of a mixture its past: see fits.differences
         data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
-    lora = {}  # the weights that adapters belong to must stay the same, too
-    if cfg.lora.rank and first:
+    read_again: dict[str, Any] = {}  # the weights that every start reads must stay the same, too
+    if first and cfg.lora.rank:
         base = identity(cfg.model.init_from or "")
-        lora = {"lora": {**as_dict(cfg)["lora"], "base": base}}
+        read_again["lora"] = {**as_dict(cfg)["lora"], "base": base}
+    if first and cfg.preference.loss == "dpo":
+        read_again["preference"] = {"reference": identity(cfg.model.init_from or "")}
     return {
         "model": asdict(cfg.model),
         "train": {"seq_len": cfg.train.seq_len},
         "data": data,
-        **lora,
+        **read_again,
     }
 
 

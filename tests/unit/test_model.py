@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from kempner.config.loading import load
 from kempner.data.source import IGNORE
+from kempner.hf.families import family_of
 from kempner.hf.tensors import tensor_shapes
 from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
@@ -41,6 +42,7 @@ def test_shipped_configuration_loads_and_has_the_parameters_of_its_name(path: Pa
     with torch.device("meta"):
         built = sum(p.numel() for p in Decoder(cfg.model).parameters())
     assert built == cfg.model.count_parameters() == COUNTS[path.stem]
+    family_of(cfg.model)  # what is shipped can be exported
 
 
 def copy_to_reference(model: Decoder, reference: torch.nn.Module) -> None:

@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.configure import warn
 from kempner.data.config import DataConfig
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.moe import (
     Experts,
     MixtureOfExperts,
+    Router,
     balance_loss,
     has_grouped_mm,
     one_by_one,
@@ -96,6 +98,23 @@ def test_the_grouped_kernel_is_the_loop_over_the_experts() -> None:
     for grouped, looped in zip(*found, strict=True):
         torch.testing.assert_close(grouped, looped)
     assert not found[0][2][1].any() and found[0][2][0].any()  # of the weights of both experts
+
+
+def test_a_router_multiplies_in_fp32() -> None:
+    """Of numbers in bf16, too, with the gradients of that product; and in fp32 as any layer."""
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        router = Router(64, 32, bias=False).to(dtype)
+        x = torch.randn(3, 5, 64).to(dtype).requires_grad_()
+        logits, along = router(x), torch.randn(3, 5, 32)
+        exact = [tensor.detach().double().requires_grad_() for tensor in (x, router.weight)]
+        expected = F.linear(*exact)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, expected.float())
+        found = torch.autograd.grad((logits * along).sum(), (x, router.weight))
+        theirs = torch.autograd.grad((expected * along).sum(), exact)
+        for ours, reference in zip(found, theirs, strict=True):
+            torch.testing.assert_close(ours, reference.to(dtype))
 
 
 def test_no_token_is_dropped_when_all_want_the_same_expert() -> None:
@@ -232,10 +251,20 @@ def test_parameters_and_operations_follow_from_the_shapes(shared: int) -> None:
     assert stds["blocks.0.ffn.experts.w2"] == 0.01
 
 
-def test_options_without_effect_and_combinations_that_are_not_built_are_refused() -> None:
+def test_options_without_effect_and_combinations_that_are_not_built_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert SHAPE.problems() == [] and ModelConfig().problems() == []
     (problem,) = replace(SHAPE, experts_per_token=7).problems()
     assert problem == "model.experts_per_token = 7: at most n_experts = 6"
+    one = replace(SHAPE, experts_per_token=1)
+    (problem,) = one.problems()
+    assert "no gradient for the router; give --no-model.router_normalize" in problem
+    assert not replace(one, router_normalize=False).problems()
+    imported = replace(one, init_from="models/imported")  # is as it is; said at the start
+    assert not imported.problems()
+    warn(RunConfig(model=imported))
+    assert "the loss has no gradient for its routers" in capsys.readouterr().err
     (problem,) = ModelConfig(router_bias=True).problems()
     assert problem.startswith("model.router_bias = true: has no effect without experts")
     model = replace(SHAPE, init_from="x", aux_loss=0.1, router_bias=True)

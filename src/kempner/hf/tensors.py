@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kempner.model.config import ModelConfig
 
+ROUTER_BIAS = "ffn.router_bias"  # a buffer of the decoder
 LLAMA = {
     "embed.weight": "model.embed_tokens.weight",
     "blocks.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
@@ -44,6 +45,13 @@ QWEN3_MOE = {name: theirs for name, theirs in QWEN3.items() if ".ffn.w" not in n
     "blocks.*.ffn.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
     "blocks.*.ffn.experts.w3": "model.layers.*.mlp.experts.*.up_proj.weight",
 }
+GLM4_MOE = {name: theirs for name, theirs in (QWEN2 | QWEN3_MOE).items() if ".ffn.w" not in name}
+GLM4_MOE |= {
+    "blocks.*.ffn.router_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "blocks.*.ffn.shared.w1.weight": "model.layers.*.mlp.shared_experts.gate_proj.weight",
+    "blocks.*.ffn.shared.w2.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
+    "blocks.*.ffn.shared.w3.weight": "model.layers.*.mlp.shared_experts.up_proj.weight",
+}
 TABLES = {  # by model_type
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -51,6 +59,7 @@ TABLES = {  # by model_type
     "qwen3": QWEN3,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "glm4_moe": GLM4_MOE,
 }
 
 
@@ -77,7 +86,8 @@ def parts(theirs: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of the decoder, in its order, without building it (or torch)."""
+    """The tensors of the decoder without building it (or torch): the biases of its routers, which
+    are fp32 whatever the others are, then its parameters in their order."""
     dim, head = cfg.dim, cfg.resolved_head_dim
     q, kv = cfg.n_heads * head, cfg.kv_heads * head
     block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
@@ -94,7 +104,10 @@ def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     block |= _experts_shapes(cfg) if cfg.n_experts else _swiglu("ffn", dim, cfg.ffn_dim)
     if cfg.post_norms:
         block["ffn_post_norm.weight"] = (dim,)
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (cfg.vocab_size, dim)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if cfg.router_bias:
+        shapes = {f"blocks.{i}.{ROUTER_BIAS}": (cfg.n_experts,) for i in range(cfg.n_layers)}
+    shapes["embed.weight"] = (cfg.vocab_size, dim)
     for layer in range(cfg.n_layers):
         shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
     shapes["norm.weight"] = (dim,)

@@ -10,6 +10,11 @@ from kempner.config.values import shown
 ROUTERS = ("softmax", "sigmoid")
 # What shapes the training of a model, and not the model.
 OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss")
+# What another context takes; the shape of no weight depends on it.
+OF_CONTEXT = (
+    "max_seq_len", "sliding_window", "rope_theta", "rope_factor", "rope_low_freq_factor",
+    "rope_high_freq_factor", "rope_original_len",
+)  # fmt: skip
 WITHOUT_EXPERTS = (
     "shared_experts", "router", "router_normalize", "router_scale", "router_bias", "aux_loss",
 )  # fmt: skip  # no effect
@@ -108,6 +113,11 @@ class ModelConfig:
     def resolved_head_dim(self) -> int:
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def router_is_blind(self) -> bool:
+        """Whether the loss does not depend on the router's scores: s / s is 1."""
+        return self.n_experts > 1 and self.experts_per_token == 1 and self.router_normalize
+
     def problems(self) -> list[str]:
         found = []
         if self.n_heads % self.kv_heads:
@@ -128,13 +138,19 @@ class ModelConfig:
         return found + self._expert_problems()
 
     def _expert_problems(self) -> list[str]:
-        if self.n_experts:
-            if self.experts_per_token <= self.n_experts:
-                return []
+        if self.experts_per_token > self.n_experts > 0:
             return [
                 f"model.experts_per_token = {self.experts_per_token}: at most n_experts = "
                 f"{self.n_experts}"
             ]
+        if self.router_is_blind and self.init_from is None:
+            return [
+                "model.experts_per_token = 1 with router_normalize: the weight of the one expert "
+                "is always 1, so that the loss has no gradient for the router; give "
+                "--no-model.router_normalize, or at least 2 experts_per_token"
+            ]
+        if self.n_experts:
+            return []
         defaults = ModelConfig()
         return [
             f"model.{name} = {shown(value)}: has no effect without experts; set model.n_experts, "

@@ -41,7 +41,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.router = nn.Linear(cfg.dim, cfg.n_experts, bias=False)
+        self.router = Router(cfg.dim, cfg.n_experts, bias=False)
         # A buffer, not a parameter: it has no gradient, and FSDP neither cuts nor rounds it.
         bias = torch.zeros(cfg.n_experts) if cfg.router_bias else None
         self.register_buffer("router_bias", bias)
@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of x [B, T, D] the scores fp32 [B, T, E], the chosen experts int64 [B, T, K], and the
         weights of their outputs, fp32 [B, T, K]."""
-        cfg, logits = self.cfg, self.router(x).float()
+        cfg, logits = self.cfg, self.router(x)
         scores = logits.softmax(-1) if cfg.router == "softmax" else logits.sigmoid()
         ranked = scores if self.router_bias is None else scores.detach() + self.router_bias
         chosen = ranked.topk(cfg.experts_per_token, dim=-1).indices
@@ -72,6 +72,31 @@ class MixtureOfExperts(nn.Module):
         if cfg.router_normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return scores, chosen, weights * cfg.router_scale
+
+
+class Router(nn.Linear):
+    """Of x [..., D] the logits [..., E], in fp32 whatever the others are in: rounded to bf16, with
+    128 experts one token in 25 would get other ones, and 7 % have a tie for the last place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = _Fp32Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return logits
+
+
+class _Fp32Product(torch.autograd.Function):
+    """x W^T. Autograd would keep x in fp32 for the backward pass; this keeps it as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = x.flatten(0, -2).float()
+        of_weight = grad.flatten(0, -2).t() @ rows
+        return (grad @ weight.float()).to(x.dtype), of_weight.to(weight.dtype)
 
 
 class Experts(nn.Module):

@@ -25,7 +25,7 @@ from kempner.parallel.lora import add_adapters, init_std, is_adapter
 from kempner.parallel.offload import Offload
 from kempner.parallel.recompute import Settings as RecomputeSettings
 from kempner.parallel.recompute import add_recompute
-from kempner.parallel.shard import shard
+from kempner.parallel.shard import GradientSums, shard
 
 
 class Settings(RecomputeSettings, Protocol):
@@ -77,6 +77,8 @@ def build_model(
     with torch.no_grad():
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
+    if train.weights == "bf16" and not frozen:
+        model.fp32_sums = GradientSums(model)  # type: ignore[assignment]
     return model
 
 

@@ -117,7 +117,8 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
         size = (1 if how.sync_once else passes) * reduced * sent
         found.append(Traffic("FSDP: gradients, scattered", size, within, True))
     if (copies := axes.replicate) > 1 and not frozen:
-        size = 2 * reduced * (others + experts) / n * (copies - 1) / copies
+        often = passes if how.reduce_dtype == "bf16" else 1  # see begin_micro_batch
+        size = often * 2 * reduced * (others + experts) / n * (copies - 1) / copies
         found.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
     found += offloading(cfg, axes, passes, compute)
     return found + passing(cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node)

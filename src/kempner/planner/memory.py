@@ -60,6 +60,8 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
     loss = loss_memory(cfg, axes, tokens, compute)
     gradients = held.pop("gradients")
     so_far = gradients if often else 0.0
+    if often and cfg.train.weights == "bf16":  # summed in fp32
+        so_far *= FP32 / 2
     if often and cfg.distributed.sync_once and not cfg.lora.rank:
         so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp

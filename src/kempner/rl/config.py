@@ -210,6 +210,11 @@ def _sizes(cfg: RunConfig) -> list[str]:
         )
     try:
         family_of(cfg.model)
+        if cfg.model.router_bias:
+            found.append(
+                "model.router_bias: the biases of routers move with the weights, and are not sent "
+                "to engines; leave it out, and balance the experts by --model.aux_loss"
+            )
     except ConfigError as error:
         found += [f"{text}, and engines get their weights by one" for text in error.problems]
     found += [
