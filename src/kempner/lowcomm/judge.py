@@ -38,7 +38,7 @@ from kempner.config.command_line import argument_parser
 from kempner.files import LineFile, write_atomic
 from kempner.front_door import run_program
 from kempner.lowcomm.beat import BEAT_S
-from kempner.lowcomm.door import GONE, HERE, is_name, slot_of
+from kempner.lowcomm.door import FIRST, GONE, HERE, is_name, slot_of
 
 SILENCE_S = 3.0
 SIOCGIFADDR = 0x8915
@@ -78,6 +78,7 @@ class Judge:
         self.note = json.dumps({"addresses": list(addresses), **ports, "key": key})
         self.store.set(GONE, "")
         self.store.set(HERE, "")
+        self.store.set(FIRST, "0")
 
     def serve(self, while_true: Callable[[], bool]) -> None:
         awake = time.monotonic()
