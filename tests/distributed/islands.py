@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 
 from kempner.files import write_atomic
+from kempner.lowcomm.config import SILENCE_S
 from kempner.lowcomm.door import HERE, Door
-from kempner.lowcomm.judge import SILENCE_S, Judge
+from kempner.lowcomm.judge import Judge
 from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
 
 ROUNDS = 6

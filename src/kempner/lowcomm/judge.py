@@ -38,9 +38,9 @@ from kempner.config.command_line import argument_parser
 from kempner.files import LineFile, write_atomic
 from kempner.front_door import run_program
 from kempner.lowcomm.beat import BEAT_S
+from kempner.lowcomm.config import SILENCE_S
 from kempner.lowcomm.door import FIRST, GONE, HERE, is_name, slot_of
 
-SILENCE_S = 3.0
 SIOCGIFADDR = 0x8915
 LONGEST = 1 << 16  # bytes of a line
 
