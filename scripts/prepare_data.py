@@ -25,7 +25,7 @@ import fcntl
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -293,11 +293,17 @@ def make_tokenizer(
     return tokenizer
 
 
-def training_texts(options: argparse.Namespace, pieces: Iterable[sources.Piece]) -> Iterator[str]:
-    """The documents to train a vocabulary on, without those that are held out."""
+def training_texts(options: argparse.Namespace, pieces: Sequence[sources.Piece]) -> Iterator[str]:
+    """The documents to train a vocabulary on, without those that are held out. Of a compressed
+    file, which is one piece of any size, its beginning."""
+    share = BPE_SAMPLE // len(pieces)  # characters
     for piece in pieces:
+        left = share if piece.source.compression else math.inf
         try:
             for text in sources.documents(piece, options.text_key, sources.Lines()):
+                if left <= 0:
+                    break
+                left -= len(text)
                 if not sources.is_held_out(text, options.val_fraction):
                     yield text
         except sources.Undecodable:
