@@ -268,7 +268,7 @@ GONE = "the copy of the code that this job runs is gone: "
 
 
 @pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "replicas.sh", "rl.sh"])
-@pytest.mark.parametrize("by", ["Command", "Comment"])
+@pytest.mark.parametrize("by", ["Command", "Comment", "JSON"])
 def test_other_code_does_not_replace_a_copy_that_is_gone(
     tmp_path: Path, name: str, by: str
 ) -> None:
@@ -278,11 +278,42 @@ def test_other_code_does_not_replace_a_copy_that_is_gone(
     if by == "Comment":
         command = f"BatchFlag=1 Command={ROOT}/scripts/slurm/{name}"
         told = f"JobId=75 {command}\n   Comment=mine kempner-code={copy}"
+    if by == "JSON":
+        command = f"BatchFlag=1 Command={ROOT}/scripts/slurm/{name}"
+        told = f'JobId=75 {command}\n   Comment={{"a": 1, "kempner": "kempner-code={copy}"}}'
     env = slurm(tmp_path, f"echo '{told}'") | {"SLURM_SUBMIT_DIR": str(ROOT)}
     (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
     words = ["bash", tmp_path / "slurm_script", "configs/train/debug.toml"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and f"{GONE}{copy}: put it back, or submit" in done.stderr, done
+
+
+JSON = '{"APS": {"auto_resume_mode": "requeue"}}'
+
+
+@pytest.mark.parametrize("own", [JSON, "{}", "", "mine", "{mine}", '{"a": "kempner"} '])
+def test_a_comment_that_is_json_stays_so(tmp_path: Path, own: str) -> None:
+    """NVIDIA Mission Control reads the job's Comment as JSON."""
+    script = """
+        told=$OWN
+        for words in "kempner-chain=7.2" "kempner-chain=7.3 kempner-code=/runs/x y/code/1"; do
+            told=$(kp_comment_with "$(kp_comment_of_user "$told")" "$words")
+            echo "$told"
+        done
+        kp_comment_of_user "$told"
+        KP_JOB="JobId=7"$'\n'"   Comment=$told "$'\n'"   Requeue=1" kp_code_of_job
+        kp_ask() { KP_ANSWER="8 other"$'\n'"9 $told"; }
+        KP_CHAIN=7 KP_LINK=2 kp_chain_find && echo "$KP_SUCCESSOR"
+        KP_CHAIN=7 KP_LINK=1 kp_chain_find || echo none
+    """
+    done = bash(script, OWN=own)
+    first, second, user, code, successor, none = done.stdout.splitlines()
+    assert (user, code, successor, none) == (own.strip(), "/runs/x y/code/1", "9", "none")
+    if own.strip().endswith('"}') or own in (JSON, "{}"):
+        added = {"kempner": "kempner-chain=7.3 kempner-code=/runs/x y/code/1"}
+        assert json.loads(second) == json.loads(own) | added
+    else:
+        assert first == f"{own} kempner-chain=7.2".strip()
 
 
 REQUEUED = [
