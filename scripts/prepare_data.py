@@ -21,6 +21,7 @@ if __name__ == "__main__":
     first.begin()  # before anything that may be missing or slow
 
 import argparse
+import contextlib
 import fcntl
 import math
 import os
@@ -31,6 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kempner import hub
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data import chat, chat_dataset, encode, sources
@@ -105,7 +107,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", required=True, help="directory for the shards")
     stdlib = "use the source code of Python's standard library in place of inputs"
     add("--source", choices=["stdlib"], help=stdlib)
-    given = "bytes (default), a tokenizer.json, or a directory with one, such as a model's"
+    given = "bytes (default), a tokenizer.json, a directory with one, or OWNER/NAME (hub)"
     add("--tokenizer", default="bytes", metavar="FILE", help=given)
     add("--eod", metavar="TOKEN", help="the tokenizer.json's end-of-document token")
     add("--train-bpe", type=int, metavar="N", help="first train a byte-level BPE of N tokens")
@@ -156,6 +158,7 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
 
 def prepare_data(options: argparse.Namespace, out: Path) -> None:
     left_out: list[str] = []
+    options.tokenizer, options.tokenizer_name = find_tokenizer(options.tokenizer, options.only)
     pieces, tokenizer, _ = all_or_errors(
         lambda: find_units(options, out, left_out),
         lambda: tokenizer_settings(options),
@@ -241,6 +244,20 @@ def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {"tokenizer": name, "eod": options.eod, "dtype": dtype}
 
 
+def find_tokenizer(given: str, only: str | None) -> tuple[str, str]:
+    """A path, and a name where it is not that of the path. A tokenizer of the hub is downloaded
+    unless it is in the cache: not by each task of prepare.sh."""
+    named = hub.REPO.fullmatch(given) and not given.endswith(".json")
+    if not named or Path(given).expanduser().exists():
+        return given, ""
+    path = None
+    with contextlib.suppress(ConfigError):
+        path = hub.snapshot(given, download=False, weights=False)
+    if path is None or not (path / TOKENIZER).is_file():
+        path = hub.snapshot(given, download=only != "units", weights=False)
+    return str(path), given
+
+
 def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
     path = tokenizer_file(options)
     if not path.is_file():
@@ -257,7 +274,8 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
         raise DataError(
             f"--tokenizer {path}: belongs to the data in --out; copy it elsewhere first"
         )
-    return FileTokenizer(path, eod=chat.end_of_turn(options) or options.eod)
+    eod = chat.end_of_turn(options) or options.eod
+    return FileTokenizer(path, eod=eod, name=options.tokenizer_name)
 
 
 def tokenizer_file(options: argparse.Namespace) -> Path:
