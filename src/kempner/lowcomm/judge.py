@@ -40,6 +40,7 @@ from kempner.front_door import run_program
 from kempner.lowcomm.beat import BEAT_S
 from kempner.lowcomm.config import SILENCE_S
 from kempner.lowcomm.door import FIRST, GONE, HERE, is_name, slot_of
+from kempner.port_range import store_server
 
 SIOCGIFADDR = 0x8915
 LONGEST = 1 << 16  # bytes of a line
@@ -61,7 +62,10 @@ class Judge:
         import torch.distributed as dist
 
         # Any: append() and clone() are not in torch's stubs.
-        self.store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port, server = store_server()
+        self.store: Any = dist.TCPStore(
+            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=server
+        )
         self._silence, self._on = silence, on
         self._log = LineFile(log) if log is not None else None
         self._names: dict[socket.socket, str] = {}
