@@ -323,6 +323,12 @@ REQUEUED = [
 ]
 
 
+def test_every_header_has_a_line_for_the_time_limit() -> None:
+    for path in (ROOT / "scripts/slurm").glob("*.sh"):
+        header = re.findall(r"^#+SBATCH --(\w[\w-]*)", path.read_text(), re.M)
+        assert not header or "time" in header, path.name
+
+
 @pytest.mark.parametrize("name", REQUEUED)
 def test_a_batch_host_that_does_not_see_the_shared_directory(tmp_path: Path, name: str) -> None:
     """An earlier start was there. Nothing is known to be wrong with the run: it goes on elsewhere;

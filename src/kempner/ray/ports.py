@@ -38,6 +38,7 @@ NODE_PORTS = {
 }
 WORKER_PORTS = {"MIN_WORKER_PORT": 54001, "MAX_WORKER_PORT": 54513}
 WORKERS_A_CPU = 4  # ports of the workers: Ray starts more than one process for a CPU
+NOT_READ = "DASHBOARD_GRPC_PORT"  # NeMo RL's documentation has it
 STRIDE = "PORT_STRIDE"
 STRIDE_ON_SHARED_HOSTS = 20
 LEAST_PORT, LAST_PORT = 1024, 65535
@@ -209,17 +210,26 @@ def main() -> int:
     except PortError as error:
         print(f"kempner: error: {error}", file=sys.stderr)
         return 2
+    if os.environ.get(NOT_READ):
+        _note(
+            f"{NOT_READ} is not read, as Ray has no such port; that of the nodes' agents is "
+            "DASHBOARD_AGENT_GRPC_PORT"
+        )
     taken = ephemeral_range()
     used = [p for k in range(ports.shares) for p in ports.of_node(k).values()]
     used += [ports.base[name] for name in WORKER_PORTS]
     if any(port in taken for port in used):
-        print(
-            f"[{time.strftime('%F %T')}] kempner: note: some of Ray's ports are in the kernel's"
-            f" ephemeral range {taken[0]}-{taken[-1]}: another program's connection may hold one",
-            file=sys.stderr,
+        _note(
+            f"some of Ray's ports are in the kernel's ephemeral range {taken[0]}-{taken[-1]}: "
+            "another program's connection may hold one"
         )
     print(ports)
     return 0
+
+
+def _note(text: str) -> None:
+    """In the batch log."""
+    print(f"[{time.strftime('%F %T')}] kempner: note: {text}", file=sys.stderr)
 
 
 # --- on a node ----------------------------------------------------------------------------------
