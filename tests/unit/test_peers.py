@@ -13,9 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from kempner import peers
 from kempner.config.option import ConfigError
@@ -245,6 +248,10 @@ def test_nothing_but_the_end_of_its_parent_ends_the_judge(tmp_path: Path) -> Non
             assert replica.recv(1) == b""  # it goes on judging
             moved.rename(place)
             until(lambda: (place / "door.here.0").exists() or judge.poll() is not None)
+        store: Any = dist.TCPStore(
+            "127.0.0.1", told["store"], None, False, timedelta(seconds=30), wait_for_workers=False
+        )
+        assert "0.1" in store.get("gone").decode()
         assert judge.poll() is None
     finally:
         judge.kill()
