@@ -179,7 +179,8 @@ def prefetch(options: argparse.Namespace) -> None:
             print(f"model: {find(name, download=True).path}")
 
     def fetch(given: Values) -> list[str]:
-        if name := given["model"].get("init_from"):
+        name = given["model"].get("init_from")
+        if name:
             get(name)
         return complete_model(given, run_dir="runs/prefetch")
 
