@@ -92,6 +92,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="CONFIG|ID",
         help="configuration files, or what they name on the hub",
     )
+    sub.add_argument("--tokenizer-only", action="store_true", help="of a model: not its weights")
     options, overrides = parser.parse_known_args(argv)
     if overrides and options.act is not prefetch:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
@@ -175,10 +176,16 @@ def push(options: argparse.Namespace) -> None:
 
 
 def prefetch(options: argparse.Namespace) -> None:
+    def get(name: str) -> None:
+        if options.tokenizer_only:
+            print(f"tokenizer: {hub.snapshot(name, download=True, weights=False)}")
+        else:
+            print(f"model: {find(name, download=True).path}")
+
     def fetch(given: Values) -> list[str]:
         name = given["model"].get("init_from")
         if name:
-            print(f"model: {find(name, download=True).path}")
+            get(name)
         return complete_model(given, run_dir="runs/prefetch")
 
     files = [word for word in options.words if word.endswith(".toml")]
@@ -186,7 +193,7 @@ def prefetch(options: argparse.Namespace) -> None:
         if name.startswith(hub.HF_DATA):
             print(f"data: {hub.data_files(name, download=True)}")
         elif name not in files:
-            print(f"model: {find(name, download=True).path}")
+            get(name)
     if files:
         cfg = load(RunConfig, files, options.overrides, complete=fetch)
         for source in (*cfg.data.mixed, *cfg.eval.sources):

@@ -21,16 +21,18 @@ if __name__ == "__main__":
     first.begin()  # before anything that may be missing or slow
 
 import argparse
+import contextlib
 import fcntl
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kempner import hub
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.data import chat, chat_dataset, encode, sources
@@ -105,7 +107,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", required=True, help="directory for the shards")
     stdlib = "use the source code of Python's standard library in place of inputs"
     add("--source", choices=["stdlib"], help=stdlib)
-    given = "bytes (default), a tokenizer.json, or a directory with one, such as a model's"
+    given = "bytes (default), a tokenizer.json, a directory with one, or OWNER/NAME (hub)"
     add("--tokenizer", default="bytes", metavar="FILE", help=given)
     add("--eod", metavar="TOKEN", help="the tokenizer.json's end-of-document token")
     add("--bos", metavar="TOKEN", help="put this token before each document (default: none)")
@@ -160,6 +162,7 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
 
 def prepare_data(options: argparse.Namespace, out: Path) -> None:
     left_out: list[str] = []
+    options.tokenizer, options.tokenizer_name = find_tokenizer(options.tokenizer, options.only)
     pieces, tokenizer, _ = all_or_errors(
         lambda: find_units(options, out, left_out),
         lambda: tokenizer_settings(options),
@@ -245,6 +248,20 @@ def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {"tokenizer": name, "eod": options.eod, "bos": options.bos, "dtype": dtype}
 
 
+def find_tokenizer(given: str, only: str | None) -> tuple[str, str]:
+    """A path, and a name where it is not that of the path. A tokenizer of the hub is downloaded
+    unless it is in the cache: not by each task of prepare.sh."""
+    named = hub.REPO.fullmatch(given) and not given.endswith(".json")
+    if not named or Path(given).expanduser().exists():
+        return given, ""
+    path = None
+    with contextlib.suppress(ConfigError):
+        path = hub.snapshot(given, download=False, weights=False)
+    if path is None or not (path / TOKENIZER).is_file():
+        path = hub.snapshot(given, download=only != "units", weights=False)
+    return str(path), given
+
+
 def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
     path = tokenizer_file(options)
     if not path.is_file():
@@ -261,7 +278,8 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
         raise DataError(
             f"--tokenizer {path}: belongs to the data in --out; copy it elsewhere first"
         )
-    return FileTokenizer(path, eod=chat.end_of_turn(options) or options.eod, bos=options.bos)
+    eod = chat.end_of_turn(options) or options.eod
+    return FileTokenizer(path, eod=eod, bos=options.bos, name=options.tokenizer_name)
 
 
 def tokenizer_file(options: argparse.Namespace) -> Path:
@@ -297,11 +315,17 @@ def make_tokenizer(
     return tokenizer
 
 
-def training_texts(options: argparse.Namespace, pieces: Iterable[sources.Piece]) -> Iterator[str]:
-    """The documents to train a vocabulary on, without those that are held out."""
+def training_texts(options: argparse.Namespace, pieces: Sequence[sources.Piece]) -> Iterator[str]:
+    """The documents to train a vocabulary on, without those that are held out. Of a compressed
+    file, which is one piece of any size, its beginning."""
+    share = BPE_SAMPLE // len(pieces)  # characters
     for piece in pieces:
+        left = share if piece.source.compression else math.inf
         try:
             for text in sources.documents(piece, options.text_key, sources.Lines()):
+                if left <= 0:
+                    break
+                left -= len(text)
                 if not sources.is_held_out(text, options.val_fraction):
                     yield text
         except sources.Undecodable:

@@ -145,7 +145,8 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
         name = options.source or str(options.weights)
         server = Server(options.host, options.port, name, token)
     except OSError as error:
-        raise ConfigError(f"--port {options.port}: {error.strerror}; 0 takes a free one") from None
+        fix = "; 0 takes a free one" if options.port else ""
+        raise ConfigError(f"--port {options.port}: {error.strerror}{fix}") from None
     if options.source:
         loaded, version = load(options.source, options.device), 0
     else:

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         wait = PATIENCE_S if sweep.propose else 0
         lock = locked(folder(sweep), wait) if begun else contextlib.nullcontext(journal)
         with lock as journal:
-            settle(journal, options.here)
+            settle_all(journal, options)
             if sweep.propose:  # another one may have proposed some
                 points = points_of(sweep, journal)
             if options.command == "cancel":
@@ -156,6 +156,11 @@ def refuse_directory(sweep: Sweep) -> None:
 def points_of(sweep: Sweep, journal: Journal) -> list[Point]:
     """All of them; with [propose] those that are proposed so far."""
     return proposed(sweep, journal) if sweep.propose else expand(sweep)
+
+
+def settle_all(journal: Journal, options: argparse.Namespace) -> None:
+    for job in settle(journal, options.here):
+        say(f"job {job}: Slurm registered it late; what waits of it is cancelled")
 
 
 def next_points(

@@ -12,6 +12,7 @@
 #SBATCH --mem=0
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
+##SBATCH --time=24:00:00 # with one # less this is the time limit; unset: that of the partition
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.

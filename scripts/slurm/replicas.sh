@@ -16,6 +16,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
+##SBATCH --time=24:00:00 # with one # less this is the time limit; unset: that of the partition
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original, and the copy
@@ -28,7 +29,7 @@ if [[ ! -e $lib ]]; then
     # Typed in a task of an array, sbatch hands on the number of that one.
     [[ $job == *"JobId=${SLURM_JOB_ID:-0} "* ]] || job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
     own=${job#*Command=*/scripts/slurm/} own=${own%%[[:space:]]*} # replicas.sh, or a copy with changes beside it
-    code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% }/scripts/slurm/$own
+    code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% } code=${code%'"}'}/scripts/slurm/$own
     [[ $job != *kempner-code=* || ! -e $code ]] || exec bash "$code" "$@"
     [[ $job == *kempner-code=* ]] || code=''
     job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh

@@ -77,7 +77,7 @@ kp_comment() { # <copy>: adds a comment to KP_REQUEST that names the copy, after
             *) left+=("${KP_REQUEST[i]}") ;;
         esac
     done
-    KP_REQUEST=("${left[@]}" "--comment=${value:+$value }kempner-code=$1")
+    KP_REQUEST=("${left[@]}" "--comment=$(kp_comment_with "$value" "kempner-code=$1")")
 }
 
 kp_refresh() { # <job>: gives it a copy of the code as it is now

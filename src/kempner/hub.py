@@ -26,9 +26,9 @@ USUAL = ("runs", "models")  # of this kit's directories: no owners of models
 SHOWN = 5  # directories that a message names
 
 
-def snapshot(name: str, download: bool) -> Path:
+def snapshot(name: str, download: bool, weights: bool = True) -> Path:
     """The directory of a model in the local cache; with `download`, it is brought up to date first,
-    and an interrupted download goes on.
+    and an interrupted download goes on. Without `weights`: its tokenizer and configuration.
 
     Raises ConfigError when `name` is no id of a model, or the model is not there.
     """
@@ -37,11 +37,12 @@ def snapshot(name: str, download: bool) -> Path:
 
     repo, revision = _parsed(name)
     _refuse_path(name, repo)
+    words = "" if weights else "--tokenizer-only "
     try:
         path = huggingface_hub.snapshot_download(
             repo,
             revision=revision,
-            allow_patterns=[*CARRIED, *WEIGHTS],
+            allow_patterns=[*CARRIED, *(WEIGHTS if weights else ())],
             local_files_only=not download,
         )
     except LocalEntryNotFoundError as error:
@@ -49,8 +50,8 @@ def snapshot(name: str, download: bool) -> Path:
         why = f" ({_first_line(error.__cause__ or error)})" if download else ""
         raise ConfigError(
             f"{name}: not in the cache of the hub, {cache}{why}; on a machine with network run "
-            f"`{how_to_run('convert.py')} prefetch {name}`, with HF_HOME on a file system that the "
-            "nodes share"
+            f"`{how_to_run('convert.py')} prefetch {words}{name}`, with HF_HOME on a file system "
+            "that the nodes share"
         ) from None
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise ConfigError(f"{name}: {_first_line(error)}") from None

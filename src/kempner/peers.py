@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kempner.config.option import ConfigError
+from kempner.port_range import BACKLOG, new_server
 
 VARIABLE = "KEMPNER_PEER_KEY"
 MAGIC = b"kempner1"
@@ -48,13 +49,11 @@ def job_key() -> str:
 
 
 def listen(host: str = "") -> socket.socket:
-    """A socket that listens on a free port; without `host` on all of this machine's addresses."""
-    if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=4096)
+    """A socket that listens on a free port; without `host` on all of this machine's addresses.
+    Raises OSError where no port of KEMPNER_PORTS is free."""
+    server = new_server(host)
+    server.listen(BACKLOG)
+    return server
 
 
 def _proof(key: str, side: bytes, nonces: bytes) -> bytes:

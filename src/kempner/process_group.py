@@ -344,12 +344,12 @@ def _check_transport(log: str) -> None:
     """Print NCCL's own word for the network of this host. Raises ConfigError when the fabric that
     was found here is not the one that NCCL uses: the run would take ten times as long."""
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
-    if not used:
-        return
-    host = slurm.host_name()
-    print(f"kempner: network of {host}: NCCL uses NET/{used}", file=sys.stderr, flush=True)
-    wanted = nccl_transport.expected(found)
-    if wanted and used not in wanted and not nccl_transport.chosen_by_user():
+    host, wanted = slurm.host_name(), nccl_transport.expected(found)
+    said = f"NCCL uses NET/{used}" if used else "NCCL did not say which network it uses"
+    if wanted and not used:
+        said += f": scripts/slurm/preflight.sh measures whether it is {found} (docs/debugging.md)"
+    print(f"kempner: network of {host}: {said}", file=sys.stderr, flush=True)
+    if used and wanted and used not in wanted and not nccl_transport.chosen_by_user():
         raise ConfigError(
             f"{host} has {found}, but NCCL uses NET/{used}, not NET/{wanted[0]}: run "
             f"scripts/slurm/preflight.sh, and see docs/debugging.md; set NCCL_NET={used} to train "

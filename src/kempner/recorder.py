@@ -77,7 +77,13 @@ class Recorder:
             self.write({"step": result.step, **what, "sample_numbers": samples})
             self.run.announce(f"step {result.step} {why}: its update is skipped")
         if "round_loss" in result.values:
-            self.write(_of_round(result))
+            found = _of_round(result)
+            self.write(found)
+            for replica in found["not_finite"]:
+                self.run.announce(
+                    f"replica {replica}: had weights that were not finite when it sent what they "
+                    f"have changed, before step {result.step}: these counted as unchanged"
+                )
         last = result.step == self.run.cfg.train.max_steps
         due = result.step % self.run.cfg.metrics.log_interval == 0 or last
         if due or isinstance(loader, Feed):  # which has more to say of each step
@@ -195,6 +201,9 @@ def _of_round(result: StepResult) -> dict[str, Any]:
         "step": result.step,
         **{name: int(result.values[name]) for name in whole},
         **{name: result.values[name] for name in parts},
+        "not_finite": [
+            i for i in range(int(result.values["replicas"])) if result.values[f"spoilt {i}"]
+        ],
     }
 
 

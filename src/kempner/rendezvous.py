@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from kempner import slurm
 from kempner.files import write_atomic
+from kempner.port_range import store_server
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -64,7 +65,10 @@ def open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
     if world.rank:
         address, port = find(run_dir, world.local_rank, start_timeout)
         return dist.TCPStore(_numeric(address), port, None, False, limit)
-    store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    port, server = store_server()
+    store = dist.TCPStore(
+        "127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=server
+    )
     publish(run_dir, store.port)
     return store
 

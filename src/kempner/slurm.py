@@ -241,6 +241,12 @@ def jobs_named(name: str) -> list[str] | None:
     return None if told is None else list(dict.fromkeys(told.split()))
 
 
+def waiting_arrays() -> dict[str, str]:
+    """The names of my jobs that wait, by their numbers, an array's own; none without an answer."""
+    told = _ask("squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%j") or ""
+    return {job: name for line in told.splitlines() for job, _, name in [line.partition("|")]}
+
+
 def other_nodes(request: str, without: Sequence[str]) -> int | None:
     """How many nodes could take a job, but for those in `without` and those that it excludes
     already; None where that is not known. Nodes that are busy count: the job waits for them.

@@ -12,7 +12,7 @@ which has imported torch.
 
 FOLDER/NAME/SLOT.START-RANK.jsonl holds a line for each round of a replica: rounds done, the hash of
 its weights, members, joiners; FOLDER/NAME/struck the time of a fault; exits.json how each replica
-ended.
+ended; keys how many the store had at the end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 
 from kempner.files import write_atomic
+from kempner.lowcomm.config import SILENCE_S
 from kempner.lowcomm.door import HERE, Door
-from kempner.lowcomm.judge import SILENCE_S, Judge
+from kempner.lowcomm.judge import Judge
 from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
 
 ROUNDS = 6
@@ -146,6 +147,7 @@ class Replica:
             self.membership.close()
             return TOO_FEW
         self.membership.over()
+        (self.folder / "keys").write_text(str(self.membership.store.num_keys()))
         self.membership.close()
         return DONE
 

@@ -88,7 +88,7 @@ def test_what_a_round_records(two: Path) -> None:
     assert status(two)["state"] == status(second(two))["state"] == "done"
     parameters = sum(x.numel() for x in weights(two).values())
     assert [r["bytes_data_parallel"] for r in found] == [3 * 4 * parameters] * 3
-    numbers = 4 * 5  # what has been asked, and the loss
+    numbers = 4 * 7  # what has been asked, the loss, and who had weights that were not finite
     assert [r["bytes_sent"] for r in found] == [4 * parameters + numbers] * 3
     rows = facts(load_history(two))
     assert rows["replicas"] == "2" and rows["rounds"].startswith("3, loss of all ")
@@ -103,7 +103,22 @@ def test_4_bits_are_an_eighth_and_the_scales(stream: Path) -> None:
     coded = {k: x for k, x in found.items() if k not in raw}
     payload = sum(4 * x.numel() for x in raw.values())
     payload += sum(x.numel() // 2 + 8 * x.shape[0] for x in coded.values())
-    assert records(stream, "round")[-1]["bytes_sent"] == payload + 4 * 5
+    assert records(stream, "round")[-1]["bytes_sent"] == payload + 4 * 7
+
+
+def test_a_replica_with_numbers_that_are_not_finite_is_named(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    """They count as unchanged, so that one replica does not spoil all: nobody was told."""
+    faulty, fault = "tests/fault/faulty_train.py", "spoil rank=3 step=5"
+    words = (*BOTH, "--train.max_steps=12")
+    run = finished(tmp_path / "run", data_dir, *words, nproc=4, program=faulty, FAULTS=fault)
+    for replica in (run, second(run)):
+        assert [r["not_finite"] for r in records(replica, "round")] == [[], [], [1], []]
+    log = (run / "logs/latest/rank-0.log").read_text()
+    assert log.count("replica 1: had weights that were not finite") == 1
+    assert facts(load_history(run))["  not finite"] == "replica 1 in 1 round"
+    assert all(x.isfinite().all() for x in weights(run).values())
 
 
 MESHES = {

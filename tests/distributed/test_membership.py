@@ -28,6 +28,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "kill-shared": {"faults": {"1": "kill in 2", "0": "kill shared 3"}, "least": 1},
     "busy": {"faults": {"1": "busy before 3"}},
     "too-few": {"faults": {"1": "kill in 3"}, "least": 3},
+    "long": {"faults": {"1": "kill in 20"}, "rounds": 60},
     "ranks": {"faults": {"1": "kill in 3"}, "replicas": 2, "least": 1, "ranks": 2},
     "ranks-stop": {"faults": {"1": "stop in 3"}, "replicas": 2, "least": 1, "ranks": 2},
 }
@@ -140,6 +141,12 @@ def test_a_replica_that_wakes_up_late_leaves(played: Path, name: str) -> None:
     log = [json.loads(line) for line in (played / name / "replicas.jsonl").read_text().splitlines()]
     gone = {line["name"]: line["reason"] for line in log if line["event"] == "gone"}
     assert gone[f"{slot}.1"].startswith("silent for")
+
+
+def test_the_store_keeps_the_last_rounds_alone(played: Path) -> None:
+    """Each had up to 13 keys of its own, on a host that keeps them in memory for a whole job; a
+    replica that comes later does without them."""
+    assert int((played / "long/keys").read_text()) < 60
 
 
 def test_fewer_replicas_than_the_least_end_the_run(played: Path) -> None:

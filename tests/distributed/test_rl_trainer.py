@@ -60,6 +60,35 @@ def test_losses_and_weights_are_those_of_one_process(place: Path, mesh: str) -> 
             torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
+MOE = ("--model.n_experts=4", "--model.experts_per_token=2")
+MORE = {
+    "HSDP": (4, (), ("--distributed.dp_replicate=2",)),
+    "experts": (2, MOE, ("--distributed.ep=2",)),
+    "LoRA": (2, ("--lora.rank=4", f"--model.init_from={{base}}@{STEPS}"), ()),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MORE)
+def test_what_else_the_page_names(place: Path, tmp_path: Path, name: str) -> None:
+    """The losses of one process, and the versions that it publishes."""
+    nproc, model, mesh = MORE[name]
+    model = tuple(word.format(base=place / "one") for word in model)
+    train(tmp_path / "one", *model)
+    train(tmp_path / "other", *model, *mesh, nproc=nproc)
+    one, other = lines(tmp_path / "one"), lines(tmp_path / "other")
+    for key in ("loss", "grad_norm", "mismatch", "drift", "kl"):
+        expected = pytest.approx([line.get(key, 0) for line in one], rel=1e-4, abs=1e-5)
+        assert [line.get(key, 0) for line in other] == expected, key
+    published = [
+        {k: v for file in version.glob("*.safetensors") for k, v in load_file(file).items()}
+        for version in (Exchange(tmp_path / run).version(STEPS) for run in ("one", "other"))
+    ]
+    assert published[0].keys() == published[1].keys() and one[-1]["loss"] != one[0]["loss"]
+    for key, tensor in published[0].items():
+        torch.testing.assert_close(published[1][key], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_samples_of_older_weights_are_no_mismatch(place: Path) -> None:
     there = [("mismatch" in line, "drift" in line) for line in lines(place / "one")]
     assert there == [(True, False), (True, True), (False, True)] * 2

@@ -12,6 +12,7 @@ program of rl.sh alone (faulty_rl/):
     loud from=64 to=96 by=100               the loss of these samples is so many times higher
     ignore from=64 to=96                    every label of these samples is ignored
     bad_gradient from=64 to=96              a number of a gradient of such a step is NaN
+    spoil rank=1 step=2                     a weight is NaN after this step
     digest to=DIR                           what the weights are before each update, by rank
     slow ms=30                              every step waits so long for its data
     slow_forward ms=900                     and every forward of a micro-batch
@@ -164,6 +165,20 @@ def bad_gradient(fault: dict[str, str]) -> None:
     before_update(act)
 
 
+def spoil(fault: dict[str, str]) -> None:
+    from kempner.lowcomm.outer import Outer
+    from kempner.optim.optimizer import local
+
+    real = Outer.after_step
+
+    def after_step(self: Any, step: int) -> None:
+        if step == int(fault["step"]) and strikes(fault):
+            local(self.fragments[0].parameters[0].detach()).view(-1)[0] = float("nan")
+        real(self, step)
+
+    Outer.after_step = after_step  # type: ignore[method-assign]
+
+
 def digest(fault: dict[str, str]) -> None:
     """A line of JSON each: the CRC-32 of each part of a parameter, by the number of that and by
     what it is a part of."""
@@ -249,6 +264,7 @@ KINDS = {
     "nan": change_loss,
     "loud": change_loss,
     "bad_gradient": bad_gradient,
+    "spoil": spoil,
     "digest": digest,
     "slow": slow,
     "slow_forward": slow_forward,

@@ -50,6 +50,7 @@ def a_dedicated_head(submit: Submit) -> RayJob:
     bashrc = "export PATH=/nowhere:/usr/bin:/bin; export FROM_BASHRC=1\n"
     (base / "work/.bashrc").write_text(bashrc)
     more = {"DEDICATED_RAY_HEAD": "1", "GPUS_PER_NODE": "1", "HF_TOKEN": SECRET}
+    more["KEMPNER_PORTS"] = "20000-20999"
     return submit(3, MARKER="the job's", RAY_LOG_SYNC_FREQUENCY="1", **more)
 
 

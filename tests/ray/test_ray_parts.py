@@ -106,6 +106,18 @@ def test_ports_that_cannot_work(
         ports.read_ports(variables, addresses, 4)
 
 
+def test_a_port_that_nothing_reads_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NeMo RL's documentation lists it, and its users export it."""
+    monkeypatch.setattr(sys, "argv", ["ports", "4", "a=10.0.0.1"])
+    monkeypatch.setenv("DASHBOARD_GRPC_PORT", "50100")
+    assert ports.main() == 0
+    told = capsys.readouterr()
+    assert "note: DASHBOARD_GRPC_PORT is not read" in told.err and "PORT=54514 " in told.out
+    assert "DASHBOARD_AGENT_GRPC_PORT" in told.err
+
+
 def test_the_batch_host_needs_only_the_standard_library() -> None:
     """Its Python may be any python3, without Ray and without this project's packages."""
     source = Path(ports.__file__).parents[2]

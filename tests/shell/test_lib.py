@@ -268,7 +268,7 @@ GONE = "the copy of the code that this job runs is gone: "
 
 
 @pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "replicas.sh", "rl.sh"])
-@pytest.mark.parametrize("by", ["Command", "Comment"])
+@pytest.mark.parametrize("by", ["Command", "Comment", "JSON"])
 def test_other_code_does_not_replace_a_copy_that_is_gone(
     tmp_path: Path, name: str, by: str
 ) -> None:
@@ -278,6 +278,9 @@ def test_other_code_does_not_replace_a_copy_that_is_gone(
     if by == "Comment":
         command = f"BatchFlag=1 Command={ROOT}/scripts/slurm/{name}"
         told = f"JobId=75 {command}\n   Comment=mine kempner-code={copy}"
+    if by == "JSON":
+        command = f"BatchFlag=1 Command={ROOT}/scripts/slurm/{name}"
+        told = f'JobId=75 {command}\n   Comment={{"a": 1, "kempner": "kempner-code={copy}"}}'
     env = slurm(tmp_path, f"echo '{told}'") | {"SLURM_SUBMIT_DIR": str(ROOT)}
     (tmp_path / "slurm_script").write_text((ROOT / "scripts/slurm" / name).read_text())
     words = ["bash", tmp_path / "slurm_script", "configs/train/debug.toml"]
@@ -285,11 +288,45 @@ def test_other_code_does_not_replace_a_copy_that_is_gone(
     assert done.returncode == 2 and f"{GONE}{copy}: put it back, or submit" in done.stderr, done
 
 
+JSON = '{"APS": {"auto_resume_mode": "requeue"}}'
+
+
+@pytest.mark.parametrize("own", [JSON, "{}", "", "mine", "{mine}", '{"a": "kempner"} '])
+def test_a_comment_that_is_json_stays_so(tmp_path: Path, own: str) -> None:
+    """NVIDIA Mission Control reads the job's Comment as JSON."""
+    script = """
+        told=$OWN
+        for words in "kempner-chain=7.2" "kempner-chain=7.3 kempner-code=/runs/x y/code/1"; do
+            told=$(kp_comment_with "$(kp_comment_of_user "$told")" "$words")
+            echo "$told"
+        done
+        kp_comment_of_user "$told"
+        KP_JOB="JobId=7"$'\n'"   Comment=$told "$'\n'"   Requeue=1" kp_code_of_job
+        kp_ask() { KP_ANSWER="8 other"$'\n'"9 $told"; }
+        KP_CHAIN=7 KP_LINK=2 kp_chain_find && echo "$KP_SUCCESSOR"
+        KP_CHAIN=7 KP_LINK=1 kp_chain_find || echo none
+    """
+    done = bash(script, OWN=own)
+    first, second, user, code, successor, none = done.stdout.splitlines()
+    assert (user, code, successor, none) == (own.strip(), "/runs/x y/code/1", "9", "none")
+    if own.strip().endswith('"}') or own in (JSON, "{}"):
+        added = {"kempner": "kempner-chain=7.3 kempner-code=/runs/x y/code/1"}
+        assert json.loads(second) == json.loads(own) | added
+    else:
+        assert first == f"{own} kempner-chain=7.2".strip()
+
+
 REQUEUED = [
     path.name
     for path in sorted((ROOT / "scripts/slurm").glob("*.sh"))
     if "\n#SBATCH --requeue\n" in path.read_text()
 ]
+
+
+def test_every_header_has_a_line_for_the_time_limit() -> None:
+    for path in (ROOT / "scripts/slurm").glob("*.sh"):
+        header = re.findall(r"^#+SBATCH --(\w[\w-]*)", path.read_text(), re.M)
+        assert not header or "time" in header, path.name
 
 
 @pytest.mark.parametrize("name", REQUEUED)
@@ -584,6 +621,9 @@ def test_spares_that_make_no_sense(given: dict[str, str], why: str) -> None:
     ("given", "why"),
     [
         ({"KEMPNER_MAX_CRASHES": "0"}, "KEMPNER_MAX_CRASHES=0: must be a number from 1"),
+        ({"KEMPNER_PORTS": "15000"}, "KEMPNER_PORTS=15000: must be the first and the last port of"),
+        ({"KEMPNER_PORTS": "20000-15000"}, "from 1024 to 65535, such as 15000-20000"),
+        ({"KEMPNER_PORTS": "15000-70000"}, "from 1024 to 65535, such as 15000-20000"),
         ({"KEMPNER_EXCLUDE": "all"}, "KEMPNER_EXCLUDE=all: must be a number from 0"),
         ({"KEMPNER_SIGNAL_LEAD": "2m"}, "KEMPNER_SIGNAL_LEAD=2m: must be a number from 0"),
         ({"KEMPNER_NUMA": "off"}, "KEMPNER_NUMA=off: must be 0, or 1"),
@@ -807,7 +847,7 @@ def test_programs_of_the_repository_are_those_of_the_copy(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["singlenode.sh", "multinode.sh", "interactive.sh"])
 def test_launch_scripts_are_short(name: str) -> None:
-    assert len((ROOT / "scripts/slurm" / name).read_text().splitlines()) < 74
+    assert len((ROOT / "scripts/slurm" / name).read_text().splitlines()) < 75
 
 
 def test_secrets_file(tmp_path: Path) -> None:

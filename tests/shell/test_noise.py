@@ -156,17 +156,21 @@ def test_a_question_into_a_container_of_pyxis_is_a_step_of_its_own() -> None:
     assert any(word.startswith("--job-name=") for word in words[step:])
 
 
-def test_a_number_is_a_number(noisy: str) -> None:
+def test_a_number_is_a_number(noisy: str, tmp_path: Path) -> None:
     """That of the replicas."""
     script = f"""
 source "{SCRIPTS}/lib/replicas.sh"
 KP_ROOT={ROOT} PYTHONPATH={ROOT}/src KP_PYTHON=$NOISY KP_NODES=4 KP_TASKS=1 KP_GPUS=0
 export PYTHONPATH
-KP_VALUES=($'[lowcomm]\\nreplicas = 2\\nmode = "steps"\\ninterval = 4')
+KP_VALUES=($'[lowcomm]\\nreplicas = 2\\nmode = "steps"\\ninterval = 4\nsilence = 20')
 kp_count_replicas
 echo "$KP_REPLICAS $KP_NODES"
+kp_start() {{ echo "${{@: -5}}" && echo >"$KEMPNER_DOOR"; }}
+KEMPNER_PEERS="10.0.0.1 10.0.0.2" KP_RUN_DIR=/runs/x KEMPNER_DOOR=$FOLDER/door
+kp_open_door
 """
-    done = bash(script, NOISY=noisy, REAL_PYTHON=sys.executable)
-    assert done.stdout.endswith("2 2\n"), done.stderr
+    done = bash(script, NOISY=noisy, REAL_PYTHON=sys.executable, FOLDER=str(tmp_path))
+    words = "10.0.0.1 --silence 20 --log /runs/x/replicas.jsonl"
+    assert done.stdout.endswith(f"2 2\n{words}\n"), done.stderr
     done = bash(script, NOISY="/bin/echo")
     assert done.returncode == 2 and "does not say how many replicas" in done.stderr

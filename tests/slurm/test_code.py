@@ -4,6 +4,7 @@ docs/startup.md."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -21,6 +22,7 @@ BROKEN = ("scripts/train.py", "src/kempner/run.py", "scripts/slurm/lib/launch.sh
 COPY = {"KEMPNER_CODE": "1"}
 WORDS = ["--train.max_steps=100000", "--checkpoint.interval=20"]
 REQUEST = ["--nodes=1", "--gpus-per-node=1"]
+MISSION_CONTROL = '{"APS": {"auto_resume_mode": "requeue", "max_retries": 2}}'
 
 
 def git(cluster: Cluster, repository: Path, *words: str) -> str:
@@ -101,7 +103,7 @@ def test_a_checkout_that_is_broken_after_sbatch(
     run, whole = tmp_path / "run", tmp_path / "whole"
     shutil.copytree(checkout, whole)
     script = checkout / "scripts/slurm/multinode.sh"
-    options = [*REQUEST, "--comment=mine"]
+    options = [*REQUEST, f"--comment={MISSION_CONTROL}"]  # which reads it as JSON
     job = cluster.sbatch(script, *words(cluster, tmp_path), options=options, cwd=checkout, env=COPY)
     log = checkout / f"kempner-{job}.out"
     resume(cluster, job, log, lambda: breaks(checkout))
@@ -109,8 +111,9 @@ def test_a_checkout_that_is_broken_after_sbatch(
     text = log.read_text()
     assert "changed since the last attempt" not in text and "changed since sbatch" not in text
     assert "not in the copy of the code, over 20 MB or no file: notes.bin\n" in text
-    comment = f"Comment=mine kempner-code={run}/code/{first}"
-    assert comment in cluster.ask("scontrol", "show", "job", job)
+    (comment,) = re.findall(r"Comment=(.*)", cluster.ask("scontrol", "show", "job", job))
+    added = {"kempner": f"kempner-code={run}/code/{first}"}
+    assert json.loads(comment) == json.loads(MISSION_CONTROL) | added
 
     copy, about = run / "code" / first, json.loads((run / f"code/{first}.json").read_text())
     assert (copy / ORIGIN).read_text().strip() == about["origin"] == str(checkout)

@@ -67,12 +67,13 @@ def test_two_hosts_train_over_the_fast_network(
     cluster: Cluster, tmp_path: Path, one_process: list[float]
 ) -> None:
     """2 x 2 tasks of the real trainer; a run directory that a shell would take apart. The losses
-    are those of one process, and of four by torchrun."""
+    are those of one process, and of four by torchrun. A firewall leaves two ports to the kit."""
     run_dir = tmp_path / 'a "run" of $HOME [*]'
     arguments = cluster.debug_run(run_dir, *TWENTY, "--optimizer.betas=[0.9, 0.95]")
     with over_the_fast_network(cluster):
         options = ["--gpus-per-node=2", "--ntasks-per-node=2"]
-        job = cluster.sbatch("multinode.sh", *arguments, options=options, cwd=tmp_path)
+        env = {"KEMPNER_PORTS": "21000-21001"}
+        job = cluster.sbatch("multinode.sh", *arguments, options=options, cwd=tmp_path, env=env)
         assert cluster.wait(job) == 0
     log = (tmp_path / f"kempner-{job}.out").read_text()
     assert "world size 4 on node1, node2" in log, log  # the trainer's own words

@@ -274,6 +274,8 @@ def test_a_wrong_line_of_a_file(folder: Path, line: str, expected: str) -> None:
         ("0.95]", "in quotes, '--section.key=[1, 2]'"),
         ("train.max_steps=5", "did you mean --train.max_steps=5?"),
         ("-train.max_steps=5", "did you mean --train.max_steps=5?"),
+        ("@", "name the file alone, without @"),
+        ("@a.toml", "name the file alone, a.toml"),
     ],
 )
 def test_a_wrong_word_of_the_command_line(word: str, expected: str) -> None:
@@ -296,6 +298,10 @@ def test_a_wrong_section(folder: Path) -> None:
     assert "train is a section; write [train]" in problem("a.toml")
     Path("a.toml").write_text("[trian]\nmax_steps = 5\n")
     assert problem("a.toml") == "a.toml: trian: unknown section; did you mean train?"
+    Path("a.toml").write_text('[slurm]\npartition = "gpu"\n')
+    assert "slurm: the request is made to sbatch; give its options" in problem("a.toml")
+    Path("a.toml").write_text("[vlm]\nx = 5\n")
+    assert "those of other kits are in docs/coming-from.md" in problem("a.toml")
     Path("a.toml").write_text("max_steps = 5\n")
     assert problem("a.toml") == "a.toml: max_steps: unknown key; did you mean train.max_steps?"
 

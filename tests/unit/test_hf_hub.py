@@ -129,8 +129,10 @@ def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     server.server_close()
 
 
-def convert(*words: object, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/convert.py"), *map(str, words)]
+def convert(
+    *words: object, code: int = 0, program: str = "convert", **env: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / f"scripts/{program}.py"), *map(str, words)]
     done = subprocess.run(
         command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=120
     )
@@ -188,6 +190,28 @@ def test_a_data_set_of_the_hub(hub: dict[str, str], train: Train, tmp_path: Path
     none = "hf://datasets/me/tiny/no/*.parquet"
     done = convert("prefetch", none, code=2, **hub)
     assert f"{none}: there are no such files in it" in done.stderr
+
+
+def test_a_tokenizer_without_the_weights_of_its_model(hub: dict[str, str], tmp_path: Path) -> None:
+    """To train from scratch: 16 GB came with the tokenizer of an 8B model."""
+    make("smollm", Hub.files)
+    text = (ROOT / "README.md").read_text()
+    (Hub.files / "tokenizer.json").write_bytes(train_bpe([text], 260))
+    (tmp_path / "text.md").write_text(text)
+    words = [tmp_path / "text.md", "--tokenizer", "me/tiny@main", "--out"]
+    offline = hub | {"HF_HUB_OFFLINE": "1"}
+    said = convert(*words, tmp_path / "a", program="prepare_data", code=2, **offline).stderr
+    assert "scripts/convert.py prefetch --tokenizer-only me/tiny@main" in said
+    done = convert("prefetch", "--tokenizer-only", "me/tiny", **hub)
+    path = Path(done.stdout.removeprefix("tokenizer: ").strip())
+    assert "tokenizer.json" in {file.name for file in path.iterdir()}
+    convert(*words, tmp_path / "a", program="prepare_data", **offline)
+    about = json.loads((tmp_path / "a/dataset.json").read_text())
+    assert about["tokenizer"]["name"] == "me/tiny@main"
+    shutil.rmtree(hub["HF_HOME"])
+    convert(*words, tmp_path / "b", program="prepare_data", **hub)  # on a login node
+    assert json.loads((tmp_path / "b/dataset.json").read_text())["tokenizer"] == about["tokenizer"]
+    assert not [request for request in Hub.asked if "safetensors" in request]
 
 
 def test_what_is_not_there_is_said_with_the_fix(hub: dict[str, str], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ LAYERS = (
         "background",
         "signals",
         "slurm",
+        "port_range",
         "peers",
         "private",
         "rendezvous",

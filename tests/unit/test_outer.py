@@ -326,6 +326,7 @@ def test_a_replica_on_parts_of_nodes() -> None:
         ({"replicas": 2, "gpus_per_replica": 1}, "give one"),
         ({"feedback": 0.9}, "nothing is compressed"),
         ({"min_replicas": 2}, "all replicas are always needed"),
+        ({"silence": 20.0}, "give --lowcomm.mode=steps, or leave it out"),
     ],
 )
 def test_bad_sections(given: dict[str, float], words: str) -> None:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from kempner import peers
 from kempner.config.option import ConfigError
@@ -207,6 +214,50 @@ def test_a_full_disk_does_not_end_the_judge() -> None:
     one = Judge(["127.0.0.1"], 60.0, Path("/dev/full"))
     one._record("here", "0.1", "")
     one._entrance.close()
+
+
+def test_nothing_but_the_end_of_its_parent_ends_the_judge(tmp_path: Path) -> None:
+    """A full disk under the batch log ended it with its first line, and with it all replicas."""
+    place, moved = tmp_path / "run", tmp_path / "away"
+    place.mkdir()
+    note = place / "door"
+    words = [sys.executable, "-m", "kempner.lowcomm.judge", str(note), "--log", "/dev/full"]
+    with open("/dev/full", "w") as full:
+        judge = subprocess.Popen(words, stdout=full)
+    try:
+        until(lambda: note.exists() or judge.poll() is not None)
+        told = json.loads(note.read_text())
+        place.rename(moved)  # the file system is away: nothing can be said to the batch script
+        descriptors = len(os.listdir(f"/proc/{judge.pid}/fd"))
+        before = resource.prlimit(judge.pid, resource.RLIMIT_NOFILE)
+        few = (descriptors + 2, before[1])
+        resource.prlimit(judge.pid, resource.RLIMIT_NOFILE, few)
+        with contextlib.ExitStack() as open_ones:
+            for port in [told["beats"]] * 8 + [told["store"]] * 8:
+                open_ones.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            time.sleep(0.5)
+            assert judge.poll() is None
+        resource.prlimit(judge.pid, resource.RLIMIT_NOFILE, before)
+        replica, later = (peers.connect("127.0.0.1", told["beats"], told["key"], 30) for _ in "ab")
+        with replica, later:
+            replica.sendall(b"0.1\n")
+            for line in (b'{"round": [], "weights": {}}', b'{"round": 1, "weights": "a"}'):
+                replica.sendall(line + b"\n")
+            replica.sendall(b'{"round": 1, "weights": "a", "text": "\\ud800", "name": "0.1"}\n')
+            time.sleep(0.5)
+            moved.rename(place)
+            until(lambda: (place / "door.here.0").exists() or judge.poll() is not None)
+            later.sendall(b"0.2\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert replica.recv(1) == b""  # it goes on judging
+        store: Any = dist.TCPStore(
+            "127.0.0.1", told["store"], None, False, timedelta(seconds=30), wait_for_workers=False
+        )
+        assert "0.1" in store.get("gone").decode()
+        assert judge.poll() is None
+    finally:
+        judge.kill()
+        judge.wait(60)
 
 
 def test_the_note_of_the_judge_is_for_nobody_else(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import gzip
 import inspect
 import json
+import lzma
 import os
 import random
 import re
@@ -23,16 +26,18 @@ import numpy as np
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.data import sources
+from kempner.data import compressed, sources
 from kempner.data.dataset import TokenDataset
 from kempner.data.encode import Encoding, in_workers
 from kempner.data.sidecar import copy_tokenizer
 from kempner.data.tokenizer import Tokenizer, load_tokenizer
 from kempner.load import words_of_run
+from tests.conftest import load_program
 from tests.distributed.test_bad_input import without_privileges
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(REPO / "scripts/prepare_data.py")]
+PREPARE = load_program("prepare_data")
 EOD = 256
 
 
@@ -156,6 +161,78 @@ def test_a_long_text_is_cut_at_line_ends_and_between_characters(tmp_path: Path) 
     assert "".join(smileys) == "🙂" * 700_000
     assert "".join(text for text in found if text not in smileys) == lines
     assert all(text.endswith("\n") for text in found if text not in smileys)
+
+
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+def test_compressed_files_are_what_is_in_them(tmp_path: Path) -> None:
+    """A directory of them was a finished data set of its README, and exit code 0."""
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    plain.mkdir(), packed.mkdir()
+    rows = "".join(json.dumps({"text": f"row {i} ünï"}) + "\n" for i in range(2000))
+    contents = {
+        "a.jsonl": "\ufeff" + rows,
+        "b.txt": "\ufeff" + "".join(f"{i} größe 🙂\n" for i in range(150_000)),  # 2.9 MB
+        "c.md": "a" + "🙂" * 700_000,  # 2.8 MB without a line end
+    }
+    for (name, text), (suffix, pack) in zip(contents.items(), PACK.items(), strict=True):
+        (plain / name).write_text(text)
+        data = text.encode()
+        cut = len(data) // 2  # as of several files in one, or of a program with many threads
+        (packed / f"{name}{suffix}").write_bytes(pack(data[:cut]) + pack(data[cut:]))
+    for place in (plain, packed):
+        done(place, "--out", place / "out", "--workers", "2", "--val-fraction", "0")
+    assert documents(packed / "out", "train") == documents(plain / "out", "train")
+    (packed / "photos.tar.gz").write_bytes(gzip.compress(b"x"))
+    (packed / "old.jsonl.gz").write_bytes(gzip.compress(rows.encode())[:-20])
+    said = refused(packed, "--out", packed / "other")
+    assert "photos.tar.gz: an archive, or" in said and "or name the inputs without it" in said
+    (packed / "photos.tar.gz").unlink()
+    assert "old.jsonl.gz: cannot be unpacked" in refused(packed, "--out", packed / "other")
+
+
+def test_rows_of_json_are_named_so_by_c4_and_dolma(tmp_path: Path) -> None:
+    line = json.dumps({"text": "a document"}).encode() + b"\n"
+    (tmp_path / "c4-train.00000-of-01024.json.gz").write_bytes(gzip.compress(3 * line))
+    done(tmp_path, "--out", tmp_path / "out", "--val-fraction", "0")
+    assert documents(tmp_path / "out", "train") == ["a document"] * 3
+
+
+def test_a_vocabulary_is_trained_on_a_part_of_a_compressed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small the file is: what it unpacks to may be any size."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(10_000 * (json.dumps({"text": "x" * 100}).encode() + b"\n")))
+    monkeypatch.setattr(PREPARE, "BPE_SAMPLE", 50_000)
+    options = PREPARE.parse([str(path), "--out", str(tmp_path / "out"), "--train-bpe", "300"])
+    pieces = sources.cut(sources.find([str(path)], tmp_path), 1 << 22)[0]
+    assert len(list(PREPARE.training_texts(options, pieces))) <= 500
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_zstd(tmp_path: Path, frames: int) -> None:
+    """Every frame; and a file that was cut off is not taken for a whole one."""
+    zstandard = pytest.importorskip("zstandard")
+    line = json.dumps({"text": "a document " * 1000}).encode() + b"\n"
+    data = b"".join(zstandard.ZstdCompressor().compress(100 * line) for _ in range(frames))
+    path = tmp_path / "in/a.jsonl.zst"
+    path.parent.mkdir()
+    path.write_bytes(data)
+    done(path.parent, "--out", tmp_path / "out", "--val-fraction", "0")
+    assert len(documents(tmp_path / "out", "train")) == 100 * frames
+    path.write_bytes(data[:-4])
+    assert "a.jsonl.zst: cannot be unpacked" in refused(path, "--out", tmp_path / "other")
+
+
+def test_zstd_without_a_package_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"x")
+    monkeypatch.setattr(compressed, "_zstd", lambda: None)
+    with pytest.raises(ConfigError, match=r"reads no zstd; install zstandard with .*\[data\]"):
+        sources.find([str(tmp_path)], tmp_path / "out")
 
 
 def test_one_core_and_several_write_the_same_bytes(tmp_path: Path, corpus: Path) -> None:
@@ -546,8 +623,16 @@ def test_bad_command_lines(tmp_path: Path) -> None:
         ("type.jsonl", b'{"text": 5}', "type.jsonl:1: 'text' is int, not a string"),
         ("bytes.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "bytes.jsonl:2: not JSON"),
         ("no.parquet", b"PAR1 no", "no.parquet: not a Parquet file"),
-        ("a.txt.gz", b"\x1f\x8b", "a.txt.gz: compressed; unpack it first"),
+        ("a.zip", b"PK", "a.zip: an archive, or a compression that is not read; unpack it first"),
+        ("a.tar.gz", b"\x1f\x8b", "a.tar.gz: an archive, or"),
+        ("a.parquet.gz", b"\x1f\x8b", "unpack it first"),
+        ("a.txt.gz", b"\x1f\x8b", "a.txt.gz: cannot be unpacked (Compressed file ended before"),
+        ("a.txt.gz", b"plain", "a.txt.gz: cannot be unpacked (Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"a\xff"), "a.txt.gz: not text (byte 1 is not UTF-8)"),
+        ("a.json.bz2", bz2.compress(b'{"text": 5}'), "a.json.bz2:1: 'text' is int"),
+        ("a.jsonl.xz", lzma.compress(b"x" * 9000)[:-9], "a.jsonl.xz: cannot be unpacked"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # bytes of gzip have the time
 )
 def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)

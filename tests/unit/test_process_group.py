@@ -178,6 +178,18 @@ def test_a_fabric_that_nccl_does_not_use_is_an_error(
     assert "NCCL uses NET/" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("found", "advice"), [("InfiniBand", True), ("Ethernet", False)])
+def test_a_log_of_nccl_that_names_no_network_is_said(
+    found: str, advice: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plugin may word it otherwise: silence was taken for the fast network."""
+    monkeypatch.setenv("KEMPNER_NETWORK", found)
+    process_group._check_transport("node1:1:1 [0] NCCL INFO The Net is chosen: FastNet\n")
+    said = capsys.readouterr().err
+    assert "NCCL did not say which network it uses" in said
+    assert ("scripts/slurm/preflight.sh" in said) is advice
+
+
 @pytest.mark.parametrize(("size", "per_node", "asked"), [(4, 2, True), (2, 2, False)])
 def test_the_network_of_one_host_is_not_looked_at(
     size: int, per_node: int, asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

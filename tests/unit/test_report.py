@@ -353,7 +353,7 @@ SOUND = [
      "engine_idle": 0.1, "engines": 2},
     {"step": 10, "time": BEGAN + 11, "attempt": 0, "val_loss": 2.0, "val_tokens": 9},
     {"step": 10, "time": BEGAN + 12, "attempt": 0, "round": 1, "round_loss": 2.0, "replicas": 2,
-     "bytes_sent": 1, "bytes_data_parallel": 2, "outer_time": 0.1},
+     "bytes_sent": 1, "bytes_data_parallel": 2, "outer_time": 0.1, "not_finite": [1]},
     {"step": 10, "time": BEGAN + 13, "eval/task/acc": 0.5},
 ]  # fmt: skip
 DAMAGED = (None, "x", 10**400, float("inf"), ["x"], {})

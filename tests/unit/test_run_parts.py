@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -18,6 +19,30 @@ from kempner.run import RunConfig, RunSection
 from kempner.run_directory import Run
 from kempner.run_log import log_path
 from kempner.run_records import count_attempts
+from kempner.step import GC_STEPS, collect_garbage
+
+
+def test_garbage_is_collected_at_the_same_steps_on_all_ranks() -> None:
+    """Each rank would collect at another step, and every other rank would wait for it there."""
+    collected: list[int] = []
+    on = gc.isenabled()
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collected.append(step)
+
+    gc.callbacks.append(watch)
+    try:
+        for step in range(1, 2 * GC_STEPS + 1):
+            collect_garbage(step)
+            cycles: list[list[object]] = [[] for _ in range(1000)]  # more than its threshold
+            for cycle in cycles:
+                cycle.append(cycle)
+    finally:
+        gc.callbacks.remove(watch)
+        if on:
+            gc.enable()
+    assert collected == [GC_STEPS, 2 * GC_STEPS]
 
 
 def world(rank: int, size: int) -> World:

@@ -368,6 +368,7 @@ def test_max_running_over_all_arrays(
 
     monkeypatch.setattr(submitting.subprocess, "run", run)
     monkeypatch.setattr(submitting.slurm, "max_array_size", lambda: None)
+    monkeypatch.setattr(submitting.slurm, "waiting_arrays", dict)
     monkeypatch.setattr(submitting, "check_points", lambda points: None)
     monkeypatch.setattr("shutil.which", lambda name: name)
     file = Path("s.toml")
@@ -471,11 +472,12 @@ def test_an_intent_is_settled(swept: list[Point], monkeypatch: pytest.MonkeyPatc
     assert not journal.open and journal.of("never") == []
 
 
-@pytest.mark.parametrize(("answers", "calls"), [(["", ""], 3), ([None, ""], 2), (["5"], 1)])
+@pytest.mark.parametrize(("answers", "calls"), [([""] * 5, 3), ([None] + [""] * 3, 2), (["5"], 1)])
 def test_sbatch_fails_for_a_while(
     swept: list[Point], monkeypatch: pytest.MonkeyPatch, answers: list[str | None], calls: int
 ) -> None:
-    """It is called again only once Slurm has said that it did not take the job."""
+    """It is called again only once Slurm has said that it did not take the job, some seconds after
+    the answer was lost: a busy controller registers a job later."""
     journal = Journal(Path("runs/s/sweep"))
     journal.folder.mkdir(parents=True)
     told = iter(answers)
@@ -494,6 +496,30 @@ def test_sbatch_fails_for_a_while(
     assert submitting.submit(sweep, array, journal, {}, lambda text: None)
     assert len(made) == calls and next(told, "all asked") == "all asked"
     assert journal.task(swept[0].name) == ("5_0" if answers == ["5"] else "8_0")
+
+
+def test_an_array_that_slurm_registers_late_is_withdrawn(
+    swept: list[Point], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After sbatch was called again, or was given up: its tasks would run every point twice. What
+    of it runs already is left alone: its points are not planned any more."""
+    journal = Journal(Path("runs/s/sweep"))
+    journal.folder.mkdir(parents=True)
+    again, given_up, other = (journal.intend("s", [p.name]) for p in swept)
+    submitting.record(journal, again, "8")
+    submitting.record(journal, given_up, "")
+    submitting.record(journal, other, "9")
+    queue = f"7|{again.name}\n8|{again.name}\n9|{other.name}\n5|{given_up.name}\n6|mine\n"
+    monkeypatch.setattr(slurm, "_ask", lambda *words: queue)
+    cancelled: list[list[str]] = []
+
+    def scancel(words: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        cancelled.append(words)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(submitting.subprocess, "run", scancel)
+    assert SWEEP.settle(Journal(journal.folder)) == ["7", "5"]
+    assert cancelled == [["scancel", "--state=PENDING", job] for job in ("7", "5")]
 
 
 @pytest.mark.parametrize(("said", "calls"), [(submitting.NO_CLUSTER, 1), ("(connect failure)", 7)])
@@ -637,13 +663,20 @@ def test_an_sbatch_that_says_more(
     assert len(calls) == 1 and journal.task(swept[0].name) == f"{job}_0"
 
 
-@pytest.mark.parametrize("name", ["a,b", "../../x", "50%j", "..", "a\\b"])
+@pytest.mark.parametrize("name", ["a,b", "../../x", "50%j", "..", "a\\b", "lr (b)", "x\ny", "ä"])
 def test_a_name_that_would_be_more_than_a_name(tmp_path: Path, name: str) -> None:
     """`squeue --name=a,b` asks for two names: an array whose answer was lost was sent twice."""
     (problem,) = problems_of(tmp_path, f"name = {json.dumps(name)}\n[axes]\ntrain.seed = [1, 2]\n")
     assert problem.startswith("name = ") and "is no name of a sweep" in problem
-    named = points_of(tmp_path, 'name = "lr 1e-3 (b)"\n[axes]\ntrain.seed = [1, 2]\n')
-    assert named[0].run_dir.parent.name == "lr 1e-3 (b)"
+    named = points_of(tmp_path, 'name = "lr_1e-3+b.2"\n[axes]\ntrain.seed = [1, 2]\n')
+    assert named[0].run_dir.parent.name == "lr_1e-3+b.2"
+
+
+@pytest.mark.parametrize("dir", ["runs/50%x", "a\\b"])
+def test_a_dir_that_would_be_a_pattern_of_sbatch(tmp_path: Path, dir: str) -> None:
+    """The logs of the array went to another place, which need not exist: no task began."""
+    (problem,) = problems_of(tmp_path, f"dir = {json.dumps(dir)}\n[axes]\ntrain.seed = [1, 2]\n")
+    assert problem.startswith("dir = ") and "leave % and \\ out" in problem
 
 
 def test_what_slurm_never_answers_about_runs_here(

@@ -202,6 +202,7 @@ class Cluster:
         monkeypatch.setattr(SWEEP.shutil, "which", lambda name: name)
         monkeypatch.setattr(submitting.subprocess, "run", self.run)
         monkeypatch.setattr(slurm, "my_jobs", self.queue)
+        monkeypatch.setattr(slurm, "waiting_arrays", dict)
 
     def run(
         self, command: list[str], *args: object, env: dict[str, str], **more: object

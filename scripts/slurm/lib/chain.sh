@@ -136,7 +136,7 @@ kp_chain_find() { # sets KP_SUCCESSOR to the job in the queue with the successor
     local job comment name="kempner-chain=$KP_CHAIN.$((KP_LINK + 1))"
     kp_ask squeue --me -r -h -o '%i %k' || return 1
     while read -r job comment; do
-        [[ " $comment " != *" $name "* ]] || { KP_SUCCESSOR=$job && return 0; }
+        [[ " $comment " != *[\ \"]"$name"[\ \"]* ]] || { KP_SUCCESSOR=$job && return 0; }
     done <<<"$KP_ANSWER"
     return 1
 }
@@ -207,9 +207,8 @@ kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the requ
             value=${value%/*}/${BASH_REMATCH[1]}%j${BASH_REMATCH[2]}
         KP_REQUEST+=("--${pair%%=*}=$value")
     done
-    value=$(kp_rest Comment) value=${value%%kempner-c[oh]*} # after the user's own
-    value=${value:+${value% } }kempner-chain=$KP_CHAIN.$((KP_LINK + 1))
-    KP_REQUEST+=("--comment=$value${KEMPNER_COPY:+ kempner-code=$KEMPNER_COPY}")
+    value=kempner-chain=$KP_CHAIN.$((KP_LINK + 1))${KEMPNER_COPY:+ kempner-code=$KEMPNER_COPY}
+    KP_REQUEST+=("--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
 }
 
 kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatch does

@@ -62,8 +62,29 @@ kp_code_keep() { # <directory> <input files>...: makes a copy for this job and i
 kp_code_of_job() { # the copy that the job's Comment names, or nothing
     local copy
     [[ $KP_JOB == *kempner-code=* ]] || return 0
-    copy=${KP_JOB##*kempner-code=} copy=${copy%%$'\n'*}
-    echo "${copy% }"
+    copy=${KP_JOB##*kempner-code=} copy=${copy%%$'\n'*} copy=${copy% }
+    echo "${copy%'"}'}"
+}
+
+kp_comment_of_user() { # <comment of a job>: prints it without what the kit has added
+    local comment=${1%% }
+    if [[ $comment == '{'*'"kempner": "kempner-c'*'"}' ]]; then
+        comment=${comment%'"kempner": "kempner-c'*} comment=${comment%, }'}'
+    else
+        comment=${comment%%kempner-c[oh]*}
+    fi
+    echo "${comment% }"
+}
+
+kp_comment_with() { # <the user's comment> <words>: prints both. JSON stays JSON: a site's programs may read it
+    local comment=${1%% }
+    if [[ $comment != '{'*'}' || ($comment != '{}' && $comment != *'":'*) || $2 == *[\"\\]* ]]; then
+        echo "${comment:+$comment }$2"
+        return
+    fi
+    comment=${comment%\}}
+    [[ $comment == '{' ]] || comment="${comment%% }, "
+    echo "$comment\"kempner\": \"$2\"}"
 }
 
 kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it is gone: other code would be another run
@@ -74,11 +95,12 @@ kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it
 }
 
 kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the user has there
-    local comment='' tries
+    local comment='' chain='' tries
     [[ ! $KP_JOB =~ (^|[[:space:]])Comment=([^$'\n']*) ]] || comment=${BASH_REMATCH[2]%% }
-    comment=${comment%%kempner-code=*}
+    [[ ! $comment =~ kempner-chain=[0-9_]+\.[0-9]+ ]] || chain=${BASH_REMATCH[0]}
+    comment=$(kp_comment_with "$(kp_comment_of_user "$comment")" "${chain:+$chain }kempner-code=$1")
     for tries in 1 2 3 4 5; do # a busy controller drops one order, and carries out the next
-        ! kp_shielded scontrol update JobId="$2" Comment="${comment:+${comment% } }kempner-code=$1" 2>/dev/null || return 0
+        ! kp_shielded scontrol update JobId="$2" Comment="$comment" 2>/dev/null || return 0
         kp_shielded sleep "$tries"
     done
     return 1

@@ -36,7 +36,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     kp_write_status
 }
 
-kp_count_replicas() { # sets KP_REPLICAS, and the nodes and tasks per node of each: KP_NODES, KP_TASKS, KP_GPUS
+kp_count_replicas() { # sets KP_REPLICAS, KP_SILENCE, and the nodes and tasks per node of each: KP_NODES, KP_TASKS, KP_GPUS
     local world=$((KP_NODES * KP_TASKS)) ranks KP_VALUES=("${KP_VALUES[@]}")
     kp_values kp_python_of kempner.lowcomm.config -c "$KP_NOT_HERE"'
 from kempner.config.toml import loads
@@ -44,8 +44,9 @@ from kempner.lowcomm.config import LowcommConfig
 told = loads(sys.stdin.read()).get("lowcomm", {}).items()
 section = LowcommConfig(**{k: v for k, v in told if k != "raw" and v != "none"}) # "none" is unset
 count = section.count(int(sys.argv[1]), int(sys.argv[2])) if section.on and section.mode == "steps" else 0
-print("kempner-answer", count, sep="\0", end="\0")' "$world" "$KP_TASKS" <<<"${KP_VALUES[0]}" || exit
+print("kempner-answer", count, section.silence, sep="\0", end="\0")' "$world" "$KP_TASKS" <<<"${KP_VALUES[0]}" || exit
     KP_REPLICAS=${KP_VALUES[0]:-}
+    KP_SILENCE=${KP_VALUES[1]:-}
     [[ $KP_REPLICAS =~ ^[0-9]+$ ]] || kp_die "'$KP_PYTHON' does not say how many replicas there are: see above"
     ((KP_REPLICAS > 0)) || kp_die "replicas.sh is for lowcomm.mode = steps: submit multinode.sh for this configuration"
     ranks=$((world / KP_REPLICAS))
@@ -59,7 +60,7 @@ kp_open_door() { # starts the judge of who lives (kempner/lowcomm/judge.py); it 
     local tries
     rm -f -- "${KEMPNER_DOOR%.*.*}".* # a start of this job whose host was lost has left them
     kp_start bash "$KP_LIB/task.sh" "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.lowcomm.judge \
-        "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" --log "$KP_RUN_DIR/replicas.jsonl"
+        "$KEMPNER_DOOR" "${KEMPNER_PEERS%% *}" --silence "$KP_SILENCE" --log "$KP_RUN_DIR/replicas.jsonl"
     for ((tries = 0; tries < 600; tries++)); do
         [[ ! -s $KEMPNER_DOOR ]] || return 0
         kill -0 "$KP_CHILD" 2>/dev/null || break

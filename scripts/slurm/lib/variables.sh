@@ -4,7 +4,7 @@
 
 KP_VARIABLES=(SITE PYTHON TRAIN MAX_CRASHES MAX_WAIT RESTARTS SPARES SPARE_COMMAND EXCLUDE CHAIN SIGNAL_LEAD
     PREFLIGHT PREFLIGHT_LEAST CODE STAGE STAGE_ENVIRONMENT CONTAINER MOUNTS CONTAINER_RUNTIME SECRETS MAIL NOTIFY
-    WEBHOOK PAGE SRUN MPI NPROC NUMA ORCHESTRATE SERVE SERVE_TOKEN VLLM)
+    WEBHOOK PAGE SRUN MPI NPROC NUMA PORTS ORCHESTRATE SERVE SERVE_TOKEN VLLM)
 
 kp_is_setting() { # <variable>: true when it is one of them
     [[ " ${KP_VARIABLES[*]} " == *" ${1#KEMPNER_} "* ]]
@@ -33,6 +33,11 @@ kp_check_settings() { # stops at values that make no sense: later they would end
         [[ ${!name:-0} =~ ^[01]$ ]] || kp_die "$name=${!name}: must be 1, or 0, which is the same as unset"
     done
     [[ ${KEMPNER_NUMA:-1} =~ ^[01]$ ]] || kp_die "KEMPNER_NUMA=$KEMPNER_NUMA: must be 0, or 1, which is the same as unset"
+    if [[ ! ${KEMPNER_PORTS:-1024-65535} =~ ^([1-9][0-9]{3,4})-([1-9][0-9]{3,4})$ ]] ||
+        ((1024 > BASH_REMATCH[1] || BASH_REMATCH[1] > BASH_REMATCH[2] || BASH_REMATCH[2] > 65535)); then
+        kp_die "KEMPNER_PORTS=$KEMPNER_PORTS: must be the first and the last port of a range, from 1024 to 65535," \
+            "such as 15000-20000"
+    fi
     [[ ${KEMPNER_MPI:-none} =~ ^[a-z][a-z0-9_]*$ ]] ||
         kp_die "KEMPNER_MPI=$KEMPNER_MPI: must be a value of srun --mpi, such as pmix: 'srun --mpi=list' shows them"
     [[ ${KEMPNER_CODE:-1} =~ ^[01]$ ]] ||

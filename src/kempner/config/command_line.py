@@ -69,6 +69,10 @@ def _is_value(words: Sequence[str]) -> bool:
 
 def _file_or_stray(word: str, command: Command) -> None:
     run_config = os.path.join(word, "config.toml")
+    if word.startswith("@") and not os.path.isfile(word):  # as prime-rl has it
+        fix = f"name the file alone, {word[1:] if len(word) > 1 else 'without @'}"
+        command.problems.append(f"{shown(word)}: unexpected argument; {fix}")
+        return
     if word.endswith(".toml") or os.path.isfile(word):
         command.files.append(word)
         return

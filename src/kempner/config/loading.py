@@ -102,7 +102,15 @@ class _Loader:
         name = section.replace("-", "_")
         if name not in self.sections:
             what = "section" if isinstance(keys, dict) else "key"
-            self._wrong(name, f"{where}: {section}: unknown {what}{self._nearest(name)}")
+            problem = f"unknown {what}{self._nearest(name)}"
+            if name == "slurm":  # as in files of prime-rl
+                problem = (
+                    "the request is made to sbatch; give its options, SBATCH_* variables or "
+                    "site.env, and leave this out (docs/slurm.md)"
+                )
+            elif what == "section" and problem.endswith("lists all"):
+                problem += "; those of other kits are in docs/coming-from.md"
+            self._wrong(name, f"{where}: {section}: {problem}")
             return
         if not isinstance(keys, dict):
             fix = f"{section} is a section; write [{section}] and its keys below it"

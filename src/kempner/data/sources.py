@@ -1,8 +1,9 @@
 """Inputs -> documents. A file is text (one document), JSON lines or Parquet (one document a row).
-Chat data are rows of the latter two.
+Chat data are rows of the latter two. Text and JSON lines may be compressed.
 
 Work is cut into pieces that any process can read alone: a range of bytes of a text file or of JSON
-lines, a row group of Parquet. The cuts depend on the files alone, never on the number of workers.
+lines, a compressed one as a whole, a row group of Parquet. The cuts depend on the files alone,
+never on the number of workers.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kempner.config.option import ConfigError
+from kempner.data import compressed
 from kempner.data.sidecar import DataError
 from kempner.data.tokenizer import need
 
 TEXT_BYTES = 1 << 20  # a longer text is cut into documents of about this size, at line ends
 JSON_BYTES = 4 << 20  # bytes of JSON lines to a piece
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # the rest is text
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+KINDS_COMPRESSED = {**KINDS, ".json": "jsonl"}  # so C4 and Dolma name them
+BOM = b"\xef\xbb\xbf"  # the byte order mark
 SHOWN = 10  # problems that an error names
 CORPUS_FIX = "give yourself the right to read it, or name the inputs without it"
 NO_STDLIB_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test")
@@ -43,6 +46,7 @@ class Source:
     name: str  # relative to the input it was found under: no machine's path gets into the data
     kind: str  # text, jsonl or parquet
     named: bool  # by the user: it must be readable; what a directory holds besides may not be
+    compression: str = ""  # its suffix: it must be readable, too
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,15 @@ def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None
             paths = _walk(top, ("__pycache__",), exclude, left_out, problems)
             for path in sorted(paths):
                 name = str(path.relative_to(top))
+                if why := compressed.kind_of_compression(path) and compressed.why_not(path):
+                    problems.append(f"{path}: {why}, or name the inputs without it")
                 found.setdefault(os.path.realpath(path), _source(path, name, named=False))
         elif not top.exists():
             problems.append(f"{given}: no such file or directory")
         elif not top.is_file():
             problems.append(f"{given}: not a regular file")
-        elif top.suffix.lower() in COMPRESSED:
-            problems.append(f"{given}: compressed; unpack it first")
+        elif why := compressed.kind_of_compression(top) and compressed.why_not(top):
+            problems.append(f"{given}: {why}")
         else:
             found[os.path.realpath(top)] = _source(top, top.name, named=True)
     _raise(problems)
@@ -179,7 +185,11 @@ def check_readable(pattern: str) -> None:
 
 
 def _source(path: Path, name: str, named: bool) -> Source:
-    return Source(str(path), name, KINDS.get(path.suffix.lower(), "text"), named)
+    compression = compressed.kind_of_compression(path)
+    kinds, kind = KINDS, path.suffix.lower()
+    if compression:
+        kinds, kind = KINDS_COMPRESSED, Path(path.stem).suffix.lower()
+    return Source(str(path), name, kinds.get(kind, "text"), named, compression)
 
 
 def fingerprint(sources: Iterable[Source]) -> str:
@@ -219,6 +229,9 @@ def _pieces(source: Source) -> list[Piece]:
             metadata = _parquet(source).metadata
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
             return [Piece(source, i, i + 1, size) for i, size in enumerate(sizes)]
+        if source.compression:
+            size = os.path.getsize(source.path)
+            return [Piece(source, 0, size, size)] if size else []
         step = JSON_BYTES if source.kind == "jsonl" else TEXT_BYTES
         with open(source.path, "rb") as file:
             borders = list(_borders(file, step, lines_only=source.kind == "jsonl"))
@@ -259,12 +272,15 @@ def documents(piece: Piece, text_key: str, lines: Lines) -> Iterator[str]:
     if piece.source.kind == "parquet":
         yield from _parquet_documents(piece, text_key)
         return
-    data = _read(piece)
     if piece.source.kind == "jsonl":
-        lines.count = data.count(b"\n")
-        yield from _json_documents(data, text_key, lines)
+        yield from _json_documents(_lines(piece, lines), text_key, lines)
+    elif piece.source.compression:
+        at = 0
+        for data in compressed.texts(piece.source.path, TEXT_BYTES):
+            yield _decode(piece.source, data if at else data.removeprefix(BOM), at)
+            at += len(data)
     else:
-        yield _decode(piece, data)
+        yield _decode(piece.source, _read(piece), piece.start)
 
 
 def rows(piece: Piece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -281,9 +297,7 @@ def rows(piece: Piece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(
             f"{piece.source.path}: chat data are rows of .jsonl, .ndjson or .parquet; convert it"
         )
-    data = _read(piece)
-    lines.count = data.count(b"\n")
-    for number, line in enumerate(data.split(b"\n")):
+    for number, line in enumerate(_lines(piece, lines)):
         if line.strip():
             try:
                 row = _row(line)
@@ -300,30 +314,43 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
+def _lines(piece: Piece, lines: Lines) -> Iterator[bytes]:
+    """Without their ends; counted in `lines`."""
+    if not piece.source.compression:
+        data = _read(piece)
+        lines.count = data.count(b"\n")
+        yield from data.split(b"\n")
+        return
+    for line in compressed.lines(piece.source.path):
+        yield line if lines.count else line.removeprefix(BOM)
+        lines.count += 1
+
+
 def _read(piece: Piece) -> bytes:
     with open(piece.source.path, "rb") as file:
         file.seek(piece.start)
         data = file.read(piece.end - piece.start)
     if len(data) != piece.end - piece.start:
         raise DataError(f"{piece.source.path}: became shorter while it was read")
-    return data.removeprefix(b"\xef\xbb\xbf") if piece.start == 0 else data  # a byte order mark
+    return data.removeprefix(BOM) if piece.start == 0 else data
 
 
-def _decode(piece: Piece, data: bytes) -> str:
+def _decode(source: Source, data: bytes, at: int) -> str:
+    """`at`: the byte of the file that the data begin with."""
     try:
         text = data.decode()
         reason = "a zero byte" if "\0" in text else ""
     except UnicodeDecodeError as error:
-        reason = f"byte {piece.start + error.start} is not UTF-8"
+        reason = f"byte {at + error.start} is not UTF-8"
     if not reason:
         return text
-    if piece.source.named:
-        raise DataError(f"{piece.source.path}: not text ({reason}); convert it to UTF-8 first")
-    raise Undecodable(piece.source.path)
+    if source.named or source.compression:
+        raise DataError(f"{source.path}: not text ({reason}); convert it to UTF-8 first")
+    raise Undecodable(source.path)
 
 
-def _json_documents(data: bytes, text_key: str, lines: Lines) -> Iterator[str]:
-    for number, line in enumerate(data.split(b"\n")):
+def _json_documents(every: Iterable[bytes], text_key: str, lines: Lines) -> Iterator[str]:
+    for number, line in enumerate(every):
         if not line.strip():
             continue
         try:

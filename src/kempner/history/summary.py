@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from kempner.history.attempts import Attempt, Record
@@ -104,7 +105,21 @@ def replicas(run: History) -> dict[str, str]:
         "sent by a replica": f"{size(sent)}"
         + (f", {sent / others:.2%} of data parallel's {size(others)}" if others else ""),
         "  outer steps": f"{sum(r['outer_time'] for r in run.rounds):.1f} s",
+        **_not_finite(run.rounds),
     }
+
+
+def _not_finite(rounds: list[Record]) -> dict[str, str]:
+    """The replicas that had such weights, and in how many rounds."""
+    found = Counter(
+        replica
+        for line in rounds
+        if isinstance(named := line.get("not_finite"), list)
+        for replica in named
+        if is_number(replica)
+    )
+    named = [f"replica {x} in {n} round{'s' * (n > 1)}" for x, n in sorted(found.items())]
+    return {"  not finite": ", ".join(named)} if named else {}
 
 
 def rewards(run: History) -> dict[str, str]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
 
 RAW = ("norms", "embeddings", "output")
+SILENCE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class LowcommConfig:
     )
     min_replicas: int = option(
         1, "mode = steps: with fewer replicas the job is requeued", minimum=1
+    )
+    silence: float = option(
+        SILENCE_S,
+        "mode = steps: seconds without a sign of life after which a replica is lost; more than the "
+        "network pauses when a switch or a subnet manager fails over",
+        minimum=1.0,
     )
     interval: int = option(
         30, "steps of a round (H): each weight is averaged once in it", minimum=1
@@ -152,6 +159,11 @@ class LowcommConfig:
             found.append(
                 f"lowcomm.min_replicas = {self.min_replicas}: with mode = mesh all replicas are "
                 "always needed; give --lowcomm.mode=steps, or leave it out"
+            )
+        if self.mode == "mesh" and self.silence != SILENCE_S:
+            found.append(
+                f"lowcomm.silence = {self.silence}: with mode = mesh nobody waits for signs of "
+                "life; give --lowcomm.mode=steps, or leave it out"
             )
         if self.mode == "steps" and self.interval == 1:
             found.append(

@@ -21,6 +21,7 @@ from kempner.lowcomm import beat
 
 CONNECT_S = 5.0
 GONE, HERE = "gone", "here"  # keys of the store: a line each, "name ..."
+FIRST = "first"  # the oldest epoch that the store still has
 FENCED = 76  # the exit code of a replica that was declared gone
 
 

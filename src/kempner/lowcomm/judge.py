@@ -10,7 +10,9 @@ merely busy is neither. One judge, because replicas that judge each other can di
 runs is where the job's script runs, whose end is the job's end in any case.
 
 Its note has mode 600 and a key: whoever does not have that is dropped (kempner.peers). torch's
-store beside it cannot ask who is there.
+store beside it cannot ask who is there. All replicas need the judge, so nothing ends it but the end
+of its parent: no peer, no full disk under the batch log or the run directory, no lack of
+descriptors.
 
 The judge never takes its word back. A replica that wakes up finds its connection closed, and
 leaves: it is to be started again.
@@ -36,9 +38,10 @@ from kempner.config.command_line import argument_parser
 from kempner.files import LineFile, write_atomic
 from kempner.front_door import run_program
 from kempner.lowcomm.beat import BEAT_S
-from kempner.lowcomm.door import GONE, HERE, is_name, slot_of
+from kempner.lowcomm.config import SILENCE_S
+from kempner.lowcomm.door import FIRST, GONE, HERE, is_name, slot_of
+from kempner.port_range import store_server
 
-SILENCE_S = 3.0
 SIOCGIFADDR = 0x8915
 LONGEST = 1 << 16  # bytes of a line
 
@@ -59,7 +62,10 @@ class Judge:
         import torch.distributed as dist
 
         # Any: append() and clone() are not in torch's stubs.
-        self.store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port, server = store_server()
+        self.store: Any = dist.TCPStore(
+            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=server
+        )
         self._silence, self._on = silence, on
         self._log = LineFile(log) if log is not None else None
         self._names: dict[socket.socket, str] = {}
@@ -67,6 +73,7 @@ class Judge:
         self._begun: dict[socket.socket, bytes] = {}  # a line that has not come whole
         self._gone: set[str] = set()
         self._weights: dict[int, str] = {}  # after each round, as the first replica has told them
+        self._untold: list[str] = []  # events
         key = peers.new_key()
         self._entrance = peers.Entrance(peers.listen(), key)
         self._selector = selectors.DefaultSelector()
@@ -75,23 +82,40 @@ class Judge:
         self.note = json.dumps({"addresses": list(addresses), **ports, "key": key})
         self.store.set(GONE, "")
         self.store.set(HERE, "")
+        self.store.set(FIRST, "0")
 
     def serve(self, while_true: Callable[[], bool]) -> None:
         awake = time.monotonic()
         while while_true():
             for key, _ in self._selector.select(BEAT_S / 2):
-                if key.fileobj is self._entrance:
-                    self._admit()
-                else:
-                    self._hear(key.fileobj)  # type: ignore[arg-type]
+                try:
+                    self._take(key.fileobj)
+                except Exception as error:
+                    _say(f"error: {type(error).__name__}: {error}")
+                    if key.fileobj in self._heard:
+                        self._lose(key.fileobj, "not understood")
+            self._tell()
             before, awake = awake, time.monotonic()
             if awake - before > self._silence / 2:  # it was this process that was stopped
                 self._heard = dict.fromkeys(self._heard, awake)
             for peer, last in list(self._heard.items()):
                 if peer in self._heard and awake - last > self._silence:
                     if name := self._names.get(peer):
-                        self._on(f"silent.{slot_of(name)}")
+                        self._untold.append(f"silent.{slot_of(name)}")
                     self._lose(peer, f"silent for {awake - last:.1f} s")
+
+    def _take(self, ready: object) -> None:
+        if ready is self._entrance:
+            self._admit()
+        elif isinstance(ready, socket.socket):
+            self._hear(ready)
+
+    def _tell(self) -> None:
+        """What the script has to hear, again and again while its file system is full or away."""
+        with contextlib.suppress(OSError):
+            while self._untold:
+                self._on(self._untold[0])
+                del self._untold[0]
 
     def _admit(self) -> None:
         for peer in self._entrance.take():
@@ -114,7 +138,6 @@ class Judge:
             if word == "bye":
                 return self._lose(peer, "left")
             if word.startswith("{"):
-                # All replicas need the judge: what it does not understand must not end it.
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     self._note_round(json.loads(word))
             elif is_name(word) and peer not in self._names:
@@ -132,19 +155,19 @@ class Judge:
                 self._lose(other, f"started again as {name}")
         if name not in self._names.values():
             self._record("here", name, "")
-            self._on(f"here.{slot_of(name)}")
+            self._untold.append(f"here.{slot_of(name)}")
         self._names[peer] = name
         return None
 
     def _note_round(self, event: dict[str, Any]) -> None:
         """What a replica says after a round. All of them must have the same weights then."""
+        number, weights, name, text = (event[key] for key in ("round", "weights", "name", "text"))
         self._append({"event": "round", "time": round(time.time(), 3), **event})
-        number, weights = event["round"], event["weights"]
         known = self._weights.setdefault(number, weights)
         if known is weights:
-            print(f"round {number}: {event['text']}; weights {weights}", flush=True)
+            _say(f"round {number}: {text}; weights {weights}")
         elif known != weights:
-            print(f"error: round {number}: {event['name']} has weights {weights}", flush=True)
+            _say(f"error: round {number}: {name} has weights {weights}")
 
     def _lose(self, peer: socket.socket, reason: str) -> None:
         if self._heard.pop(peer, None) is None:  # with another rank of its replica
@@ -162,10 +185,10 @@ class Judge:
             for other in [x for x, known in self._names.items() if known == name]:
                 self._lose(other, reason)
         if self._weights and not self._names:
-            self._on("over")
+            self._untold.append("over")
 
     def _record(self, event: str, name: str, reason: str) -> None:
-        print(f"replica {name}: {event}{f': {reason}' if reason else ''}", flush=True)
+        _say(f"replica {name}: {event}{f': {reason}' if reason else ''}")
         self._append(
             {"event": event, "time": round(time.time(), 3), "name": name, "reason": reason}
         )
@@ -174,6 +197,12 @@ class Judge:
         if self._log is not None:
             with contextlib.suppress(OSError):  # a full disk must not end the replicas
                 self._log.write(json.dumps(line))
+
+
+def _say(line: str) -> None:
+    """In the batch log; what a full disk does not take is dropped."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{line}\n".encode(errors="backslashreplace"))
 
 
 def address_of(interface: str) -> str | None:

@@ -13,8 +13,11 @@ the round stands. So no round counts for some and not for others, and none count
     votes/E       yes or no, of each member
     outcome/E     commit or abort, fixed by the first to write it
 
+    first         the oldest epoch of which these are kept
+
 An epoch is one attempt at an exchange, and says who waits to join. At the end of a round, after its
-outer step, members hold one more epoch with these, in which they receive the state.
+outer step, members hold one more epoch with these, in which they receive the state. Once all of its
+members have come to the next one it is forgotten: the store is memory of the batch host.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from kempner.checkpoint.ranks import PeerFailed
-from kempner.lowcomm.door import GONE, HERE, Door
+from kempner.lowcomm.door import FIRST, GONE, HERE, Door
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +40,7 @@ WATCH_S = 0.1  # in the collective, where an error of our own says it first
 ATTEMPTS = 4  # at one round with nobody lost
 COLLECTIVE_S = 600.0
 WITHIN_S = 3600.0  # the watchdog decides what hangs
+NOTHING = "-"  # no value of a key
 
 T = TypeVar("T")
 
@@ -62,7 +66,7 @@ class Epoch(NamedTuple):
         return self.members + self.joiners
 
     @classmethod
-    def of(cls, number: int, text: bytes) -> Epoch:
+    def of(cls, number: int, text: str) -> Epoch:
         rounds, members, joiners, entry, about, waiting = json.loads(text)
         return cls(number, rounds, tuple(members), tuple(joiners), entry, about, tuple(waiting))
 
@@ -131,6 +135,7 @@ class Membership:
         door.greet(self.me)
         self.roster: tuple[str, ...] = ()  # everyone of the last epoch that was committed
         self._next = 0  # the epoch to be fixed next
+        self._last: Epoch | None = None  # of ours, that was fixed
         self._joining: tuple[str, ...] = ()  # of the last epoch of others
         # For the groups: a connection looks names up, and a slow name server takes 5 s. One of them
         # is left behind with each exchange that is.
@@ -189,6 +194,7 @@ class Membership:
             result, problem = self._attempt(epoch, exchange)
             problem = self._any(problem)
             self._next = epoch.number + 1
+            self._forget(epoch)
             committed = self._from_first(lambda: self._settle(epoch, problem))  # noqa: B023
             if committed:
                 self.roster = epoch.everyone
@@ -204,16 +210,31 @@ class Membership:
                     f"{', '.join(epoch.everyone)} live: {problem}"
                 )
 
+    def _forget(self, epoch: Epoch) -> None:
+        """Delete the keys of the epoch before this one. As this one is fixed, its members have come
+        on; who is not among them is gone, or was to join and finds that the other is over."""
+        last, self._last = self._last, epoch
+        if last is None or epoch.members[0] != self.me:
+            return
+        keys = [f"group/{last.number}/{self.rank}/0/{i}" for i in range(len(last.everyone))]
+        if self.rank == 0:
+            self.store.set(FIRST, str(epoch.number))
+            keys += [f"{of}/{last.number}" for of in ("arrived", "epoch", "votes", "outcome")]
+        for key in keys:
+            self.store.delete_key(key)
+
     def _fixed(self, rounds: int, about: dict[str, Any], entry: bool) -> Epoch | str:
         """Rank 0: the epoch that is next for this replica, as soon as it is fixed; or why there is
         none, which is nothing when the run is over."""
+        self._next = max(self._next, self._first_kept())
         if self.roster or self._next == 0:
             line = json.dumps([self.me, about])
             self.store.append(f"arrived/{self._next}", f"{line}\n")
         began = time.monotonic()
         while True:
-            if self.store.check([f"epoch/{self._next}"]):
-                epoch = Epoch.of(self._next, self.store.get(f"epoch/{self._next}"))
+            self._next = max(self._next, self._first_kept())
+            if text := self._read(f"epoch/{self._next}"):
+                epoch = Epoch.of(self._next, text)
                 if self.me in epoch.everyone:
                     return epoch
                 if self.roster:
@@ -297,7 +318,7 @@ class Membership:
         while not over.wait(WATCH_S):
             if lost := [name for name in epoch.everyone if name in self._gone()]:
                 return None, f"lost {', '.join(lost)}"
-            if self.store.check([f"outcome/{epoch.number}"]):
+            if self._outcome(epoch.number):
                 return None, "another replica could not finish"
         return (None, problems[0]) if problems else ((found[0],), "")
 
@@ -314,7 +335,7 @@ class Membership:
         nothing: all have the result, and so does every other."""
         number = epoch.number
         self.store.append(f"votes/{number}", f"{self.me} {'no' if problem else 'yes'}\n")
-        while not self.store.check([f"outcome/{number}"]):
+        while not (outcome := self._outcome(number)):
             gone = self._gone()  # before the votes: one that voted and then left has voted
             votes = dict(line.split() for line in self._lines(f"votes/{number}"))
             if "no" in votes.values() or any(
@@ -327,12 +348,27 @@ class Membership:
                 time.sleep(POLL_S)
         if self.me in (gone := self._gone()):
             self.door.fence(gone[self.me])
-        return bool(self.store.get(f"outcome/{number}") == b"commit")
+        return outcome == "commit"
+
+    def _outcome(self, number: int) -> str:
+        """Of an epoch; nothing while it is open. One that is forgotten was aborted: it could not
+        have been committed without this replica's vote, nor forgotten before it came on."""
+        found = self._read(f"outcome/{number}")
+        return found or ("abort" if self._first_kept() > number else "")
 
     # --- the store's lists ---
 
+    def _read(self, key: str) -> str:
+        """Nothing where there is no such key. get() would wait for one that is deleted after a
+        check(); compare_set() answers what it was to be compared with, and sets nothing."""
+        found = self.store.compare_set(key, NOTHING, NOTHING)
+        return "" if found == NOTHING.encode() else str(found.decode())
+
+    def _first_kept(self) -> int:
+        return int(self.store.get(FIRST))
+
     def _lines(self, key: str) -> list[str]:
-        return self.store.get(key).decode().splitlines() if self.store.check([key]) else []
+        return self._read(key).splitlines()
 
     def _gone(self) -> dict[str, str]:
         """The reason by name."""

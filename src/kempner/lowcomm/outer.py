@@ -98,6 +98,7 @@ class Fragment:
         self._own = self._pieces[self._copies.index]
         self._sizes = [self._codecs[piece.i].size(*piece.shape) for piece in self._own]
         self._handle: Handle | None = None
+        self.spoilt = torch.zeros((), dtype=torch.bool, device=self.anchors[0].device)
 
     @staticmethod
     def _copy(p: Tensor) -> Tensor:
@@ -110,11 +111,14 @@ class Fragment:
 
     def send(self, exchange: Exchange, name: str) -> None:
         """Start to exchange what the replicas have changed. A number that is not finite counts as
-        unchanged: this replica alone would spoil the weights of all."""
+        unchanged: this replica alone would spoil the weights of all. `spoilt` says that there was
+        one."""
         changes = []
         for i, (anchor, p) in enumerate(zip(self.anchors, self.parameters, strict=True)):
             d = anchor - local(p.detach())
-            d = torch.where(torch.isfinite(d), d, 0.0)
+            finite = torch.isfinite(d)
+            self.spoilt |= ~finite.all()
+            d = torch.where(finite, d, 0.0)
             if i in self.errors:
                 d = self.errors[i].mul_(self.cfg.feedback).add_(d)
             changes.append(d.contiguous())
@@ -198,6 +202,13 @@ class Outer:
     def begin(self) -> None:
         for fragment in self.fragments:
             fragment.begin()
+
+    def take_spoilt(self) -> Tensor:
+        """Whether this rank has had numbers that were not finite since the last call, bool []."""
+        found = torch.stack([fragment.spoilt for fragment in self.fragments]).any()
+        for fragment in self.fragments:
+            fragment.spoilt.zero_()
+        return found
 
     def published(self) -> dict[Tensor, Callable[[], Tensor]]:
         """For each parameter what gives its anchor: what is evaluated, saved and continued."""

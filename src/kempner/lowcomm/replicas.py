@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.checkpoint.state import StateProvider
@@ -76,6 +77,7 @@ class LowcommReplicas(Replicas):
         self._waited = 0.0
         self._sent = 0
         self._loss: Tensor
+        self._spoilt: Tensor  # [replicas], over 0: has had numbers that were not finite
         ring = 2 * (world.replicas - 1) / world.replicas * 4  # bytes for each number, fp32
         self._data_parallel = ring * sum(p.numel() for p in named.values())  # bytes a step
 
@@ -106,18 +108,30 @@ class LowcommReplicas(Replicas):
         self._sums = shared if self._sums is None else self._sums + shared
         # Before the last fragment leaves, which they would otherwise wait for.
         if left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
-            self._asked = self.exchange.start(self._sums.float(), f"numbers {step}")
+            ours = torch.cat([self._sums.float(), self._own_spoilt()])
+            self._asked = self.exchange.start(ours, f"numbers {step}")
             self._sums = None
         zero = torch.zeros_like(shared[0])
         # No step is left in its middle: the other replicas would wait for it.
         told = {**numbers, **dict.fromkeys(FLAGS, zero), "step_time": zero}
         if left == min(1, rounds - 1) and self._asked is not None:
             mean, self._asked = self._asked.wait().double(), None
-            found = dict(zip(SHARED, mean.unbind(), strict=True))
+            sums, self._spoilt = mean.tensor_split([len(SHARED)])
+            found = dict(zip(SHARED, sums.unbind(), strict=True))
             self._loss = found.pop("loss_sum") / found.pop("tokens")
             told |= found
         self._waited += time.monotonic() - began
         return told if left else {**told, **self._facts(step)}
+
+    def _own_spoilt(self) -> Tensor:
+        """This replica's share of `_spoilt`, from the changes that it has sent since it last told:
+        those of the round before, as the numbers leave before the last fragment. fp32."""
+        spoilt = self.outer.take_spoilt().float()
+        if self.world.size > 1:
+            dist.all_reduce(spoilt, dist.ReduceOp.MAX)
+        found = spoilt.new_zeros(self.world.replicas)
+        found[self.world.replica] = spoilt
+        return found
 
     def _facts(self, step: int) -> Numbers:
         """Of a round, at its end. The loss is the mean over all replicas, in the steps between two
@@ -131,4 +145,8 @@ class LowcommReplicas(Replicas):
         }
         self._sent, self._waited = self.exchange.sent, 0.0
         place = self._loss
-        return {"round_loss": place, **{k: torch.full_like(place, v) for k, v in facts.items()}}
+        return {
+            "round_loss": place,
+            **{f"spoilt {i}": spoilt for i, spoilt in enumerate(self._spoilt.unbind())},
+            **{k: torch.full_like(place, v) for k, v in facts.items()},
+        }

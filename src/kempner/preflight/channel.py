@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from kempner import peers
+from kempner.port_range import store_server
 
 Answer = dict[str, Any]
 TOKEN = ".preflight"  # in the directory that must be shared
@@ -39,8 +40,10 @@ class Driver:
     """The driver's side: asks questions."""
 
     def __init__(self) -> None:
+        port, server = store_server()
+        limit = timedelta(seconds=60)
         self.store = dist.TCPStore(
-            "localhost", 0, None, True, timedelta(seconds=60), wait_for_workers=False
+            "localhost", port, None, True, limit, wait_for_workers=False, master_listen_fd=server
         )
         self._entrance = peers.Entrance(peers.listen(), peers.job_key())
         self.port = self._entrance.port

@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 from kempner import peers
+from kempner.port_range import bind_allowed
 
 Message = dict[str, Any]
 LONGEST = 1 << 20  # bytes of a message; more is none of ours
@@ -63,5 +64,5 @@ def reserve_port() -> socket.socket:
     that binds it with SO_REUSEADDR, as TCPStore does, gets it while this socket is open."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("", 0))
+    bind_allowed(holder)
     return holder

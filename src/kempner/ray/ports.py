@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kempner.port_range import BadPortRange, allowed_ports
+
 # By the user's variable; the option of `ray start` has the same name in lower case.
 HEAD_PORTS = {"PORT": 54514, "RAY_CLIENT_SERVER_PORT": 10001, "DASHBOARD_PORT": 8265}
 NODE_PORTS = {
@@ -35,6 +37,8 @@ NODE_PORTS = {
     "DASHBOARD_AGENT_LISTEN_PORT": 52365,
 }
 WORKER_PORTS = {"MIN_WORKER_PORT": 54001, "MAX_WORKER_PORT": 54513}
+WORKERS_A_CPU = 4  # ports of the workers: Ray starts more than one process for a CPU
+NOT_READ = "DASHBOARD_GRPC_PORT"  # NeMo RL's documentation has it
 STRIDE = "PORT_STRIDE"
 STRIDE_ON_SHARED_HOSTS = 20
 LEAST_PORT, LAST_PORT = 1024, 65535
@@ -125,6 +129,28 @@ def read_stride(variables: Mapping[str, str], addresses: Mapping[str, str]) -> i
     return stride or 0
 
 
+def default_ports(
+    variables: Mapping[str, str], stride: int, nodes: int, cpus: int
+) -> dict[str, int]:
+    """By the user's variable. With KEMPNER_PORTS a part of that range, another one for the job of
+    the next number, as far as it has several. Raises PortError."""
+    try:
+        allowed = allowed_ports(variables)
+    except BadPortRange as error:
+        raise PortError(error.strerror) from None
+    if allowed is None:
+        return HEAD_PORTS | NODE_PORTS | WORKER_PORTS
+    fixed = [*HEAD_PORTS, *NODE_PORTS]
+    shares = nodes if stride else 1
+    before = len(fixed) + stride * (nodes - 1)  # of the workers'
+    parts = max(1, len(allowed) // (before + shares * WORKERS_A_CPU * cpus))
+    digits = re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "")) or "0"
+    width = len(allowed) // parts
+    first = allowed[0] + int(digits) % parts * width
+    ports = {name: first + i for i, name in enumerate(fixed)}
+    return ports | {"MIN_WORKER_PORT": first + before, "MAX_WORKER_PORT": first + width - 1}
+
+
 def read_ports(variables: Mapping[str, str], addresses: Mapping[str, str], cpus: int) -> Ports:
     """The ports by the user's variables, an unset or empty one having its default.
 
@@ -132,7 +158,7 @@ def read_ports(variables: Mapping[str, str], addresses: Mapping[str, str], cpus:
     """
     stride = read_stride(variables, addresses)
     base = {}
-    for name, default in (HEAD_PORTS | NODE_PORTS | WORKER_PORTS).items():
+    for name, default in default_ports(variables, stride, len(addresses), cpus).items():
         text = variables.get(name) or str(default)
         off = name == "DASHBOARD_PORT" and text == "0"
         base[name] = 0 if off else whole_number(name, text, LEAST_PORT, LAST_PORT)
@@ -184,17 +210,26 @@ def main() -> int:
     except PortError as error:
         print(f"kempner: error: {error}", file=sys.stderr)
         return 2
+    if os.environ.get(NOT_READ):
+        _note(
+            f"{NOT_READ} is not read, as Ray has no such port; that of the nodes' agents is "
+            "DASHBOARD_AGENT_GRPC_PORT"
+        )
     taken = ephemeral_range()
     used = [p for k in range(ports.shares) for p in ports.of_node(k).values()]
     used += [ports.base[name] for name in WORKER_PORTS]
     if any(port in taken for port in used):
-        print(
-            f"[{time.strftime('%F %T')}] kempner: note: some of Ray's ports are in the kernel's"
-            f" ephemeral range {taken[0]}-{taken[-1]}: another program's connection may hold one",
-            file=sys.stderr,
+        _note(
+            f"some of Ray's ports are in the kernel's ephemeral range {taken[0]}-{taken[-1]}: "
+            "another program's connection may hold one"
         )
     print(ports)
     return 0
+
+
+def _note(text: str) -> None:
+    """In the batch log."""
+    print(f"[{time.strftime('%F %T')}] kempner: note: {text}", file=sys.stderr)
 
 
 # --- on a node ----------------------------------------------------------------------------------

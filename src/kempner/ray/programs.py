@@ -4,7 +4,6 @@ that Ray has assigned."""
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +13,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kempner.port_range import free_port
 
 START_S = 60.0  # until Ray has room for all of them
 END_S = 130.0  # for a program to save and leave after SIGTERM
@@ -25,9 +26,7 @@ class Program:
 
     def where(self) -> tuple[str, int]:
         """Its node's address, and a port that is free there: the rendezvous, if it is rank 0."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), free_port()
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
         """Of Python's command line; returns its exit code."""

@@ -17,6 +17,7 @@ from queue import Empty
 from typing import Any
 from urllib.parse import urlsplit
 
+from kempner.port_range import bind_allowed
 from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read
 from kempner.serve.weights import Refused
 from kempner.serve.worker import Job, News, Unavailable, Worker
@@ -53,7 +54,11 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
 
     def server_bind(self) -> None:  # http.server's own asks the DNS for the name of this host
-        socketserver.TCPServer.server_bind(self)
+        if self.server_address[1]:
+            socketserver.TCPServer.server_bind(self)
+        else:
+            bind_allowed(self.socket, str(self.server_address[0]))
+            self.server_address = self.socket.getsockname()
 
     @property
     def port(self) -> int:

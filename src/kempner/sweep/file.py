@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import keyword
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,16 @@ class _Reader:
         get = self.table.get
         name = get("name", self.file.stem)
         # It is a directory, a part of a job's name, of which squeue takes a list, and of a pattern.
-        if name in ("", ".", "..") or {*"/,%\\"}.intersection(name):
-            self.wrong(f"name = {shown(name)}: is no name of a sweep: leave / , % and \\ out")
+        if name in (".", "..") or not re.fullmatch(r"[A-Za-z0-9._+-]+", name):
+            self.wrong(
+                f"name = {shown(name)}: is no name of a sweep; give one of letters, digits and "
+                "._+- alone (unset: the name of this file)"
+            )
+        if {*"%\\"}.intersection(get("dir", "")):
+            self.wrong(
+                f"dir = {shown(get('dir'))}: is a part of sbatch's --output, where these have a "
+                "meaning; leave % and \\ out"
+            )
         for key in ("max_running", "tries"):
             if get(key, 1) < 1:
                 self.wrong(f"{key} = {get(key)}: must be at least 1, or left out")

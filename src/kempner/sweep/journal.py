@@ -39,6 +39,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.submissions: dict[str, Submission] = {}  # by name, without those that were refused
+        self.names: set[str] = set()  # of all that were tried
         self.cancelled: dict[str, float] = {}  # point -> when
         self.proposed: dict[str, dict[str, Any]] = {}  # point -> its values of [propose]
         for line in read_jsonl(folder / "journal.jsonl"):
@@ -85,6 +86,7 @@ class Journal:
         if event == "intent":
             points, pack = tuple(line["points"]), line.get("pack", 1)
             self.submissions[name] = Submission(name, points, when, pack)
+            self.names.add(name)
         elif event == "submitted" and name in self.submissions:
             self.submissions[name] = replace(self.submissions[name], job=line["job"])
         elif event == "refused":

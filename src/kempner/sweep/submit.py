@@ -27,6 +27,7 @@ NO_CLUSTER = "Could not establish a configuration source"
 POLICY = "violates accounting/QOS policy"  # of limits: the same request is refused again
 FINAL = (NO_CLUSTER, POLICY)
 NOT_SENT = (*FINAL, "(connect failure)", "Connection refused")
+REGISTER_S = 15  # in which a busy controller registers a job whose answer was lost
 MAX_SUBMIT = "MaxSubmitJob"  # in the name of the limit that sbatch gives, of a user, account or QOS
 MAX_ARRAY_SIZE = 1001  # Slurm's default
 
@@ -207,13 +208,17 @@ def _send(
     ]  # fmt: skip
     job: str | None = ""
     maybe = full = False  # maybe: the answer may be lost, and not the job: Slurm is asked first
+    waited = 0
     for delay in (0, *DELAYS_S):
         time.sleep(delay)
+        waited += delay
         job = find(journal, submission) if maybe else ""
         if job:
             break
         if job is None:
             say("Slurm does not answer")
+            continue
+        if maybe and waited < REGISTER_S:
             continue
         done = subprocess.run(command, env=dict(env), capture_output=True, text=True)
         if job := job_in(done.stdout) if done.returncode == 0 else "":
@@ -222,7 +227,7 @@ def _send(
         if full:
             break
         say(f"sbatch failed: {done.stderr.strip() or done.returncode}")
-        maybe = not any(word in done.stderr for word in NOT_SENT)
+        maybe, waited = not any(word in done.stderr for word in NOT_SENT), 0
         if any(word in done.stderr for word in FINAL):
             break
     else:
@@ -258,10 +263,24 @@ def record(journal: Journal, submission: Submission, job: str | None) -> None:
         journal.append(event="refused", name=submission.name)
 
 
-def settle(journal: Journal, here: bool = False) -> None:
+def withdraw(journal: Journal) -> list[str]:
+    """Cancel what waits of arrays that Slurm has registered late: after sbatch was called again, or
+    was given up. What runs of them goes on; its points are not planned any more. Returns the
+    arrays."""
+    known = {submission.job for submission in journal.submissions.values()}
+    waiting = slurm.waiting_arrays().items()
+    late = [job for job, name in waiting if name in journal.names and job not in known]
+    for job in late:
+        command = ["scancel", "--state=PENDING", job]
+        subprocess.run(command, capture_output=True, env=slurm.plain_environment())
+    return late
+
+
+def settle(journal: Journal, here: bool = False) -> list[str]:
     """What an earlier sweep.py could not record, because it was killed or Slurm was away. `here`:
     points that Slurm still does not answer for are run on this machine; should it have the job all
-    the same, the lock of a run lets one of the two train."""
+    the same, the lock of a run lets one of the two train. Returns the arrays that are withdrawn."""
     for submission in journal.open:
         job = find(journal, submission)
         record(journal, submission, "" if here and job is None else job)
+    return [] if journal.open else withdraw(journal)
