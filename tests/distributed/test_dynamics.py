@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from kempner.files import step_of
 from tests.conftest import TINY, Train, losses, start_train
-from tests.distributed.runs import state
+from tests.distributed.runs import numbers, state
 from tests.distributed.test_train import same_tensors
 
 POWERS = ("--checkpoint.powers_of_two", "--checkpoint.interval=3", "--checkpoint.keep_last_n=1")
@@ -68,3 +69,23 @@ def test_a_run_with_powers_of_two_resumes_bit_for_bit(
 def test_powers_of_two_without_checkpoints_are_refused(train: Train, tmp_path: Path) -> None:
     done = train(tmp_path / "run", *POWERS, "--no-checkpoint.save", code=2)
     assert "checkpoint.powers_of_two: checkpoint.save = false writes no checkpoints" in done.stderr
+
+
+# --- z-loss -------------------------------------------------------------------------------------
+
+
+def test_z_losses_are_recorded_and_no_part_of_any_loss(train: Train, tmp_path: Path) -> None:
+    """With a learning rate of 0 the losses are those of a run without them, to the last bit."""
+    words = ("--model.n_experts=4", "--train.max_steps=2", "--eval.interval=1", "--optimizer.lr=0")
+    train(tmp_path / "plain", *words)
+    train(tmp_path / "both", *words, "--train.z_loss=1", "--model.router_z_loss=1")
+    both, plain = tmp_path / "both", tmp_path / "plain"
+    for name in ("loss", "val_loss"):
+        assert numbers(both, name) == numbers(plain, name), name
+    assert numbers(both, "grad_norm")[1] > 1.5 * numbers(plain, "grad_norm")[1]
+    # Z of logits near 0 is the number of them.
+    assert numbers(both, "z_loss")[1] == pytest.approx(math.log(257) ** 2, rel=0.02)
+    assert numbers(both, "experts")[1]["z_loss"] == pytest.approx(math.log(4) ** 2, rel=0.05)
+    assert numbers(plain, "z_loss") == {} and "z_loss" not in numbers(plain, "experts")[1]
+    done = train(tmp_path / "dpo", "--train.z_loss=1", "--preference.loss=reward", code=2)
+    assert "train.z_loss = 1.0: is not built for preference.loss = reward" in done.stderr

@@ -9,9 +9,10 @@ from kempner.config.values import shown
 
 ROUTERS = ("softmax", "sigmoid")
 # What shapes the training of a model, and not the model.
-OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss")
+OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss", "router_z_loss")
 WITHOUT_EXPERTS = (
     "shared_experts", "router", "router_normalize", "router_scale", "router_bias", "aux_loss",
+    "router_z_loss",
 )  # fmt: skip  # no effect
 
 
@@ -61,6 +62,9 @@ class ModelConfig:
     )
     aux_loss: float = option(
         0.0, "coefficient of the auxiliary loss that balances the experts", minimum=0.0
+    )
+    router_z_loss: float = option(
+        0.0, "coefficient of the z-loss of the routers, which keeps their logits small", minimum=0.0
     )
     max_seq_len: int = option(
         2048, "longest sequence that the model supports", minimum=1, maximum=2**24
