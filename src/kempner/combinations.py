@@ -135,6 +135,7 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
         "model.n_heads": model.n_heads,
         "model.n_kv_heads": model.kv_heads,
         "model.ffn_dim": model.ffn_dim,
+        "model.dense_ffn_dim": model.dense_width,
         "train.seq_len": cfg.train.seq_len,
         "train.seq_len_ramp[0]": (cfg.train.seq_len_ramp or (0, 0))[0],
     }

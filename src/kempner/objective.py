@@ -47,8 +47,11 @@ class NextToken:
 class WithExperts:
     """Any objective of a model with experts: it also records how these are used."""
 
-    def __init__(self, objective: Objective, model: Decoder, layout: Layout) -> None:
+    def __init__(
+        self, objective: Objective, model: Decoder, layout: Layout, device: torch.device
+    ) -> None:
         self.objective, self.routings, self.layout = objective, model.routings, layout
+        self._device = device
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         return self.objective(model, batch)
@@ -56,7 +59,7 @@ class WithExperts:
     def numbers(self) -> dict[str, Tensor]:
         """The load of the busiest and of the idlest expert of any layer, as a multiple of the mean,
         are those of the whole step: one rank names them, for the sum over ranks."""
-        load, losses = self.routings.take()
+        load, losses = self.routings.take(self._device)
         ours = self.layout.once({"load": load})["load"]
         self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
         shares = load / load.mean(1, keepdim=True)

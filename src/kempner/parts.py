@@ -108,7 +108,7 @@ def open_objective(
 
     objective = _objective(cfg, layout, model, run, device)
     if cfg.model.n_experts:
-        objective = WithExperts(objective, model, layout)
+        objective = WithExperts(objective, model, layout, device)
     return WithZLoss(objective, model, device) if cfg.train.z_loss else objective
 
 

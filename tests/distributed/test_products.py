@@ -44,6 +44,17 @@ PRODUCTS = {  # on 4 ranks
     "pp2 x tp2": [PP, TP],
     "pp2 x cp2": [PP, CP],
     "pp2 x ep2": [PP, EP, *EXPERTS, AUXILIARY],
+    # All experts are on one rank of each pipeline, in its second stage and in its last.
+    "pp2 x ep2, every second block": [
+        PP,
+        EP,
+        "--distributed.pp_stages_per_rank=2",
+        *EXPERTS,
+        AUXILIARY,
+        "--model.n_layers=4",
+        "--model.moe_frequency=2",
+        "--model.dense_ffn_dim=40",
+    ],
 }
 CHUNK, COMPILE = "--train.loss_chunk=40", "--train.compile"
 FULL, SELECTIVE = "--train.recompute=full", "--train.recompute=selective"
@@ -63,7 +74,7 @@ SOME = [  # soak has all
     "ep2 x tp2: selective",
     "ep2 of dp1 x cp2: selective",
     "pp2 x tp2: compiled, full",
-    "pp2 x ep2: selective",
+    "pp2 x ep2, every second block: selective",
 ]
 FP8 = {"fp8": [TP, "--train.fp8=rowwise", "--model.ffn_dim=64", "--model.n_kv_heads=4"]}
 with_fp8 = pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")

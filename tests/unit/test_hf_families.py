@@ -160,6 +160,8 @@ SHAPES = {
     "mistral": {"sliding_window": 8},
     "mixtral": {"n_experts": 5},
     "qwen3-moe": {"n_experts": 6, "experts_per_token": 3, "qk_norm": True, "head_dim": 24},
+    "qwen3-moe-every-second": {"n_experts": 6, "qk_norm": True, "n_layers": 3}
+    | {"moe_frequency": 2, "dense_ffn_dim": 112},
     "qwen3-moe-window": {"n_experts": 4, "qk_norm": True, "sliding_window": 8}
     | {"router_normalize": False},
 }
@@ -212,6 +214,8 @@ def test_a_model_that_transformers_does_not_have_is_refused() -> None:
     shared, router = error.value.problems
     assert shared.startswith("model.shared_experts = 1: no model of transformers with experts")
     assert 'model.router = "sigmoid"' in router and 'must be "softmax"' in router
+    with pytest.raises(ConfigError, match="moe_frequency = 2: of the supported models"):
+        family_of(ModelConfig(n_experts=4, moe_frequency=2))
     with pytest.raises(ConfigError, match="post_norms: no model of transformers"):
         family_of(ModelConfig(post_norms=True))
     with pytest.raises(ConfigError, match="caps its attention scores"):

@@ -241,8 +241,7 @@ def test_validation_counts_no_load() -> None:
     model, tokens = Decoder(SHAPE), torch.randint(61, (2, 8))
     with torch.no_grad():
         model(tokens, tokens)
-    with pytest.raises(AssertionError, match="no micro-batch"):
-        model.routings.take()
+    assert not model.routings.take()[0].any()
 
 
 @pytest.mark.parametrize("shared", [0, 2])
@@ -259,6 +258,33 @@ def test_parameters_and_operations_follow_from_the_shapes(shared: int) -> None:
     stds = {name: model.init_std(name) for name, _ in model.named_parameters()}
     assert stds["blocks.0.ffn.experts.w1"] == stds["blocks.0.ffn.router.weight"] == 0.02
     assert stds["blocks.0.ffn.experts.w2"] == 0.01
+
+
+def test_every_second_block_has_experts() -> None:
+    """As in a Qwen3-MoE the last of each two. The numbers of parameters and operations are those
+    of the layers that are there; only layers with experts have a load."""
+    cfg = replace(SHAPE, n_layers=5, moe_frequency=2, dense_ffn_dim=24, router_bias=True)
+    model = Decoder(cfg)
+    mixtures = [isinstance(block.ffn, MixtureOfExperts) for block in model.blocks]
+    assert mixtures == [False, True, False, True, False] and cfg.mixtures == [1, 3]
+    assert model.blocks[0].ffn.w1.weight.shape == (24, 32) and cfg.problems() == []
+    assert cfg.count_parameters() == sum(p.numel() for p in model.parameters())
+    idle = sum(e.w1[2:].numel() * 3 for e in model.modules() if isinstance(e, Experts))
+    assert cfg.count_active() == cfg.count_parameters() - idle
+    used = sum(e.w1[:2].numel() * 3 for e in model.modules() if isinstance(e, Experts))
+    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    assert cfg.flops_per_token(32) == 6 * (used + matrices) + 6 * 5 * 32 * 32
+    tokens = torch.randint(61, (2, 8))
+    model(tokens, tokens).backward()
+    load, _ = model.routings.take()
+    assert load.sum(1).tolist() == [32, 32]
+    model.routings.step_load = load
+    model.move_router_biases(unless=torch.zeros(()))
+    for number, of in zip(cfg.mixtures, load, strict=True):
+        bias = model.blocks[number].ffn.router_bias
+        assert torch.equal(bias, (of.mean() - of).sign().float() * cfg.router_bias_speed)
+    shown = [replace(cfg, n_layers=1).problems(), replace(cfg, moe_frequency=1).problems()]
+    assert "no block would have experts" in shown[0][0] and "has no effect" in shown[1][0]
 
 
 def test_options_without_effect_and_combinations_that_are_not_built_are_refused() -> None:

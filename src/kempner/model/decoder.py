@@ -87,13 +87,13 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, mixture: bool) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention = Attention(cfg)
         self.attention_post_norm = self._post_norm(cfg)
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.ffn = MixtureOfExperts(cfg) if cfg.n_experts else FeedForward(cfg.dim, cfg.ffn_dim)
+        self.ffn = MixtureOfExperts(cfg) if mixture else FeedForward(cfg.dim, cfg.dense_width)
         self.ffn_post_norm = self._post_norm(cfg)
 
     @staticmethod
@@ -155,7 +155,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.embed = nn.Embedding(cfg.vocab_size, cfg.dim)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        mixtures = cfg.mixtures
+        self.blocks = nn.ModuleList(Block(cfg, i in mixtures) for i in range(cfg.n_layers))
         self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = None if cfg.tie_embeddings else Output(cfg.dim, cfg.vocab_size, bias=False)
         self.register_buffer("rope", rope_table(cfg), persistent=False)
@@ -238,7 +239,7 @@ class Decoder(nn.Module):
             for layer in block.modules():
                 if isinstance(layer, MixtureOfExperts):
                     assert layer.router_bias is not None
-                    layer.router_bias += steps[int(number)]
+                    layer.router_bias += steps[self.cfg.mixtures.index(int(number))]
 
     def init_std(self, name: str) -> float:
         """Standard deviation of a parameter's initial values; 0 for norms, which start as ones,

@@ -2,7 +2,7 @@
 of many SwiGLU layers (arXiv:2101.03961). No token is dropped, however uneven the load is.
 
 Shapes: B rows, T tokens a row, N = B T, D width, F width of an expert, E experts, K experts of a
-token, L layers.
+token, L layers with experts.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class Routings:
     """How the experts of all layers were used since the last take()."""
 
     def __init__(self, cfg: ModelConfig) -> None:
-        self._layers = cfg.n_layers
+        self._numbers = cfg.mixtures
+        self._layers, self._experts = len(cfg.mixtures), cfg.n_experts
         self._coefficients = {"aux_loss": cfg.aux_loss, "router_z_loss": cfg.router_z_loss}
         self.copies = 1  # ranks with the same tokens, whose gradients are summed
         self.scale = 1.0  # derivative of what a step minimises by the sum of its losses
@@ -194,8 +195,9 @@ class Routings:
     def add(self, layers: Sequence[Routing], targets: Tensor, first: int = 0) -> Tensor | float:
         """Of one micro-batch, int64 targets [B, T]. Returns what is added to the sum of its losses:
         nothing, but with the gradient of the auxiliary and the z-loss of all these layers. `first`:
-        the number of the first of them, where they are a stage's; the load of the others is 0."""
+        the number of the first block, where they are a stage's; the load of the others is 0."""
         load = torch.stack([layer.load for layer in layers])
+        first = sum(number < first for number in self._numbers)
         load = F.pad(load, (0, 0, first, self._layers - first - len(layers)))
         self._load = load if self._load is None else self._load + load
         # A row counts as often as it has targets: then the mean over a step's targets is the mean
@@ -218,11 +220,12 @@ class Routings:
         # The recorded loss stays that of the tokens.
         return change - change.detach() if isinstance(change, Tensor) else 0.0
 
-    def take(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def take(self, device: torch.device | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Of this rank, since the last call: the load, fp64 [L, E], and the losses that have a
-        coefficient, by name (mean of the layers, sum over the tokens), fp32 [] each."""
-        assert self._load is not None, "no micro-batch since the last call"
-        load, losses = self._load.double(), self._losses
+        coefficient, by name (mean of the layers, sum over the tokens), fp32 [] each. Zeros, on
+        `device`, where a stage of a pipeline has no experts."""
+        none = torch.zeros(self._layers, self._experts, device=device)
+        load, losses = (none if self._load is None else self._load).double(), self._losses
         self._load, self._losses = None, {}
         return load, {
             name: losses.get(name, load.new_zeros(()))
