@@ -58,17 +58,12 @@ def problems(cfg: RunConfig) -> list[str]:
             f"train.attention = {cfg.train.attention}: this kernel does not cap scores, as "
             f"model.attention_softcap = {cfg.model.attention_softcap} asks; leave it at auto"
         )
-    if cfg.train.loss_chunk is not None and cfg.preference.loss != "none":
-        found.append(
-            f"train.loss_chunk = {cfg.train.loss_chunk}: has no effect on preference.loss = "
-            f"{cfg.preference.loss}; leave it out"
-        )
     if cfg.distributed.device == "cpu" and cfg.train.fp8 != "none":
         found.append(
             f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
             "none, or a GPU"
         )
-    found += _block_problems(cfg) + _spike_problems(cfg)
+    found += _loss_problems(cfg) + _block_problems(cfg) + _spike_problems(cfg)
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
     found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
@@ -83,6 +78,20 @@ def _data_problems(cfg: RunConfig) -> list[str]:
         f"`{how_to_run('prepare_data.py')} TEXT... --out data/NAME` and give "
         "--data.dataset_path=data/NAME"
     ]
+
+
+def _loss_problems(cfg: RunConfig) -> list[str]:
+    """Of the cross entropy of the next token, which other objectives do not compute."""
+    found, loss = [], cfg.preference.loss
+    if cfg.train.loss_chunk is not None and loss != "none":
+        found.append(
+            f"train.loss_chunk = {cfg.train.loss_chunk}: has no effect on preference.loss = "
+            f"{loss}; leave it out"
+        )
+    if cfg.train.z_loss and (loss != "none" or cfg.rl.on):
+        other = "rl.env" if cfg.rl.on else f"preference.loss = {loss}"
+        found.append(f"train.z_loss = {cfg.train.z_loss}: is not built for {other}; leave it out")
+    return found
 
 
 def _spike_problems(cfg: RunConfig) -> list[str]:
@@ -126,6 +135,7 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
         "model.n_heads": model.n_heads,
         "model.n_kv_heads": model.kv_heads,
         "model.ffn_dim": model.ffn_dim,
+        "model.dense_ffn_dim": model.dense_width,
         "train.seq_len": cfg.train.seq_len,
         "train.seq_len_ramp[0]": (cfg.train.seq_len_ramp or (0, 0))[0],
     }
@@ -160,8 +170,6 @@ def _pipeline_problems(cfg: RunConfig) -> list[str]:
         )
     others = {
         "model.tie_embeddings: its weight would be on two stages": model.tie_embeddings,
-        f"model.aux_loss = {model.aux_loss}: only the last stage has a loss; balance by "
-        "model.router_bias": model.aux_loss > 0,
         f"preference.loss = {cfg.preference.loss}": cfg.preference.loss != "none",
         "train.compile_scope = model: a stage is not the whole model": (
             cfg.train.compile_scope == "model"
@@ -178,11 +186,13 @@ def _pipeline_problems(cfg: RunConfig) -> list[str]:
 
 def _expert_problems(cfg: RunConfig) -> list[str]:
     found, ep = [], cfg.distributed.ep
-    if cfg.model.aux_loss and cfg.preference.loss != "none":
-        found.append(
-            f"model.aux_loss = {cfg.model.aux_loss}: is not built for preference.loss = "
-            f"{cfg.preference.loss}; leave it at 0, the experts stay balanced as they are"
-        )
+    if cfg.preference.loss != "none":
+        found += [
+            f"model.{name} = {value}: is not built for preference.loss = {cfg.preference.loss}; "
+            "leave it at 0, the experts stay balanced as they are"
+            for name in ("aux_loss", "router_z_loss")
+            if (value := getattr(cfg.model, name))
+        ]
     if ep > 1 and (cfg.model.n_experts or 1) % ep:
         found.append(
             f"distributed.ep = {ep}: must divide model.n_experts = {cfg.model.n_experts}, "

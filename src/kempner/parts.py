@@ -104,10 +104,12 @@ def open_objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
     """What the run minimises, and what it counts beside that."""
-    from kempner.objective import WithExperts
+    from kempner.objective import WithExperts, WithZLoss
 
     objective = _objective(cfg, layout, model, run, device)
-    return WithExperts(objective, model, layout) if cfg.model.n_experts else objective
+    if cfg.model.n_experts:
+        objective = WithExperts(objective, model, layout, device)
+    return WithZLoss(objective, model, device) if cfg.train.z_loss else objective
 
 
 def _objective(

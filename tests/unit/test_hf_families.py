@@ -247,6 +247,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "mixtral": {"n_experts": 5},
     "qwen3-moe": {"n_experts": 6, "experts_per_token": 3, "qk_norm": True, "head_dim": 24},
+    "qwen3-moe-every-second": {"n_experts": 6, "qk_norm": True, "n_layers": 3}
+    | {"moe_frequency": 2, "dense_ffn_dim": 112},
     "qwen3-moe-window": {"n_experts": 4, "qk_norm": True, "sliding_window": 8}
     | {"router_normalize": False},
     "glm4-moe": GLM | {"router_scale": 2.5, "n_experts": 6, "experts_per_token": 3},
@@ -310,6 +312,8 @@ def test_a_model_that_transformers_does_not_have_is_refused() -> None:
         family_of(ModelConfig(n_experts=4, qkv_bias=True))
     with pytest.raises(ConfigError, match="divides the weights of a token's experts by their sum"):
         family_of(ModelConfig(n_experts=4, router_normalize=False))
+    with pytest.raises(ConfigError, match="moe_frequency = 2: of the supported models"):
+        family_of(ModelConfig(n_experts=4, moe_frequency=2))
     with pytest.raises(ConfigError, match="post_norms: no model of transformers"):
         family_of(ModelConfig(post_norms=True))
     with pytest.raises(ConfigError, match="caps its attention scores"):

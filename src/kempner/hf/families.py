@@ -62,7 +62,6 @@ FIXED: Config = {
     "attention_dropout": 0.0,
     "quantization_config": None,
     "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
     "router_jitter_noise": 0.0,
 }
 # What these keys of a glm4_moe must be, and what it takes them for where they are missing.
@@ -140,6 +139,7 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
         "qkv_bias": kind == "qwen2",
         # Qwen3-MoE alone can weigh the experts by their scores as they are.
         "router_normalize": kind != "qwen3_moe" or config.get("norm_topk_prob", False),
+        **(_dense_blocks(config) if kind == "qwen3_moe" else {}),
         "sliding_window": _window(config),
         **_rope(config),
         **(_glm_values(config) if kind == "glm4_moe" else {}),
@@ -156,6 +156,13 @@ def _glm_values(config: Config) -> dict[str, Any]:
         "qk_norm": config.get("use_qk_norm", False),
         "qkv_bias": config.get("attention_bias", False),
     }
+
+
+def _dense_blocks(config: Config) -> dict[str, Any]:
+    """Of a Qwen3-MoE: which blocks have no experts, and how wide their feed-forward layers are."""
+    step = config.get("decoder_sparse_step") or 1
+    width = config.get("intermediate_size") if step > 1 else None
+    return {"moe_frequency": step, "dense_ffn_dim": width}
 
 
 def _keys(family: Family) -> dict[str, str]:
@@ -331,7 +338,14 @@ def family_of(cfg: ModelConfig) -> str:
             "with one of them"
         )
     if cfg.n_experts:
-        return _moe_family_of(cfg)
+        kind = _moe_family_of(cfg)
+        if cfg.moe_frequency > 1 and kind != "qwen3_moe":
+            raise ConfigError(
+                f"model.moe_frequency = {cfg.moe_frequency}: of the supported models of "
+                f"transformers Qwen3-MoE alone has it, and this model would be a {kind}; it must "
+                "be 1 for an export"
+            )
+        return kind
     if cfg.qk_norm:
         return "qwen3"
     if cfg.qkv_bias:
@@ -424,7 +438,8 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
         config |= {
             "use_sliding_window": cfg.sliding_window is not None,
             "norm_topk_prob": cfg.router_normalize,
-            "decoder_sparse_step": 1,  # every layer has experts
+            "decoder_sparse_step": cfg.moe_frequency,
+            "intermediate_size": cfg.dense_width,
             "mlp_only_layers": [],
         }
     if kind == "glm4_moe":
@@ -451,6 +466,7 @@ def _same_shape(cfg: ModelConfig, config: Config) -> bool:
             model,
             n_kv_heads=model.kv_heads,
             head_dim=model.resolved_head_dim,
+            dense_ffn_dim=model.dense_width,
             max_seq_len=0,
             init_from=None,
             **of_training,

@@ -39,7 +39,7 @@ MIXTRAL = DENSE | {
     "blocks.*.ffn.experts.w2": "model.layers.*.block_sparse_moe.experts.*.w2.weight",
     "blocks.*.ffn.experts.w3": "model.layers.*.block_sparse_moe.experts.*.w3.weight",
 }
-QWEN3_MOE = {name: theirs for name, theirs in QWEN3.items() if ".ffn.w" not in name} | {
+QWEN3_MOE = QWEN3 | {  # not every block of it has experts
     "blocks.*.ffn.router.weight": "model.layers.*.mlp.gate.weight",
     "blocks.*.ffn.experts.w1": "model.layers.*.mlp.experts.*.gate_proj.weight",
     "blocks.*.ffn.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
@@ -101,15 +101,16 @@ def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     if cfg.post_norms:
         block["attention_post_norm.weight"] = (dim,)
     block["ffn_norm.weight"] = (dim,)
-    block |= _experts_shapes(cfg) if cfg.n_experts else _swiglu("ffn", dim, cfg.ffn_dim)
-    if cfg.post_norms:
-        block["ffn_post_norm.weight"] = (dim,)
+    mixtures = cfg.mixtures
+    last = {"ffn_post_norm.weight": (dim,)} if cfg.post_norms else {}
     shapes: dict[str, tuple[int, ...]] = {}
     if cfg.router_bias:
-        shapes = {f"blocks.{i}.{ROUTER_BIAS}": (cfg.n_experts,) for i in range(cfg.n_layers)}
+        shapes = {f"blocks.{i}.{ROUTER_BIAS}": (cfg.n_experts,) for i in mixtures}
     shapes["embed.weight"] = (cfg.vocab_size, dim)
     for layer in range(cfg.n_layers):
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+        ffn = _experts_shapes(cfg) if layer in mixtures else _swiglu("ffn", dim, cfg.dense_width)
+        whole = {**block, **ffn, **last}
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in whole.items()}
     shapes["norm.weight"] = (dim,)
     return shapes if cfg.tie_embeddings else shapes | {"output.weight": (cfg.vocab_size, dim)}
 

@@ -2,7 +2,7 @@
 of many SwiGLU layers (arXiv:2101.03961). No token is dropped, however uneven the load is.
 
 Shapes: B rows, T tokens a row, N = B T, D width, F width of an expert, E experts, K experts of a
-token, L layers.
+token, L layers with experts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Routing(NamedTuple):
 
     load: Tensor  # int64 [E]: tokens that each expert got
     balance: Tensor | None  # fp32 [B]: the auxiliary loss of each row; None without one
+    log_z_squares: Tensor | None  # fp32 [B, T]: the z-loss of each token; None without one
 
 
 class MixtureOfExperts(nn.Module):
@@ -50,7 +51,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(cfg.dim, width) if width else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        scores, chosen, weights = self.route(x)
+        scores, chosen, weights, squares = self.route(x)
         load, order, place = sort_by_expert(chosen, self.cfg.n_experts)
         copies = self.cfg.experts_per_token
         y = self.experts(take_rows(x.flatten(0, 1), order, place, copies), load)  # [N K, D]
@@ -59,11 +60,12 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             y = y + self.shared(x)
         balance = balance_loss(scores, chosen) if self.cfg.aux_loss else None
-        return y, Routing(load, balance)
+        return y, Routing(load, balance, squares)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of x [B, T, D] the scores fp32 [B, T, E], the chosen experts int64 [B, T, K], and the
-        weights of their outputs, fp32 [B, T, K]."""
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Of x [B, T, D] the scores fp32 [B, T, E], the chosen experts int64 [B, T, K], the weights
+        of their outputs, fp32 [B, T, K], and with a z-loss that of each token, fp32 [B, T]: log^2 Z
+        of the router's logits (ST-MoE, arXiv:2202.08906, eq. 5)."""
         cfg, logits = self.cfg, self.router(x)
         scores = logits.softmax(-1) if cfg.router == "softmax" else logits.sigmoid()
         ranked = scores if self.router_bias is None else scores.detach() + self.router_bias
@@ -71,7 +73,8 @@ class MixtureOfExperts(nn.Module):
         weights = scores.gather(-1, chosen)
         if cfg.router_normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return scores, chosen, weights * cfg.router_scale
+        squares = logits.logsumexp(-1).square() if cfg.router_z_loss else None
+        return scores, chosen, weights * cfg.router_scale, squares
 
 
 class Router(nn.Linear):
@@ -204,39 +207,74 @@ def balance_loss(scores: Tensor, chosen: Tensor) -> Tensor:
 class Routings:
     """How the experts of all layers were used since the last take()."""
 
-    def __init__(self, aux_loss: float) -> None:
-        self._aux_loss = aux_loss
+    def __init__(self, cfg: ModelConfig) -> None:
+        self._numbers = cfg.mixtures
+        self._layers, self._experts = len(cfg.mixtures), cfg.n_experts
+        self._coefficients = {"aux_loss": cfg.aux_loss, "router_z_loss": cfg.router_z_loss}
         self.copies = 1  # ranks with the same tokens, whose gradients are summed
+        self.scale = 1.0  # derivative of what a step minimises by the sum of its losses
         self._load: Tensor | None = None
-        self._balance: Tensor | None = None
+        self._losses: dict[str, Tensor] = {}
         self.step_load: Tensor  # [L, E]: of the last step, over all ranks
 
-    def add(
-        self, layers: Sequence[Routing], targets: Tensor, first: int = 0, of: int | None = None
-    ) -> Tensor | float:
+    def add(self, layers: Sequence[Routing], targets: Tensor, first: int = 0) -> Tensor | float:
         """Of one micro-batch, int64 targets [B, T]. Returns what is added to the sum of its losses:
-        nothing, but with the gradient of the auxiliary loss of all layers. `first`, `of`: where
-        these are a stage's of the model, the number of the first one, and L; the load of the others
-        is 0."""
+        nothing, but with the gradient of the auxiliary and the z-loss of all these layers. `first`:
+        the number of the first block, where they are a stage's; the load of the others is 0."""
         load = torch.stack([layer.load for layer in layers])
-        if of is not None:
-            load = F.pad(load, (0, 0, first, of - first - len(layers)))
+        first = sum(number < first for number in self._numbers)
+        load = F.pad(load, (0, 0, first, self._layers - first - len(layers)))
         self._load = load if self._load is None else self._load + load
-        rows = [layer.balance for layer in layers if layer.balance is not None]
-        if not rows:
-            return 0.0
         # A row counts as often as it has targets: then the mean over a step's targets is the mean
         # of the rows, however they are spread over micro-batches and ranks.
-        total = (torch.stack(rows).sum(0) * (targets >= 0).sum(1)).sum()
-        mean = total.detach() / len(rows)
-        self._balance = mean if self._balance is None else self._balance + mean
-        change = self._aux_loss / self.copies * total
-        return change - change.detach()  # the recorded loss stays that of the tokens
+        counts = targets >= 0
+        change: Tensor | float = 0.0
+        each: dict[str, list[Tensor]] = {
+            "aux_loss": [layer.balance for layer in layers if layer.balance is not None],
+            "router_z_loss": [
+                layer.log_z_squares for layer in layers if layer.log_z_squares is not None
+            ],
+        }
+        for name, values in each.items():
+            if not values:
+                continue
+            total = (torch.stack(values).sum(0).view(len(counts), -1) * counts).sum()
+            mean = total.detach() / self._layers
+            self._losses[name] = self._losses[name] + mean if name in self._losses else mean
+            change = change + self._coefficients[name] / self.copies * total
+        # The recorded loss stays that of the tokens.
+        return change - change.detach() if isinstance(change, Tensor) else 0.0
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Of this rank, since the last call: the load, fp64 [L, E], and the auxiliary loss (mean of
-        the layers, sum over the tokens), fp32 []."""
-        assert self._load is not None, "no micro-batch since the last call"
-        load, balance = self._load.double(), self._balance
-        self._load = self._balance = None
-        return load, load.new_zeros(()) if balance is None else balance
+    def take(self, device: torch.device | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of this rank, since the last call: the load, fp64 [L, E], and the losses that have a
+        coefficient, by name (mean of the layers, sum over the tokens), fp32 [] each. Zeros, on
+        `device`, where a stage of a pipeline has no experts."""
+        none = torch.zeros(self._layers, self._experts, device=device)
+        load, losses = (none if self._load is None else self._load).double(), self._losses
+        self._load, self._losses = None, {}
+        return load, {
+            name: losses.get(name, load.new_zeros(()))
+            for name, coefficient in self._coefficients.items()
+            if coefficient
+        }
+
+
+def with_loss(x: Tensor, loss: Tensor | float, scale: float) -> Tensor:
+    """x, which takes along a loss [] that nothing else differentiates: in the backward pass that
+    gets the gradient `scale`. For the stages of a pipeline, all but the last of which have no sum
+    of losses."""
+    if not isinstance(loss, Tensor):
+        return x
+    y: Tensor = _WithLoss.apply(x, loss, scale)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = loss.new_full((), scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.scale, None

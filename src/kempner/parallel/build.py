@@ -49,6 +49,8 @@ class Settings(RecomputeSettings, Protocol):
     def attention(self) -> str: ...
     @property
     def loss_chunk(self) -> int | None: ...
+    @property
+    def z_loss(self) -> float: ...
 
 
 def build_model(
@@ -96,7 +98,7 @@ def plan_model(
     device_type = layout.mesh.device_type
     dtype = compute_dtype(train.dtype, device_type)
     model.kernel = train.attention
-    model.loss = partial(cross_entropy, chunk=train.loss_chunk)
+    model.loss = partial(cross_entropy, chunk=train.loss_chunk, z_loss=train.z_loss)
     if frozen or train.weights == "bf16":
         model.cast(dtype).requires_grad_(not frozen)
     if lora is not None and lora.rank:

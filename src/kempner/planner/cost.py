@@ -93,7 +93,7 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
     model, ep, cuts = cfg.model, cfg.distributed.ep, axes.pp * axes.tp
-    experts = model.n_layers * 3 * model.n_experts * model.dim * model.ffn_dim / cuts
+    experts = len(model.mixtures) * 3 * model.n_experts * model.dim * model.ffn_dim / cuts
     others = model.count_parameters() / cuts - experts
     n, found = axes.shard * axes.cp, []
     # An expert is cut over the ranks that have the same ones.
@@ -172,7 +172,8 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
         found.append(Traffic("context parallel: keys", size, n * axes.tp <= per_node, True))
     if (n := cfg.distributed.ep) > 1:
         # To the experts and back, and the same for their gradients.
-        size = 2 * often * layers * stream * model.experts_per_token * (n - 1) / n
+        mixtures = len(model.mixtures) / axes.pp
+        size = 2 * often * mixtures * stream * model.experts_per_token * (n - 1) / n
         found.append(Traffic("expert parallel: tokens", size, n * axes.tp <= per_node, False))
     if axes.pp > 1:
         size = 2 * cfg.distributed.pp_stages_per_rank * stream / axes.tp
