@@ -9,11 +9,15 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.planner import measured
 from kempner.configure import check_world, load_config
+from kempner.model.decoder import Decoder
+from kempner.optim.build import build_optimizer
+from kempner.optim.config import STATE
 from kempner.planner.cost import GPUS, time, traffic
-from kempner.planner.memory import memory
+from kempner.planner.memory import memory, optimizer_state
 from kempner.planner.out_of_memory import advice
 from kempner.planner.search import best, changed_by, changes
 from kempner.run import RunConfig
@@ -179,6 +183,24 @@ def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
     other = load_config([SEVEN], ["--train.recompute=none", *found[2].split()])
     assert float(found[3]) < 0.9 * float(found[1]) + 0.1
     assert memory(other, 8, 8).peak < 0.9 * memory(cfg, 8, 8).peak
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", STATE)
+def test_the_state_of_every_rule_is_what_the_optimizer_keeps(
+    one_process: None, name: str, moments: str
+) -> None:
+    words = (f"--optimizer.name={name}", f"--optimizer.moments={moments}")
+    cfg = small(*words, "--schedule.name=constant")
+    model = Decoder(cfg.model)
+    optimizer = build_optimizer(model, cfg.optimizer)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    kept = [x for p in model.parameters() for x in optimizer.state[p].values() if x.ndim]
+    norms = 4 * 4 * cfg.model.dim * 6  # which Muon leaves to AdamW, and the planner does not count
+    found = sum(x.nbytes for x in kept)
+    assert optimizer_state(cfg) == pytest.approx(found, abs=norms if name == "muon" else 0)
 
 
 def command(program: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from kempner.optim.config import STATE
 from kempner.optim.optimizer import Group, Guard, Part, Rule, State
 
 
 class AdamW(Rule):
     """arXiv:1711.05101, torch's fused kernel: it reads grad_scale and found_inf itself."""
 
-    averages = ("exp_avg", "exp_avg_sq")
+    averages, copies = STATE["adamw"]
 
     def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
         beta1, beta2 = group["betas"]
@@ -41,7 +42,7 @@ class AdamW(Rule):
 class Lion(Rule):
     """arXiv:2302.06675, algorithm 2: the sign of an average, so each element changes by lr."""
 
-    averages = ("exp_avg",)
+    averages, copies = STATE["lion"]
 
     def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
         guard.prepare(parts)
@@ -60,8 +61,7 @@ class ScheduleFree(Rule):
     where z is what plain AdamW without momentum would have, and x its running mean, weighted by
     lr^2. The parameter is y; x, which is what to evaluate, follows from y and z."""
 
-    averages = ("exp_avg_sq",)
-    copies = ("z",)
+    averages, copies = STATE["schedule_free"]
     scalars = ("step", "lr_max", "weight_sum")
     publishes_average = True
 

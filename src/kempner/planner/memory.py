@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kempner.optim.config import STATE
 from kempner.parallel.layout import Axes, sizes
 from kempner.run import RunConfig
 
@@ -114,14 +115,18 @@ def trained(cfg: RunConfig) -> float:
 
 
 def optimizer_state(cfg: RunConfig) -> float:
-    """Of each number that is trained AdamW has two averages, Lion one, schedule-free one and
-    weights in fp32, and Muon one, but AdamW's for embedding and output."""
-    average = 2 if cfg.optimizer.moments == "bf16" else FP32
-    each = {"adamw": 2 * average, "lion": average, "schedule_free": average + FP32, "muon": average}
-    size = each[cfg.optimizer.name] * trained(cfg)
-    if cfg.optimizer.name == "muon" and not cfg.lora.rank:
-        size += average * cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
-    return float(size)
+    """What the rule keeps of each number that is trained: with Muon, embedding and output have
+    AdamW's."""
+    tables = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
+    by_adamw = tables if cfg.optimizer.name == "muon" and not cfg.lora.rank else 0
+    others = trained(cfg) - by_adamw
+    return others * state_bytes(cfg, cfg.optimizer.name) + by_adamw * state_bytes(cfg, "adamw")
+
+
+def state_bytes(cfg: RunConfig, rule: str) -> int:
+    """Of each number that this rule trains."""
+    kept, average = STATE[rule], 2 if cfg.optimizer.moments == "bf16" else FP32
+    return average * len(kept.averages) + FP32 * len(kept.copies)
 
 
 def outer_state(cfg: RunConfig) -> float:
