@@ -271,11 +271,16 @@ def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
     """Logits of a chunk in fp32, which become their gradient in place, and a copy in the compute
     dtype; the gradient of the output's weight in fp32, and a chunk's part of it; the gradient of
     its input."""
-    from kempner.loss import CHUNK_LOGITS, TILE
-
     model = cfg.model
-    most = cfg.train.loss_chunk or max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE)
-    rows = min(tokens, most)
+    rows = min(tokens, loss_rows(cfg))
     logits = rows * model.vocab_size * (FP32 + (compute if compute < FP32 else 0))
     weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
     return (logits + weight) / axes.tp + tokens * model.dim * compute
+
+
+def loss_rows(cfg: RunConfig) -> int:
+    """Tokens whose logits exist at once, at most."""
+    from kempner.loss import CHUNK_LOGITS, TILE
+
+    fits = CHUNK_LOGITS // cfg.model.vocab_size // TILE * TILE
+    return cfg.train.loss_chunk or max(TILE, fits)
