@@ -13,16 +13,20 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kempner import compiler
 from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box, ranks_of
 from kempner.optim.rounding import hashed, to_bf16
 from kempner.resilience.spikes import Spikes
+
+if TYPE_CHECKING:
+    from kempner.optim.kernels import Kernels
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -64,6 +68,7 @@ class Rule:
     averages: tuple[str, ...] = ()  # of gradients, which start as 0
     copies: tuple[str, ...] = ()  # of the weights, which start as these
     scalars: tuple[str, ...] = ("step",)  # fp32 []; "step" counts the updates
+    pointwise = False  # each element changes by itself, so that an update can be one kernel
     publishes_average = False  # other weights than those that are trained
     ranks: dist.ProcessGroup | None = None  # that hold the parameters between them; None: all
 
@@ -99,6 +104,9 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["rule"].ranks = self._group
         first = self.param_groups[0]["params"][0]
+        # What bf16 needs around a rule is 37 to 65 operators in eager mode, 228 to 382 bytes a
+        # parameter with AdamW; compiled it is one kernel, and 14 to 20 bytes.
+        self.compiled = first.is_cuda and not offload and compiler.lacking("cuda") is None
         self._stream: torch.cuda.Stream | None = None
         if offload and first.is_cuda:
             self._stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
@@ -116,6 +124,11 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             rule: Rule = group["rule"]
             present = [p for p in group["params"] if p.grad is not None]
+            if self.compiled and rule.pointwise:
+                alone = [p for p in present if self._in_one_kernel(p)]
+                for p in alone:
+                    self._kernels.update(p, group, self._state(p, rule), self._whole(p), guard)
+                present = [p for p in present if p not in set(alone)]
             batches = rule.batches(present) or self._batches(present)
             coming = self._fetch(batches[0], rule) if batches else []
             for batch, following in itertools.zip_longest(batches, batches[1:]):
@@ -128,6 +141,18 @@ class Optimizer(torch.optim.Optimizer):
                 coming = self._fetch(following, rule) if following else []
                 rule.update(group, parts, guard)
                 self._put_back(batch, parts)
+
+    def _in_one_kernel(self, p: Tensor) -> bool:
+        """In fp32 torch's own kernels do it for all parameters at once."""
+        rounds = torch.bfloat16 in (p.dtype, self._averages)
+        return rounds and self._kernels.takes(p, self._whole(p))
+
+    @functools.cached_property
+    def _kernels(self) -> Kernels:
+        from kempner.optim.kernels import Kernels
+
+        rank = dist.get_rank(self._group) if dist.is_initialized() else 0
+        return Kernels(rank, self._table[0])
 
     def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """All at once where nothing is copied; else one by one, which needs the least memory."""
