@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kempner.checkpoint.layout import Box, StoredTensor, own_box
 from kempner.compiler import keep_private
-from kempner.optim.optimizer import Group, Guard, Part, Rule, State, local
 from kempner.optim.rounding import as_int32, hashed_at, to_bf16
+from kempner.optim.rule import Group, Guard, Part, Rule, State, local
 
 SALTS = 8  # hashes for each parameter; each is enough for two tensors
 MOST = 1 << 31  # elements of a part: places are int32

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kempner.checkpoint.layout import Box, StoredTensor, chunks_of, own_box, ranks_with, slices
 from kempner.optim.config import STATE
-from kempner.optim.optimizer import Group, Guard, Part, Rule
+from kempner.optim.rule import Group, Guard, Part, Rule
 
 # Of the five iterations; chosen so that every singular value from 1e-3 on ends near 1.
 COEFFICIENTS = (

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,66 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from kempner import compiler
 from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box, ranks_of
+from kempner.optim.kernels import Kernels
 from kempner.optim.rounding import hashed, to_bf16
+from kempner.optim.rule import Group, Guard, Part, Rule, State, local
 from kempner.resilience.spikes import Spikes
-
-if TYPE_CHECKING:
-    from kempner.optim.kernels import Kernels
-
-Group = dict[str, Any]
-State = dict[str, Tensor]
-
-
-class Part(NamedTuple):
-    """What this rank holds of a parameter; a rule changes weight and state in place."""
-
-    weight: Tensor  # fp32, as are grad and state
-    grad: Tensor
-    state: State  # as large as weight, or []
-    whole: StoredTensor  # the parameter
-
-
-class Guard(NamedTuple):
-    """What the step says of its gradients."""
-
-    grad_scale: Tensor  # fp32 []
-    found_inf: Tensor  # fp32 [], 0 or 1
-
-    @property
-    def keep(self) -> Tensor:
-        """A factor of everything that an update adds: 0 leaves the old value exactly."""
-        return 1.0 - self.found_inf
-
-    def prepare(self, parts: Iterable[Part]) -> None:
-        """Divide the gradients by grad_scale; in a bad step they become 0, so that no NaN is left
-        that a factor of 0 would not remove."""
-        grads = [part.grad for part in parts]
-        torch._foreach_div_(grads, self.grad_scale)
-        bad = self.found_inf > 0
-        for grad in grads:
-            grad.masked_fill_(bad, 0.0)
-
-
-class Rule:
-    """How a group of parameters changes. lr and the other numbers come from the group."""
-
-    averages: tuple[str, ...] = ()  # of gradients, which start as 0
-    copies: tuple[str, ...] = ()  # of the weights, which start as these
-    scalars: tuple[str, ...] = ("step",)  # fp32 []; "step" counts the updates
-    pointwise = False  # each element changes by itself, so that an update can be one kernel
-    publishes_average = False  # other weights than those that are trained
-    ranks: dist.ProcessGroup | None = None  # that hold the parameters between them; None: all
-
-    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
-        raise NotImplementedError
-
-    def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Which parameters an update needs at once; None: any."""
-        return None
-
-    def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
-        """The weights to evaluate and to publish, from those that are trained."""
-        return weight
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -149,8 +93,6 @@ class Optimizer(torch.optim.Optimizer):
 
     @functools.cached_property
     def _kernels(self) -> Kernels:
-        from kempner.optim.kernels import Kernels
-
         rank = dist.get_rank(self._group) if dist.is_initialized() else 0
         return Kernels(rank, self._table[0])
 
@@ -289,11 +231,6 @@ def holders(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
     # Of neighbours, as the ranks of a stage are.
     group: dist.ProcessGroup = dist.new_subgroups(len(ranks))[0]  # type: ignore[no-untyped-call]
     return group
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_part_of(whole: Tensor, part: Tensor) -> Tensor:

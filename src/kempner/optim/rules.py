@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from kempner.optim.config import STATE
-from kempner.optim.optimizer import Group, Guard, Part, Rule, State
+from kempner.optim.rule import Group, Guard, Part, Rule, State
 
 
 class AdamW(Rule):
