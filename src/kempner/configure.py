@@ -25,6 +25,7 @@ from kempner.data.sidecar import open_sidecar
 from kempner.data.vocabulary import agree, read_vocabulary
 from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_others
 from kempner.front_door import complain, how_to_run, list_problems, run_program
+from kempner.gpu import driver
 from kempner.hf.families import family_of
 from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer
 from kempner.hf.stored import check_source
@@ -98,6 +99,7 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
         warn(cfg)  # once: the scripts have called --check
     if flags["check"]:
         warn_of_compiler(cfg)
+        compare_driver(cfg)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
     if flags["bench"]:
@@ -140,6 +142,17 @@ def warn_of_compiler(cfg: RunConfig) -> None:
         return
     if text := compiler.lacking("cpu" if cfg.distributed.device == "cpu" else "cuda"):
         print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
+
+
+def compare_driver(cfg: RunConfig) -> None:
+    """Print driver and CUDA side by side; a warning where they do not fit, which the nodes of a job
+    may do all the same, and where a newer libcuda (NVIDIA's cuda-compat) makes up for it."""
+    if cfg.distributed.device == "cpu":
+        return
+    if text := driver.both():
+        print(text, file=sys.stderr)
+    if text := driver.misfit(driver.driver(), driver.cuda_of_torch()):
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def size_of(flags: Mapping[str, Any]) -> tuple[int, int]:

@@ -80,8 +80,13 @@ def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None
     `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
 
     The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is
-    read. Raises ConfigError, Damaged or OSError; each says what to do.
+    read. In this whole process attention takes no kernel of cuDNN from now on: it compiles a plan
+    for each new shape, up to half a second for every length of a text. Raises ConfigError, Damaged
+    or OSError; each says what to do.
     """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with held(name) as source:
         place = pick_device(device)
         if not source.is_checkpoint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kempner.optim.config import STATE
 from kempner.parallel.layout import Axes, sizes
 from kempner.run import RunConfig
 
@@ -116,14 +117,18 @@ def trained(cfg: RunConfig) -> float:
 
 
 def optimizer_state(cfg: RunConfig) -> float:
-    """Of each number that is trained AdamW has two averages, Lion one, schedule-free one and
-    weights in fp32, and Muon one, but AdamW's for embedding and output."""
-    average = 2 if cfg.optimizer.moments == "bf16" else FP32
-    each = {"adamw": 2 * average, "lion": average, "schedule_free": average + FP32, "muon": average}
-    size = each[cfg.optimizer.name] * trained(cfg)
-    if cfg.optimizer.name == "muon" and not cfg.lora.rank:
-        size += average * cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
-    return float(size)
+    """What the rule keeps of each number that is trained: with Muon, embedding and output have
+    AdamW's."""
+    tables = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
+    by_adamw = tables if cfg.optimizer.name == "muon" and not cfg.lora.rank else 0
+    others = trained(cfg) - by_adamw
+    return others * state_bytes(cfg, cfg.optimizer.name) + by_adamw * state_bytes(cfg, "adamw")
+
+
+def state_bytes(cfg: RunConfig, rule: str) -> int:
+    """Of each number that this rule trains."""
+    kept, average = STATE[rule], 2 if cfg.optimizer.moments == "bf16" else FP32
+    return average * len(kept.averages) + FP32 * len(kept.copies)
 
 
 def outer_state(cfg: RunConfig) -> float:
@@ -283,11 +288,16 @@ def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
     """Logits of a chunk in fp32, which become their gradient in place, and a copy in the compute
     dtype; the gradient of the output's weight in fp32, and a chunk's part of it; the gradient of
     its input."""
-    from kempner.loss import CHUNK_LOGITS, TILE
-
     model = cfg.model
-    most = cfg.train.loss_chunk or max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE)
-    rows = min(tokens, most)
+    rows = min(tokens, loss_rows(cfg))
     logits = rows * model.vocab_size * (FP32 + (compute if compute < FP32 else 0))
     weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
     return (logits + weight) / axes.tp + tokens * model.dim * compute
+
+
+def loss_rows(cfg: RunConfig) -> int:
+    """Tokens whose logits exist at once, at most."""
+    from kempner.loss import CHUNK_LOGITS, TILE
+
+    fits = CHUNK_LOGITS // cfg.model.vocab_size // TILE * TILE
+    return cfg.train.loss_chunk or max(TILE, fits)
