@@ -14,6 +14,9 @@ from kempner.rl import config as rl
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
+FP8_TILE = 16  # of every size of a product
+RING_HEAD = 8  # the ring calls the flash kernel itself; elsewhere torch pads the heads for it
+
 
 def problems(cfg: RunConfig) -> list[str]:
     """One message each, with the way out."""
@@ -63,7 +66,7 @@ def problems(cfg: RunConfig) -> list[str]:
             f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
             "none, or a GPU"
         )
-    found += _loss_problems(cfg) + _block_problems(cfg) + _spike_problems(cfg)
+    found += _loss_problems(cfg) + _fp8_problems(cfg) + _block_problems(cfg) + _spike_problems(cfg)
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
     found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
@@ -110,6 +113,25 @@ def _spike_problems(cfg: RunConfig) -> list[str]:
     return [
         f"resilience.spike_window = {window}: would not be full before train.max_steps = "
         f"{cfg.train.max_steps}; give a shorter one, or leave resilience.spike_sigma out"
+    ]
+
+
+def _fp8_problems(cfg: RunConfig) -> list[str]:
+    """The tokens of a pass are the inner size of the product that makes a weight's gradient."""
+    train, ranks = cfg.train, cfg.distributed.cp
+    if train.fp8 == "none":
+        return []
+    # Without train.micro_batch, or while the batch grows, the rows of a pass depend on the ranks.
+    rows = 1 if train.micro_batch is None or train.batch_ramp else train.micro_batch
+    tokens = rows * train.seq_len // ranks
+    if tokens % FP8_TILE == 0:
+        return []
+    given = f"train.micro_batch {rows} x " if rows > 1 else ""
+    parts = f" / distributed.cp {ranks}" if ranks > 1 else ""
+    return [
+        f"train.fp8 = {train.fp8}: its kernels take a multiple of {FP8_TILE} tokens a pass, and "
+        f"{given}train.seq_len {train.seq_len}{parts} = {tokens}; give a train.seq_len that is a "
+        f"multiple of {FP8_TILE * ranks}, or --train.fp8=none"
     ]
 
 
@@ -279,6 +301,7 @@ def _ulysses_problems(cfg: RunConfig) -> list[str]:
 
 def _ring_problems(cfg: RunConfig) -> list[str]:
     model, instead = cfg.model, "give --distributed.cp_method=ulysses, or --distributed.cp=1"
+    width = model.resolved_head_dim
     window, cap, kernel = model.sliding_window, model.attention_softcap, cfg.train.attention
     found = []
     if cfg.data.document_mask:
@@ -287,6 +310,11 @@ def _ring_problems(cfg: RunConfig) -> list[str]:
         found.append(f"model.sliding_window = {window}: the ring has no windows; {instead}")
     if cap is not None:
         found.append(f"model.attention_softcap = {cap}: the ring does not cap scores; {instead}")
+    if width % RING_HEAD and cfg.distributed.device != "cpu":
+        found.append(
+            f"model.head_dim = {width}: on a GPU the ring's kernel takes multiples of {RING_HEAD}; "
+            f"{instead}"
+        )
     if kernel not in ("auto", "flash"):
         found.append(f"train.attention = {kernel}: the ring's kernel is flash; {instead}")
     return found

@@ -63,6 +63,9 @@ FLAGS = {
     "nodes": int,
     "gpus-per-node": int,
 }
+# Not the second, newer name: torch 2.9 ignores it for CUDA (pytorch/pytorch#183387), and 2.9 to
+# 2.13 all read the first.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) -> RunConfig:
@@ -102,9 +105,19 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
         compare_driver(cfg)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
+    set_allocator()
     if flags["bench"]:
         sys.exit(bench.measure(Path(cfg.run.dir), variants, discover(), stop.wants_to_leave))
     return cfg
+
+
+def set_allocator() -> None:
+    """PyTorch's allocator of GPU memory in this process, unless the user has set it; before torch
+    is imported. Not in the environment of the whole job: memory in such segments cannot be shared
+    by cudaIpcGetMemHandle, as vLLM does with tensor parallelism (vllm-project/vllm#42609)."""
+    if not any(os.environ.get(name) for name in ALLOCATOR):
+        # Segments that grow fragment less: a run near the limit of its memory keeps it.
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> list[str]:

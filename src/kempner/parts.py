@@ -40,6 +40,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
     startup.mark("process group")
     from kempner.model.attention import choose
+    from kempner.model.moe import choose_products
     from kempner.parallel.build import compute_dtype
     from kempner.parallel.compiled import keep_compiled, leave_compiler_out
 
@@ -66,6 +67,8 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
         else choose(cfg.train.attention, cfg.model, tokens, packed, dtype)
     )
     run.announce(f"attention: {kernel}, of {cfg.train.attention}")
+    if cfg.model.n_experts:
+        run.announce(f"experts: {choose_products(dtype, device)}")
 
 
 def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:

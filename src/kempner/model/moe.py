@@ -19,6 +19,7 @@ from kempner.model.feed_forward import FeedForward
 
 GROUPED_MM = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
 ALIGNED = 8  # bf16 elements, 16 bytes: it takes no other rows
+CLEARS_IDLE = [True]  # whether its gradient of an expert without a token is 0: see choose_products
 
 
 class Routing(NamedTuple):
@@ -121,6 +122,8 @@ def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor)
     """x [M, D] through the experts whose weights these are, load[e] rows through expert e."""
     if not has_grouped_mm(x, w1):
         return one_by_one(x, load, w1, w2, w3)
+    if not CLEARS_IDLE[0]:
+        w1, w2, w3 = (_ClearIdle.apply(w, load) for w in (w1, w2, w3))  # type: ignore[no-untyped-call]
     ends = load.cumsum(0).int()
     gate = grouped_mm(x, w1, ends)  # [M, F]
     return grouped_mm(F.silu(gate) * grouped_mm(x, w3, ends), w2, ends)
@@ -140,6 +143,45 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Of x [M, A] the rows up to ends[e] times weight[e].T; weight [E, B, A]: [M, B]."""
     y: Tensor = GROUPED_MM(x, weight.transpose(1, 2), offs=ends)
     return y
+
+
+class _ClearIdle(torch.autograd.Function):
+    """Weights [E, ...] as they are; the gradient of those of experts without a token is 0, whatever
+    comes in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, load: Tensor) -> Tensor:
+        ctx.save_for_backward(load)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (load,) = ctx.saved_tensors
+        return grad.masked_fill((load == 0).view(-1, 1, 1), 0.0), None
+
+
+@torch.enable_grad()
+def choose_products(dtype: torch.dtype, device: torch.device) -> str:
+    """Find out, once in a process, whether grouped_mm gives experts without a token the gradient 0.
+    Returns how experts are multiplied in activations of `dtype`, if their matrices are aligned.
+
+    On Blackwell it is what the accumulator held before (pytorch#172439, NVIDIA/cutlass#2674):
+    finite, so that no check of the step sees it, and it goes into the optimizer's moments.
+    """
+    x = torch.ones(12, 64, dtype=dtype, device=device)
+    weight = torch.ones(4, 64, 64, dtype=dtype, device=device, requires_grad=True)
+    if not has_grouped_mm(x, weight):
+        return "one by one"
+    idle = [1, 3]
+    CLEARS_IDLE[0] = True
+    for _ in range(2):  # the accumulator of the first product may happen to be 0
+        load = torch.tensor([5, 0, 7, 0], device=device)
+        y = grouped_mm(x, weight, load.cumsum(0).int())
+        (grad,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+        CLEARS_IDLE[0] &= not grad[idle].any()
+    if CLEARS_IDLE[0]:
+        return "grouped"
+    return "grouped; its gradient of an idle expert is not 0 on this device, and is set to 0"
 
 
 def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
