@@ -24,6 +24,7 @@ from kempner.configure import check_world, load_config
 from kempner.front_door import run_program
 from kempner.history.tables import aligned
 from kempner.planner.cost import GPUS, RESERVE_GIB, SLACK, Gpu, time, traffic, utilisation
+from kempner.planner.engine import engine_memory
 from kempner.planner.memory import GIB, memory
 from kempner.planner.search import best
 from kempner.run import RunConfig
@@ -49,6 +50,12 @@ def main(argv: list[str]) -> int:
         f"{nodes} nodes x {per_node} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"
     )
     print(f"{cfg.model.count_parameters():,} parameters on {where}")
+    if cfg.rl.on and not cfg.rl_inference.urls:
+        window = cfg.train.seq_len
+        engine = engine_memory(cfg.model, cfg.rl_inference, window, cfg.train.dtype)
+        free = (gpu.usable - engine.peak) / GIB
+        print(engine.describe(window))
+        print(f"  over by {-free:.2f} GiB" if free < 0 else f"  {free:.2f} GiB are free")
     problems = check_world(cfg, nodes * per_node, per_node)
     if problems:
         print("as configured: is refused", *problems, sep="\n  - ")

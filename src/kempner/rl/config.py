@@ -131,7 +131,11 @@ class InferenceConfig:
         (), "engines that run already, in place of any of this job; KEMPNER_SERVE_TOKEN is theirs"
     )
     restarts: int = option(3, "starts of an engine after it was lost, in a row", minimum=0)
-    timeout: float = option(600.0, "seconds that a request may take", minimum=1.0)
+    timeout: float = option(
+        600.0,
+        "seconds after which an engine that has work, and makes no token, is lost",
+        minimum=1.0,
+    )
     args: tuple[str, ...] = option((), "more words for the engine's command line")
 
 
