@@ -28,6 +28,11 @@ class EnvConfig:
     )
     timeout: float = option(10.0, "seconds that one reward may take", minimum=0.1)
     memory: int = option(1024, "MiB that the process of a reward may take", minimum=64)
+    unsafe: bool = option(
+        False,
+        "run programs of the model also where the kernel cannot isolate them: they can then delete "
+        "your files and use the network",
+    )
 
     @property
     def label(self) -> str:

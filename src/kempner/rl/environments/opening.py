@@ -133,6 +133,19 @@ def open_environments(rl: RlConfig) -> list[Tasks]:
     return opened
 
 
+def refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) -> str:
+    """Why its rewards are not computed on a host whose kernel does not allow these limits; empty:
+    they are."""
+    if not lacks or cfg.unsafe or not environment.runs_code:
+        return ""
+    return (
+        f'rl.env "{cfg.label}": runs programs that the model has written, and this host cannot '
+        f"isolate them: {'; '.join(lacks)}; take a host that allows user namespaces, or give this "
+        "entry `unsafe = true`: such a program can then delete whatever you may delete "
+        '(docs/rl.md, "Limits of a reward")'
+    )
+
+
 def make(identifier: str, args: str) -> Environment:
     """The environment of an `id` and `args` of [[rl.env]]; raises ConfigError."""
     where = f'rl.env "{identifier}"'
