@@ -48,7 +48,7 @@ class RlConfig:
         None, "sampled tokens of a step, at least; replaces batch_samples", minimum=1
     )
     max_async: int = option(
-        1, "versions that the weights of a rollout may be behind those that it trains", minimum=0
+        16, "versions that the weights of a rollout may be behind those that it trains", minimum=0
     )
     refill: float = option(
         4.0,

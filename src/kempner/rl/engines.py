@@ -44,6 +44,10 @@ class Busy(Exception):
     """The engine takes no request now."""
 
 
+class Cancelled(Exception):
+    """Nobody wants the answer any more."""
+
+
 class GivenUp(Exception):
     """The request has failed too often."""
 
@@ -60,13 +64,56 @@ class NoEngines(Exception):
     """None can take work, and none will come."""
 
 
+class Flight:
+    """What was asked for one group, so that it can be cancelled from any thread."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None  # of the engine that has begun with it; None: none has
+        self.cancelled = False
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, version: int) -> None:
+        """An engine with these weights gets a request. Raises Cancelled."""
+        if self.cancelled:
+            raise Cancelled
+        self.version = version if self.version is None else min(self.version, version)
+
+    def cancel(self) -> None:
+        """The engine sees that its client has gone, and frees the slots."""
+        with self._lock:
+            self.cancelled = True
+            for each in self._sockets:
+                shut(each)
+
+    def add(self, opened: socket.socket) -> None:
+        with self._lock:
+            self._sockets.add(opened)
+            if self.cancelled:
+                shut(opened)
+
+    def remove(self, opened: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(opened)
+
+
+def shut(opened: socket.socket) -> None:
+    """A thread that waits for it wakes up."""
+    with contextlib.suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+
+
 class Engine(Protocol):
     """What the router needs of an engine."""
 
     url: str
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
     ) -> list[list[Completion]]:
         """`n` samples of each prompt; they follow from sampling.seed, their numbers and the
         weights."""
@@ -110,7 +157,11 @@ class KitEngine:
         self._lock = threading.Lock()
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
     ) -> list[list[Completion]]:
         body = {
             "prompt": [list(prompt) for prompt in prompts],
@@ -124,7 +175,7 @@ class KitEngine:
             "min_p": sampling.min_p,
             "stop": list(sampling.stop),
         }
-        answer = self._ask("/v1/completions", body, None)
+        answer = self._ask("/v1/completions", body, None, flight)
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             found = [
@@ -184,15 +235,24 @@ class KitEngine:
     def abort(self) -> None:
         with self._lock:
             for each in self._open:
-                with contextlib.suppress(OSError):  # a thread that waits for it wakes up
-                    each.shutdown(socket.SHUT_RDWR)
+                shut(each)
 
-    def _ask(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
+    def _ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float | None,
+        flight: Flight | None = None,
+    ) -> dict[str, Any]:
         """The answer's JSON. Raises Lost, Busy, Rejected."""
-        return _read(path, *self._exchange(path, body, timeout))
+        return _read(path, *self._exchange(path, body, timeout, flight))
 
     def _exchange(
-        self, path: str, body: dict[str, Any] | None, timeout: float | None
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float | None,
+        flight: Flight | None = None,
     ) -> tuple[int, bytes]:
         """Code and text of the answer. `timeout`: seconds; None: no limit. Raises Lost."""
         connection = http.client.HTTPConnection(
@@ -205,6 +265,8 @@ class KitEngine:
             opened.settimeout(timeout)
             with self._lock:
                 self._open.add(opened)
+            if flight:
+                flight.add(opened)
             headers = {"Content-Type": "application/json"}
             headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
             data = None if body is None else json.dumps(body)
@@ -216,8 +278,11 @@ class KitEngine:
         except http.client.HTTPException as error:
             raise Lost(f"{path}: {str(error) or type(error).__name__}") from None
         finally:
-            with self._lock:
-                self._open.discard(opened) if opened else None
+            if opened:
+                with self._lock:
+                    self._open.discard(opened)
+                if flight:
+                    flight.remove(opened)
             connection.close()
 
 
@@ -247,7 +312,11 @@ class VllmEngine(KitEngine):
         self._ends, self._probed = sorted(ends), False
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
     ) -> list[list[Completion]]:
         words = {
             "n": n,
@@ -264,7 +333,7 @@ class VllmEngine(KitEngine):
 
         def one(prompt: Sequence[int]) -> list[Completion]:
             body = {"token_ids": list(prompt), "sampling_params": words}
-            answer = self._ask("/inference/v1/generate", body, None)
+            answer = self._ask("/inference/v1/generate", body, None, flight)
             try:
                 choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
                 found = [
