@@ -17,7 +17,7 @@ from kempner.rl.environments.protocol import Reply, Task
 from kempner.rl.exchange import Exchange
 from kempner.rl.groups import Group, Place, Rollout, seed_of
 from kempner.rl.packing import Sample, pack, tokens_that_count
-from kempner.rl.transfer import _token
+from kempner.rl.transfer import _token, own_address
 from tests.served import make_model
 
 KEY = "the same prompt"
@@ -213,6 +213,17 @@ def test_plain_text_goes_on_as_it_is() -> None:
     assert writer.reply(Task("ab"), Reply("!"), 256) == [33]
     with pytest.raises(ValueError, match="no chat template"):
         writer.prompt(Task([{"role": "user", "content": "a"}]))
+
+
+def test_weights_go_over_the_network_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kempner.slurm.own_address", lambda: "management")
+    for interface, expected in (
+        ("lo", "127.0.0.1"),
+        ("none-such", "management"),
+        ("", "management"),
+    ):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        assert own_address() == expected
 
 
 def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:
