@@ -15,6 +15,8 @@ from kempner.rl import engines, orchestrator, router
 from kempner.rl.batches import Failed
 from kempner.rl.config import RlConfig
 from kempner.rl.engines import Rejected
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.protocol import Task
 from kempner.rl.orchestrator import Orchestrator
 from tests.fake_engine import END, LOST, FakeEngine, Fault
 from tests.rl_loop import Handed, Loop, config
@@ -409,6 +411,40 @@ def test_evaluation(make: Make, tmp_path: Path) -> None:
     assert len(greedy) == 15 and len(held_out) == 5
     for sample in samples(handed):
         assert not any(sample[: len(prompt)] == prompt for prompt in held_out)
+
+
+def test_an_evaluation_counts_every_sample(make: Make, tmp_path: Path) -> None:
+    """Those without a reward as 0."""
+    cfg = config(tmp_path, "Dead", steps=1, eval_interval=1, eval_samples=5)
+    with pytest.raises(Failed):
+        Loop(cfg, [make()]).run()
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert (line["eval/Dead"], line["eval/Dead/failed"]) == (0.0, 5.0)
+
+
+def test_a_task_that_raises_is_counted_and_replaced(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as rl.refill has others in its place."""
+    task = Tasks.task
+
+    def broken(self: Tasks, number: int, held_out: bool = False) -> Task:
+        if number in (40, 41, 42, 43) or (number > 50 and all_of_them):
+            raise KeyError("answer")
+        return task(self, number, held_out)
+
+    all_of_them = False
+    cfg = config(tmp_path, steps=8, refill=6)
+    monkeypatch.setattr(Tasks, "task", broken)
+    loop = Loop(cfg, [make()])
+    handed = loop.run()
+    assert sum(each.batch.metrics["broken_tasks"] for each in handed) == 4
+    assert all(each.batch.metrics["samples"] == 12 for each in handed)
+    assert sum("is broken: KeyError: 'answer'" in line for line in loop.lines) == 1
+    (tmp_path / "b").mkdir()
+    all_of_them = True
+    with pytest.raises(Failed, match="see why above"):
+        Loop(config(tmp_path / "b", steps=20), [make()]).run()
 
 
 def test_samples_are_recorded_and_those_of_lost_steps_removed(make: Make, tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ def test_completions(server: Server, engine: VllmEngine) -> None:
     assert found[0][0][1:] == ([-0.5, -0.25], [3, 4], "stop")
     words = server.asked[0][1]["sampling_params"]
     assert (words["stop_token_ids"], words["seed"], words["top_p"]) == ([2, 256], 9, 0.9)
+    VllmEngine(engine.url, "secret", {256}, seeded=False).complete([[5]], 1, Sampling(seed=9))
+    assert "seed" not in server.asked[-1][1]["sampling_params"]
 
 
 def test_weights(server: Server, engine: VllmEngine) -> None:

@@ -306,9 +306,11 @@ class VllmEngine(KitEngine):
     living = (200,)  # 503: its core is dead
     counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
-    def __init__(self, url: str, token: str, ends: Collection[int]) -> None:
-        """`ends`: tokens that end a text; it has no tokenizer."""
+    def __init__(self, url: str, token: str, ends: Collection[int], seeded: bool = True) -> None:
+        """`ends`: tokens that end a text; it has no tokenizer. `seeded`: samples follow from their
+        seeds, for which vLLM leaves its fast sampler and draws row by row."""
         super().__init__(url, token)
+        self._seeded = seeded
         self._ends, self._probed = sorted(ends), False
 
     def complete(
@@ -321,7 +323,6 @@ class VllmEngine(KitEngine):
         words = {
             "n": n,
             "logprobs": 0,
-            "seed": sampling.seed,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k or 0,
@@ -330,6 +331,8 @@ class VllmEngine(KitEngine):
             "stop_token_ids": self._ends,
             "detokenize": False,
         }
+        if self._seeded:
+            words["seed"] = sampling.seed
 
         def one(prompt: Sequence[int]) -> list[Completion]:
             body = {"token_ids": list(prompt), "sampling_params": words}

@@ -44,7 +44,8 @@ class Group:
     key: str  # of the prompt
     prompt: str
     rollouts: Sequence[Rollout]  # all of them
-    given_up: str = ""  # why there are none
+    given_up: bool = False  # engines have lost it too often
+    broken: bool = False  # its task has raised an error
 
     @property
     def scored(self) -> list[Rollout]:

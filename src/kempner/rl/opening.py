@@ -128,9 +128,16 @@ def open_curriculum(
     cfg: RunConfig, envs: Mapping[str, Tasks], say: Callable[[str], None]
 ) -> Curriculum:
     weights = {label: env.cfg.weight for label, env in envs.items() if env.cfg.use != "eval"}
-    return Curriculum(
-        weights, cfg.rl.solve_rate, lambda label, number: envs[label].task(number).key, say
-    )
+
+    def key(label: str, number: int) -> str:
+        try:
+            return envs[label].task(number).key
+        except ConfigError:
+            raise
+        except Exception:  # it is asked as any other, and counted
+            return ""
+
+    return Curriculum(weights, cfg.rl.solve_rate, key, say)
 
 
 def open_router(
@@ -161,7 +168,8 @@ def open_router(
 
 def make_engine(cfg: RunConfig, url: str, token: str, ends: Collection[int]) -> KitEngine:
     if cfg.rl_inference.engine == "vllm":
-        return VllmEngine(url, token, ends)
+        # Asynchronous, samples depend on timing whatever their seeds.
+        return VllmEngine(url, token, ends, cfg.rl.max_async == 0)
     return KitEngine(url, token)
 
 

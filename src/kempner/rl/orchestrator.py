@@ -156,7 +156,8 @@ class Orchestrator:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _evaluate(self, version: int) -> None:
-        """Greedy, on tasks that training never sees. Newer weights wait until it is done."""
+        """Greedy, on tasks that training never sees. Newer weights wait until it is done. A sample
+        without a reward counts as 0: what breaks the judge does not raise the score."""
         answers: SimpleQueue[tuple[str, float | None] | Exception] = SimpleQueue()
 
         def work(env: Tasks, number: int) -> None:
@@ -171,12 +172,12 @@ class Orchestrator:
         for env in envs:
             for number in range(len(tasks[env.label])):
                 threading.Thread(target=work, args=(env, number), daemon=True).start()
-        rewards: dict[str, list[float]] = {}
+        rewards: dict[str, list[float | None]] = {}
         for _ in range(sum(map(len, tasks.values()))):
             label, reward = self._next_of(answers)
-            if reward is not None:
-                rewards.setdefault(label, []).append(reward)
-        found = {label: mean(each) for label, each in rewards.items()}
+            rewards.setdefault(label, []).append(reward)
+        found = {label: mean([each or 0.0 for each in all_]) for label, all_ in rewards.items()}
+        found |= {f"{label}/failed": float(all_.count(None)) for label, all_ in rewards.items()}
         folder = Path(self._cfg.run.dir)
         self._write(f"evaluation of step {version}", lambda: results.put(folder, version, found))
         text = ", ".join(f"{label} {value:.3f}" for label, value in found.items())

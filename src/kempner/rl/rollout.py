@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 from kempner.rl.conversation import Conversation, Writer
 from kempner.rl.engines import Flight, GivenUp
@@ -39,23 +40,34 @@ class Sampler:
 
     def group(self, at: Place, size: int, least: int, flight: Flight | None = None) -> Group:
         """`size` samples of one task, by weights of version `least` or later; none when engines
-        have lost it too often."""
+        have lost it too often, or it is broken: a task is the user's code and data."""
         env = self._envs[at.env]
-        task = env.task(at.number)
+        try:
+            task = env.task(at.number)
+            self._writer.prompt(task)
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._tell(env, f"task {at.number} is broken: {type(error).__name__}: {error}")
+            return Group(at, "", "", [], broken=True)
         try:
             sampling = self._sampling.sampling(0)
             rollouts = self._converse(env, task, size, sampling, at.place, least, flight)
         except GivenUp as error:
             self._say(f"{env.label}: task {task.number} is given up: {error}")
-            return Group(at, task.key, written(task), [], str(error))
+            return Group(at, task.key, written(task), [], given_up=True)
         return Group(at, task.key, written(task), rollouts)
 
     def evaluate(self, env: Tasks, task: Task, least: int) -> float | None:
-        """The reward of the most likely answer."""
+        """The reward of the most likely answer; None: it has none."""
         greedy = Sampling(
             temperature=0.0, max_tokens=self._sampling.max_tokens, stop=self._sampling.stop
         )
-        rollouts = self._converse(env, task, 1, greedy, 0, least)
+        try:
+            rollouts = self._converse(env, task, 1, greedy, 0, least)
+        except GivenUp as error:
+            self._say(f"{env.label}: task {task.number} is given up: {error}")
+            return None
         return rollouts[0].reward if rollouts else None
 
     def _converse(
