@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,15 @@ def test_the_penalty_prefers_short_answers_of_the_same_reward() -> None:
     found = group([1.0, 1.0, 0.0], [2, 8, 2]).advantages(loss, 8)
     assert found[0] - found[1] == pytest.approx(0.4 * 6 / 8)
     assert sum(found) == pytest.approx(0)
+
+
+def test_samples_that_were_cut_do_not_push() -> None:
+    """They count in the mean of their group."""
+    four = group([1.0, 0.0, 0.0, 1.0])
+    cut = [each._replace(truncated=i == 1) for i, each in enumerate(four.rollouts)]
+    loss = LossConfig(name="dapo", mask_truncated=True)
+    assert replace(four, rollouts=cut).advantages(loss, 8) == [0.5, 0.0, -0.5, 0.5]
+    assert four.advantages(LossConfig(name="dapo"), 8) == [0.5, -0.5, -0.5, 0.5]
 
 
 def test_a_group_of_equal_rewards_has_no_advantage() -> None:
