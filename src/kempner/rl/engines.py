@@ -52,6 +52,10 @@ class GivenUp(Exception):
     """The request has failed too often."""
 
 
+class Leased(Busy):
+    """Another run uses the engine."""
+
+
 class Rejected(Exception):
     """The engine has understood the request, and refuses it: so would all others."""
 
@@ -149,8 +153,9 @@ class KitEngine:
     living: tuple[int, ...] = (200, 503)  # codes of /health; 503: it has no weights
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
-    def __init__(self, url: str, token: str) -> None:
-        self.url, self._token = url, token
+    def __init__(self, url: str, token: str, run: str = "") -> None:
+        """`run`: an engine that has weights of another one is none of this run's."""
+        self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._open: set[socket.socket] = set()
@@ -176,6 +181,8 @@ class KitEngine:
             "stop": list(sampling.stop),
         }
         answer = self._ask("/v1/completions", body, None, flight)
+        if (other := answer.get("run", "")) not in ("", self._run):
+            raise Lost(f"it has weights of another run, {other}")
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             found = [
@@ -199,10 +206,15 @@ class KitEngine:
             raise Lost(f"/health: {code}")
 
     def version(self) -> int | None:
-        return self._version_in(self._ask("/health", None, BEAT_S))
+        answer = self._ask("/health", None, BEAT_S)
+        if (other := answer.get("run", "")) not in ("", self._run):
+            problem = f"it has weights of another run, {other}"
+            raise Leased(f"{problem}, which uses it") if answer.get("leased") else Busy(problem)
+        return self._version_in(answer)
 
     def update(self, body: dict[str, Any]) -> int:
-        return self._version_in(self._ask("/update_weights", body, UPDATE_S))
+        named = {"run": self._run} if self._run and "path" in body else {}
+        return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
 
     def words(self) -> tuple[int, list[int]]:
         """Of its tokenizer: how many tokens it has, and those that end a text."""
@@ -269,6 +281,7 @@ class KitEngine:
                 flight.add(opened)
             headers = {"Content-Type": "application/json"}
             headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            headers |= {"X-Kempner-Run": self._run} if self._run else {}
             data = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", path, data, headers)
             answer = connection.getresponse()
