@@ -10,9 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import rl_lengths
 from kempner.rl import engines, orchestrator, router
 from kempner.rl.batches import Failed
+from kempner.rl.config import RlConfig
 from kempner.rl.engines import Rejected
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.protocol import Task
 from kempner.rl.orchestrator import Orchestrator
 from tests.fake_engine import END, LOST, FakeEngine, Fault
 from tests.rl_loop import Handed, Loop, config
@@ -146,10 +150,12 @@ def test_a_long_answer_is_waited_for_and_cuts_no_other(
 class Sampled:
     """The first request is slow, once."""
 
-    seconds = 3.0
+    def __init__(self, seconds: float = 3.0) -> None:
+        self.seconds, self.slow = seconds, dict[str, object]()
 
     def __call__(self, body: dict[str, object]) -> float:
         found, self.seconds = self.seconds, 0.0
+        self.slow = body if found else self.slow
         return found
 
 
@@ -334,10 +340,7 @@ def test_asynchronous_nothing_is_trained_twice_or_lost(
         assert each.batch.metrics["staleness"] <= 1
         asked = each.batch.state["curriculum"]["place"]
         pending = len(each.batch.state["pending"])
-        ended = sum(
-            e.batch.metrics["zero_variance"] + e.batch.metrics["dropped_stale"] + 3
-            for e in whole[:number]
-        )
+        ended = sum(e.batch.metrics["zero_variance"] + 3 for e in whole[:number])
         assert asked == pending + ended
 
 
@@ -348,6 +351,30 @@ def test_old_samples_are_dropped(make: Make, tmp_path: Path) -> None:
     loop = Loop(config(tmp_path, steps=4, max_async=1), [lag, make()], trains=0.05)
     handed = loop.run()
     assert all(each.batch.metrics["staleness"] <= 1 for each in handed)
+
+
+def test_what_cannot_be_trained_any_more_is_cancelled_and_asked_again(
+    make: Make, tmp_path: Path
+) -> None:
+    """The engine sees that its client has gone; the task is not lost, and all of it is said."""
+    engine = make()
+    engine.slow = first = Sampled(60.0)
+    loop = Loop(config(tmp_path, steps=6, max_async=1), [engine], trains=0.1)
+    handed = loop.run(50)
+    assert sum(each.batch.metrics["cancelled"] for each in handed) >= 1
+    asked = [body["prompt"] for body in engine.requests]
+    assert asked.count(first.slow["prompt"]) >= 2
+    assert all(each.batch.metrics["length_trained"] > 0 for each in handed)
+
+
+def test_the_default_of_max_async_does_not_select_short_answers() -> None:
+    """Lengths up to 32,768 at 40 tokens/s, and steps of 60 s: benchmarks/rl_lengths.py."""
+    cfg = RlConfig()
+    found = rl_lengths.Simulation(cfg.max_async, rl_lengths.ROOM, 60).run()
+    assert abs(found.trained / found.asked - 1) < 0.03 and found.lost < 0.01
+    assert not found.missing and found.behind < cfg.max_async / 3
+    short = rl_lengths.Simulation(1, rl_lengths.ROOM, 30).run()
+    assert not short.missing and short.lost > 0.3  # all that is dropped is asked again
 
 
 # --- conversations ---
@@ -384,6 +411,40 @@ def test_evaluation(make: Make, tmp_path: Path) -> None:
     assert len(greedy) == 15 and len(held_out) == 5
     for sample in samples(handed):
         assert not any(sample[: len(prompt)] == prompt for prompt in held_out)
+
+
+def test_an_evaluation_counts_every_sample(make: Make, tmp_path: Path) -> None:
+    """Those without a reward as 0."""
+    cfg = config(tmp_path, "Dead", steps=1, eval_interval=1, eval_samples=5)
+    with pytest.raises(Failed):
+        Loop(cfg, [make()]).run()
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert (line["eval/Dead"], line["eval/Dead/failed"]) == (0.0, 5.0)
+
+
+def test_a_task_that_raises_is_counted_and_replaced(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as rl.refill has others in its place."""
+    task = Tasks.task
+
+    def broken(self: Tasks, number: int, held_out: bool = False) -> Task:
+        if number in (40, 41, 42, 43) or (number > 50 and all_of_them):
+            raise KeyError("answer")
+        return task(self, number, held_out)
+
+    all_of_them = False
+    cfg = config(tmp_path, steps=8, refill=6)
+    monkeypatch.setattr(Tasks, "task", broken)
+    loop = Loop(cfg, [make()])
+    handed = loop.run()
+    assert sum(each.batch.metrics["broken_tasks"] for each in handed) == 4
+    assert all(each.batch.metrics["samples"] == 12 for each in handed)
+    assert sum("is broken: KeyError: 'answer'" in line for line in loop.lines) == 1
+    (tmp_path / "b").mkdir()
+    all_of_them = True
+    with pytest.raises(Failed, match="see why above"):
+        Loop(config(tmp_path / "b", steps=20), [make()]).run()
 
 
 def test_samples_are_recorded_and_those_of_lost_steps_removed(make: Make, tmp_path: Path) -> None:

@@ -61,10 +61,13 @@ def reference(cfg: LossConfig, logits: Tensor, batch: Any, temperature: float) -
     old, gain = batch.logprobs[counts].double(), batch.advantages[counts].double()
     ratio = (new - old).exp()
     if cfg.name == "masked":
-        keep = (new.exp() - old.exp()).abs() <= cfg.mask
-        terms = -(ratio * gain)[keep].sum()
+        moved = new.exp() - old.exp()
+        keep = ~(((gain > 0) & (moved > cfg.mask)) | ((gain < 0) & (moved < -cfg.mask)))
+        cap, flat = cfg.is_cap, ratio.clip(max=cfg.is_cap)
+        terms = -((flat + cap * (ratio / flat).log()) * gain)[keep].sum()
     else:
-        terms = -torch.min(ratio * gain, ratio.clip(0.8, 1.28) * gain).sum()
+        clipped = torch.min(ratio * gain, ratio.clip(0.8, 1.28) * gain)
+        terms = -torch.where(gain < 0, torch.max(clipped, cfg.dual_clip * gain), clipped).sum()
     return terms + cfg.kl * (new - old).square().sum()
 
 
@@ -114,6 +117,53 @@ def test_over_parts_of_the_vocabulary() -> None:
         assert mine.grad is not None
         found.append(mine.grad)
     torch.testing.assert_close(found[1] + found[2], found[0])
+
+
+@pytest.mark.parametrize(
+    ("cfg", "ratio", "advantage", "slope"),
+    [
+        # -min(r A, clip(r) A): arXiv:2503.14476; below, for A < 0, at most c: arXiv:1912.09729
+        (LossConfig(), 1.2, 2.0, -1.2 * 2.0),
+        (LossConfig(), 1.5, 2.0, 0.0),
+        (LossConfig(), 0.5, -2.0, 0.0),
+        (LossConfig(), 2.5, -2.0, 2.5 * 2.0),
+        (LossConfig(), 3.5, -2.0, 0.0),
+        (LossConfig(), 1e4, -2.0, 0.0),
+        # min(r, C) A grad log p: arXiv:2506.13585
+        (LossConfig(name="tis"), 0.5, 2.0, -0.5 * 2.0),
+        (LossConfig(name="tis"), 1.5, -2.0, 1.5 * 2.0),
+        (LossConfig(name="tis"), 1e4, -2.0, 2.0 * 2.0),
+        (LossConfig(name="tis", is_cap=5.0), 10.0, 2.0, -5.0 * 2.0),
+    ],
+)
+def test_slopes_by_hand(cfg: LossConfig, ratio: float, advantage: float, slope: float) -> None:
+    """Of a token's loss by its log-probability; the sampler has drawn it with 1e-6."""
+    old = torch.tensor([math.log(1e-6)], dtype=torch.float64)
+    new = (old + math.log(ratio)).requires_grad_()
+    terms, _, held = policy_losses(cfg, new, old, torch.tensor([advantage], dtype=torch.float64))
+    (found,) = torch.autograd.grad(terms.sum(), new)
+    assert found.item() == pytest.approx(slope, rel=1e-6)
+    assert held.item() == (slope == 0 or ratio > cfg.is_cap) or cfg.name == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "advantage", "counts"),
+    [
+        (0.9, 0.5, 1.0, True),
+        (0.5, 0.9, 1.0, False),
+        (0.5, 0.9, -1.0, True),
+        (0.9, 0.5, -1.0, False),
+    ],
+)
+def test_the_mask_follows_the_sign_of_the_advantage(
+    before: float, now: float, advantage: float, counts: bool
+) -> None:
+    """A good token that has become less likely is pushed back, and a bad one that has risen."""
+    new = torch.tensor([math.log(now)], requires_grad=True)
+    given = torch.tensor([math.log(before)]), torch.tensor([advantage])
+    terms, _, held = policy_losses(LossConfig(name="masked"), new, *given)
+    (slope,) = torch.autograd.grad(terms.sum(), new)
+    assert bool(slope.item()) == counts == (not held.item())
 
 
 NUMBERS = st.one_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from kempner.rl.environments.protocol import Reply, Task
 from kempner.rl.exchange import Exchange
 from kempner.rl.groups import Group, Place, Rollout, seed_of
 from kempner.rl.packing import Sample, pack, tokens_that_count
-from kempner.rl.transfer import _token
+from kempner.rl.transfer import _token, own_address
 from tests.served import make_model
 
 KEY = "the same prompt"
@@ -56,6 +57,15 @@ def test_the_penalty_prefers_short_answers_of_the_same_reward() -> None:
     found = group([1.0, 1.0, 0.0], [2, 8, 2]).advantages(loss, 8)
     assert found[0] - found[1] == pytest.approx(0.4 * 6 / 8)
     assert sum(found) == pytest.approx(0)
+
+
+def test_samples_that_were_cut_do_not_push() -> None:
+    """They count in the mean of their group."""
+    four = group([1.0, 0.0, 0.0, 1.0])
+    cut = [each._replace(truncated=i == 1) for i, each in enumerate(four.rollouts)]
+    loss = LossConfig(name="dapo", mask_truncated=True)
+    assert replace(four, rollouts=cut).advantages(loss, 8) == [0.5, 0.0, -0.5, 0.5]
+    assert four.advantages(LossConfig(name="dapo"), 8) == [0.5, -0.5, -0.5, 0.5]
 
 
 def test_a_group_of_equal_rewards_has_no_advantage() -> None:
@@ -213,6 +223,17 @@ def test_plain_text_goes_on_as_it_is() -> None:
     assert writer.reply(Task("ab"), Reply("!"), 256) == [33]
     with pytest.raises(ValueError, match="no chat template"):
         writer.prompt(Task([{"role": "user", "content": "a"}]))
+
+
+def test_weights_go_over_the_network_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kempner.slurm.own_address", lambda: "management")
+    for interface, expected in (
+        ("lo", "127.0.0.1"),
+        ("none-such", "management"),
+        ("", "management"),
+    ):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        assert own_address() == expected
 
 
 def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:

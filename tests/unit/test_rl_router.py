@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from kempner.generate.config import Sampling
-from kempner.rl.engines import Completion
+from kempner.rl.engines import Completion, Flight
 from kempner.rl.router import Router
 
 SLOTS = 8
@@ -23,7 +23,9 @@ class Uneven:
         self.now = self.most = 0  # requests at a time
         self.lock, self.go = threading.Lock(), threading.Event()
 
-    def complete(self, prompts: Any, n: int, sampling: Sampling) -> list[list[Completion]]:
+    def complete(
+        self, prompts: Any, n: int, sampling: Sampling, flight: Flight
+    ) -> list[list[Completion]]:
         with self.lock:
             self.asked.append(sampling.seed)
             self.now += 1

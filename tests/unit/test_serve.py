@@ -27,10 +27,11 @@ from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import load
+from kempner.rl.engines import Busy, KitEngine, Leased, Lost, Rejected
 from kempner.rl.transfer import Gone
 from kempner.serve import http
 from kempner.serve.http import Server
-from kempner.serve.weights import first_version
+from kempner.serve.weights import Lease, first_version
 from kempner.serve.worker import Worker
 from tests.conftest import load_program
 from tests.pages import blocks
@@ -354,6 +355,29 @@ def test_paused_texts_go_on_where_they_were(engine: Client) -> None:
         assert engine.ask("/health")["status"] == "paused"
         engine.ask("/resume", {})
         assert running.result() == expected
+
+
+def test_two_runs_do_not_share_an_engine(
+    engine: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their versions are told apart; the second one is refused, with the reason, as long as the
+    first one asks how the engine is."""
+    first, second = (
+        KitEngine(f"http://127.0.0.1:{engine.port}", engine.token, run)
+        for run in ("/runs/a", "/runs/b")
+    )
+    assert first.update({"path": str(folder), "version": 5}) == first.version() == 5
+    with pytest.raises(Leased, match="another run, /runs/a, which uses it"):
+        second.version()
+    with pytest.raises(Rejected, match="the weights of the run /runs/a, which uses it; end that"):
+        second.update({"path": str(folder), "version": 7})
+    with pytest.raises(Lost, match="weights of another run, /runs/a"):
+        second.complete([PROMPT], 1, Sampling(max_tokens=2))
+    assert first.complete([PROMPT], 1, Sampling(max_tokens=2))[0][0].versions == [5]
+    monkeypatch.setattr(Lease, "held", False)
+    assert second.update({"path": str(folder), "version": 7}) == second.version() == 7
+    with pytest.raises(Busy, match="weights of another run, /runs/b"):
+        first.version()
 
 
 def test_new_weights(engine: Client, folder: Path, other: Path) -> None:

@@ -21,7 +21,7 @@ from kempner.config.loading import load
 from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 from kempner.rl import engines, router, vllm_engine
-from kempner.rl.engines import ROUTES, Busy, Lost, Rejected, VllmEngine
+from kempner.rl.engines import ROUTES, Busy, Flight, Lost, Rejected, VllmEngine
 from kempner.rl.router import Router
 from kempner.run import RunConfig
 
@@ -100,11 +100,13 @@ def engine(server: Server) -> VllmEngine:
 
 
 def test_completions(server: Server, engine: VllmEngine) -> None:
-    found = engine.complete([[5], [6]], 2, Sampling(seed=9, max_tokens=4, top_p=0.9))
+    found = engine.complete([[5], [6]], 2, Sampling(seed=9, max_tokens=4, top_p=0.9), Flight())
     assert [[text.token_ids for text in each] for each in found] == [[[7, 5]] * 2, [[7, 6]] * 2]
     assert found[0][0][1:] == ([-0.5, -0.25], [3, 4], "stop")
     words = server.asked[0][1]["sampling_params"]
     assert (words["stop_token_ids"], words["seed"], words["top_p"]) == ([2, 256], 9, 0.9)
+    VllmEngine(engine.url, "secret", {256}, seeded=False).complete([[5]], 1, Sampling(seed=9))
+    assert "seed" not in server.asked[-1][1]["sampling_params"]
 
 
 def test_weights(server: Server, engine: VllmEngine) -> None:

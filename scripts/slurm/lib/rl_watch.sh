@@ -5,7 +5,7 @@ readonly KP_ENGINE_PAUSE_S=5          # an engine that is lost again and again w
 readonly KP_ENGINE_SERVED_S=60        # one that was there for so long begins to count anew
 readonly KP_ENGINE_SILENT_S=60        # one that answers nothing for so long is ended, and started again
 readonly KP_ORCHESTRATOR_SILENT_S=120 # the same of the orchestrator: the job is started again
-readonly KP_LAST_EVALUATION_S=120 KP_ORCHESTRATOR_LEAVES_S=20
+readonly KP_ORCHESTRATOR_LEAVES_S=20
 KP_ENGINE_NEXT=() KP_ENGINE_SEEN=()
 KP_LEAVING='' KP_EVER_SERVED=''
 KP_AWAKE=''                                    # when this loop last ran
@@ -193,10 +193,14 @@ kp_end_others() { # after the trainer: the orchestrator, which may have an evalu
     kp_verdict
     if [[ -n $KP_ORCHESTRATOR ]] && kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; then
         KP_CHILD=$KP_ORCHESTRATOR KP_SRUN_NAME+=-orchestrator # signals reach it now
-        [[ $KP_STATE != 'done' || -n $KP_SIGNAL ]] || end=$((SECONDS + KP_LAST_EVALUATION_S)) told=no
+        [[ $KP_STATE != 'done' || -n $KP_SIGNAL ]] || told=no
         while kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; do
             [[ -n $told ]] || { told=1 && kp_tell; }
-            if ((SECONDS >= end)); then
+            if [[ $told == no && -z $KP_SIGNAL ]]; then # its last evaluation takes as long as it takes
+                end=$((SECONDS + KP_ORCHESTRATOR_LEAVES_S))
+                kp_see_absence
+                kp_hear_orchestrator
+            elif ((SECONDS >= end)); then
                 kp_log "the orchestrator has not ended by itself: ending it"
                 kp_kill_process "$KP_ORCHESTRATOR"
                 end=$((SECONDS + 10))

@@ -12,9 +12,17 @@ from collections.abc import Callable
 from kempner.rl.config import RlConfig
 from kempner.rl.groups import Group, Place
 
+SOON = 2  # batches that are filled at a time: one is trained meanwhile
+
 
 class Failed(Exception):
     """The run cannot go on; says why."""
+
+
+def batches_ahead(rl: RlConfig, newest: int, step: int, last: int) -> int:
+    """Batches that may be worked on after that of `step`, with weights `newest` there: what is
+    asked now can be trained in each of them, up to step `last`."""
+    return max(0, min(newest + 1 + rl.max_async, last) - step) if newest >= 0 else 0
 
 
 class Groups:
@@ -27,7 +35,8 @@ class Groups:
         self._since: list[Group] = []  # all that have come since the last batch
         self._flat: list[Group] = []  # of these, without variance
         self._nothing = 0  # groups since the last batch that do not count toward the next one
-        self._stale = 0  # of these, too old
+        self._stale = 0  # since the last batch, too old
+        self.again: list[Place] = []  # of the latter, to be asked again
         self._target = 0  # groups of the next batch
         self.tokens_of_group = 0.0  # sampled, on average; a part of the state
 
@@ -46,15 +55,22 @@ class Groups:
             tokens = self.tokens_of_group or rl.group_size * self._max_tokens
             self._target = math.ceil(rl.batch_tokens / tokens)
 
-    def wanted(self, ahead: int, flying: int) -> int:
-        """How many groups to ask for."""
+    def wanted(self, ahead: int, flying: int, late: int = 0) -> int:
+        """How many groups to ask for. `late`: of those that fly, begun with older weights than the
+        newest. Another one is asked in the place of each: a batch does not wait for long answers,
+        and groups of an ordinary length do not grow old in a queue, however large rl.max_async."""
         there = len(self._ready) + flying
-        return max(0, min(ahead * self._target - there, self._left(ahead, there)))
+        new = min(ahead, SOON) * self._target - (there - late)
+        return max(0, min(new, ahead * self._target - there, self._left(ahead, there)))
 
     def _left(self, ahead: int, there: int) -> int:
         """Groups that rl.refill still allows."""
         spare = math.ceil((self._rl.refill - 1) * self._target)
         return ahead * self._target + spare - there - self._nothing
+
+    def least(self, step: int) -> int:
+        """The oldest version whose samples step `step` may train."""
+        return step - 1 - self._rl.max_async
 
     def add(self, group: Group) -> None:
         self._since.append(group)
@@ -66,10 +82,11 @@ class Groups:
 
     def chosen(self, step: int, ahead: int, flying: int) -> list[Group] | None:
         """The groups of the batch of `step`; None: not yet. Raises Failed."""
-        least = step - 1 - self._rl.max_async
+        least = self.least(step)
         fresh = [group for group in self._ready if group.oldest >= least]
-        stale = len(self._ready) - len(fresh)
-        self._stale, self._nothing = self._stale + stale, self._nothing + stale
+        old = [group.at for group in self._ready if group.oldest < least]
+        self._stale += len(old)
+        self.again += old
         # Synchronous, all versions are the same: this is the order of the tasks.
         self._ready = sorted(fresh, key=lambda group: (group.oldest, group.at.place))
         if ahead == 0:

@@ -53,7 +53,7 @@ class RlConfig:
         None, "sampled tokens of a step, at least; replaces batch_samples", minimum=1
     )
     max_async: int = option(
-        1, "versions that the weights of a rollout may be behind those that it trains", minimum=0
+        16, "versions that the weights of a rollout may be behind those that it trains", minimum=0
     )
     refill: float = option(
         4.0,
@@ -114,12 +114,22 @@ class SamplingConfig:
 class LossConfig:
     name: str = option(
         "grpo",
-        "grpo, dapo: the clipped ratio, normalised by each group's deviation or not; masked: "
-        "tokens whose probability has moved by more than `mask` do not count",
-        choices=("grpo", "dapo", "masked"),
+        "grpo, dapo: the clipped ratio, normalised by each group's deviation or not; tis: "
+        "importance weights, truncated at `is_cap`; masked: the same, without tokens whose "
+        "probability has moved by more than `mask` to where the advantage pushes it",
+        choices=("grpo", "dapo", "tis", "masked"),
     )
     clip_low: float = option(0.2, "lower clip bound: 1 - this", minimum=0.0, maximum=1.0)
     clip_high: float = option(0.28, "upper clip bound: 1 + this", minimum=0.0)
+    dual_clip: float = option(
+        3.0, "name = grpo, dapo: bound of the ratio where the advantage is negative", minimum=1.0
+    )
+    is_cap: float = option(
+        2.0, "name = tis, masked: largest importance weight of a token", minimum=1.0
+    )
+    mask_truncated: bool = option(
+        False, "samples that were cut at max_tokens do not push the model (overlong filtering)"
+    )
     mask: float = option(0.2, "name = masked: the most that a probability may move", minimum=0.0)
     kl: float = option(0.0, "weight of the squared log ratio to the sampler", minimum=0.0)
     length_penalty: float = option(
@@ -192,6 +202,12 @@ def problems(cfg: RunConfig) -> list[str]:
         "bench.data = real: rollouts are made by a whole run": cfg.bench.data == "real",
         f"rl.loss.mask = {loss.mask}: is for rl.loss.name = masked": (
             loss.name != "masked" and loss.mask != LossConfig().mask
+        ),
+        f"rl.loss.is_cap = {loss.is_cap}: is for rl.loss.name = tis and masked": (
+            loss.name in ("grpo", "dapo") and loss.is_cap != LossConfig().is_cap
+        ),
+        f"rl.loss.dual_clip = {loss.dual_clip}: is for rl.loss.name = grpo and dapo": (
+            loss.name in ("tis", "masked") and loss.dual_clip != LossConfig().dual_clip
         ),
     }
     return found + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]

@@ -44,8 +44,16 @@ class Busy(Exception):
     """The engine takes no request now."""
 
 
+class Cancelled(Exception):
+    """Nobody wants the answer any more."""
+
+
 class GivenUp(Exception):
     """The request has failed too often."""
+
+
+class Leased(Busy):
+    """Another run uses the engine."""
 
 
 class Rejected(Exception):
@@ -60,13 +68,56 @@ class NoEngines(Exception):
     """None can take work, and none will come."""
 
 
+class Flight:
+    """What was asked for one group, so that it can be cancelled from any thread."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None  # of the engine that has begun with it; None: none has
+        self.cancelled = False
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, version: int) -> None:
+        """An engine with these weights gets a request. Raises Cancelled."""
+        if self.cancelled:
+            raise Cancelled
+        self.version = version if self.version is None else min(self.version, version)
+
+    def cancel(self) -> None:
+        """The engine sees that its client has gone, and frees the slots."""
+        with self._lock:
+            self.cancelled = True
+            for each in self._sockets:
+                shut(each)
+
+    def add(self, opened: socket.socket) -> None:
+        with self._lock:
+            self._sockets.add(opened)
+            if self.cancelled:
+                shut(opened)
+
+    def remove(self, opened: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(opened)
+
+
+def shut(opened: socket.socket) -> None:
+    """A thread that waits for it wakes up."""
+    with contextlib.suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+
+
 class Engine(Protocol):
     """What the router needs of an engine."""
 
     url: str
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
     ) -> list[list[Completion]]:
         """`n` samples of each prompt; they follow from sampling.seed, their numbers and the
         weights."""
@@ -102,15 +153,20 @@ class KitEngine:
     living: tuple[int, ...] = (200, 503)  # codes of /health; 503: it has no weights
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
-    def __init__(self, url: str, token: str) -> None:
-        self.url, self._token = url, token
+    def __init__(self, url: str, token: str, run: str = "") -> None:
+        """`run`: an engine that has weights of another one is none of this run's."""
+        self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
     ) -> list[list[Completion]]:
         body = {
             "prompt": [list(prompt) for prompt in prompts],
@@ -124,7 +180,9 @@ class KitEngine:
             "min_p": sampling.min_p,
             "stop": list(sampling.stop),
         }
-        answer = self._ask("/v1/completions", body, None)
+        answer = self._ask("/v1/completions", body, None, flight)
+        if (other := answer.get("run", "")) not in ("", self._run):
+            raise Lost(f"it has weights of another run, {other}")
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             found = [
@@ -148,10 +206,15 @@ class KitEngine:
             raise Lost(f"/health: {code}")
 
     def version(self) -> int | None:
-        return self._version_in(self._ask("/health", None, BEAT_S))
+        answer = self._ask("/health", None, BEAT_S)
+        if (other := answer.get("run", "")) not in ("", self._run):
+            problem = f"it has weights of another run, {other}"
+            raise Leased(f"{problem}, which uses it") if answer.get("leased") else Busy(problem)
+        return self._version_in(answer)
 
     def update(self, body: dict[str, Any]) -> int:
-        return self._version_in(self._ask("/update_weights", body, UPDATE_S))
+        named = {"run": self._run} if self._run and "path" in body else {}
+        return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
 
     def words(self) -> tuple[int, list[int]]:
         """Of its tokenizer: how many tokens it has, and those that end a text."""
@@ -184,15 +247,24 @@ class KitEngine:
     def abort(self) -> None:
         with self._lock:
             for each in self._open:
-                with contextlib.suppress(OSError):  # a thread that waits for it wakes up
-                    each.shutdown(socket.SHUT_RDWR)
+                shut(each)
 
-    def _ask(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
+    def _ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float | None,
+        flight: Flight | None = None,
+    ) -> dict[str, Any]:
         """The answer's JSON. Raises Lost, Busy, Rejected."""
-        return _read(path, *self._exchange(path, body, timeout))
+        return _read(path, *self._exchange(path, body, timeout, flight))
 
     def _exchange(
-        self, path: str, body: dict[str, Any] | None, timeout: float | None
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float | None,
+        flight: Flight | None = None,
     ) -> tuple[int, bytes]:
         """Code and text of the answer. `timeout`: seconds; None: no limit. Raises Lost."""
         connection = http.client.HTTPConnection(
@@ -205,8 +277,11 @@ class KitEngine:
             opened.settimeout(timeout)
             with self._lock:
                 self._open.add(opened)
+            if flight:
+                flight.add(opened)
             headers = {"Content-Type": "application/json"}
             headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            headers |= {"X-Kempner-Run": self._run} if self._run else {}
             data = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", path, data, headers)
             answer = connection.getresponse()
@@ -216,8 +291,11 @@ class KitEngine:
         except http.client.HTTPException as error:
             raise Lost(f"{path}: {str(error) or type(error).__name__}") from None
         finally:
-            with self._lock:
-                self._open.discard(opened) if opened else None
+            if opened:
+                with self._lock:
+                    self._open.discard(opened)
+                if flight:
+                    flight.remove(opened)
             connection.close()
 
 
@@ -241,18 +319,23 @@ class VllmEngine(KitEngine):
     living = (200,)  # 503: its core is dead
     counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
-    def __init__(self, url: str, token: str, ends: Collection[int]) -> None:
-        """`ends`: tokens that end a text; it has no tokenizer."""
+    def __init__(self, url: str, token: str, ends: Collection[int], seeded: bool = True) -> None:
+        """`ends`: tokens that end a text; it has no tokenizer. `seeded`: samples follow from their
+        seeds, for which vLLM leaves its fast sampler and draws row by row."""
         super().__init__(url, token)
+        self._seeded = seeded
         self._ends, self._probed = sorted(ends), False
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        flight: Flight | None = None,
     ) -> list[list[Completion]]:
         words = {
             "n": n,
             "logprobs": 0,
-            "seed": sampling.seed,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k or 0,
@@ -261,10 +344,12 @@ class VllmEngine(KitEngine):
             "stop_token_ids": self._ends,
             "detokenize": False,
         }
+        if self._seeded:
+            words["seed"] = sampling.seed
 
         def one(prompt: Sequence[int]) -> list[Completion]:
             body = {"token_ids": list(prompt), "sampling_params": words}
-            answer = self._ask("/inference/v1/generate", body, None)
+            answer = self._ask("/inference/v1/generate", body, None, flight)
             try:
                 choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
                 found = [

@@ -22,6 +22,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from kempner.files import write_atomic
 
@@ -57,6 +58,11 @@ class Exchange:
         self.root = Path(run_dir, "rl", os.environ.get("KEMPNER_ATTEMPT_ID", "0"))
         self.weights, self.engines = self.root / "weights", self.root / "engines"
         self.token, self.wanted = self.root / "token", self.weights / "wanted"
+
+    @property
+    def run(self) -> str:
+        """The name of this attempt for engines: each has versions of its own."""
+        return quote(str(self.root.absolute()))
 
     # --- the trainer ---
 

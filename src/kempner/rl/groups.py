@@ -44,7 +44,8 @@ class Group:
     key: str  # of the prompt
     prompt: str
     rollouts: Sequence[Rollout]  # all of them
-    given_up: str = ""  # why there are none
+    given_up: bool = False  # engines have lost it too often
+    broken: bool = False  # its task has raised an error
 
     @property
     def scored(self) -> list[Rollout]:
@@ -76,7 +77,9 @@ class Group:
     def advantages(self, loss: LossConfig, max_tokens: int) -> list[float]:
         """Of each scored sample: its reward, without the penalty on its length, minus the mean of
         the group (GRPO, arXiv:2402.03300; without the division by the deviation arXiv:2503.20783).
-        A flat group has none, whatever its lengths: it would only learn to be short."""
+        A flat group has none, whatever its lengths: it would only learn to be short. With
+        loss.mask_truncated a sample without room to end counts in the mean alone (overlong
+        filtering, arXiv:2503.14476)."""
         if self.flat:
             return [0.0] * len(self.rewards)
         lengths = np.array([each.length for each in self.scored])
@@ -84,7 +87,8 @@ class Group:
         found = rewards - rewards.mean()
         if loss.name == "grpo" and (deviation := rewards.std()) > SAME:
             found = found / deviation
-        return [float(each) for each in found]
+        cut = [loss.mask_truncated and each.truncated for each in self.scored]
+        return [0.0 if out else float(each) for out, each in zip(cut, found, strict=True)]
 
 
 def seed_of(seed: int, *numbers: int) -> int:

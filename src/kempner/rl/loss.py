@@ -8,6 +8,7 @@ is as much below 1. It is the weight of importance sampling all the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,19 +39,33 @@ def policy_losses(
     All [...], fp32.
 
     grpo (arXiv:2402.03300) and dapo (arXiv:2503.14476) clip the ratio, with two bounds, and differ
-    in their advantages alone. masked leaves out tokens whose probability has moved by more than
-    `mask`: of those alone the ratio is not bounded.
+    in their advantages alone; where the advantage is negative `dual_clip` bounds it from above
+    (arXiv:1912.09729). tis weighs the gradient of the log-probability by the ratio, truncated at
+    `is_cap`, as arXiv:2506.13585 does. masked leaves out, too, those tokens whose probability has
+    moved by more than `mask` to where the advantage pushes it.
     """
     log_ratio = (new.clamp(min=LOWEST) - old.clamp(min=LOWEST)).clamp(-BOUND, BOUND)
-    gain = log_ratio.exp() * advantages
-    if cfg.name == "masked":
-        held = (new.exp() - old.exp()).abs() > cfg.mask
-        gain = torch.where(held, 0.0, gain)  # no product: 0 times infinity is NaN
+    if cfg.name in ("tis", "masked"):
+        gain = truncated_ratio(log_ratio, cfg.is_cap) * advantages
+        held = log_ratio > math.log(cfg.is_cap)
+        if cfg.name == "masked":
+            held = (new.exp() - old.exp()) * advantages.sign() > cfg.mask
+            gain = torch.where(held, 0.0, gain)  # no product: 0 times infinity is NaN
     else:
-        clipped = log_ratio.exp().clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages
-        held = clipped < gain
-        gain = torch.minimum(gain, clipped)
+        ratio = log_ratio.exp()
+        gain = ratio * advantages
+        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages
+        bounded = (advantages < 0) & (ratio > cfg.dual_clip)
+        held = (clipped < gain) | bounded
+        gain = torch.where(bounded, cfg.dual_clip * advantages, torch.minimum(gain, clipped))
     return cfg.kl * log_ratio.square() - gain, log_ratio, held
+
+
+def truncated_ratio(log_ratio: Tensor, cap: float) -> Tensor:
+    """exp(log_ratio) up to `cap`, and a straight line of that slope above: its derivative is
+    min(ratio, cap), which weighs the gradient of the log-probability."""
+    most = math.log(cap)
+    return log_ratio.clamp(max=most).exp() + cap * (log_ratio - most).clamp(min=0)
 
 
 class Policy:

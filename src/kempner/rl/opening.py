@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kempner.config.option import ConfigError
 from kempner.rl.conversation import Writer, open_words
 from kempner.rl.curriculum import Curriculum
-from kempner.rl.engines import Busy, Engine, KitEngine, Lost, Rejected, Silent, VllmEngine
+from kempner.rl.engines import Busy, Engine, KitEngine, Leased, Lost, Rejected, Silent, VllmEngine
 from kempner.rl.environments.opening import Tasks, open_environments
 from kempner.rl.exchange import Exchange
 from kempner.rl.router import Router
@@ -97,6 +97,8 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
         try:
             engine.version()
             problem = other_words(engine, words)
+        except Leased as error:
+            problem = f"{error}; end that run, or start another engine"
         except Busy:
             problem = ""
         except Silent as error:
@@ -128,9 +130,16 @@ def open_curriculum(
     cfg: RunConfig, envs: Mapping[str, Tasks], say: Callable[[str], None]
 ) -> Curriculum:
     weights = {label: env.cfg.weight for label, env in envs.items() if env.cfg.use != "eval"}
-    return Curriculum(
-        weights, cfg.rl.solve_rate, lambda label, number: envs[label].task(number).key, say
-    )
+
+    def key(label: str, number: int) -> str:
+        try:
+            return envs[label].task(number).key
+        except ConfigError:
+            raise
+        except Exception:  # it is asked as any other, and counted
+            return ""
+
+    return Curriculum(weights, cfg.rl.solve_rate, key, say)
 
 
 def open_router(
@@ -152,17 +161,20 @@ def open_router(
         return {path.name: url for path in paths if (url := read(path))}
 
     def make(url: str) -> Engine:
-        return make_engine(cfg, url, token(), ends)
+        return make_engine(cfg, url, token(), ends, exchange.run)
 
     queued = QUEUED * cfg.rl.group_size
     silence = inference.timeout
     return Router(find, make, inference.slots, queued, say, silence, silence if urls else None)
 
 
-def make_engine(cfg: RunConfig, url: str, token: str, ends: Collection[int]) -> KitEngine:
+def make_engine(
+    cfg: RunConfig, url: str, token: str, ends: Collection[int], run: str = ""
+) -> KitEngine:
     if cfg.rl_inference.engine == "vllm":
-        return VllmEngine(url, token, ends)
-    return KitEngine(url, token)
+        # Asynchronous, samples depend on timing whatever their seeds.
+        return VllmEngine(url, token, ends, cfg.rl.max_async == 0)
+    return KitEngine(url, token, run)
 
 
 def read(path: os.PathLike[str]) -> str:

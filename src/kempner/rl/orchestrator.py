@@ -13,16 +13,16 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from kempner.history import results
 from kempner.rl import packing
-from kempner.rl.batches import Failed, Groups
+from kempner.rl.batches import Failed, Groups, batches_ahead
 from kempner.rl.curriculum import Curriculum
-from kempner.rl.engines import Closed
+from kempner.rl.engines import Closed, Flight
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, Exchange, Start, State
 from kempner.rl.groups import Group, Place
@@ -52,9 +52,10 @@ class Orchestrator:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
         self._curriculum, self._beat = curriculum, Beat(exchange, "orchestrator")
-        self._come: SimpleQueue[Group | Exception] = SimpleQueue()
-        self._again: deque[Place] = deque()  # asked before the last stop, and not trained
-        self._flying: dict[int, Place] = {}  # asked, by place
+        self._come: SimpleQueue[tuple[Flight, Group | Exception]] = SimpleQueue()
+        self._again: deque[Place] = deque()  # asked before, and not trained
+        self._flying: dict[Flight, Place] = {}  # asked, and not here
+        self._cancelled = 0  # groups since the last batch
         self._groups = Groups(cfg.rl, cfg.rl_sampling.max_tokens, say)
         self._step = 0  # whose batch was handed over last
         self._newest = -1  # version
@@ -71,6 +72,8 @@ class Orchestrator:
             self._look()
             self._take()
             chosen = self._groups.chosen(self._step + 1, self._ahead(), len(self._flying))
+            self._ask_again(self._groups.again)
+            self._groups.again = []
             if chosen is not None:
                 self._hand_over(chosen)
         while self._newest < self._cfg.train.max_steps:
@@ -153,7 +156,8 @@ class Orchestrator:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _evaluate(self, version: int) -> None:
-        """Greedy, on tasks that training never sees. Newer weights wait until it is done."""
+        """Greedy, on tasks that training never sees. Newer weights wait until it is done. A sample
+        without a reward counts as 0: what breaks the judge does not raise the score."""
         answers: SimpleQueue[tuple[str, float | None] | Exception] = SimpleQueue()
 
         def work(env: Tasks, number: int) -> None:
@@ -168,12 +172,12 @@ class Orchestrator:
         for env in envs:
             for number in range(len(tasks[env.label])):
                 threading.Thread(target=work, args=(env, number), daemon=True).start()
-        rewards: dict[str, list[float]] = {}
+        rewards: dict[str, list[float | None]] = {}
         for _ in range(sum(map(len, tasks.values()))):
             label, reward = self._next_of(answers)
-            if reward is not None:
-                rewards.setdefault(label, []).append(reward)
-        found = {label: mean(each) for label, each in rewards.items()}
+            rewards.setdefault(label, []).append(reward)
+        found = {label: mean([each or 0.0 for each in all_]) for label, all_ in rewards.items()}
+        found |= {f"{label}/failed": float(all_.count(None)) for label, all_ in rewards.items()}
         folder = Path(self._cfg.run.dir)
         self._write(f"evaluation of step {version}", lambda: results.put(folder, version, found))
         text = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
@@ -197,41 +201,62 @@ class Orchestrator:
     # --- groups and batches ---
 
     def _ahead(self) -> int:
-        """Batches that may be worked on: what is asked now can be trained in each of them."""
-        last = min(self._newest + 1 + self._cfg.rl.max_async, self._cfg.train.max_steps)
-        return max(0, last - self._step) if self._newest >= 0 else 0
+        return batches_ahead(self._cfg.rl, self._newest, self._step, self._cfg.train.max_steps)
+
+    def _ask_again(self, places: Sequence[Place]) -> None:
+        """A task that was dropped is the first one to be asked: it is not lost, nor one of those
+        that take long left out for it."""
+        self._again.extendleft(reversed(places))
+
+    def _cancel(self) -> None:
+        """What no batch may train any more need not be generated to its end."""
+        least = self._groups.least(self._step + 1)
+        old = [each for each in self._flying if each.version is not None and each.version < least]
+        self._ask_again([self._flying.pop(each) for each in old])
+        self._cancelled += len(old)
+        for each in old:
+            each.cancel()
 
     def _take(self) -> None:
         """Ask for what may be asked, and take what has come."""
         # Asynchronous, an engine works on while another one takes new weights.
         least = max(0, self._newest - (self._cfg.rl.max_async > 0))
-        for _ in range(self._groups.wanted(self._ahead(), len(self._flying))):
+        begun = [each.version for each in self._flying if each.version is not None]
+        late = sum(version < self._newest for version in begun)
+        for _ in range(self._groups.wanted(self._ahead(), len(self._flying), late)):
             at = self._again.popleft() if self._again else self._curriculum.next()
-            self._flying[at.place] = at
-            threading.Thread(target=self._work, args=(at, least), daemon=True).start()
+            flight = Flight()
+            self._flying[flight] = at
+            threading.Thread(target=self._work, args=(flight, at, least), daemon=True).start()
         try:
-            found = self._come.get(timeout=LOOK_S)
+            flight, found = self._come.get(timeout=LOOK_S)
             while True:
-                if isinstance(found, Exception):
-                    raise found
-                del self._flying[found.at.place]
-                self._groups.add(found)
-                found = self._come.get_nowait()
+                if not flight.cancelled:
+                    if isinstance(found, Exception):
+                        raise found
+                    del self._flying[flight]
+                    self._groups.add(found)
+                flight, found = self._come.get_nowait()
         except Empty:
             pass
 
-    def _work(self, at: Place, least: int) -> None:
+    def _work(self, flight: Flight, at: Place, least: int) -> None:
+        found: Group | Exception
         try:
-            self._come.put(self._sampler.group(at, self._cfg.rl.group_size, least))
+            found = self._sampler.group(at, self._cfg.rl.group_size, least, flight)
         except Exception as error:
-            self._come.put(error)
+            found = error
+        self._come.put((flight, found))
 
     def _hand_over(self, chosen: list[Group]) -> None:
         loss, most = self._cfg.rl_loss, self._cfg.rl_sampling.max_tokens
         self._step += 1
         come, stale = self._groups.next_batch(chosen)
         self._curriculum.learn(come)
-        metrics = figures(come, chosen, self._step, stale) | self._router.figures()
+        metrics = figures(come, chosen, self._step, stale, self._cancelled)
+        metrics |= self._router.figures()
+        self._cancelled = 0
+        self._cancel()
         arrays = packing.pack(
             [each.sample for group in chosen for each in group.scored],
             [each for group in chosen for each in group.advantages(loss, most)],

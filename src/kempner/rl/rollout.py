@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 from kempner.rl.conversation import Conversation, Writer
-from kempner.rl.engines import GivenUp
+from kempner.rl.engines import Flight, GivenUp
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Score, Task
 from kempner.rl.environments.scorer import Scorer
@@ -37,28 +38,47 @@ class Sampler:
         self._say = say
         self._said: set[str] = set()  # environments whose failures were reported
 
-    def group(self, at: Place, size: int, least: int) -> Group:
+    def group(self, at: Place, size: int, least: int, flight: Flight | None = None) -> Group:
         """`size` samples of one task, by weights of version `least` or later; none when engines
-        have lost it too often."""
+        have lost it too often, or it is broken: a task is the user's code and data."""
         env = self._envs[at.env]
-        task = env.task(at.number)
         try:
-            rollouts = self._converse(env, task, size, self._sampling.sampling(0), at.place, least)
+            task = env.task(at.number)
+            self._writer.prompt(task)
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._tell(env, f"task {at.number} is broken: {type(error).__name__}: {error}")
+            return Group(at, "", "", [], broken=True)
+        try:
+            sampling = self._sampling.sampling(0)
+            rollouts = self._converse(env, task, size, sampling, at.place, least, flight)
         except GivenUp as error:
             self._say(f"{env.label}: task {task.number} is given up: {error}")
-            return Group(at, task.key, written(task), [], str(error))
+            return Group(at, task.key, written(task), [], given_up=True)
         return Group(at, task.key, written(task), rollouts)
 
     def evaluate(self, env: Tasks, task: Task, least: int) -> float | None:
-        """The reward of the most likely answer."""
+        """The reward of the most likely answer; None: it has none."""
         greedy = Sampling(
             temperature=0.0, max_tokens=self._sampling.max_tokens, stop=self._sampling.stop
         )
-        rollouts = self._converse(env, task, 1, greedy, 0, least)
+        try:
+            rollouts = self._converse(env, task, 1, greedy, 0, least)
+        except GivenUp as error:
+            self._say(f"{env.label}: task {task.number} is given up: {error}")
+            return None
         return rollouts[0].reward if rollouts else None
 
     def _converse(
-        self, env: Tasks, task: Task, count: int, sampling: Sampling, place: int, least: int
+        self,
+        env: Tasks,
+        task: Task,
+        count: int,
+        sampling: Sampling,
+        place: int,
+        least: int,
+        flight: Flight | None = None,
     ) -> list[Rollout]:
         """Each turn is one request, of all conversations that go on. A turn begins where there is
         room for all of it; none at all: no samples."""
@@ -72,10 +92,10 @@ class Sampler:
         while going:
             asked = replace(sampling, seed=seed_of(self._seed, place, turn))
             if turn == 0:
-                texts = self._router.ask([prompt], count, asked, least)[0]
+                texts = self._router.ask([prompt], count, asked, least, flight)[0]
             else:
                 tokens = [talk.tokens for talk in going]
-                texts = [each[0] for each in self._router.ask(tokens, 1, asked, least)]
+                texts = [each[0] for each in self._router.ask(tokens, 1, asked, least, flight)]
             for talk, text in zip(going, texts, strict=True):
                 talk.say(text, self._writer.text(text.token_ids))
             going = [talk for talk in going if talk.open]

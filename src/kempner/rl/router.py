@@ -15,9 +15,11 @@ from typing import Any
 from kempner.generate.config import Sampling
 from kempner.rl.engines import (
     Busy,
+    Cancelled,
     Closed,
     Completion,
     Engine,
+    Flight,
     GivenUp,
     Lost,
     NoEngines,
@@ -80,20 +82,29 @@ class Router:
     # --- requests ---
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, least: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        least: int,
+        flight: Flight | None = None,
     ) -> list[list[Completion]]:
         """`n` samples of each prompt, by weights of version `least` or later; waits for an engine
-        for as long as there may be one. Raises Closed, GivenUp, NoEngines, Rejected."""
+        for as long as there may be one. Raises Cancelled, Closed, GivenUp, NoEngines, Rejected."""
+        flight = flight or Flight()
         size, again, failures = len(prompts) * n, False, 0
         while True:
             member, engine, life = self._take(size, least, again)
             again = True
             try:
-                found = engine.complete(prompts, n, sampling)
+                flight.begin(member.version)
+                found = engine.complete(prompts, n, sampling, flight)
             except Busy:
                 time.sleep(BUSY_S)
                 continue
             except Lost as error:
+                if flight.cancelled:
+                    raise Cancelled from None
                 # Others of its requests may be long, and go on: a beat finds out how it is.
                 self._lose(member, life, str(error), cut=False)
                 self._wake[member.name].set()

@@ -51,11 +51,11 @@ class SampleLog:
 
 
 def figures(
-    groups: Sequence[Group], batch: Sequence[Group], step: int, stale: int
+    groups: Sequence[Group], batch: Sequence[Group], step: int, stale: int, cancelled: int
 ) -> dict[str, float]:
     """`groups`: all that have come since the last batch: rewards of the groups that are trained
     alone would say nothing of prompts that are always solved, or never. `batch`: what step `step`
-    trains."""
+    trains; `cancelled`: groups that could not be trained any more before they came."""
     scored = [each for group in groups for each in group.scored]
     rewards = [reward for group in groups for reward in group.rewards]
     trained = [each for group in batch for each in group.scored]
@@ -63,10 +63,13 @@ def figures(
         "reward": mean(rewards),
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "length": mean([each.length for each in scored]),
+        "length_trained": mean([each.length for each in trained]),
         "truncated": mean([each.truncated for each in scored]),
         "zero_variance": float(sum(not group.failed and group.flat for group in groups)),
         "dropped_stale": float(stale),
-        "given_up": float(sum(bool(group.given_up) for group in groups)),
+        "cancelled": float(cancelled),
+        "given_up": float(sum(group.given_up for group in groups)),
+        "broken_tasks": float(sum(group.broken for group in groups)),
         "failed_rewards": float(sum(len(group.rollouts) - len(group.rewards) for group in groups)),
         "staleness": mean([step - 1 - each.oldest for each in trained]),
         "samples": float(len(trained)),

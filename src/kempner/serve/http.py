@@ -19,13 +19,14 @@ from urllib.parse import urlsplit
 
 from kempner.port_range import bind_allowed
 from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read
-from kempner.serve.weights import Refused
+from kempner.serve.weights import Lease, Refused
 from kempner.serve.worker import Job, News, Unavailable, Worker
 
 MOST_BYTES = 64 << 20  # of a request
 LOOK_S = 0.5  # between two looks whether a client is still there
 SILENT_S = 60.0  # a client that neither sends nor takes anything for so long is gone
 MOST_STRANGERS = 256  # connections that have not been allowed anything; of more, the oldest ends
+RUN = "X-Kempner-Run"  # header: which run asks
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
 
@@ -46,6 +47,7 @@ class Server(ThreadingHTTPServer):
         Raises OSError."""
         if ":" in host:
             self.address_family = socket.AF_INET6
+        self.lease = Lease()
         self.model, self.token, self.began = model, token, int(time.time())
         self.names = (*LOOPBACK, host)  # those of this server, for whoever has no token
         self.active = 0  # requests that are being answered
@@ -201,10 +203,17 @@ class Handler(BaseHTTPRequestHandler):
         worker = self.server.worker
         if worker.broken:
             raise Unavailable(worker.broken)
-        self._say(200, {"status": "paused" if worker.paused else "ok"} | self._version())
+        self.server.lease.renew(self.headers.get(RUN, ""))
+        about: Json = {"status": "paused" if worker.paused else "ok"}
+        about |= {"leased": True} if self.server.lease.held else {}
+        self._say(200, about | self._version())
 
     def _version(self) -> Json:
-        return {"weight_version": self.server.worker.version}
+        return {"weight_version": self.server.worker.version} | self._run()
+
+    def _run(self) -> Json:
+        run = self.server.lease.run
+        return {"run": run} if run else {}
 
     def models(self, _: bytes) -> None:
         one: Json = {"id": self.server.model, "object": "model", "owned_by": "kempner"}
@@ -249,12 +258,15 @@ class Handler(BaseHTTPRequestHandler):
         manifest = fields.take("manifest")
         path = fields.text("path") if manifest is None else ""
         version = fields.number("version", None, 0, 2**53)
+        run = fields.text("run", "")
         fields.end()
         worker = self.server.worker
         try:
             if isinstance(manifest, str):
                 worker.receive(manifest, self.server.token)
             else:
+                if self.server.lease.take(run):
+                    worker.refuse("this engine gets weights of another run")
                 worker.update(path, version)
         except Refused as problem:
             raise BadRequest(str(problem)) from None
@@ -290,7 +302,9 @@ class Handler(BaseHTTPRequestHandler):
             answer.choice(text, ended[text].grown, 0, ended[text].length, ended[text].finish)
             for text in job.texts
         ]
-        self._say(200, answer.whole | {"choices": choices, "usage": answer.usage(job.texts)})
+        self._say(
+            200, answer.whole | {"choices": choices, "usage": answer.usage(job.texts)} | self._run()
+        )
 
     def _stream(self, asked: Asked, job: Job, answer: Answer) -> None:
         """Server-sent events, one for each token; the end of the connection ends them."""

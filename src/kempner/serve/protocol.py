@@ -69,8 +69,10 @@ class Fields:
             raise BadRequest(f"{name} = {cut(value)}: must be true or false")
         return value
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, default: str | None = None) -> str:
         value = self.take(name)
+        if value is None and default is not None:
+            return default
         if not isinstance(value, str) or not value:
             raise BadRequest(f"{name}: is required (a string)")
         return value

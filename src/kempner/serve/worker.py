@@ -117,6 +117,10 @@ class Worker:
             lambda: self._update(partial(weights.receive, manifest=manifest, token=token), manifest)
         )
 
+    def refuse(self, why: str) -> None:
+        """All texts that wait or are in work."""
+        self.call(lambda: self._refuse_all(why))
+
     def end(self, why: str) -> None:
         """Refuse what is in work and what comes."""
         with self._lock:
