@@ -18,6 +18,7 @@ from kempner.rl.environments.protocol import Reply, Task
 from kempner.rl.exchange import Exchange
 from kempner.rl.groups import Group, Place, Rollout, seed_of
 from kempner.rl.packing import Sample, pack, tokens_that_count
+from kempner.rl.publish import deal
 from kempner.rl.transfer import _token, own_address
 from tests.served import make_model
 
@@ -243,3 +244,13 @@ def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:
     assert {_token(exchange) for exchange in exchanges} == tokens
     for exchange in exchanges:
         assert exchange.token.stat().st_mode & 0o777 == 0o600
+
+
+def test_writers_of_a_version_have_their_tensors_by_turns() -> None:
+    """However far the model has been gathered, each writer has had its share of the bytes."""
+    sizes = {f"{layer}.{i}": size for layer in range(8) for i, size in enumerate((9, 30, 1, 60, 2))}
+    writer = deal(sizes, [0, 2, 5])
+    had = dict.fromkeys((0, 2, 5), 0)
+    for name, size in sizes.items():
+        had[writer[name]] += size
+        assert max(had.values()) - min(had.values()) <= 60

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from kempner.port_range import bind_allowed
 from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read
@@ -136,7 +136,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._allowed()
                 body = self._body()
                 path = self.path.partition("?")[0]
-                if (route := routes.get(path)) is None:
+                if self.command == "GET" and unquote(path) == f"/v1/models/{self.server.model}":
+                    self._say(200, self._model())
+                elif (route := routes.get(path)) is None:
                     message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
                     self._say(404, error(404, message))
                 else:
@@ -216,11 +218,14 @@ class Handler(BaseHTTPRequestHandler):
         return {"run": run} if run else {}
 
     def models(self, _: bytes) -> None:
+        self._say(200, {"object": "list", "data": [self._model()]})
+
+    def _model(self) -> Json:
         one: Json = {"id": self.server.model, "object": "model", "owned_by": "kempner"}
         worker = self.server.worker
         one |= {"created": self.server.began, "max_model_len": worker.window}
         one |= {"vocab_size": worker.words.tokenizer.vocab_size, "ends": sorted(worker.words.ends)}
-        self._say(200, {"object": "list", "data": [one | self._version()]})
+        return one | self._version()
 
     def metrics(self, _: bytes) -> None:
         worker = self.server.worker
@@ -298,13 +303,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def _whole(self, asked: Asked, job: Job, answer: Answer) -> None:
         ended = {news.text: news for news in self._news(job)}
-        choices = [
-            answer.choice(text, ended[text].grown, 0, ended[text].length, ended[text].finish)
-            for text in job.texts
-        ]
-        self._say(
-            200, answer.whole | {"choices": choices, "usage": answer.usage(job.texts)} | self._run()
-        )
+        choices = []
+        for text in job.texts:
+            news, looked, before = ended[text], None, ""
+            if asked.top or (asked.echo and asked.logprobs):
+                looked = self.server.worker.look(text, asked.top)
+            if asked.echo:
+                before = self.server.worker.decode(text.prompt)
+            choices.append(
+                answer.choice(text, before + news.grown, 0, news.length, news.finish, looked)
+            )
+        said = answer.whole | {"choices": choices, "usage": answer.usage(job.texts)}
+        self._say(200, said | self._run())
 
     def _stream(self, asked: Asked, job: Job, answer: Answer) -> None:
         """Server-sent events, one for each token; the end of the connection ends them."""
@@ -320,8 +330,9 @@ class Handler(BaseHTTPRequestHandler):
                     news.text, news.grown, news.length - 1, news.length, news.finish
                 )
                 self._event(json.dumps(answer.part | {"choices": [choice]}))
-            usage = {"choices": [], "usage": answer.usage(job.texts)}
-            self._event(json.dumps(answer.part | usage))
+            if asked.usage:
+                usage = {"choices": [], "usage": answer.usage(job.texts)}
+                self._event(json.dumps(answer.part | usage))
             self._event("[DONE]")
         except Unavailable as problem:  # the status has been sent
             self._event(json.dumps(error(503, str(problem))))
@@ -331,12 +342,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def _news(self, job: Job) -> Iterator[News]:
         """Up to the end of all texts. Raises ClientGone, Unavailable."""
-        left = len(job.texts)
+        left, looked = len(job.texts), time.monotonic()
         while left:
+            if time.monotonic() > looked + LOOK_S:  # also while there is always news of some text
+                self._look()
+                looked = time.monotonic()
             try:
                 news = job.news.get(timeout=LOOK_S)
             except Empty:
-                self._look()
                 continue
             if isinstance(news, Unavailable):
                 raise news

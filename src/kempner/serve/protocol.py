@@ -16,9 +16,32 @@ from kempner.generate.config import Sampling
 if TYPE_CHECKING:
     from kempner.generate.texts import Text
     from kempner.load import Words
+    from kempner.serve.alternatives import Looked
 
 MOST_SAMPLES = 4096  # n
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
+MOST_TOP = {False: 5, True: 20}  # alternatives to a token; of chats
+# Fields that clients send with the value that changes nothing; any other value is refused.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),  # there are no tools to choose from
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+LABELS = ("metadata", "user")  # of the client's own; nothing here depends on them
 
 Json = dict[str, Any]
 
@@ -32,7 +55,10 @@ class Asked(NamedTuple):
     sampling: Sampling
     n: int  # samples of each prompt
     stream: bool
+    usage: bool  # at the end of a stream
     logprobs: bool
+    top: int  # alternatives to each token
+    echo: bool  # the prompt, and its log-probabilities, before each text
     chat: bool
 
 
@@ -78,6 +104,14 @@ class Fields:
         return value
 
     def end(self) -> None:
+        for name in LABELS:
+            self.take(name)
+        for name, allowed in NEUTRAL.items():
+            value = self.take(name)
+            if value is not None and not any(value == each for each in allowed):
+                values = " or ".join(json.dumps(each) for each in allowed)
+                raise BadRequest(f"{name} = {cut(value)}: is not supported here but for {values}")
+        self._left = {name: value for name, value in self._left.items() if value is not None}
         if self._left:
             raise BadRequest(f"{next(iter(self._left))}: is not supported here; leave it out")
 
@@ -96,7 +130,6 @@ def read(
     asked = fields.take("model", model)
     if asked != model:
         raise BadRequest(f"model = {cut(asked)}: the model here is {model}")
-    fields.take("user")
     try:
         if chat:
             prompts = [encode(words.chat, messages(fields.take("messages")))]
@@ -119,12 +152,42 @@ def read(
         prompts,
         read_sampling(fields, most),
         fields.number("n", 1, 1, MOST_SAMPLES),
-        fields.switch("stream"),
-        fields.switch("logprobs") if chat else fields.number("logprobs", None, 0, 0) is not None,
+        stream := fields.switch("stream"),
+        read_stream_options(fields, stream),
+        *read_logprobs(fields, chat),
+        not chat and fields.switch("echo"),
         chat,
     )
     fields.end()
+    if stream and (found.echo or found.top):
+        raise BadRequest(
+            "stream: with echo, or with alternatives to each token, the answer is made when the "
+            "text has ended; leave stream out"
+        )
     return found
+
+
+def read_stream_options(fields: Fields, stream: bool) -> bool:
+    """Whether a stream ends with its usage."""
+    options = fields.take("stream_options", {})
+    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
+        raise BadRequest(f"stream_options = {cut(options)}: may have include_usage, nothing else")
+    usage = options.get("include_usage") or False
+    if not isinstance(usage, bool):
+        raise BadRequest(f"stream_options.include_usage = {cut(usage)}: must be true or false")
+    return usage and stream
+
+
+def read_logprobs(fields: Fields, chat: bool) -> tuple[bool, int]:
+    """Whether each token has its log-probability, and how many alternatives."""
+    most = MOST_TOP[chat]
+    if not chat:
+        top = fields.number("logprobs", None, 0, most)
+        return top is not None, top or 0
+    logprobs, top = fields.switch("logprobs"), fields.number("top_logprobs", 0, 0, most)
+    if top and not logprobs:
+        raise BadRequest("top_logprobs: give logprobs = true, too")
+    return logprobs, top
 
 
 def read_sampling(fields: Fields, most: int) -> Sampling:
@@ -132,10 +195,13 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) for one in stop):
         raise BadRequest(f"stop = {cut(stop)}: must be a string or a list of strings")
+    top_p, top_k = fields.number("top_p", 1.0, 0, 1, float), fields.number("top_k", None, 1, 2**31)
+    if top_p == 0:  # the most likely token alone, as OpenAI has it
+        top_p, top_k = 1.0, 1
     sampling = Sampling(
         temperature=fields.number("temperature", 1.0, 0, 100, float),
-        top_k=fields.number("top_k", None, 1, 2**31),
-        top_p=fields.number("top_p", 1.0, 0, 1, float),
+        top_k=top_k,
+        top_p=top_p,
         min_p=fields.number("min_p", 0.0, 0, 1, float),
         seed=fields.number("seed", int.from_bytes(os.urandom(7), "big"), 0, 2**63 - 1),
         max_tokens=most,
@@ -174,9 +240,25 @@ def messages(value: Any) -> list[Json]:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequest("messages: each must be an object with a role")
-        if not isinstance(message.get("content"), str):
-            raise BadRequest("messages: the content of each must be a string")
-    return value
+    return [{**message, "content": content_of(message)} for message in value]
+
+
+def content_of(message: Json) -> str:
+    """A string, or the text of a list of parts; an assistant may have said nothing."""
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and not message.get("tool_calls"):
+        return ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ]
+    if not parts or len(texts) < len(parts):
+        raise BadRequest("messages: the content of each must be a string, or a list of text parts")
+    return "".join(texts)
 
 
 # --- answers ---
@@ -196,24 +278,67 @@ class Answer:
         }
         self.part = self.whole | ({"object": f"{kind}.chunk"} if asked.chat else {})
 
-    def choice(self, text: Text, grown: str, first: int, count: int, finish: str) -> Json:
-        """The tokens `first` to `count` of a text; all of its choice when it has ended at once."""
-        ids, values = text.new[first:count], text.logprobs[first:count]
-        found: Json = {"index": text.number, "token_ids": ids, "finish_reason": finish or None}
+    def choice(
+        self,
+        text: Text,
+        grown: str,
+        first: int,
+        count: int,
+        finish: str,
+        looked: Looked | None = None,
+    ) -> Json:
+        """The tokens `first` to `count` of a text; all of its choice when it has ended at once.
+        `looked`: at all of its tokens, with those of the prompt."""
+        ids: list[int] = text.new[first:count]
+        values: list[float | None] = [*text.logprobs[first:count]]
+        tops: list[dict[str, float] | None] | None = None
+        if looked is not None:
+            tops = self._tops(text, looked)
+            if self.asked.echo:
+                ids = [*text.prompt, *ids]
+                values = [None, *looked.values[: len(text.prompt) - 1], *values]
+                tops = [None, *tops]
+            else:
+                tops = tops[len(text.prompt) - 1 :]
+        new = text.new[first:count]
+        found: Json = {"index": text.number, "token_ids": new, "finish_reason": finish or None}
         if finish:
             found |= {"prompt_token_ids": text.prompt, "weight_versions": text.versions}
         # A token's text is not its own: it depends on its neighbours. Its id says what it is.
         names = [f"token_id:{token}" for token in ids]
         if not self.asked.chat:
-            logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": None}
+            shown_tops = tops if self.asked.top else None
+            logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": shown_tops}
             return found | {"text": grown, "logprobs": logprobs if self.asked.logprobs else None}
         content: list[Json] = [
-            {"token": name, "logprob": value, "bytes": None, "top_logprobs": []}
-            for name, value in zip(names, values, strict=True)
+            {
+                "token": name,
+                "logprob": value,
+                "bytes": None,
+                "top_logprobs": [
+                    {"token": other, "logprob": logprob, "bytes": None}
+                    for other, logprob in (top or {}).items()
+                ],
+            }
+            for name, value, top in zip(names, values, tops or [{}] * len(names), strict=True)
         ]
         key = "delta" if self.asked.stream else "message"
-        found[key] = {"role": "assistant", "content": grown}
+        role = {} if self.asked.stream and first else {"role": "assistant"}
+        found[key] = role | {"content": grown}
         return found | {"logprobs": {"content": content} if self.asked.logprobs else None}
+
+    @staticmethod
+    def _tops(text: Text, looked: Looked) -> list[dict[str, float] | None]:
+        """With a sampled token's own log-probability, which its filters may have changed."""
+        tops: list[dict[str, float] | None] = [
+            {f"token_id:{token}": value for token, value in top.items()} for top in looked.tops
+        ]
+        for top, token, value in zip(
+            tops[len(text.prompt) - 1 :], text.new, text.logprobs, strict=True
+        ):
+            if top is not None and f"token_id:{token}" in top:
+                top[f"token_id:{token}"] = value
+        return tops
 
     def usage(self, texts: list[Text]) -> Json:
         read, new = sum(map(len, self.asked.prompts)), sum(len(text.new) for text in texts)

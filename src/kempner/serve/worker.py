@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -16,6 +16,7 @@ from kempner.generate.texts import Text, Texts
 from kempner.load import Loaded
 from kempner.model.decoder import Decoder
 from kempner.serve import weights
+from kempner.serve.alternatives import Looked, look
 from kempner.serve.protocol import Asked
 from kempner.serve.weights import Refused
 
@@ -92,6 +93,15 @@ class Worker:
     def take(self, asked: Asked, job: Job) -> None:
         """Queue the texts of a request. Raises Unavailable."""
         self.call(lambda: self._take(asked, job))
+
+    def look(self, text: Text, top: int) -> Looked:
+        """At each token of a text and its prompt, in one pass more."""
+        engine = self.texts.engine
+        ids = [*text.prompt, *text.new]
+        return self.call(lambda: look(engine.model, engine.vocab_size, ids, top))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.call(lambda: self.words.tokenizer.decode(ids))
 
     def drop(self, job: Job) -> None:
         """Its client has gone away."""

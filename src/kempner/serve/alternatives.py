@@ -1,0 +1,38 @@
+"""What a model says about every token of a text, in one pass over the whole."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kempner.model.decoder import Decoder
+
+CHUNK = 256  # tokens whose log-probabilities are in fp32 at a time
+
+
+class Looked(NamedTuple):
+    """Of each token after the first one: T - 1 of them."""
+
+    values: list[float]  # its log-probability
+    tops: list[dict[int, float]]  # the most likely tokens in its place
+
+
+@torch.inference_mode()
+def look(model: Decoder, vocab_size: int, ids: list[int], top: int) -> Looked:
+    """By the model's own distribution, at temperature 1 and without filters."""
+    found = Looked([], [])
+    if len(ids) < 2:
+        return found
+    tokens = torch.tensor([ids], device=model.embed.weight.device)
+    logits = model(tokens[:, :-1])[0, :, :vocab_size]  # [T - 1, V]
+    for start in range(0, len(ids) - 1, CHUNK):
+        logprobs = logits[start : start + CHUNK].float().log_softmax(-1)
+        target = tokens[0, 1:][start : start + CHUNK]
+        found.values.extend(logprobs.gather(1, target.unsqueeze(1)).squeeze(1).tolist())
+        values, names = logprobs.topk(min(top, vocab_size))
+        found.tops.extend(
+            dict(zip(each, value, strict=True))
+            for each, value in zip(names.tolist(), values.tolist(), strict=True)
+        )
+    return found
