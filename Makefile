@@ -9,13 +9,16 @@
 # make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
 # make cluster-down   shut that cluster down
 #
+# TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs torch from there: another build for older drivers
+# (docs/slurm.md). It stays until another one is named.
+#
 # SLURM_BIN=DIR takes the Slurm in DIR in place of the one in PATH, for test, soak and cluster.
 #
 # The tests run in two workers: half of the time they wait for Slurm. ARGS="-n 0" runs them in one process.
 #
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
 # gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
-.PHONY: train rl test test-vllm soak check gpu-check pictures cluster cluster-down
+.PHONY: train rl test test-vllm soak check gpu-check pictures cluster cluster-down FORCE
 .ONESHELL:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -120,7 +123,12 @@ cluster: .venv/train data/stdlib/dataset.json
 cluster-down:
 	@bash scripts/slurm/testbed.sh down
 
-# constraints.txt pins torch==2.13.0: anything looser installs another build on some machines.
+# A build of torch that another index has replaces the one that is there.
+ifneq ($(TORCH_INDEX),$(if $(TORCH_INDEX),$(shell cat .venv/torch-index 2>/dev/null)))
+.venv/train: FORCE
+endif
+
+# constraints.txt pins torch==2.13.0: anything looser installs another build on some machines. It allows 2.13.0+cu126.
 .venv/train: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
 	    echo "make: $(PYTHON) is not Python 3.10 or later; run 'make $(MAKECMDGOALS) PYTHON=...' with one that is" >&2
@@ -130,6 +138,11 @@ cluster-down:
 	    echo "make: $(PYTHON) -m venv failed; on Debian and Ubuntu it needs 'apt-get install python3-venv'" >&2
 	    exit 2
 	}
+	if [[ -n "$(TORCH_INDEX)" && "$(TORCH_INDEX)" != "$$(cat .venv/torch-index 2>/dev/null)" ]]; then
+	    $(PY) -m pip uninstall --quiet --yes torch
+	    $(PIP) --index-url "$(TORCH_INDEX)" torch
+	    echo "$(TORCH_INDEX)" >.venv/torch-index
+	fi
 	$(PIP) -e '.[plot,data]'
 	touch $@
 

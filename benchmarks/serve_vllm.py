@@ -87,7 +87,7 @@ def measure(size: str, batch: int, new: int, rounds: int) -> str:
         stack.callback(process.wait)
         stack.callback(process.send_signal, signal.SIGTERM)
         port, _ = stack.enter_context(serving(ours, batch))
-        engine = VllmEngine((place / "engine-0").read_text().strip(), "", 600.0, [])
+        engine = VllmEngine((place / "engine-0").read_text().strip(), "", [])
 
         def run_vllm() -> list[list[int]]:
             answers = engine.complete(prompts, 1, Sampling(temperature=0, max_tokens=new))

@@ -30,6 +30,7 @@ from kempner.config.loading import Values, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.configure import complete_model
 from kempner.front_door import interruptible, run_program
+from kempner.hf.compare import compare_with_transformers
 from kempner.hf.families import FAMILIES, family_of
 from kempner.hf.source import TOKENIZER, find, held, vocabulary
 from kempner.hf.stored import check_source
@@ -146,7 +147,8 @@ def export(options: argparse.Namespace) -> None:
 
 def check(options: argparse.Namespace) -> None:
     with held(options.source, download=True) as source:
-        cfg = ModelConfig(**source.model())
+        shape = source.model()
+        cfg = ModelConfig(**shape)
         problems = cfg.problems()
         if problems:
             raise ConfigError([f"{options.source}: {problem}" for problem in problems])
@@ -155,6 +157,8 @@ def check(options: argparse.Namespace) -> None:
         print(
             f"{source.path}: {FAMILIES[kind].architecture}, {cfg.count_parameters():,} parameters"
         )
+        if not source.is_checkpoint:
+            print(compare_with_transformers(source.path, shape))
         shapes, names = tensor_shapes(cfg), tensor_names(cfg, kind)
         count = sum(len(parts(names[ours], shape)) for ours, shape in shapes.items())
         print(f"{count} tensors, all accounted for; vocabulary {cfg.vocab_size:,}")

@@ -72,6 +72,7 @@ def work(
 ) -> int:
     judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
     exchange, scorer = Exchange(cfg.run.dir), NoRewards() if bench else Scorer(judges, say)
+    scorer.check([*envs.values()])
     router = open_router(cfg, exchange, words.ends, say)
     sampler = Sampler(cfg, envs, Writer(words), router, scorer, say)
     curriculum = open_curriculum(cfg, envs, say)

@@ -5,7 +5,7 @@
 
 Prints the memory of one GPU by part at its largest, the bytes that each rank sends in a step, and
 the three combinations with the shortest estimated step, as overrides for scripts/train.py. The
-times rank combinations and are ranges, from the GPU's usual speed to its best: no GPU was measured.
+times rank combinations and are ranges, from the estimate to a quarter more: no GPU was measured.
 `train.py --bench` measures. Reads no data and needs no GPU. docs/scaling.md says what is estimated,
 and how well. Exit code 1: nothing fits; 2: bad input.
 """
@@ -23,7 +23,8 @@ from kempner.config.command_line import parse_command
 from kempner.configure import check_world, load_config
 from kempner.front_door import run_program
 from kempner.history.tables import aligned
-from kempner.planner.cost import ACHIEVED, GPUS, RESERVE_GIB, Gpu, time, traffic
+from kempner.planner.cost import GPUS, RESERVE_GIB, SLACK, Gpu, time, traffic, utilisation
+from kempner.planner.engine import engine_memory
 from kempner.planner.memory import GIB, memory
 from kempner.planner.search import best
 from kempner.run import RunConfig
@@ -49,16 +50,21 @@ def main(argv: list[str]) -> int:
         f"{nodes} nodes x {per_node} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"
     )
     print(f"{cfg.model.count_parameters():,} parameters on {where}")
+    if cfg.rl.on and not cfg.rl_inference.urls:
+        window = cfg.train.seq_len
+        engine = engine_memory(cfg.model, cfg.rl_inference, window, cfg.train.dtype)
+        free = (gpu.usable - engine.peak) / GIB
+        print(engine.describe(window))
+        print(f"  over by {-free:.2f} GiB" if free < 0 else f"  {free:.2f} GiB are free")
     problems = check_world(cfg, nodes * per_node, per_node)
     if problems:
         print("as configured: is refused", *problems, sep="\n  - ")
     else:
         show(cfg, nodes * per_node, per_node, gpu)
     found = best(cfg, nodes * per_node, per_node, gpu, check_world)
-    low, high = (f"{share:.0%}" for share in ACHIEVED)
     print(
-        f"\nbest combinations that fit, by the estimated step: products at {low} to {high} of the "
-        "GPU's peak,\nnot measured on a GPU; the times rank combinations, --bench measures them"
+        f"\nbest combinations that fit, by the estimated step (and {SLACK - 1:.0%} more): not "
+        "measured on a GPU;\nthe times rank combinations, --bench measures them"
     )
     rows = [["step, s", "tokens/s per GPU", "GiB", "overrides"]]
     for each in found:
@@ -87,9 +93,13 @@ def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> None:
         rows.append([f"  {each.what}", f"{each.size / 1e9:.2f}", link])
     print(aligned(rows, 2, (1,)))
     spent = time(cfg, world_size, per_node, gpu)
+    parts = sorted(spent.parts.items(), key=lambda part: -part[1])
+    rows = [["computation of a step", "s"], *([f"  {name}", f"{t:.2f}"] for name, t in parts)]
+    print(aligned(rows, 2, (1,)))
+    low, high = (utilisation(cfg, world_size, t, gpu) for t in (spent.slowest, spent.step))
     print(
-        f"estimated step: {spent.step:.2f} to {spent.slowest:.2f} s (computation from "
-        f"{spent.compute:.2f}, communication behind it {spent.hidden:.2f}, beside it "
+        f"estimated step: {spent.step:.2f} to {spent.slowest:.2f} s, MFU {low:.0%} to {high:.0%} "
+        f"(computation {spent.compute:.2f}, communication behind it {spent.hidden:.2f}, beside it "
         f"{spent.exposed:.2f})"
     )
 

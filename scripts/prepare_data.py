@@ -110,6 +110,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     given = "bytes (default), a tokenizer.json, a directory with one, or OWNER/NAME (hub)"
     add("--tokenizer", default="bytes", metavar="FILE", help=given)
     add("--eod", metavar="TOKEN", help="the tokenizer.json's end-of-document token")
+    add("--bos", metavar="TOKEN", help="put this token before each document (default: none)")
     add("--train-bpe", type=int, metavar="N", help="first train a byte-level BPE of N tokens")
     add("--text-key", default="text", help="key or column that holds the text (default: text)")
     skip = f"leave out bad lines of JSON, named in {BAD_LINES} (default: name them and stop)"
@@ -144,6 +145,9 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
         ),
         "--eod requires --tokenizer FILE: bytes and --train-bpe have a token of their own": (
             options.eod is not None and not file
+        ),
+        "--bos requires --tokenizer FILE, and text: a chat template begins as it likes": (
+            options.bos is not None and not (file and options.kind == "text")
         ),
         f"--val-fraction {options.val_fraction}: must be from 0 to 0.5": (
             not 0 <= options.val_fraction <= 0.5
@@ -241,7 +245,7 @@ def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
         tokenizer = given_tokenizer(options)
         name, size = " ".join(tokenizer.describe().values()), tokenizer.vocab_size
     dtype = "uint16" if size <= 1 << 16 else "uint32"
-    return {"tokenizer": name, "eod": options.eod, "dtype": dtype}
+    return {"tokenizer": name, "eod": options.eod, "bos": options.bos, "dtype": dtype}
 
 
 def find_tokenizer(given: str, only: str | None) -> tuple[str, str]:
@@ -275,7 +279,7 @@ def given_tokenizer(options: argparse.Namespace) -> FileTokenizer:
             f"--tokenizer {path}: belongs to the data in --out; copy it elsewhere first"
         )
     eod = chat.end_of_turn(options) or options.eod
-    return FileTokenizer(path, eod=eod, name=options.tokenizer_name)
+    return FileTokenizer(path, eod=eod, bos=options.bos, name=options.tokenizer_name)
 
 
 def tokenizer_file(options: argparse.Namespace) -> Path:
@@ -343,6 +347,7 @@ def begin(
         tokenizer=tokenizer.describe(),
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
+        bos=tokenizer.bos,
     )
     sidecar.save(out / PROGRESS)
     return sidecar
@@ -355,6 +360,7 @@ def work(
     how = encode.Encoding(
         tokenizer_file="" if isinstance(tokenizer, ByteTokenizer) else str(out / TOKENIZER),
         eod=tokenizer.eod,
+        bos=tokenizer.bos,
         dtype=sidecar.dtype,
         text_key=options.text_key,
         val_fraction=options.val_fraction,

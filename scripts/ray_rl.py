@@ -33,7 +33,7 @@ from kempner.configure import check_directories, load_config
 from kempner.front_door import run_program
 from kempner.ray.programs import programs, ranks
 from kempner.rl.exchange import Exchange
-from kempner.rl.placement import Placement, place
+from kempner.rl.placement import Placement, engine_words, place
 from kempner.run import RunConfig
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -95,7 +95,9 @@ class Run:
         words = [str(SCRIPTS / "serve.py")] if inference.engine == "kit" else ENGINE
         words = [*words, f"--weights={place.weights.resolve()}", "--host=0.0.0.0", "--port=0"]
         words += [f"--token-file={place.token.resolve()}", f"--publish={place.engines.resolve()}"]
-        words += [f"--slots={inference.slots}", *inference.args]
+        train = self.cfg.train
+        words.append(f"--slots={inference.slots}")
+        words += engine_words(inference, train.seq_len, train.deterministic)
         if inference.engine == "kit":
             words.append(f"--device={self.cfg.distributed.device}")
         told = self.variables | {"KEMPNER_ENGINE": str(engine)}

@@ -128,7 +128,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             raise RuntimeError(verdict.reason)
 
         last = step == cfg.train.max_steps
-        save_due = last or (cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0)
+        save_due = last or cfg.checkpoint.is_due(step)
         # After a non-finite step the weights may be bad: keep the last good checkpoint.
         save_due = save_due and (last or not nonfinite.in_a_row)
         if save_due or verdict.save:

@@ -125,7 +125,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         # no checkpoint is ahead of its line in metrics.jsonl; and in long steps, where the wait for
         # the device costs nothing and a request to leave must not wait for another step.
         last = step == cfg.train.max_steps
-        save_due = last or (cfg.checkpoint.interval and step % cfg.checkpoint.interval == 0)
+        save_due = last or cfg.checkpoint.is_due(step)
         verdict = GO_ON
         while not verdict.final and pending[0 if save_due or long_steps or verdict.save else 1 :]:
             result = pending.pop(0).read()

@@ -34,6 +34,9 @@ class FakeEngine(ThreadingHTTPServer):
         self.requests: list[dict[str, Any]] = []  # bodies of completions
         self.updates: list[int] = []
         self.faulty = False  # a fault has begun
+        self.tokens = 0  # generated; of a text that is slow, one for each moment
+        self.local = threading.local()
+        self.slow: Callable[[dict[str, Any]], float] = lambda body: 0.0  # seconds of a completion
         self.ended = threading.Event()
         self.random = random.Random(0)
         threading.Thread(target=lambda: self.serve_forever(0.01), daemon=True).start()
@@ -44,6 +47,12 @@ class FakeEngine(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the request has that is being answered, for a fault."""
+        found: dict[str, Any] = self.local.body
+        return found
 
     def end(self) -> None:
         """Dies: nothing is answered any more, and the port is free."""
@@ -98,6 +107,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any]) -> None:
         engine = self.server
+        engine.local.body = body
         allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         fault = engine.fault(engine, self.path) if allowed else 401
         engine.faulty = engine.faulty or fault is not None
@@ -111,6 +121,10 @@ class Handler(BaseHTTPRequestHandler):
             engine.requests.append(body)
             choices = engine.complete(body)
             time.sleep(engine.random.random() * engine.delay)
+            until = time.monotonic() + engine.slow(body)
+            while time.monotonic() < until and not engine.ended.is_set():
+                time.sleep(0.05)
+                engine.tokens += 1
             if not engine.ended.is_set():
                 self._say(200, {"choices": choices})
             return
@@ -119,11 +133,17 @@ class Handler(BaseHTTPRequestHandler):
                 body = json.loads(Path(body["manifest"]).read_text())
             engine.version, engine.said = body["version"], None
             engine.updates.append(engine.version)
+        if self.path == "/metrics":
+            text = f"kempner_prefill_tokens_total 0\nkempner_generated_tokens_total {engine.tokens}"
+            self._send(200, f"{text}\n".encode())
+            return
         more = {"data": [{"vocab_size": 257, "ends": [END]}]} if self.path == "/v1/models" else {}
         self._say(200, {"weight_version": engine.version} | more)
 
     def _say(self, code: int, content: dict[str, Any]) -> None:
-        data = json.dumps(content).encode()
+        self._send(code, json.dumps(content).encode())
+
+    def _send(self, code: int, data: bytes) -> None:
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

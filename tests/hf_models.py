@@ -38,6 +38,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 3, "use_qk_norm": True}
+        | {"moe_intermediate_size": 32, "first_k_dense_replace": 0, "num_mtp_layers": 0}
+        | {"routed_scaling_factor": 2.5, "partial_rotary_factor": 1.0},
+    ),
 }
 TOKENS = torch.arange(3 * 40).view(3, 40) * 7 % 257
 
@@ -51,8 +57,9 @@ def make(family: str, path: Path, dtype: torch.dtype = torch.float32, **save: An
     torch.manual_seed(sum(map(ord, family)))
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.1 + (parameter.dim() == 1) * 0.5)
+        biases = [b for name, b in model.named_buffers() if name.endswith("correction_bias")]
+        for tensor in (*model.parameters(), *biases):
+            tensor.copy_(torch.randn(tensor.shape) * 0.1 + (tensor.dim() == 1) * 0.5)
     model.save_pretrained(path, **save)
     return model
 
@@ -91,8 +98,9 @@ def ours(source: Path | str) -> torch.Tensor:
     cfg = ModelConfig(**found.model())
     model = Decoder(cfg)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
+        biases = [b for name, b in model.named_buffers() if name in model.state_dict()]
+        for tensor in (*model.parameters(), *biases):
+            tensor.fill_(torch.nan)
         load_weights(model, cfg, found)
         return model(TOKENS)
 

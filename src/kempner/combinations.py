@@ -14,6 +14,9 @@ from kempner.rl import config as rl
 if TYPE_CHECKING:
     from kempner.run import RunConfig
 
+FP8_TILE = 16  # of every size of a product
+RING_HEAD = 8  # the ring calls the flash kernel itself; elsewhere torch pads the heads for it
+
 
 def problems(cfg: RunConfig) -> list[str]:
     """One message each, with the way out."""
@@ -58,17 +61,12 @@ def problems(cfg: RunConfig) -> list[str]:
             f"train.attention = {cfg.train.attention}: this kernel does not cap scores, as "
             f"model.attention_softcap = {cfg.model.attention_softcap} asks; leave it at auto"
         )
-    if cfg.train.loss_chunk is not None and cfg.preference.loss != "none":
-        found.append(
-            f"train.loss_chunk = {cfg.train.loss_chunk}: has no effect on preference.loss = "
-            f"{cfg.preference.loss}; leave it out"
-        )
     if cfg.distributed.device == "cpu" and cfg.train.fp8 != "none":
         found.append(
             f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
             "none, or a GPU"
         )
-    found += _block_problems(cfg) + _spike_problems(cfg)
+    found += _loss_problems(cfg) + _fp8_problems(cfg) + _block_problems(cfg) + _spike_problems(cfg)
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
     found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
@@ -83,6 +81,20 @@ def _data_problems(cfg: RunConfig) -> list[str]:
         f"`{how_to_run('prepare_data.py')} TEXT... --out data/NAME` and give "
         "--data.dataset_path=data/NAME"
     ]
+
+
+def _loss_problems(cfg: RunConfig) -> list[str]:
+    """Of the cross entropy of the next token, which other objectives do not compute."""
+    found, loss = [], cfg.preference.loss
+    if cfg.train.loss_chunk is not None and loss != "none":
+        found.append(
+            f"train.loss_chunk = {cfg.train.loss_chunk}: has no effect on preference.loss = "
+            f"{loss}; leave it out"
+        )
+    if cfg.train.z_loss and (loss != "none" or cfg.rl.on):
+        other = "rl.env" if cfg.rl.on else f"preference.loss = {loss}"
+        found.append(f"train.z_loss = {cfg.train.z_loss}: is not built for {other}; leave it out")
+    return found
 
 
 def _spike_problems(cfg: RunConfig) -> list[str]:
@@ -101,6 +113,25 @@ def _spike_problems(cfg: RunConfig) -> list[str]:
     return [
         f"resilience.spike_window = {window}: would not be full before train.max_steps = "
         f"{cfg.train.max_steps}; give a shorter one, or leave resilience.spike_sigma out"
+    ]
+
+
+def _fp8_problems(cfg: RunConfig) -> list[str]:
+    """The tokens of a pass are the inner size of the product that makes a weight's gradient."""
+    train, ranks = cfg.train, cfg.distributed.cp
+    if train.fp8 == "none":
+        return []
+    # Without train.micro_batch, or while the batch grows, the rows of a pass depend on the ranks.
+    rows = 1 if train.micro_batch is None or train.batch_ramp else train.micro_batch
+    tokens = rows * train.seq_len // ranks
+    if tokens % FP8_TILE == 0:
+        return []
+    given = f"train.micro_batch {rows} x " if rows > 1 else ""
+    parts = f" / distributed.cp {ranks}" if ranks > 1 else ""
+    return [
+        f"train.fp8 = {train.fp8}: its kernels take a multiple of {FP8_TILE} tokens a pass, and "
+        f"{given}train.seq_len {train.seq_len}{parts} = {tokens}; give a train.seq_len that is a "
+        f"multiple of {FP8_TILE * ranks}, or --train.fp8=none"
     ]
 
 
@@ -126,6 +157,7 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
         "model.n_heads": model.n_heads,
         "model.n_kv_heads": model.kv_heads,
         "model.ffn_dim": model.ffn_dim,
+        "model.dense_ffn_dim": model.dense_width,
         "train.seq_len": cfg.train.seq_len,
         "train.seq_len_ramp[0]": (cfg.train.seq_len_ramp or (0, 0))[0],
     }
@@ -160,8 +192,6 @@ def _pipeline_problems(cfg: RunConfig) -> list[str]:
         )
     others = {
         "model.tie_embeddings: its weight would be on two stages": model.tie_embeddings,
-        f"model.aux_loss = {model.aux_loss}: only the last stage has a loss; balance by "
-        "model.router_bias": model.aux_loss > 0,
         f"preference.loss = {cfg.preference.loss}": cfg.preference.loss != "none",
         "train.compile_scope = model: a stage is not the whole model": (
             cfg.train.compile_scope == "model"
@@ -178,11 +208,13 @@ def _pipeline_problems(cfg: RunConfig) -> list[str]:
 
 def _expert_problems(cfg: RunConfig) -> list[str]:
     found, ep = [], cfg.distributed.ep
-    if cfg.model.aux_loss and cfg.preference.loss != "none":
-        found.append(
-            f"model.aux_loss = {cfg.model.aux_loss}: is not built for preference.loss = "
-            f"{cfg.preference.loss}; leave it at 0, the experts stay balanced as they are"
-        )
+    if cfg.preference.loss != "none":
+        found += [
+            f"model.{name} = {value}: is not built for preference.loss = {cfg.preference.loss}; "
+            "leave it at 0, the experts stay balanced as they are"
+            for name in ("aux_loss", "router_z_loss")
+            if (value := getattr(cfg.model, name))
+        ]
     if ep > 1 and (cfg.model.n_experts or 1) % ep:
         found.append(
             f"distributed.ep = {ep}: must divide model.n_experts = {cfg.model.n_experts}, "
@@ -269,6 +301,7 @@ def _ulysses_problems(cfg: RunConfig) -> list[str]:
 
 def _ring_problems(cfg: RunConfig) -> list[str]:
     model, instead = cfg.model, "give --distributed.cp_method=ulysses, or --distributed.cp=1"
+    width = model.resolved_head_dim
     window, cap, kernel = model.sliding_window, model.attention_softcap, cfg.train.attention
     found = []
     if cfg.data.document_mask:
@@ -277,6 +310,11 @@ def _ring_problems(cfg: RunConfig) -> list[str]:
         found.append(f"model.sliding_window = {window}: the ring has no windows; {instead}")
     if cap is not None:
         found.append(f"model.attention_softcap = {cap}: the ring does not cap scores; {instead}")
+    if width % RING_HEAD and cfg.distributed.device != "cpu":
+        found.append(
+            f"model.head_dim = {width}: on a GPU the ring's kernel takes multiples of {RING_HEAD}; "
+            f"{instead}"
+        )
     if kernel not in ("auto", "flash"):
         found.append(f"train.attention = {kernel}: the ring's kernel is flash; {instead}")
     return found

@@ -22,11 +22,14 @@ from kempner.config.loading import Values, as_dict, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.config.values import shown, to_text
 from kempner.data.sidecar import open_sidecar
+from kempner.data.vocabulary import agree, read_vocabulary
 from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_others
 from kempner.front_door import complain, how_to_run, list_problems, run_program
+from kempner.gpu import driver
+from kempner.hf.families import family_of
 from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer
 from kempner.hf.stored import check_source
-from kempner.model.config import OF_TRAINING
+from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 from kempner.optim.config import learning_rate
 from kempner.parallel.layout import Axes, sizes
 from kempner.parts import fixed_facts, open_data, open_mixture
@@ -60,6 +63,9 @@ FLAGS = {
     "nodes": int,
     "gpus-per-node": int,
 }
+# Not the second, newer name: torch 2.9 ignores it for CUDA (pytorch/pytorch#183387), and 2.9 to
+# 2.13 all read the first.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) -> RunConfig:
@@ -96,11 +102,22 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
         warn(cfg)  # once: the scripts have called --check
     if flags["check"]:
         warn_of_compiler(cfg)
+        compare_driver(cfg)
     if only:
         run_program(lambda _: print(to_toml(cfg), end=""))
+    set_allocator()
     if flags["bench"]:
         sys.exit(bench.measure(Path(cfg.run.dir), variants, discover(), stop.wants_to_leave))
     return cfg
+
+
+def set_allocator() -> None:
+    """PyTorch's allocator of GPU memory in this process, unless the user has set it; before torch
+    is imported. Not in the environment of the whole job: memory in such segments cannot be shared
+    by cudaIpcGetMemHandle, as vLLM does with tensor parallelism (vllm-project/vllm#42609)."""
+    if not any(os.environ.get(name) for name in ALLOCATOR):
+        # Segments that grow fragment less: a run near the limit of its memory keeps it.
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> list[str]:
@@ -138,6 +155,17 @@ def warn_of_compiler(cfg: RunConfig) -> None:
         return
     if text := compiler.lacking("cpu" if cfg.distributed.device == "cpu" else "cuda"):
         print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
+
+
+def compare_driver(cfg: RunConfig) -> None:
+    """Print driver and CUDA side by side; a warning where they do not fit, which the nodes of a job
+    may do all the same, and where a newer libcuda (NVIDIA's cuda-compat) makes up for it."""
+    if cfg.distributed.device == "cpu":
+        return
+    if text := driver.both():
+        print(text, file=sys.stderr)
+    if text := driver.misfit(driver.driver(), driver.cuda_of_torch()):
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def size_of(flags: Mapping[str, Any]) -> tuple[int, int]:
@@ -201,7 +229,7 @@ def load_config(
 def complete_model(given: Values, run_dir: str) -> list[str]:
     """The rest of [model] from what model.init_from names, or the run that is forked in its place.
     A key that contradicts it is a problem; the maximum length and what only shapes the training
-    are no part of the weights."""
+    are no part of the weights. A fork may have another context."""
     model = given["model"]
     if (source := model.get("init_from")) is None:
         return []
@@ -211,14 +239,17 @@ def complete_model(given: Values, run_dir: str) -> list[str]:
         shape = shape or find(given["run"].get("fork") or source).model()
     except ConfigError as error:
         return [f"model.init_from: {problem}" for problem in error.problems]
-    fixed = shape.keys() - {"max_seq_len", *OF_TRAINING}
+    may_change = {"init_from", "max_seq_len", *OF_TRAINING}
+    if given["run"].get("fork"):
+        may_change |= {*OF_CONTEXT}
+    whole = asdict(ModelConfig(**shape))  # what a config.json does not name is as by default
     unset = [key for key in ("n_kv_heads", "head_dim") if model.get(key) is None]
     model |= {key: value for key, value in shape.items() if key in unset or key not in model}
     return [
         f"model.{key} = {shown(model[key])}: the weights of model.init_from = {source} have "
-        f"{shown(shape[key])}; leave model.{key} out"
+        f"{shown(whole[key])}; leave model.{key} out"
         for key in model
-        if key in fixed and model[key] != shape[key]
+        if key in whole.keys() - may_change and model[key] != whole[key]
     ]
 
 
@@ -282,7 +313,20 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 
 def warn(cfg: RunConfig) -> None:
-    """Print what is fine in a trial of a few steps, but seldom meant in a whole run."""
+    """Print what is fine in a trial of a few steps, or of a model that is there, but seldom meant
+    in a whole run."""
+    if cfg.model.router_is_blind:
+        print(
+            f"warning: model.init_from = {cfg.model.init_from} has experts_per_token = 1 with "
+            "router_normalize: the loss has no gradient for its routers, which stay as they are "
+            "but for rounding and model.aux_loss",
+            file=sys.stderr,
+        )
+    try:
+        family_of(cfg.model)
+    except ConfigError as error:
+        why = "; ".join(error.problems)
+        print(f"warning: no export to Hugging Face's form: {why}", file=sys.stderr)
     warmup, last = cfg.schedule.warmup_steps, cfg.train.max_steps
     if warmup > last:
         print(
@@ -318,8 +362,8 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
         return []
     found = []
     for one in cfg.data.mixed:
-        theirs = open_sidecar(one.path).tokenizer if has_sidecar(one) else own
-        if theirs["hash"] != own["hash"]:
+        if has_sidecar(one) and not _same_ids(one.path, own):
+            theirs = open_sidecar(one.path).tokenizer
             of_bytes = own["kind"] == "bytes"
             given = "bytes" if of_bytes else own["file"]
             fix = f"prepare the data again with --tokenizer {given}"
@@ -330,6 +374,16 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
                 f"{_shown(own)}, so that a token id means another text; {fix}"
             )
     return found
+
+
+def _same_ids(data: str, own: Mapping[str, str]) -> bool:
+    """Whether token ids mean the same in a data set and to weights with the tokenizer `own`. The
+    file may differ: a tool has written it again, or it has more tokens, of a chat template."""
+    theirs = open_sidecar(data).tokenizer
+    if theirs["hash"] == own["hash"] or "bytes" in (theirs["kind"], own["kind"]):
+        return theirs["hash"] == own["hash"]
+    file = Path(data).expanduser() / TOKENIZER
+    return agree(read_vocabulary(file), read_vocabulary(Path(own["file"])))
 
 
 def _shown(tokenizer: Mapping[str, str]) -> str:

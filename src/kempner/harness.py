@@ -16,6 +16,7 @@ from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, generate
 from kempner.load import Loaded
+from kempner.model.cache import whole_blocks
 
 Scored = tuple[list[int], list[int]]  # context and continuation, as tokens
 MOST_NEW = 256  # tokens of a generated answer, where the task does not say
@@ -76,9 +77,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for start in range(0, len(order), self.batch):
             numbers = order[start : start + self.batch]
             rows = [[*pairs[i][0], *pairs[i][1]][-self.window - 1 :] for i in numbers]
-            longest = len(rows[0]) - 1
+            width = whole_blocks(len(rows[0]) - 1, self.window)
             # padded behind: what comes later changes nothing in a causal model
-            inputs = [row[:-1] + [0] * (longest + 1 - len(row)) for row in rows]
+            inputs = [row[:-1] + [0] * (width + 1 - len(row)) for row in rows]
             logits = self.model(torch.tensor(inputs, device=device))  # [B, T, V]
             for i, row, out in zip(numbers, rows, logits, strict=True):
                 count = min(len(pairs[i][1]), len(row) - 1)

@@ -13,11 +13,12 @@ from kempner.config.option import ConfigError
 from kempner.front_door import how_to_run
 
 REPO = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # OWNER/NAME, OWNER/NAME@REVISION
-# What goes with the weights from a model to a run, and from a run to an export.
-CARRIED = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "chat_template*", "vocab.json", "vocab.txt", "merges.txt",
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.json",
+    "vocab.txt", "merges.txt",
 )  # fmt: skip
+# What goes with the weights from a model to a run, and from a run to an export.
+CARRIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 HF_DATA = "hf://datasets/"
 DATA = re.compile(rf"{HF_DATA}(\w[\w.-]*/\w[\w.-]*?)(?:@([\w.-]+))?/(.+)")
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")

@@ -20,7 +20,7 @@ from kempner.data.chat_template import (
     Message,
     read_config,
 )
-from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG
+from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, need
 from kempner.hf.source import FOLDER, TOKENIZER, Source, end_tokens, held, is_of_bytes, run_of
 from kempner.model.config import ModelConfig
@@ -80,8 +80,13 @@ def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None
     `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
 
     The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is
-    read. Raises ConfigError, Damaged or OSError; each says what to do.
+    read. In this whole process attention takes no kernel of cuDNN from now on: it compiles a plan
+    for each new shape, up to half a second for every length of a text. Raises ConfigError, Damaged
+    or OSError; each says what to do.
     """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with held(name) as source:
         place = pick_device(device)
         if not source.is_checkpoint:
@@ -100,7 +105,9 @@ def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None
 
 
 def words_of_run(source: Path, checkpoint: Path) -> Words:
-    """Of the run, or of the data that it was made from. A document begins where one has ended."""
+    """Of the run, or of the data that it was made from. A document begins where one has ended, or
+    with its BOS; a conversation, which follows no other one, as its tokenizer begins a text, as in
+    an export."""
     config = toml.loads((checkpoint / "config.toml").read_text())
     named = (config["run"]["dir"], config["data"]["dataset_path"])
     tried = dict.fromkeys(
@@ -109,9 +116,13 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
     carried = run_of(checkpoint) / FOLDER
     for directory in tried:
         if (directory / SIDECAR).is_file():
-            tokenizer = load_tokenizer(directory)
-            ends = {tokenizer.eod, *end_tokens(carried)}
-            return Words(tokenizer, [tokenizer.eod], ends, directory)
+            tokenizer, kind = load_tokenizer(directory), Sidecar.load(directory / SIDECAR).kind
+            ends = [*end_tokens(carried), tokenizer.eod]
+            if kind == "text":
+                begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+                return Words(tokenizer, [begin], set(ends), directory)
+            tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0])
+            return Words(tokenizer, own_beginning(directory), set(ends), directory)
     if (carried / TOKENIZER).is_file():
         return words_of_directory(carried)
     raise ConfigError(
@@ -126,8 +137,13 @@ def words_of_directory(directory: Path) -> Words:
     if is_of_bytes(directory):
         return Words(ByteTokenizer(), [ByteTokenizer.eod], set(ends), directory)
     tokenizer = FileTokenizer(directory / TOKENIZER, eod=ends[0] if ends else None)
-    begin = need("tokenizers").Tokenizer.from_file(str(directory / TOKENIZER)).encode("").ids
-    return Words(tokenizer, begin, {tokenizer.eod, *ends}, directory)
+    return Words(tokenizer, own_beginning(directory), {tokenizer.eod, *ends}, directory)
+
+
+def own_beginning(directory: Path) -> list[int]:
+    """The tokens that a tokenizer itself puts before each text, such as a BOS."""
+    file = str(directory / TOKENIZER)
+    return list(need("tokenizers").Tokenizer.from_file(file).encode("").ids)
 
 
 # --- The weights ---

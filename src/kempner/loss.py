@@ -37,7 +37,8 @@ def cross_entropy(
     part: VocabularyPart | None = None,
     temperature: float = 1.0,
     judge: Judge | None = None,
-) -> tuple[Tensor, Tensor]:
+    z_loss: float = 0.0,
+) -> tuple[Tensor, ...]:
     """Sum of -log p(target) over the targets that are not -100, fp32 []; and its terms, fp32 [N],
     0 where the target is -100: these have no gradient.
 
@@ -47,12 +48,16 @@ def cross_entropy(
     without any adds 0, not NaN. `part`: which rows of the vocabulary weight has; the gradient of x
     is then the part of it that comes from these. `temperature`: that logits are divided by.
     `judge`: what is summed up in place of -log p.
+
+    With `z_loss` the gradient is that of the sum of -log p + z_loss log^2 Z, where Z is the sum of
+    the exponentials of a token's logits (PaLM, arXiv:2204.02311, section 5); and the sum of log^2 Z
+    is returned as well, fp32 [], without a gradient.
     """
     learns = torch.is_grad_enabled()  # within a Function's forward it never is
-    result: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets, chunk, learns, part, temperature, judge
+    result: tuple[Tensor, ...] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x, weight, targets, chunk, learns, part, temperature, judge, z_loss
     )
-    return result
+    return result if z_loss else result[:2]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -74,9 +79,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocabulary: VocabularyPart | None,
         temperature: float,
         judge: Judge | None,
-    ) -> tuple[Tensor, Tensor]:
+        z_loss: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows = chunk or max(TILE, CHUNK_LOGITS // weight.shape[0] // TILE * TILE)
         loss = x.new_zeros((), dtype=torch.float32)
+        squares = x.new_zeros((), dtype=torch.float32)
         terms = x.new_empty(targets.shape, dtype=torch.float32)
         dx = torch.empty_like(x) if learns else None
         changes = learns and ctx.needs_input_grad[1]  # not where the weight is frozen
@@ -104,8 +111,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 losses = torch.where(counts, losses, 0.0)
             loss += losses.sum()
             terms[start : start + rows] = losses.squeeze(1)
+            if z_loss:
+                squares += torch.where(counts, total, 0.0).square().sum()
             if dx is None:
                 continue
+            if z_loss:  # the derivative of log^2 Z is 2 log Z times the probabilities
+                over = over / (1 + 2 * z_loss * total)
             d.div_(over).scatter_add_(1, rows_of, -here.float())
             if slopes is not None:
                 d.mul_(slopes / temperature)
@@ -116,12 +127,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 dw = product.float() if dw is None else dw.add_(product)
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(terms)
-        return loss, terms
+        ctx.mark_non_differentiable(terms, squares)
+        return loss, terms, squares
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         # In fp32: a scale that is rounded to bf16 makes every gradient wrong by the same 0.4 %.
         dw = None if dw is None else (dw * scale).to(ctx.weight_dtype)
-        return (dx.float() * scale).to(dx.dtype), dw, *[None] * 6
+        return (dx.float() * scale).to(dx.dtype), dw, *[None] * 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -46,8 +47,11 @@ class NextToken:
 class WithExperts:
     """Any objective of a model with experts: it also records how these are used."""
 
-    def __init__(self, objective: Objective, model: Decoder, layout: Layout) -> None:
+    def __init__(
+        self, objective: Objective, model: Decoder, layout: Layout, device: torch.device
+    ) -> None:
         self.objective, self.routings, self.layout = objective, model.routings, layout
+        self._device = device
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         return self.objective(model, batch)
@@ -55,14 +59,30 @@ class WithExperts:
     def numbers(self) -> dict[str, Tensor]:
         """The load of the busiest and of the idlest expert of any layer, as a multiple of the mean,
         are those of the whole step: one rank names them, for the sum over ranks."""
-        load, balance = self.routings.take()
+        load, losses = self.routings.take(self._device)
         ours = self.layout.once({"load": load})["load"]
         self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
         shares = load / load.mean(1, keepdim=True)
         one = float(dist.get_rank() == 0)
         return {
             **self.objective.numbers(),
-            "aux_loss_sum": balance,
+            **{f"{name}_sum": loss for name, loss in losses.items()},
             "load_max": shares.max() * one,
             "load_min": shares.min() * one,
         }
+
+
+class WithZLoss:
+    """Any objective of a model whose loss has a z-loss: it also records that."""
+
+    def __init__(self, objective: Objective, model: Decoder, device: torch.device) -> None:
+        self.objective, self._squares, self._device = objective, model.log_z_squares, device
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
+        return self.objective(model, batch)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """The sum of log^2 Z over the tokens; a rank without the output layer adds 0."""
+        total = sum(self._squares, torch.zeros((), device=self._device))
+        self._squares.clear()
+        return {**self.objective.numbers(), "z_loss_sum": total}

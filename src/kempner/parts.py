@@ -40,6 +40,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
     startup.mark("process group")
     from kempner.model.attention import choose
+    from kempner.model.moe import choose_products
     from kempner.parallel.build import compute_dtype
     from kempner.parallel.compiled import keep_compiled, leave_compiler_out
 
@@ -66,6 +67,8 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
         else choose(cfg.train.attention, cfg.model, tokens, packed, dtype)
     )
     run.announce(f"attention: {kernel}, of {cfg.train.attention}")
+    if cfg.model.n_experts:
+        run.announce(f"experts: {choose_products(dtype, device)}")
 
 
 def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
@@ -104,10 +107,12 @@ def open_objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
     """What the run minimises, and what it counts beside that."""
-    from kempner.objective import WithExperts
+    from kempner.objective import WithExperts, WithZLoss
 
     objective = _objective(cfg, layout, model, run, device)
-    return WithExperts(objective, model, layout) if cfg.model.n_experts else objective
+    if cfg.model.n_experts:
+        objective = WithExperts(objective, model, layout, device)
+    return WithZLoss(objective, model, device) if cfg.train.z_loss else objective
 
 
 def _objective(
@@ -175,15 +180,17 @@ def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
     data: dict[str, Any] = {}  # none where it learns from rewards
     if sources:  # of a mixture its past: see fits.differences
         data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
-    lora = {}  # the weights that adapters belong to must stay the same, too
-    if cfg.lora.rank and first:
+    read_again: dict[str, Any] = {}  # the weights that every start reads must stay the same, too
+    if first and cfg.lora.rank:
         base = identity(cfg.model.init_from or "")
-        lora = {"lora": {**as_dict(cfg)["lora"], "base": base}}
+        read_again["lora"] = {**as_dict(cfg)["lora"], "base": base}
+    if first and cfg.preference.loss == "dpo":
+        read_again["preference"] = {"reference": identity(cfg.model.init_from or "")}
     return {
         "model": asdict(cfg.model),
         "train": {"seq_len": cfg.train.seq_len},
         "data": data,
-        **lora,
+        **read_again,
     }
 
 

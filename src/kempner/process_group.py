@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 from kempner import nccl_transport, rendezvous, slurm, startup
 from kempner.config.option import ConfigError
 from kempner.gpu import affinity
+from kempner.gpu import driver as gpu_driver
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 FIRST_COLLECTIVE_S = 60.0
-PCI_GPUS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+PCI_GPUS = {"0x10de": "NVIDIA"}
 # From here on a collective may take longer than the watchdog ever waits: see set_timeout().
 LAST_RESORT_S = 60.0
 LEAVE_S = 30.0  # a rank that was killed in the middle of its orderly end must not hold up the first
@@ -115,10 +116,12 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = own  # CUDA reads it at its first call
     if kind != "cpu" and not torch.cuda.is_available() and (gpu := gpu_on_the_bus()):
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        version = gpu_driver.driver()
         raise ConfigError(
             f"distributed.device = {kind!r}: {host} has {gpu} GPUs and the job was given some, but "
-            f"torch {torch.__version__} (built with {build}) cannot use them; look at nvidia-smi "
-            "there and install a torch that fits the driver, or set distributed.device=cpu"
+            f"torch {torch.__version__} (built with {build}) cannot use them with driver "
+            f"{version or 'unknown'}; look at nvidia-smi there and install a torch that fits the "
+            f"driver: {gpu_driver.remedy(version)}; or set distributed.device=cpu"
         )
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -201,8 +204,7 @@ def gpu_on_the_bus() -> str | None:
     for device in root.glob("bus/pci/devices/*"):
         with contextlib.suppress(OSError):
             maker = PCI_GPUS.get((device / "vendor").read_text().strip())
-            # A display controller, or a processing accelerator, as MI300X calls itself.
-            if maker and (device / "class").read_text().startswith(("0x03", "0x12")):
+            if maker and (device / "class").read_text().startswith("0x03"):  # a display controller
                 return maker
     return None
 

@@ -84,7 +84,8 @@ def resume(
     cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer, replicas: Replicas
 ) -> Progress:
     """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
-    model.init_from names. Checkpoints of adapters need these, too."""
+    model.init_from names. Checkpoints of adapters need these, too. With checkpoint.powers_of_two a
+    new run saves what it begins with, as a fork always does."""
     manifest = checkpointer.load()
     forks = manifest is None and bool(cfg.run.fork)
     if cfg.model.init_from is not None and (cfg.lora.rank or (manifest is None and not forks)):
@@ -94,6 +95,8 @@ def resume(
     progress = (
         begin_fork(cfg, run, checkpointer, replicas) if forks else Progress.of(manifest).plan(cfg)
     )
+    if manifest is None and not forks and cfg.checkpoint.powers_of_two:
+        checkpointer.save(progress.step, progress.record())
     return replicas.begin(progress)
 
 

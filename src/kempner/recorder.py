@@ -121,6 +121,8 @@ class Recorder:
             record |= {"loss_tokens": result.values["tokens"], "packing": packing}
         if "load_max" in result.values:
             record["experts"] = _of_experts(result)
+        if "z_loss_sum" in result.values:
+            record["z_loss"] = result.values["z_loss_sum"] / max(1.0, result.values["tokens"])
         if "margin_sum" in result.values:
             pairs = record["pairs"] = record.pop("loss_tokens")
             record["accuracy"] = result.values["ordered_right"] / pairs if pairs else None
@@ -176,10 +178,14 @@ def _by_source(result: StepResult, loader: TrainLoader) -> dict[str, dict[str, f
 
 def _of_experts(result: StepResult) -> dict[str, float]:
     """The load of the busiest and of the idlest expert of any layer in this step, as a multiple of
-    the mean, and the auxiliary loss, 0 where there is none: mean of the layers, 1 at equal load."""
-    values = result.values
+    the mean; and the auxiliary loss, 0 where there is none: mean of the layers, 1 at equal load.
+    And their z-loss, where there is one: mean of the layers, too."""
+    values, tokens = result.values, max(1.0, result.values["tokens"])
     found = {name: values[name] for name in ("load_max", "load_min")}
-    return {**found, "aux_loss": values["aux_loss_sum"] / max(1.0, values["tokens"])}
+    found["aux_loss"] = values.get("aux_loss_sum", 0.0) / tokens
+    if "router_z_loss_sum" in values:
+        found["z_loss"] = values["router_z_loss_sum"] / tokens
+    return found
 
 
 def _of_skipped(result: StepResult) -> tuple[dict[str, Any], str]:

@@ -109,6 +109,9 @@ class TrainConfig:
         minimum=1,
         maximum=MAX_FORWARD_TOKENS,
     )
+    z_loss: float = option(
+        0.0, "coefficient of the z-loss of the output, which keeps its logits small", minimum=0.0
+    )
     compile: bool = option(False, "apply torch.compile")
     compile_scope: str = option(
         "block",

@@ -246,10 +246,7 @@ class Run:
         self.log("".join(traceback.format_exception(error)).rstrip())
         reason = f"{where}: {detail.splitlines()[0]}"
         no_memory = isinstance(error, torch.OutOfMemoryError)
-        if no_memory:
-            fix = explain(self.cfg, self.world, check_world)
-            detail += f"\n  {fix}"
-            reason += f"; {fix}"
+        final = bad_input
         self._log.to_stderr(f"{where}: {detail}\n  (traceback in {self._log.path})")
         if self._begun or not bad_input:
             # The next start would need as much, unless steps have fit before, or others have the
@@ -269,10 +266,25 @@ class Run:
             )
             if final:
                 self._status("failed", reason)
+        if no_memory:
+            self._advise(reason, final)
         if self._gpus is not None:
             self._gpus.look_once_more()
         self._leave(LAST_WORDS_S)
         return 2 if bad_input else 1
+
+    def _advise(self, reason: str, final: bool) -> None:
+        """How the run would need less memory. It takes seconds, in which the launcher may end this
+        rank, and a planner that fails must not hide the fault: that is on disk by now."""
+        self.background.flush(LAST_WORDS_S)
+        try:
+            fix = explain(self.cfg, self.world, check_world)
+        except Exception as error:
+            self.log("".join(traceback.format_exception(error)).rstrip())
+            return
+        self._log.to_stderr(f"rank {self.world.rank} on {host_name()}: {fix}")
+        if final:
+            self._status("failed", f"{reason}; {fix}")
 
     def hangs(self, reason: str, silent: list[int]) -> None:
         """The watchdog is about to end this process: the ranks that did not answer are to blame."""

@@ -100,6 +100,7 @@ def forward_backward(
     def asked() -> Verdict | None:
         return None if leave is None else requests.asked_meanwhile(leave, sums.device)
 
+    model.routings.scale = 1 / step_tokens
     verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
     return verdict or {**sums.numbers(), **objective.numbers()}
 

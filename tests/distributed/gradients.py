@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kempner.config.loading import load
 from kempner.data.batch import MicroBatch
 from kempner.model.decoder import Decoder
+from kempner.model.moe import Routings
 from kempner.optim.build import build_optimizer
 from kempner.parallel import fp8, offload
 from kempner.parallel.build import build_model, parameter_names
@@ -126,17 +127,23 @@ class Case:
         return reduce_step({**self.layout.once(sums), "grad_norm_sq": norm}, self.layout)
 
 
-def backward_plain(model: Decoder, batch: MicroBatch) -> dict[str, Tensor]:
+def backward_plain(model: Decoder, batch: MicroBatch, z_loss: float) -> dict[str, Tensor]:
     """The same of the plain model, on the whole batch at once."""
     loss, _ = model(batch.inputs, batch.targets, token_losses=True)
-    (loss / (ROWS * LENGTH)).backward()
+    routings, model.routings = model.routings, Routings(model.cfg)
+    squares = model(batch.inputs).logsumexp(-1).square().sum()
+    model.routings = routings
+    ((loss + z_loss * squares) / (ROWS * LENGTH)).backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None])
     sums = {"loss_sum": loss.detach(), "grad_norm_sq": norm.sum()}
     if model.cfg.n_experts:
-        load, balance = model.routings.take()
+        load, losses = model.routings.take()
         model.routings.step_load = load
         shares = load / load.mean(1, keepdim=True)
-        sums |= {"aux_loss_sum": balance, "load_max": shares.max(), "load_min": shares.min()}
+        sums |= {f"{name}_sum": loss for name, loss in losses.items()}
+        sums |= {"load_max": shares.max(), "load_min": shares.min()}
+    if z_loss:
+        sums["z_loss_sum"] = squares.detach()
     return {**sums, "tokens": torch.tensor(float(ROWS * LENGTH))}
 
 
@@ -148,7 +155,7 @@ def check(overrides: list[str], steps: int) -> dict[str, object]:
         with nullcontext() if case.cfg.train.compile else calls:
             found = case.backward(batch)
     reference = plain(case.model, case.cfg)
-    expected = backward_plain(reference, batch)
+    expected = backward_plain(reference, batch, case.cfg.train.z_loss)
     gradients = {name: p.grad for name, p in reference.named_parameters()}
     errors = {
         name: error(whole(p.grad), gradients[name])
@@ -173,7 +180,8 @@ def curve(case: Case, reference: Decoder, steps: int) -> float:
         for model in models:
             model.zero_grad()
         batch = batch_of(step)
-        pair = (case.backward(batch), backward_plain(reference, batch))
+        z_loss = case.cfg.train.z_loss
+        pair = (case.backward(batch), backward_plain(reference, batch, z_loss))
         ours, theirs = (
             update(optimizer, sums, ROWS * LENGTH, lr=1e-3, grad_clip=1.0)
             for optimizer, sums in zip(optimizers, pair, strict=True)

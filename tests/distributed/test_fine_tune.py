@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from kempner.load import load
 from tests import hf_models
-from tests.conftest import ROOT, clean_env, losses, start_train
+from tests.conftest import ROOT, clean_env, load_program, losses, start_train
+from tests.distributed.test_bad_input import rejected
 from tests.unit.templates import GENERATION, write_tokenizer
 
 # What the pages' configurations are made small with; the rest of them stays as it is shipped.
@@ -139,6 +144,22 @@ def test_a_mixture_of_experts_is_fine_tuned_with_its_experts_shared_out(
     assert losses(tmp_path / "2")[4] < losses(tmp_path / "2")[1] - 0.1
 
 
+def test_dpo_does_not_go_on_with_another_reference(work: Path) -> None:
+    """A directory whose files were replaced between two starts."""
+    base = another_tokenizer(work, "reference", lambda content: content)
+    words = [f"{work}/configs/train/dpo.toml", f"--run.dir={work / 'runs/moved'}"]
+    words += [f"--model.init_from={work / base}", "--eval.interval=0"]
+    words += [f"--data.dataset_path={work / 'data/preferences'}", "--train.max_steps=1"]
+    process = start_train(*words)
+    assert process.communicate(timeout=240) and process.returncode == 0
+    file = work / base / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, file, metadata={"format": "pt"})
+    (problem,) = rejected(*words, "--train.max_steps=2")
+    assert "model.init_from holds other weights than those that have been the reference" in problem
+
+
 @pytest.mark.parametrize("loss", ["dpo", "reward"])
 def test_a_spike_of_preferences_changes_nothing(work: Path, loss: str) -> None:
     """The loss of pairs has a level, as that of tokens has."""
@@ -171,6 +192,97 @@ def test_an_export_ends_its_turns(work: Path) -> None:
     torch.testing.assert_close(hf_models.theirs(model), hf_models.ours(work / "runs/sft"))
     template = json.loads((after / "tokenizer_config.json").read_text())["chat_template"]
     assert template == GENERATION
+
+
+def another_tokenizer(work: Path, name: str, act: Callable[[dict[str, Any]], object]) -> str:
+    """models/llama with a tokenizer that `act` changes; returns the name of the directory."""
+    shutil.copytree(work / "models/llama", work / "models" / name)
+    file = work / "models" / name / "tokenizer.json"
+    content = json.loads(file.read_bytes())
+    act(content)
+    file.write_text(json.dumps(content))
+    return f"models/{name}"
+
+
+def test_data_of_another_tokenizer_are_refused(work: Path) -> None:
+    """Not those of the same one in another file, nor those with the tokens of a chat template."""
+
+    def swap(content: dict[str, Any]) -> None:
+        vocab = content["model"]["vocab"]
+        vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+
+    def check(model: str) -> subprocess.CompletedProcess[str]:
+        words = ["configs/train/sft.toml", f"--model.init_from={model}", "--run.dir=runs/other"]
+        return subprocess.run(
+            [sys.executable, "scripts/train.py", *words, "--check"],
+            cwd=work, env=clean_env(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    done = check(another_tokenizer(work, "swapped", swap))
+    assert done.returncode == 2 and "so that a token id means another text" in done.stderr
+    written_again = check(another_tokenizer(work, "again", lambda content: content))
+    assert written_again.returncode == 0, written_again.stderr
+
+
+def test_an_export_has_the_tokens_that_its_data_have(work: Path) -> None:
+    """Also those of the chat template, which the base model lacks, and all from one place."""
+    base = another_tokenizer(work, "base", lambda content: content["added_tokens"].pop())
+    (work / base / "special_tokens_map.json").write_text("{}")
+    (work / base / "chat_template.jinja").write_text("of the base model")
+    words = [f"{work}/configs/train/sft.toml", f"--run.dir={work / 'runs/more'}"]
+    words += [f"--model.init_from={work / base}", f"--data.dataset_path={work / 'data/chat'}"]
+    process = start_train(*words, "--train.max_steps=1", "--eval.interval=0")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    hf_models.convert("export", work / "runs/more", work / "models/more")
+    written, data = work / "models/more", work / "data/chat"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (written / name).read_bytes() == (data / name).read_bytes()
+    assert {file.name for file in written.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{chosen}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 5}}
+metric_list: [{{metric: {metric}}}]
+"""
+
+
+def test_a_run_of_chats_is_evaluated_as_its_export_is(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each text begins in the same way: not behind the end of a turn, where none was trained."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    file = str(tmp_path / "few.jsonl")
+    rows = (work / "pairs.jsonl").read_text().splitlines()
+    Path(file).write_text("\n".join(rows[:4]))
+    kinds = {"loglikelihood": "perplexity", "loglikelihood_rolling": "byte_perplexity"}
+    for kind, metric in kinds.items():
+        text = TASK.format(name=kind, file=file, kind=kind, metric=metric)
+        (tmp_path / f"{kind}.yaml").write_text(text)
+    hf_models.convert("export", work / "runs/sft", tmp_path / "out")
+    tables = []
+    for name in (work / "runs/sft", tmp_path / "out"):
+        words = [str(name), "--tasks", ",".join(kinds), "--include-path", str(tmp_path)]
+        capsys.readouterr()
+        assert load_program("eval").main(words) == 0
+        tables.append([line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"])
+    assert tables[0] == tables[1] and "perplexity" in tables[0][2]
+    sources = (work / "runs/sft", tmp_path / "out")
+    of_run, of_export = (load(str(name), "cpu").words for name in sources)
+    assert of_run.prompt("x") == of_export.prompt("x")  # generate.py and serve.py begin with these
+    assert of_run.ends == of_export.ends and of_run.tokenizer.eod == of_export.tokenizer.eod
 
 
 def test_what_does_not_fit_is_refused(work: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -44,12 +45,12 @@ def same(first: torch.Tensor, second: torch.Tensor) -> None:
     torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "glm4_moe"])
 def test_from_transformers_five_steps_and_back(
     words: list[str], tmp_path: Path, family: str
 ) -> None:
     """Qwen2 by four ranks, with parameters that do not divide by four; experts shared out."""
-    ranks = {"qwen2": (4, 1), "qwen3_moe": (4, 2)}
+    ranks = {"qwen2": (4, 1), "glm4_moe": (4, 2)}
     nproc, ep = ranks.get(family, (1, 1))
     model, run = make(family, tmp_path / "model", max_shard_size="60KB"), tmp_path / "run"
     same(ours(tmp_path / "model"), theirs(model))
@@ -73,7 +74,11 @@ def test_a_run_starts_from_another_and_needs_it_no_more(words: list[str], tmp_pa
     assert "continues after step 2" in trained(*words)
     assert find(str(second)).model()["max_seq_len"] == 48
     third = tmp_path / "third"
-    trained(*words, f"--run.dir={third}", f"--run.fork={second}", "--train.max_steps=1")
+    longer = ("--model.rope_factor=8", "--model.rope_original_len=16")
+    trained(*words, *longer, f"--run.dir={third}", f"--run.fork={second}", "--train.max_steps=1")
+    convert("export", third, tmp_path / "out")  # its context is longer, and all else is there
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rope_scaling"]["factor"] == 8.0 and config["eos_token_id"] == 256
     assert (third / "hf/config.json").is_file()  # an export of the fork has it, too
     # What it started from is part of what it is.
     process = start_train(*words, f"--model.init_from={second}")
@@ -91,6 +96,12 @@ def test_bad_weights_end_before_the_start_with_every_problem(
     assert len(problems) == 2
     assert "model.dim = 64: the weights of model.init_from" in problems[0]
     assert "have 48; leave model.dim out" in problems[0] and "model.rope_theta" in problems[1]
+    # Also what its config.json does not name.
+    more = ("--model.attention_softcap=30", "--model.post_norms", "--model.sliding_window=9")
+    problems = rejected(*words, *more)
+    assert len(problems) == 3
+    assert 'have "none"; leave model.attention_softcap out' in problems[0]
+    assert "have false; leave model.post_norms out" in problems[1]
     file = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
     with file.open("r+b") as opened:
         opened.truncate(100)

@@ -202,7 +202,6 @@ SMALL = ModelConfig(n_layers=4)
 REFUSED: dict[str, tuple[ModelConfig, dict[str, Any], str]] = {
     "layers": (replace(SMALL, n_layers=3), {}, "4 x pp_stages_per_rank 1 = 4 stages"),
     "tied": (replace(SMALL, tie_embeddings=True), {}, "would be on two stages"),
-    "experts": (replace(SMALL, n_experts=4, aux_loss=0.1), {}, "balance by model.router_bias"),
     "preferences": (SMALL, {"preference": PreferenceConfig(loss="reward")}, "loss = reward"),
     "compilation": (
         SMALL,

@@ -14,8 +14,9 @@ import pytest
 
 from tests.conftest import ROOT, clean_env
 
-# Both ways of balancing, but for the auxiliary loss under cp, where it is refused. Scores far
-# apart: two that differ by a rounding error would be ranked otherwise on another mesh.
+# Both ways of balancing, but for the auxiliary loss under cp, where it is refused; and z-losses,
+# large enough to matter. Scores far apart: two that differ by a rounding error would be ranked
+# otherwise on another mesh.
 EXPERTS = [
     "--model.n_experts=4",
     "--model.ffn_dim=16",
@@ -23,6 +24,7 @@ EXPERTS = [
     "--model.router_bias",
     "--model.router=sigmoid",
     "--model.init_std=0.1",
+    "--model.router_z_loss=0.1",
 ]
 AUXILIARY = "--model.aux_loss=0.1"
 TP, CP, EP = "--distributed.tp=2", "--distributed.cp=2", "--distributed.ep=2"
@@ -41,7 +43,18 @@ PRODUCTS = {  # on 4 ranks
     "pp2 x dp2": [PP],
     "pp2 x tp2": [PP, TP],
     "pp2 x cp2": [PP, CP],
-    "pp2 x ep2": [PP, EP, *EXPERTS],
+    "pp2 x ep2": [PP, EP, *EXPERTS, AUXILIARY],
+    # All experts are on one rank of each pipeline, in its second stage and in its last.
+    "pp2 x ep2, every second block": [
+        PP,
+        EP,
+        "--distributed.pp_stages_per_rank=2",
+        *EXPERTS,
+        AUXILIARY,
+        "--model.n_layers=4",
+        "--model.moe_frequency=2",
+        "--model.dense_ffn_dim=40",
+    ],
 }
 CHUNK, COMPILE = "--train.loss_chunk=40", "--train.compile"
 FULL, SELECTIVE = "--train.recompute=full", "--train.recompute=selective"
@@ -51,7 +64,7 @@ LEVERS = {
     "compiled, full": [FULL, CHUNK, COMPILE],
     "compiled, selective": [SELECTIVE, CHUNK, COMPILE],
 }
-COMMON = ["--model.n_layers=2", "--train.micro_batch=4"]
+COMMON = ["--model.n_layers=2", "--train.micro_batch=4", "--train.z_loss=0.05"]
 ALL = {f"{a}: {b}": [*PRODUCTS[a], *LEVERS[b]] for a, b in product(PRODUCTS, LEVERS)}
 SOME = [  # soak has all
     "dp2 x tp2: compiled, selective",
@@ -61,7 +74,7 @@ SOME = [  # soak has all
     "ep2 x tp2: selective",
     "ep2 of dp1 x cp2: selective",
     "pp2 x tp2: compiled, full",
-    "pp2 x ep2: selective",
+    "pp2 x ep2, every second block: selective",
 ]
 FP8 = {"fp8": [TP, "--train.fp8=rowwise", "--model.ffn_dim=64", "--model.n_kv_heads=4"]}
 with_fp8 = pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")

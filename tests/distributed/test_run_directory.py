@@ -115,6 +115,36 @@ def test_a_file_system_that_does_not_answer_stops_no_step(tmp_path: Path, data_d
     os.close(pipe)
 
 
+# --- Out of memory --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planner", ["works", "fails", "hangs"])
+def test_out_of_memory_is_recorded_whatever_the_planner_does(
+    planner: str, tmp_path: Path, data_dir: Path
+) -> None:
+    run, step = tmp_path / "run", "kempner.data.loader:TrainLoader.__next__:before nth=2"
+    at = "at=kempner.planner.out_of_memory:memory:before"
+    faults = {"works": "", "fails": f"fail {at}", "hangs": f"hold {at} s=600"}[planner]
+    process = start_train(
+        *TINY, f"--data.dataset_path={data_dir}", f"--run.dir={run}", "--train.max_steps=9",
+        program="tests/fault/faulty_train.py", FAULTS=f"out_of_memory at={step}\n{faults}",
+    )  # fmt: skip
+    reason = ": OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB."
+    if planner == "hangs":
+        state = run / "status.json"  # is written after the fault
+        wait_until(lambda: state.exists() and status(run)["state"] == "failed", process)
+        process.kill()
+    _, err = process.communicate(timeout=120)
+    events = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    (fault,) = (event for event in events if event["event"] == "fault")
+    assert fault["kind"] == "oom" and fault["final"] and fault["reason"].endswith(reason)
+    assert status(run)["state"] == "failed" and reason in str(status(run)["reason"])
+    advice = "the planner estimates"
+    assert (advice in err) == (advice in str(status(run)["reason"])) == (planner == "works")
+    if planner == "fails":  # why there is no advice
+        assert "the test has broken this call" in next(run.glob("logs/*/rank-0.log")).read_text()
+
+
 # --- A start of a run that is there already -------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ program of rl.sh alone (faulty_rl/):
     kill at=... signal=SIGTERM              or another signal
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
     fail at=MODULE:FUNCTION:before          that call raises OSError
+    out_of_memory at=MODULE:FUNCTION:before that call raises torch's OutOfMemoryError
     nan from=64 to=96                       the loss of these samples is NaN
     loud from=64 to=96 by=100               the loss of these samples is so many times higher
     ignore from=64 to=96                    every label of these samples is ignored
@@ -93,6 +94,15 @@ def fail(fault: dict[str, str]) -> None:
         raise OSError("the test has broken this call")
 
     at_call(fault, broken)
+
+
+def out_of_memory(fault: dict[str, str]) -> None:
+    import torch
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+    at_call(fault, full)
 
 
 def change_labels(fault: dict[str, str], label: int) -> None:
@@ -261,6 +271,7 @@ KINDS = {
     "kill": kill,
     "hold": hold,
     "fail": fail,
+    "out_of_memory": out_of_memory,
     "nan": change_loss,
     "loud": change_loss,
     "bad_gradient": bad_gradient,

@@ -229,6 +229,21 @@ def test_a_preference_keeps_its_answers_side_by_side(tmp_path: Path) -> None:
     assert data.describe().startswith("4 preferences in 4 rows")
 
 
+def test_of_a_cut_pair_something_of_its_answers_is_left(tmp_path: Path) -> None:
+    """Where the prompt takes the whole half of a row, two equal documents would count as a pair."""
+    answers = {"chosen": "a good answer" * 5, "rejected": "no"}
+    pairs = [{"prompt": "p" * length, **answers} for length in (9, 40, 200)]
+    prepared(tmp_path, pairs * 3, "--kind", "preference", template=GENERATION)
+    data = open_data(tmp_path, 180, "cut")
+    assert len(in_loss(data)) == 6 and all(in_loss(data))
+    assert data.longer == 6 and data.packing["without_answer"] == 3
+    assert "of which 3 are dropped: no answer was left" in data.describe()
+    kept = open_data(tmp_path, 180).identity()  # a resumed run packs the same rows
+    assert kept != data.identity() and data.identity()["without_answer"] == 3
+    with pytest.raises(ConfigError, match="longer than that, their prompts alone"):
+        open_data(tmp_path, 20, "cut")
+
+
 BAD = [
     ('{"messages": [', "not JSON"),
     ({"text": "a"}, "no key 'messages', and not both of 'prompt' and 'completion' (has: text)"),

@@ -420,8 +420,8 @@ def test_the_manifest_lists_the_small_files_alone(tmp_path: Path) -> None:
 # --- Retention ----------------------------------------------------------------------------------
 
 
-def kept(root: Path, keep_last_n: int, keep_every: int) -> list[int]:
-    commit.prune(root, keep_last_n, keep_every)
+def kept(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False) -> list[int]:
+    commit.prune(root, keep_last_n, keep_every, powers_of_two)
     return sorted(int(path.name[5:]) for path in commit.complete(root))
 
 
@@ -431,6 +431,15 @@ def ten(tmp_path: Path) -> Path:
     for step in range(1, 11):
         save(tmp_path, step)
     return tmp_path
+
+
+def test_powers_of_two_stay(ten: Path) -> None:
+    """And the model before any update. What the run has left by going back is kept, too."""
+    save(ten, 0)
+    assert kept(ten, 1, 0, powers_of_two=True) == [0, 1, 2, 4, 8]
+    save(ten, 11, parent=2)  # it has gone back to step 2
+    assert kept(ten, 1, 0, powers_of_two=True) == [0, 1, 2, 4, 8, 11]
+    assert kept(ten, 1, 0) == [11]
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,21 @@ def test_seek_leaves_out_ranges_and_what_was_read_ahead(data: TokenDataset, pref
     resumed.close()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_batch_reaches_over_samples_that_are_left_out(data: TokenDataset, prefetch: int) -> None:
+    """As after a start with another global batch; whichever rank the gap is in."""
+    skip = [(40, 45), (20, 30)]
+    ranks = [loader(data, rank=r, world=2, micro=6, prefetch=prefetch, skip=skip) for r in (0, 1)]
+    expected = [*range(20), *range(30, 40), *range(45, 75)]
+    for step in range(5):
+        found = [each for rank in ranks for each in samples(next(rank))]
+        own = expected[12 * step : 12 * step + 12]
+        assert found == [ranks[0].sample_numbers(number, 1)[0] for number in own]
+        assert ranks[0].position == own[-1] + 1
+    for rank in ranks:
+        rank.close()
+
+
 def test_position_counts_what_was_taken_not_what_was_read_ahead(data: TokenDataset) -> None:
     source = loader(data, prefetch=4)
     assert source.position == 0

@@ -139,6 +139,24 @@ def test_a_saved_data_set_of_tokens_is_mapped(
     assert len(held_out) == len(opened(path, seq_len))
 
 
+@pytest.mark.parametrize("kind", ["fixed", "fixed-nulls", "large", "nulls"])
+def test_lists_of_any_kind_are_documents(tmp_path: Path, kind: str) -> None:
+    """Also those of one length, the usual form of a packed corpus, and rows that are null."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    documents = [[i % 90 + j for j in range(8)] for i in range(40)]
+    rows = [None if "nulls" in kind and i % 5 == 2 else row for i, row in enumerate(documents)]
+    int32 = datasets.Value("int32")
+    lists = {"large": datasets.LargeList(int32), "nulls": datasets.Sequence(int32)}
+    column = lists.get(kind, datasets.Sequence(int32, length=8))
+    whole = datasets.Dataset.from_dict(
+        {"input_ids": rows}, features=datasets.Features({"input_ids": column})
+    )
+    whole.select(range(3, 37)).save_to_disk(tmp_path / "saved")
+    kept = [row for row in rows[3:37] if row]
+    check_samples(opened(tmp_path / "saved", 11, separate=True), kept, 11)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"

@@ -66,6 +66,32 @@ def test_each_line_of_a_file_is_asked_once_before_any_is_asked_again(questions: 
     assert set(epochs[0]) == set(epochs[1]) and epochs[0] != epochs[1]
 
 
+class Counted(list[int]):
+    """Numbers of tasks, and how often one was looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+def test_a_task_of_a_large_file_costs_one_look(tmp_path: Path) -> None:
+    """No shuffle of the whole file for each task."""
+    lines = (json.dumps({"question": f"{n}?", "answer": str(n)}) for n in range(200))
+    (tmp_path / "qa.jsonl").write_text("\n".join(lines))
+    args = json.dumps({"file": str(tmp_path / "qa.jsonl")})
+    env = Tasks(EnvConfig("qa", args=args), 0)
+    part = Counted(env._parts[0])
+    env.__dict__["_parts"] = (part, [])
+    first = [env.task(number).prompt for number in range(20)]
+    assert part.looks == 20 == len(set(first))
+
+
 SUM = "```python\ndef f(x):\n    return sum(x)\n```"
 TEST = "assert f([1, 2]) == 3"
 RULES = [("words", "3"), ("ends", "lamp")]

@@ -324,6 +324,15 @@ def test_a_warm_up_that_never_ends_is_a_warning(forks: Forks, world: Path) -> No
     assert "is more than train.max_steps = 9" in done.err
 
 
+def test_a_shape_that_cannot_be_exported_is_a_warning(forks: Forks, world: Path) -> None:
+    """Before a month of training."""
+    words = (*TRAIN, OWN, *SMALL, "--train.max_steps=20", "--check")
+    for shape, said in (("--model.n_experts=4", 0), ("--model.n_experts=4 --model.router_bias", 1)):
+        done = forks.run(*words, *shape.split(), cwd=world)
+        assert done.code == 0 and done.err.count("warning: no export") == said, done.err
+    assert "the one model of transformers with such a router, Glm4Moe" in done.err
+
+
 def test_an_empty_directory_is_exported_to(forks: Forks, world: Path) -> None:
     """Where it is, by way of a link, too; and it stays, empty, when there is no room."""
     for place in ("blank", "at-blank"):

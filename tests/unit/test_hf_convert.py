@@ -19,7 +19,7 @@ from kempner.checkpoint.layout import Layout, StoredTensor, own_box
 from kempner.checkpoint.reader import read_tensors, verify
 from kempner.config.option import ConfigError
 from kempner.directories import Kind, mark
-from kempner.hf import exporting, importing, load
+from kempner.hf import exporting, families, importing, load
 from kempner.hf.load import Job, fill, load_weights
 from kempner.hf.source import find
 from kempner.hf.stored import Stored
@@ -81,6 +81,18 @@ def test_a_round_trip_changes_no_bit(family: str, dtype: str, tmp_path: Path) ->
         logits = theirs(reference)
         for source in (ours(tmp_path / "run"), theirs(load_quietly(tmp_path / "out"))):
             torch.testing.assert_close(source, logits, atol=1e-5, rtol=0)
+
+
+def test_biases_of_routers_are_not_rounded(tmp_path: Path) -> None:
+    """In bf16 they would choose other experts."""
+    make("glm4_moe", tmp_path / "in")
+    convert("import", tmp_path / "in", tmp_path / "run")
+    convert("export", tmp_path / "run", tmp_path / "out", "--dtype=bf16", "--max-shard-size=1MB")
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    kept = {name for name, tensor in after.items() if tensor.dtype == torch.float32}
+    assert len(kept) == 2 and all(name.endswith("e_score_correction_bias") for name in kept)
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    load_quietly(tmp_path / "out")
 
 
 def test_in_many_files(
@@ -174,6 +186,24 @@ def test_check_says_what_it_is(model: Path, run: Path, capsys: pytest.CaptureFix
         convert("check", source)
         out = capsys.readouterr().out
         assert "Qwen3ForCausalLM" in out and "tokenizer has 257 tokens" in out
+
+
+def test_check_compares_the_reading_with_that_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("qwen3", tmp_path / "model")
+    convert("check", tmp_path / "model")
+    assert "reads the same shape" in capsys.readouterr().out
+    file = tmp_path / "model/config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    file.write_text(json.dumps(config))
+    other = families.FAMILIES["qwen3"]._replace(rope_theta=5e5)  # a default that is not theirs
+    monkeypatch.setitem(families.FAMILIES, "qwen3", other)
+    convert("check", tmp_path / "model", code=2)
+    assert "model.rope_theta is 500000.0 here, and 10000.0 for transformers" in (
+        capsys.readouterr().err
+    )
 
 
 def test_retention_leaves_what_is_being_exported(

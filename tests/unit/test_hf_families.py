@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,23 @@ def test_published_configurations_give_the_published_parameters(model: str) -> N
     assert config_json(cfg, config, "bfloat16", None) == config  # every other key stays
 
 
+def test_a_longer_context_changes_nothing_else() -> None:
+    """The end of a text, above all, without which a base model talks on; in both forms of RoPE."""
+    at_the_top = ("rope_theta", "rope_scaling")
+    saved_by_5 = {key: value for key, value in LLAMA_31_8B.items() if key not in at_the_top}
+    saved_by_5 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    for carried in (LLAMA_31_8B, saved_by_5):
+        before = ModelConfig(**model_values(carried, ""))
+        longer = replace(before, rope_factor=16.0, max_seq_len=262144)
+        found = config_json(longer, carried, "float32", None)
+        assert ModelConfig(**model_values(found, "")) == replace(longer, max_seq_len=262144)
+        changed = {key for key in found if found[key] != LLAMA_31_8B.get(key)}
+        new = {"head_dim", "rope_scaling", "max_position_embeddings", "torch_dtype"}
+        assert changed == new and found["eos_token_id"] == [128001, 128008, 128009]
+    windowed = replace(before, sliding_window=64)  # now it is a Mistral
+    assert config_json(windowed, carried, "float32", None)["bos_token_id"] == 128000
+
+
 def test_what_follows_from_the_keys() -> None:
     values = model_values(LLAMA_31_8B, "config.json")
     assert values["rope_factor"] == 8.0 and values["rope_original_len"] == 8192
@@ -102,6 +120,9 @@ def test_what_follows_from_the_keys() -> None:
     assert model_values(MISTRAL_V01 | {"sliding_window": None}, "")["sliding_window"] is None
 
 
+GLM: dict[str, Any] = {
+    "n_experts": 4, "router": "sigmoid", "router_bias": True, "shared_experts": 1,
+}  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma": ({"model_type": "gemma2"}, "its norms multiply by 1 + weight"),
     "gated-expert": ({"model_type": "qwen2_moe"}, "its shared expert has a gate of its own"),
@@ -129,14 +150,80 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
         "full and sliding attention in different layers",
     ),
-}
+    # Two places that differ, of which versions of transformers choose another one.
+    "rope-twice": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_parameters and rope_scaling differ",
+    ),
+    "theta-twice": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_scaling": None},
+        "rope_theta is 500000.0 and 10000.0: give one value",
+    ),
+    "original-length-twice": (
+        {"original_max_position_embeddings": 4096},
+        "original_max_position_embeddings is 4096 and 8192",
+    ),
+    "rope-by-layer": (
+        {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "by kind of layer are not supported",
+    ),
+    "part-of-a-head": (
+        {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5: only 1.0 is supported",
+    ),
+    "ministral": (
+        MISTRAL_V01 | {"layer_types": ["full_attention", "sliding_attention"] * 16},
+        "layer_types: transformers takes a mistral with them for a ministral",
+    ),
+    "layers-of-a-llama": (
+        {"layer_types": ["sliding_attention"] * 32, "sliding_window": 64},
+        "layer_types are sliding_attention: by the other keys they are full_attention",
+    ),
+    "layers-of-a-qwen": (
+        QWEN_25_05B | {"rope_scaling": None, "layer_types": ["sliding_attention"] * 24},
+        "layer_types are sliding_attention",
+    ),
+    "window-without-size": (
+        {k: v for k, v in QWEN3_30B_A3B.items() if k != "sliding_window"}
+        | {"use_sliding_window": True},
+        "use_sliding_window without sliding_window: give its size",
+    ),
+    "glm": (
+        config_json(ModelConfig(**GLM), None, "float32", None)
+        | {"first_k_dense_replace": 1},
+        "first_k_dense_replace = 1: only 0 is supported",
+    ),
+    "glm-of-half-a-head": (
+        {key: value for key, value in config_json(ModelConfig(**GLM), None, "", None).items()
+         if key != "partial_rotary_factor"},
+        "partial_rotary_factor = 0.5: only 1.0 is supported",
+    ),
+    # What is missing or of another type.
+    "no-low-factor": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+         | {"original_max_position_embeddings": 8192}},
+        'rope_type "llama3" needs low_freq_factor, a number',
+    ),
+    "no-original-length": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+         | {"low_freq_factor": 1.0}},
+        'rope_type "llama3" needs original_max_position_embeddings, a number',
+    ),
+    "rope-as-text": ({"rope_scaling": "llama3"}, 'rope_scaling = "llama3": must be an object'),
+    "size-as-text": ({"hidden_size": "64"}, 'hidden_size = "64": must be a whole number, at'),
+    "no-heads": ({"num_key_value_heads": 0}, "num_key_value_heads = 0: must be a whole number"),
+    "null": ({"hidden_size": None}, "has no hidden_size"),
+    "layers-as-text": ({"layer_types": "full"}, 'layer_types = "full": must be a list'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_another_model_is_refused_with_the_reason(case: str) -> None:
     change, why = REFUSED[case]
+    whole = change if "hidden_size" in change and len(change) > 2 else LLAMA_31_8B | change
     with pytest.raises(ConfigError) as error:
-        model_values(LLAMA_31_8B | change, "config.json")
+        model_values(whole, "config.json")
     assert len(error.value.problems) == 1 and why in str(error.value), error.value
 
 
@@ -150,7 +237,7 @@ def test_every_reason_is_named_at_once() -> None:
     ]
 
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama3": {"rope_factor": 8.0, "rope_original_len": 32, "head_dim": 16},
     "tied": {"tie_embeddings": True, "n_kv_heads": None},
@@ -160,8 +247,15 @@ SHAPES = {
     "mistral": {"sliding_window": 8},
     "mixtral": {"n_experts": 5},
     "qwen3-moe": {"n_experts": 6, "experts_per_token": 3, "qk_norm": True, "head_dim": 24},
+    "qwen3-moe-every-second": {"n_experts": 6, "qk_norm": True, "n_layers": 3}
+    | {"moe_frequency": 2, "dense_ffn_dim": 112},
     "qwen3-moe-window": {"n_experts": 4, "qk_norm": True, "sliding_window": 8}
     | {"router_normalize": False},
+    "glm4-moe": GLM | {"router_scale": 2.5, "n_experts": 6, "experts_per_token": 3},
+    "glm4-moe-norms": GLM | {"qk_norm": True, "qkv_bias": True, "shared_experts": 2},
+    "glm4-moe-as-they-are": GLM
+    | {"router_normalize": False, "rope_factor": 8.0}
+    | {"rope_original_len": 32, "tie_embeddings": True},
 }
 
 
@@ -176,8 +270,10 @@ def test_our_own_model_is_one_of_transformers(case: str, tmp_path: Path) -> None
     }  # fmt: skip
     cfg = ModelConfig(**shape | SHAPES[case])
     model = Decoder(cfg)
-    assert tensor_shapes(cfg) == {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert list(tensor_shapes(cfg)) == [name for name, _ in model.named_parameters()]
+    biases = {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+    tensors = biases | dict(model.named_parameters())
+    assert tensor_shapes(cfg) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert list(tensor_shapes(cfg)) == list(tensors)
     config = config_json(cfg, None, "float32", 7)
     again = model_values(config, "config.json")
     heads = {"n_kv_heads": cfg.kv_heads, "head_dim": cfg.resolved_head_dim}
@@ -186,8 +282,8 @@ def test_our_own_model_is_one_of_transformers(case: str, tmp_path: Path) -> None
     settings = transformers.AutoConfig.from_pretrained(tmp_path)
     assert settings.eos_token_id == 7 and settings.bos_token_id is None
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.1 + (parameter.dim() == 1) * 0.5)
+        for tensor in tensors.values():
+            tensor.copy_(torch.randn(tensor.shape) * 0.1 + (tensor.dim() == 1) * 0.5)
         names = tensor_names(cfg, config["model_type"])
         state = {}
         for name, value in model.state_dict().items():
@@ -208,10 +304,16 @@ def test_a_model_that_transformers_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="no model of transformers has both"):
         family_of(ModelConfig(qkv_bias=True, qk_norm=True))
     with pytest.raises(ConfigError) as error:
-        family_of(ModelConfig(n_experts=4, router="sigmoid", shared_experts=1))
-    shared, router = error.value.problems
-    assert shared.startswith("model.shared_experts = 1: no model of transformers with experts")
-    assert 'model.router = "sigmoid"' in router and 'must be "softmax"' in router
+        family_of(ModelConfig(n_experts=4, router_bias=True, sliding_window=8))
+    router, shared, window = error.value.problems
+    assert router.startswith('model.router = "softmax": the one model of transformers with such a')
+    assert "must be at least 1" in shared and "model.sliding_window = 8" in window
+    with pytest.raises(ConfigError, match="Qwen3-MoE and Mixtral have no biases"):
+        family_of(ModelConfig(n_experts=4, qkv_bias=True))
+    with pytest.raises(ConfigError, match="divides the weights of a token's experts by their sum"):
+        family_of(ModelConfig(n_experts=4, router_normalize=False))
+    with pytest.raises(ConfigError, match="moe_frequency = 2: of the supported models"):
+        family_of(ModelConfig(n_experts=4, moe_frequency=2))
     with pytest.raises(ConfigError, match="post_norms: no model of transformers"):
         family_of(ModelConfig(post_norms=True))
     with pytest.raises(ConfigError, match="caps its attention scores"):

@@ -34,7 +34,11 @@ from kempner.step import StepResult
         ("NVIDIA A10", 125),
         ("NVIDIA A40", 149.7),
         ("Tesla V100-SXM2-16GB", 125),
-        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GB300", 2500),
+        ("AMD Instinct MI300X", None),  # nobody has run the kit on one
         ("NVIDIA RTX A4000", None),  # neither an A40 nor an A100
         ("NVIDIA A10G", None),
         ("NVIDIA GeForce RTX 4090", None),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from kempner.config.loading import load
 from kempner.data.source import IGNORE
+from kempner.hf.families import family_of
 from kempner.hf.tensors import tensor_shapes
 from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
@@ -41,6 +42,7 @@ def test_shipped_configuration_loads_and_has_the_parameters_of_its_name(path: Pa
     with torch.device("meta"):
         built = sum(p.numel() for p in Decoder(cfg.model).parameters())
     assert built == cfg.model.count_parameters() == COUNTS[path.stem]
+    family_of(cfg.model)  # what is shipped can be exported
 
 
 def copy_to_reference(model: Decoder, reference: torch.nn.Module) -> None:
@@ -254,6 +256,27 @@ def test_chunked_loss_equals_the_plain_sum(monkeypatch: pytest.MonkeyPatch, igno
         torch.testing.assert_close(loss.double(), expected, atol=1e-4, rtol=1e-6)
         for got, want in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(got, want.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_z_loss_is_that_of_the_plain_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """-log p + z log^2 Z in fp64, in several chunks. The returned loss is that of -log p alone."""
+    torch.manual_seed(0)
+    x = (3 * torch.randn(24, 16)).requires_grad_()
+    weight = torch.randn(11, 16, requires_grad=True)
+    targets = torch.randint(0, 11, (24,))
+    targets[3:9] = IGNORE
+    plain = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    squares = (plain[0] @ plain[1].T).logsumexp(1)[targets != IGNORE].square().sum()
+    total = plain_loss(*plain, targets) + 0.3 * squares
+    expected = torch.autograd.grad(7 * total, plain)
+    monkeypatch.setattr("kempner.loss.CHUNK_LOGITS", 11 * 7)
+    monkeypatch.setattr("kempner.loss.TILE", 7)
+    loss, terms, found = cross_entropy(x, weight, targets, z_loss=0.3)
+    assert not found.requires_grad
+    torch.testing.assert_close(found.double(), squares, rtol=1e-6, atol=0)
+    torch.testing.assert_close((loss, terms), cross_entropy(x, weight, targets))
+    for got, want in zip(torch.autograd.grad(7 * loss, (x, weight)), expected, strict=True):
+        assert (got.double() - want).norm() < 1e-6 * want.norm()
 
 
 def test_the_weights_gradient_is_summed_over_chunks_in_fp32(

@@ -31,6 +31,7 @@ from kempner.data.dataset import TokenDataset
 from kempner.data.encode import Encoding, in_workers
 from kempner.data.sidecar import copy_tokenizer
 from kempner.data.tokenizer import Tokenizer, load_tokenizer
+from kempner.load import words_of_run
 from tests.conftest import load_program
 from tests.distributed.test_bad_input import without_privileges
 
@@ -354,13 +355,46 @@ def test_the_directory_of_a_model_is_a_tokenizer_too(tmp_path: Path, bpe: Path) 
     assert sidecar["tokenizer"]["name"] == "llama3/tokenizer.json"
 
 
+def test_a_document_ends_with_a_special_token(tmp_path: Path) -> None:
+    """Not with "</s>" where that is a tag of HTML, which documents have in the middle."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: i for i, text in enumerate([*letters, "</", "</s", "</s>"])}
+    merges = [("<", "/"), ("</", "s"), ("</s", ">")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = split
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    (model := tmp_path / "model").mkdir()
+    tokenizer.save(str(model / "tokenizer.json"))
+    config = json.dumps({"eos_token": "<eos>", "bos_token": "<bos>"})
+    (model / "tokenizer_config.json").write_text(config)
+    (tmp_path / "a.txt").write_text("a <s>struck</s> word")
+    words = (tmp_path / "a.txt", "--tokenizer", model, "--val-fraction", "0")
+    done(*words, "--out", tmp_path / "out")
+    stream = tokens(tmp_path / "out", "train")
+    assert stream[-1] == tokenizer.token_to_id("<eos>") and stream.count(stream[-1]) == 1
+
+    # And begins with one, if asked: what a run on these data continues begins so, too.
+    done(*words, "--out", tmp_path / "begun", "--bos", "<bos>")
+    bos = tokenizer.token_to_id("<bos>")
+    assert tokens(tmp_path / "begun", "train") == [bos, *stream]
+    (tmp_path / "config.toml").write_text('[run]\ndir = ""\n[data]\ndataset_path = ""\n')
+    assert words_of_run(tmp_path / "begun", tmp_path).prompt("a")[0] == bos
+    assert words_of_run(tmp_path / "out", tmp_path).prompt("a")[0] == stream[-1]
+    assert "was made with bos = <bos>, not None" in refused(*words, "--out", tmp_path / "begun")
+    assert "has no token <b>" in refused(*words, "--out", tmp_path / "x", "--bos", "<b>")
+    said = refused(tmp_path / "a.txt", "--out", tmp_path / "x", "--bos", "<bos>")
+    assert "--bos requires --tokenizer FILE" in said
+
+
 def test_a_wide_vocabulary_takes_32_bits(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"<eos>": 70_000, "[UNK]": 0, "hello": 69_999}  # with gaps
     model = tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
     tokenizers.Tokenizer(model).save(str(tmp_path / "wide.json"))
     (tmp_path / "a.txt").write_text("hello")
-    words = ["--tokenizer", tmp_path / "wide.json", "--val-fraction", "0"]
+    words = ["--tokenizer", tmp_path / "wide.json", "--val-fraction", "0", "--eod", "<eos>"]
     done(tmp_path / "a.txt", "--out", tmp_path / "out", *words)
     assert tokens(tmp_path / "out", "train") == [69_999, 70_000]
     assert np.load(tmp_path / "out/train_00000.npy").dtype == np.uint32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import multiprocessing
 import os
 import queue
@@ -260,70 +259,6 @@ def test_ranks_meet_by_a_file_in_the_run_directory(tmp_path: Path) -> None:
     assert {path.name for path in run_dir.iterdir()} == notes
     rendezvous.forget_rendezvous(run_dir)
     assert not list(run_dir.iterdir())
-
-
-def mesh_as_on_gpus(rank: int, run_dir: Path, axes: dict[str, int], said: Any) -> None:
-    """One of two ranks: start() and build_layout() as with GPUs, with gloo in the place of NCCL."""
-    import torch.distributed as dist
-
-    from kempner.parallel.config import DistributedConfig
-    from kempner.parallel.layout import build_layout
-
-    names = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2"}
-    os.environ.update(names)
-    init, prove = dist.init_process_group, process_group._prove
-
-    def without_nccl(backend: str, *, device_id: Any, **options: Any) -> None:
-        init(backend.replace("nccl", "gloo"), **options)
-        dist.distributed_c10d._get_default_group().bound_device_id = device_id
-
-    replaced: dict[Any, dict[str, Any]] = {
-        dist: {"init_process_group": without_nccl},
-        process_group: {
-            "_prove": lambda store, world, device, seconds: prove(store, world, "cpu", seconds),
-            "_log_nccl": lambda world: None,
-        },
-        torch.accelerator: {
-            "is_available": lambda: True,
-            "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        },
-        torch.cuda: {
-            "is_initialized": lambda: True,
-            "set_device": lambda device: None,
-            "device_count": lambda: 2,
-        },
-        copy: {"deepcopy": lambda value, *_: value},  # of NCCL's options; gloo's have none
-    }
-    for module, names_there in replaced.items():
-        for name, value in names_there.items():
-            setattr(module, name, value)
-    world = process_group.start(discover(), torch.device("cuda", 0), run_dir, 60)
-    layout = build_layout(DistributedConfig(**axes), world.size, 2, "cuda")
-    some = dist.new_group([0], backend="gloo")  # as the checkpointer's of a pipeline
-    total = torch.ones(1)
-    for group in (None, *layout.groups, *([some] if rank == 0 else [])):
-        dist.all_reduce(total, group=group)
-    said.put((rank, total.item()))
-    process_group.leave(world)
-
-
-@pytest.mark.parametrize("axis", ["tp", "pp", "ep", "dp_replicate"])
-def test_meshes_of_several_axes_with_a_device_bound(tmp_path: Path, axis: str) -> None:
-    """torch splits the world's group then, which ends the process by SIGSEGV."""
-    said = CONTEXT.Queue()
-    todo = [
-        CONTEXT.Process(target=mesh_as_on_gpus, args=(rank, tmp_path, {axis: 2}, said))
-        for rank in range(2)
-    ]
-    for task in todo:
-        task.start()
-    for task in todo:
-        task.join(timeout=120)
-    codes = [task.exitcode for task in todo]
-    for task in todo:
-        task.kill()
-    assert codes == [0, 0]
-    assert {said.get(timeout=10)[0] for _ in todo} == {0, 1}
 
 
 def depart(rank: int, run_dir: Path, said: Any) -> None:

@@ -20,7 +20,10 @@ REFUSED = {
     "--optimizer.name=schedule_free": "optimizer.name = schedule_free: is not built for [rl]",
     "--preference.loss=reward": "preference.loss = reward: is not built for [rl]",
     "--rl.weights=direct --rl.inference.engine=vllm": "rl.inference.engine = vllm: is not built",
-    "--model.n_experts=4 --model.router_bias": "must be false for an export, and engines get",
+    "--model.n_experts=4 --model.qkv_bias": "must be false for an export, and engines get",
+    "--model.n_experts=4 --model.router=sigmoid --model.shared_experts=1 --model.router_bias": (
+        "model.router_bias: the biases of routers move with the weights"
+    ),
     "--run.fork=runs/other": "run.fork = runs/other: is not built for [rl]",
     "--train.global_batch=7": "train.global_batch = 7: the batch follows from rl.batch_samples",
     "--train.global_batch_tokens=4096": "train.global_batch_tokens: the batch follows",

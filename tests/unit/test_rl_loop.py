@@ -129,6 +129,63 @@ def test_what_an_engine_has_lost_is_asked_again(
     assert first.faulty or len(first.requests) < 2  # a busy machine may leave it without work
 
 
+def test_a_long_answer_is_waited_for_and_cuts_no_other(
+    plain: list[Handed], make: Make, tmp_path: Path
+) -> None:
+    """It takes longer than the limit, which is one of silence: the engine makes tokens."""
+    engine = make()
+    longest = Sampled()
+    engine.slow = longest
+    loop = Loop(config(tmp_path, **{"inference.timeout": 1.0}), [engine])
+    assert equal(loop.run(), plain)
+    assert longest.seconds == 0.0 and not any("is lost" in line for line in loop.lines)
+    asked = [json.dumps(body) for body in engine.requests]
+    assert len(asked) == len(set(asked))
+
+
+class Sampled:
+    """The first request is slow, once."""
+
+    seconds = 3.0
+
+    def __call__(self, body: dict[str, object]) -> float:
+        found, self.seconds = self.seconds, 0.0
+        return found
+
+
+def test_an_engine_without_progress_is_lost(
+    plain: list[Handed], make: Make, tmp_path: Path
+) -> None:
+    def hangs_once(engine: FakeEngine, path: str) -> str | None:
+        if path != "/v1/completions" or engine.faulty:
+            return None
+        engine.hang()
+        return LOST
+
+    loop = Loop(config(tmp_path, **{"inference.timeout": 1.0}), [make(hangs_once)])
+    assert equal(loop.run(), plain)
+    assert any("made no token for" in line for line in loop.lines)
+
+
+def test_a_group_that_fails_again_and_again_is_given_up(make: Make, tmp_path: Path) -> None:
+    """It is said, counted and replaced; the engine and its other requests stay."""
+    engine = make()
+    poison: list[object] = []
+
+    def breaks(engine: FakeEngine, path: str) -> str | None:
+        if path != "/v1/completions":
+            return None
+        poison[:] = poison or [engine.body["prompt"]]
+        return LOST if engine.body["prompt"] == poison[0] else None
+
+    engine.fault = breaks
+    loop = Loop(config(tmp_path), [engine, make(breaks)])
+    handed = loop.run()
+    assert sum(each.batch.metrics["given_up"] for each in handed) == 1
+    assert sum("is given up: engines have lost it 5 times" in line for line in loop.lines) == 1
+    assert all(each.batch.metrics["samples"] == 12 for each in handed)
+
+
 def test_a_stranger_gets_no_work(plain: list[Handed], make: Make, tmp_path: Path) -> None:
     stranger = make(lambda engine, path: 401)
     loop = Loop(config(tmp_path), [stranger, make()])

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from kempner.config.option import ConfigError
+from kempner.config.toml import loads
+from kempner.hf.families import model_values
 from kempner.history import loop_bench
+from kempner.model.config import ModelConfig
+from kempner.planner.cost import GPUS
+from kempner.planner.engine import engine_memory
 from kempner.rl.config import DeploymentConfig, InferenceConfig
-from kempner.rl.placement import Placement, describe, place
+from kempner.rl.placement import Placement, describe, engine_words, main, place
+from tests.conftest import ROOT
 from tests.unit.test_report import report, rows, step_line, write_run
 
 URLS = ("http://10.0.0.1:8000",)
@@ -72,6 +80,91 @@ def test_describe() -> None:
         "engines 0 to 1 (kit, 4 GPU(s) each): on c",
         "engines 2 to 3 (kit, 4 GPU(s) each): on d",
     ]
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "intermediate_size": 11008, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096, "hidden_act": "silu",
+}  # fmt: skip
+# Of their config.json on Hugging Face: what differs; then GiB of keys and values with 16 slots of
+# 4,096 tokens by hand: 2 x layers x key-value heads x head width x 2 bytes x 65,536.
+PUBLISHED = {
+    "Llama-2-7B": ({"num_key_value_heads": 32}, 6.74e9, 32.0),
+    "Llama-3.1-8B": (
+        {"vocab_size": 128256, "num_key_value_heads": 8, "intermediate_size": 14336}, 8.03e9, 8.0
+    ),
+    "Qwen3-8B": (
+        {
+            "model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 36,
+            "num_key_value_heads": 8, "intermediate_size": 12288, "head_dim": 128,
+        },
+        8.19e9, 9.0,
+    ),
+    "Qwen2.5-7B": (
+        {
+            "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584,
+            "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+            "intermediate_size": 18944,
+        },
+        7.62e9, 3.5,
+    ),
+    "Mistral-7B-v0.3": (
+        {
+            "model_type": "mistral", "vocab_size": 32768, "num_key_value_heads": 8,
+            "intermediate_size": 14336, "sliding_window": None,
+        },
+        7.25e9, 8.0,
+    ),
+    "Qwen3-0.6B": (
+        {
+            "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+            "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "intermediate_size": 3072, "head_dim": 128, "tie_word_embeddings": True,
+        },
+        0.596e9, 7.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_7b_toml_fits_the_usual_models(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 80 GB, whatever window the model has: an engine's is that of the trainer."""
+    more, parameters, gib = PUBLISHED[name]
+    model = replace(ModelConfig(**model_values(LLAMA | more, name)), max_seq_len=131072)
+    assert model.count_parameters() == pytest.approx(parameters, rel=0.01)
+    config = loads((ROOT / "configs/rl/7b.toml").read_text())
+    assert config["rl"]["inference"]["engine"] == "vllm"
+    window, size = config["train"]["seq_len"], 2**30
+    for inference, texts in ((InferenceConfig(), 16), (InferenceConfig("vllm"), 1)):
+        found = engine_memory(model, inference, window, "bf16")
+        assert found.cache / size == pytest.approx(gib * texts / 16)
+        assert found.weights == pytest.approx(2 * parameters, rel=0.01)
+        assert found.peak < GPUS["H100"].usable
+    deployment = {"num_train_nodes": 2, "num_infer_nodes": 2}
+    values = {
+        "rl": {"deployment": deployment, "inference": config["rl"]["inference"]},
+        "train": config["train"] | {"deterministic": False}, "model": asdict(model),
+    }  # fmt: skip
+    monkeypatch.setattr("kempner.rl.placement.loads", lambda text: values)
+    words = ["--nodes=4", "--tasks=8", "--gpus=8", "--names=a,b,c,d"]
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "engines 8 to 15 (vllm, 1 GPU(s) each): on d" in said
+    assert "--max-model-len=4096" in said and "memory of an engine" in said
+    values["rl"]["inference"] = {"slots": 1000}
+    assert main(words) == (2 if gib > 3 else 0)
+    said = capsys.readouterr().err
+    assert re.search(r"no GPU has so much .*--rl.inference.slots=\d+ or less", said)
+
+
+def test_the_window_of_an_engine_is_that_of_the_trainer() -> None:
+    assert engine_words(InferenceConfig(), 64, True) == ["--window=64", "--deterministic"]
+    other = InferenceConfig("vllm", args=("--max-model-len=128",))
+    assert engine_words(other, 64) == ["--max-model-len=64", "--max-model-len=128"]
 
 
 @pytest.fixture

@@ -38,6 +38,9 @@ class Uneven:
     def version(self) -> int:
         return 0
 
+    def progress(self) -> None:
+        return None
+
     def abort(self) -> None:
         self.go.set()
 
@@ -46,7 +49,7 @@ def test_slots_stay_in_use_when_lengths_vary() -> None:
     """A request of few long samples takes few slots: as many more are asked; in the order of the
     requests."""
     engine = Uneven()
-    router = Router(lambda: {"engine-0": engine.url}, lambda url: engine, SLOTS, 0, print)  # type: ignore[arg-type,return-value]
+    router = Router(lambda: {"engine-0": engine.url}, lambda url: engine, SLOTS, 0, print, 60.0)  # type: ignore[arg-type,return-value]
     router.start()
     threads = []
     for seed in range(40):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,12 @@ from kempner.planner.memory import GIB, memory
 FOLDER = Path(__file__).parents[2] / "configs/scale"
 FILES = sorted(FOLDER.glob("*.toml"))
 MACHINES = re.compile(r"# .* on (\d+) nodes? of (\d+) (\w+)[.:,]")
+# All that have a model of their own; one shows every lever that saves memory.
+SHIPPED = [
+    path
+    for path in sorted(FOLDER.parent.glob("[st][cr]a*/*.toml"))
+    if path.stem not in ("sft", "dpo", "7b-memory-tight")
+]
 # Replicas and shards, in the worlds that the files are for.
 MESHES = {
     "7b-1node": (1, 8), "7b-2nodes": (2, 8), "7b-8nodes": (8, 8), "7b-32nodes": (32, 8),
@@ -41,6 +48,17 @@ def test_a_configuration_fits_its_machines(path: Path) -> None:
     # One copy of the weights spans nodes only where a node cannot hold it.
     spans = [each for each in traffic(cfg, world, per_node) if "FSDP" in each.what]
     assert all(each.within for each in spans) == (axes.shard <= per_node)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_nothing_is_computed_twice_that_fits(path: Path) -> None:
+    """On 8 H100, or the machines that the first line names."""
+    found = MACHINES.match(path.read_text().splitlines()[0]) or (None, 1, 8, "H100")
+    world, per_node = int(found[1]) * int(found[2]), int(found[2])
+    cfg = load_config([str(path)], [])
+    if cfg.train.recompute != "none" and not cfg.train.offload_activations:
+        all_kept = replace(cfg, train=replace(cfg.train, recompute="none"))
+        assert memory(all_kept, world, per_node).peak > GPUS[found[3]].usable
 
 
 def test_every_configuration_is_named_here() -> None:

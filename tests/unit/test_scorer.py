@@ -24,7 +24,9 @@ from kempner.rl.environments.scorer import Scorer
 from tests.conftest import ROOT, clean_env
 from tests.rewards import score, talk
 
-HOSTILE = EnvConfig(f"{ROOT}/tests/hostile_environment.py:Hostile", timeout=30.0, memory=200)
+HOSTILE = EnvConfig(
+    f"{ROOT}/tests/hostile_environment.py:Hostile", timeout=30.0, memory=200, unsafe=True
+)
 # A name that no other process has, in its command.
 MARK = f"mark-{os.getpid()}"
 SLEEP = (
@@ -231,7 +233,7 @@ def test_threads_share_the_processes() -> None:
 
 
 def test_a_program_that_hangs_forks_or_writes_much_has_the_reward_0() -> None:
-    env = Tasks(EnvConfig("code", args='{"seconds": 1.0}', memory=128), 0)
+    env = Tasks(EnvConfig("code", args='{"seconds": 1.0}', memory=128, unsafe=True), 0)
     task = env.task(0)
     with contextlib.closing(Scorer(1)) as scorer:
         for program in (
@@ -251,7 +253,7 @@ def test_nothing_is_left_when_the_parent_is_killed(namespaces: bool) -> None:
     code = (
         "from kempner.rl.environments.scorer import *\n"
         "from kempner.rl.config import EnvConfig\n"
-        f"env = Tasks(EnvConfig({HOSTILE.id!r}, timeout=60.0), 0)\n"
+        f"env = Tasks(EnvConfig({HOSTILE.id!r}, timeout=60.0, unsafe=True), 0)\n"
         f"Scorer(1, namespaces={namespaces}).score(env, env.task(0), [[{{'content': {hang!r}}}]])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=clean_env())

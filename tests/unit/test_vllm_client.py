@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,8 +20,9 @@ from kempner.compiler import CACHE, HEADERS
 from kempner.config.loading import load
 from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
-from kempner.rl import vllm_engine
+from kempner.rl import engines, router, vllm_engine
 from kempner.rl.engines import ROUTES, Busy, Lost, Rejected, VllmEngine
+from kempner.rl.router import Router
 from kempner.run import RunConfig
 
 
@@ -30,6 +32,8 @@ class Server(ThreadingHTTPServer):
     asked: list[tuple[str, Any]]
     broken, version = "", "3"
     routes = ROUTES
+    reload = 0.0  # seconds
+    core: threading.Lock  # it does one thing after another
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -38,6 +42,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
     def do_GET(self) -> None:
+        if self.path == "/health":  # of the process that listens
+            return self.send(b"", 200)
+        if self.path == "/weight_info":
+            with self.server.core:
+                pass
         self.say(
             {"/openapi.json": {"paths": {route: {} for route in self.server.routes}}}.get(
                 self.path, {"weight_version": self.server.version}
@@ -52,6 +61,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.say({"error": {"message": "no room"}}, 500)
         if self.path == "/update_weight_version":
             self.server.version = body["new_version"]
+        if self.path == "/collective_rpc":
+            with self.server.core:
+                time.sleep(self.server.reload)
         found: dict[str, Any] = {}
         if self.path == "/inference/v1/generate":
             spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
@@ -64,7 +76,9 @@ class Handler(BaseHTTPRequestHandler):
         self.say(found)
 
     def say(self, content: Any, code: int = 200) -> None:
-        data = json.dumps(content).encode()
+        self.send(json.dumps(content).encode(), code)
+
+    def send(self, data: bytes, code: int) -> None:
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -74,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), Handler) as one:
-        one.asked = []
+        one.asked, one.core = [], threading.Lock()
         threading.Thread(target=one.serve_forever, args=(0.02,), daemon=True).start()
         yield one
         one.shutdown()
@@ -82,7 +96,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def engine(server: Server) -> VllmEngine:
-    return VllmEngine(f"http://127.0.0.1:{server.server_address[1]}", "secret", 20.0, {256, 2})
+    return VllmEngine(f"http://127.0.0.1:{server.server_address[1]}", "secret", {256, 2})
 
 
 def test_completions(server: Server, engine: VllmEngine) -> None:
@@ -109,6 +123,35 @@ def test_weights(server: Server, engine: VllmEngine) -> None:
         engine.version()
     with pytest.raises(Rejected, match="files"):
         engine.update({"manifest": "/w"})
+
+
+def test_a_reload_that_is_slower_than_the_beats(
+    server: Server, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its core says nothing meanwhile. The reload is waited for, and there is one."""
+    monkeypatch.setattr(router, "BEAT_EVERY_S", 0.05)
+    monkeypatch.setattr(engines, "BEAT_S", 0.2)
+    server.reload, said = 1.5, list[str]()
+    one = Router(lambda: {"engine-0": engine.url}, lambda url: engine, 8, 0, said.append, 60.0)
+    one.offer(4, {"path": "/w", "version": 4})
+    one.start()
+    until = time.monotonic() + 30
+    while one.oldest() != 4 and time.monotonic() < until:
+        time.sleep(0.02)
+    one.close()
+    assert one.oldest() == 4 and server.version == "4"
+    assert [path for path, _ in server.asked].count("/collective_rpc") == 1
+    assert not any("lost" in line for line in said), said
+
+
+def test_a_core_that_is_busy_is_no_loss(
+    server: Server, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an update whose answer was lost: the version is asked before a new reload."""
+    monkeypatch.setattr(engines, "VERSION_S", 0.2)
+    assert engine.version() == 3
+    with server.core:
+        assert engine.version() is None
 
 
 def test_another_vllm(server: Server, engine: VllmEngine) -> None:

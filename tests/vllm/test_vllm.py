@@ -64,7 +64,7 @@ def engine(place: Path) -> Iterator[VllmEngine]:
         assert process.poll() is None and time.monotonic() < end, (place / "log").read_text()
         time.sleep(0.2)
     url = (engines / "engine-0").read_text().strip()
-    yield VllmEngine(url, "secret", 120.0, {256})
+    yield VllmEngine(url, "secret", {256})
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0 and not list(engines.iterdir())
 
@@ -100,7 +100,7 @@ def test_it_answers_and_takes_weights(engine: VllmEngine, place: Path) -> None:
 
 def test_strangers_are_refused(engine: VllmEngine) -> None:
     """Also by the routes that change weights, which vLLM's own key leaves open."""
-    stranger = VllmEngine(engine.url, "wrong", 20.0, {256})
+    stranger = VllmEngine(engine.url, "wrong", {256})
     with pytest.raises(Lost, match="401 give the token"):
         stranger.version()
     with pytest.raises(Lost, match="401"):

@@ -7,7 +7,6 @@ kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads si
     kp_begin
     [[ $KP_ROOT != "$KP_ORIGIN" ]] || kp_check_variables # in the copy it would be said twice
     kp_enter
-    kp_allocator
     ! kp_in_job || [[ -n ${KP_DRY}${KP_BESIDE} ]] || kp_startup
 }
 
@@ -52,13 +51,6 @@ kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     elif [[ -n $KP_DRY ]]; then
         kp_dry_job
     fi
-}
-
-kp_allocator() { # exports PyTorch's allocator settings, unless the user has
-    # Segments that grow fragment less: a run near the limit of its memory keeps it. Not PYTORCH_ALLOC_CONF, the newer
-    # name: torch 2.9 ignores it for CUDA (pytorch/pytorch#183387), and 2.9 to 2.13 all read this one.
-    [[ -n ${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_ALLOC_CONF:-} ]] ||
-        export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 }
 
 kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is exported

@@ -169,7 +169,8 @@ class Checkpointer:
     def _prune(self) -> None:
         """Not part of the save: deleting takes minutes on a parallel file system."""
         with contextlib.suppress(OSError):  # what cannot be deleted is no reason to fail
-            commit.prune(self.root, self.cfg.keep_last_n, self.cfg.keep_every)
+            cfg = self.cfg
+            commit.prune(self.root, cfg.keep_last_n, cfg.keep_every, cfg.powers_of_two)
 
     def _prepare(self) -> None:
         with contextlib.suppress(TypeError):  # the save says what cannot be stored

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from kempner.checkpoint.config import is_power_of_two
 from kempner.checkpoint.ownership import is_own, remove
 from kempner.config.option import ConfigError
 from kempner.directories import Kind, mark, read_mark
@@ -283,13 +284,15 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def prune(root: Path, keep_last_n: int, keep_every: int) -> None:
+def prune(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False) -> None:
     """Retention. What stays: the newest `keep_last_n` of the run's own branch, multiples of
-    `keep_every`, `latest`, and what is being read."""
+    `keep_every`, with `powers_of_two` step 0 and these, `latest`, and what is being read."""
     branch, left = branches(root)
     for path in branch[keep_last_n:] + left:
         step = step_of(path.name)
         if (keep_every and step and step % keep_every == 0) or path == latest(root):
+            continue
+        if powers_of_two and step is not None and is_power_of_two(step):
             continue
         with contextlib.suppress(OSError):  # the next retention tries again
             if is_own(path):

@@ -19,3 +19,24 @@ class CheckpointConfig:
     keep_every: int = option(
         0, "also keep checkpoints at multiples of this many steps; 0: none", minimum=0
     )
+    powers_of_two: bool = option(
+        False, "also save steps 0 (before any update), 1, 2, 4, 8, ..., and keep them for good"
+    )
+
+    def is_due(self, step: int) -> bool:
+        """Whether a run saves after `step` steps, which are not its last."""
+        regular = self.interval > 0 and step % self.interval == 0
+        return regular or (self.powers_of_two and is_power_of_two(step))
+
+    def problems(self) -> list[str]:
+        if self.save or not self.powers_of_two:
+            return []
+        return [
+            "checkpoint.powers_of_two: checkpoint.save = false writes no checkpoints; leave one of "
+            "the two out"
+        ]
+
+
+def is_power_of_two(step: int) -> bool:
+    """Of 0, too, with which a series of checkpoints at powers of two begins."""
+    return step & (step - 1) == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from kempner.config.option import ConfigError
 from kempner.data.opening import changes
-from kempner.model.config import OF_TRAINING, ModelConfig
+from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 
 # A manifest states under "fixed" what gives its weights and its position their meaning. These facts
 # may differ in the run that loads it; all others never may, such as the shapes of the weights.
@@ -18,11 +18,10 @@ MAY_CHANGE = tuple(f"model.{name}" for name in OF_TRAINING)
 MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
     *MAY_CHANGE,
     "model.init_from",
+    "preference.*",
     "data.*",
     "train.seq_len",
-    "model.max_seq_len",  # longer contexts: no weight depends on these
-    "model.rope_*",
-    "model.sliding_window",
+    *(f"model.{name}" for name in OF_CONTEXT),
 )
 
 
@@ -65,12 +64,19 @@ def differences(
     differ = {
         name: f"{name} is {_text(there)} there, {_text(value)} here"
         for section, values in about["fixed"].items()
+        if section != "preference"
         for key, value in values.items()
         if (there := manifest["fixed"].get(section, {}).get(key, before.get(key))) != value
         and (name := f"{section}.{key}") != "data.mixture"
     }
     if (lora := manifest["fixed"].get("lora")) and "lora" not in about["fixed"]:
         differ["lora.rank"] = f"lora.rank is {lora['rank']} there, 0 here"
+    was, now = (each["fixed"].get("preference") for each in (manifest, about))
+    if was and now and was != now:  # an earlier version has not noted it
+        differ["preference.reference"] = (
+            "model.init_from holds other weights than those that have been the reference of "
+            f"preference.loss = dpo (fingerprint {was['reference']} there, {now['reference']} here)"
+        )
     if mixture := manifest["fixed"].get("data", {}).get("mixture"):
         same_length = "train.seq_len" not in differ
         if (here := about["fixed"]["data"].get("mixture")) is None:

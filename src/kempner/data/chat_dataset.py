@@ -60,13 +60,28 @@ class ChatDataset:
         # Of each conversation: its shard, where it begins there, and the places that it takes.
         self._where = np.stack([shards, begins, lengths], axis=1)
         size = lengths.reshape(-1, group).sum(1)
-        kept = np.flatnonzero(size <= self.seq_len)
+        fits = size <= self.seq_len
+        if shape.cut:
+            whole = [not longer[i] or self._has_answers(i, group) for i in range(len(longer))]
+            fits &= np.array(whole, bool)
+        self.without_answer = int(longer.sum() - (longer & fits).sum()) if shape.cut else 0
+        kept = np.flatnonzero(fits)
         packing = first_fit_decreasing(size[kept], self.seq_len)
         items = kept[packing.order]
         self._order = (items[:, None] * group + np.arange(group)).flatten()
         self._starts = packing.starts * group
         self.filled = float(size[kept].sum() / max(1, len(packing) * self.seq_len))
         self.packing = {"filled": round(self.filled, 4), "too_long": self.longer}
+        if shape.cut:
+            self.packing["without_answer"] = self.without_answer
+
+    def _has_answers(self, number: int, group: int) -> bool:
+        """Whether something is in the loss in each conversation of a group, as far as it is read.
+        Of a pair whose prompt fills both halves of a row two equal documents would be left."""
+        for shard, begin, length in self._where[number * group : (number + 1) * group].tolist():
+            if not self._map(shard)[1][begin + 1 : begin + 1 + length].any():
+                return False
+        return True
 
     @classmethod
     def open(
@@ -95,6 +110,8 @@ class ChatDataset:
             )
         if not len(result):
             more = ", and all are longer than that" if result.longer else ""
+            if more and result.without_answer:
+                more += ", their prompts alone"
             problems.append(
                 f"{path}: no conversation for rows of {shape.seq_len} tokens in split {split}: it "
                 f"has {len(result._where)}{more}; prepare more data"
@@ -114,6 +131,8 @@ class ChatDataset:
         items = len(self._order) // GROUP[self.sidecar.kind]
         done = "cut" if self._shape.cut else "dropped"
         longer = f", {self.longer:,} longer than that {done}" if self.longer else ""
+        if self.without_answer:
+            longer += f", of which {self.without_answer:,} are dropped: no answer was left"
         return (
             f"{items:,} {what} in {len(self):,} rows of {self.seq_len:,}, "
             f"{self.filled:.1%} full{longer}"
@@ -122,7 +141,8 @@ class ChatDataset:
     def identity(self) -> dict[str, Any]:
         """The lengths stand for the conversations, and packing them gives the samples."""
         lengths = hashlib.sha256(self._where[:, 2].tobytes()).hexdigest()[:16]
-        return {"conversations": lengths, "seq_len": self.seq_len}
+        dropped = {"without_answer": self.without_answer} if self.without_answer else {}
+        return {"conversations": lengths, "seq_len": self.seq_len, **dropped}
 
     def read(self, indices: Int64) -> Rows:
         """Rows `indices` [N], in that order. Raises DataError when a shard differs from the

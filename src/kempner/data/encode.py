@@ -45,12 +45,13 @@ class Encoding:
     dtype: str
     text_key: str
     val_fraction: float
+    bos: int | None = None  # before each document
     chat: ChatEncoding | None = None  # where the units are of chat data
 
     def tokenizer(self) -> Tokenizer:
         if not self.tokenizer_file:
             return ByteTokenizer()
-        return FileTokenizer(Path(self.tokenizer_file), eod=self.eod)
+        return FileTokenizer(Path(self.tokenizer_file), eod=self.eod, bos=self.bos)
 
 
 @dataclass

@@ -119,10 +119,13 @@ class MappedTokens(TokenStream):
     @functools.cached_property
     def _first_tokens(self) -> Int64:
         """Where each document begins in the stream: 8 bytes a document."""
+        length_of = need(
+            "pyarrow.compute"
+        ).list_value_length  # lists of any kind, of fixed length too
         starts = []
         for begin, chunk in zip(self._starts, self._chunks, strict=False):
-            offsets = chunk.offsets.to_numpy()
-            starts.append(begin + offsets[:-1].astype(np.int64))
+            lengths = length_of(chunk).fill_null(0).to_numpy().astype(np.int64)
+            starts.append(begin + lengths.cumsum() - lengths)
         return np.concatenate(starts)
 
     def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:

@@ -97,9 +97,6 @@ class TrainLoader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        for begin, end in self._skip:
-            if begin <= self.position < end:
-                self.seek(end, self.step, self._skip)
         if not self._prefetch:
             result = self._read(self.position, self.step)
         else:
@@ -110,8 +107,9 @@ class TrainLoader:
             except BaseException:
                 self.close()
                 raise
-        self.phase = self.mixture.phase(self.position)
-        self.position += stage_at(self._stages, self.step).batch
+        ranges = self._ranges(self.position, stage_at(self._stages, self.step).batch)
+        self.phase = self.mixture.phase(ranges[0][0])
+        self.position = ranges[-1][1]
         self.step += 1
         return result
 
@@ -139,13 +137,28 @@ class TrainLoader:
     def _read_on(self, position: int, step: int) -> Iterator[list[MicroBatch]]:
         while True:
             yield self._read(position, step)
-            position += stage_at(self._stages, step).batch
+            position = self._ranges(position, stage_at(self._stages, step).batch)[-1][1]
             step += 1
+
+    def _ranges(self, position: int, count: int) -> list[tuple[int, int]]:
+        """The next `count` samples from `position` on, but those that are left out, as [from, to)
+        each. A batch of another size than before may reach over such a gap."""
+        found = []
+        for begin, end in sorted(map(tuple, self._skip)):
+            if position < begin and count:
+                found.append((position, min(begin, position + count)))
+                count -= found[-1][1] - position
+                position = found[-1][1]
+            if begin <= position < end and count:
+                position = end
+        return [*found, (position, position + count)] if count or not found else found
 
     def _read(self, position: int, step: int) -> list[MicroBatch]:
         stage = stage_at(self._stages, step)
         share = stage.batch // self._world
-        numbers, indices = self.mixture.draw(position + self._rank * share, share)
+        _, first = self._ranges(position, self._rank * share)[-1]
+        drawn = [self.mixture.draw(begin, end - begin) for begin, end in self._ranges(first, share)]
+        numbers, indices = (np.concatenate(each) for each in zip(*drawn, strict=True))
         if len(self.sources) == 1:
             rows, sources = self.sources[0].read(indices), None
         else:

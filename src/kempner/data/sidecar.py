@@ -53,6 +53,7 @@ class Sidecar:
         "text"  # of chat and preference, the shards have `.loss_mask` and `.ends` beside them
     )
     format: int = FORMAT
+    bos: int | None = None  # begins each document, where there is one
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.splits[split])

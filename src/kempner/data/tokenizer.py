@@ -40,11 +40,13 @@ Span = tuple[int, int]  # characters, from and to
 class Tokenizer(Protocol):
     vocab_size: int
     eod: int
+    bos: int | None
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, with the end-of-document id after them."""
+        """The ids of each text, with the end-of-document id after them, and `bos`, if there is one,
+        before them."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -57,6 +59,7 @@ class ByteTokenizer:
 
     vocab_size = BYTES_EOD + 1
     eod = BYTES_EOD
+    bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
@@ -82,8 +85,16 @@ class FileTokenizer:
     """A tokenizer.json, read by the package `tokenizers`. Text is text: a special token that is
     spelled out in a document does not become one, and nothing is cut, padded or put in front."""
 
-    def __init__(self, path: Path, *, eod: str | int | None = None, name: str = "") -> None:
-        """`eod`: the end-of-document token or its id; None looks for one of the usual names."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        eod: str | int | None = None,
+        bos: str | int | None = None,
+        name: str = "",
+    ) -> None:
+        """`eod`: the end-of-document token or its id; None looks for one of the usual names. `bos`:
+        that before each document; None: nothing."""
         need("tokenizers")
         try:
             data = path.read_bytes()
@@ -93,7 +104,11 @@ class FileTokenizer:
         except Exception as error:  # the package raises bare Exception and ValueError
             raise DataError(f"tokenizer {path}: not a tokenizer.json ({error})") from None
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
-        self.eod = _find_eod(path, vocabulary, eod)
+        self.eod = _find_eod(path, self._tokenizer, vocabulary, eod)
+        if isinstance(bos, str) and bos not in vocabulary:
+            raise DataError(f"tokenizer {path}: has no token {bos}; give another one as --bos")
+        self.bos = vocabulary[bos] if isinstance(bos, str) else bos
+        self._begin = array("I", () if self.bos is None else (self.bos,))
         self._about = {
             "name": name or "/".join(path.parts[-2:]),
             "kind": "tokenizer.json",
@@ -109,7 +124,8 @@ class FileTokenizer:
         for start in range(0, len(texts), AT_ONCE):
             batch = [_clean(text) for text in texts[start : start + AT_ONCE]]
             for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                ids = array("I", encoding.ids)  # in half the time that np.array takes for a list
+                # in half the time that np.array takes for a list
+                ids = self._begin + array("I", encoding.ids)
                 ids.append(self.eod)
                 result.append(np.frombuffer(ids, np.uint32))
         return result
@@ -149,7 +165,9 @@ def tokenizer_of(sidecar: Sidecar, directory: Path) -> Tokenizer:
     if sidecar.tokenizer["kind"] == "bytes":
         return ByteTokenizer()
     file = directory / TOKENIZER
-    tokenizer = FileTokenizer(file, eod=sidecar.eod, name=sidecar.tokenizer["name"])
+    tokenizer = FileTokenizer(
+        file, eod=sidecar.eod, bos=sidecar.bos, name=sidecar.tokenizer["name"]
+    )
     if tokenizer.describe()["hash"] != sidecar.tokenizer["hash"]:
         raise DataError(
             f"{file}: not the tokenizer that made the data (the hash in {SIDECAR} differs)"
@@ -204,15 +222,21 @@ def need(package: str) -> Any:
         ) from None
 
 
-def _find_eod(path: Path, vocabulary: dict[str, int], eod: str | int | None) -> int:
+def _find_eod(path: Path, tokenizer: Any, vocabulary: dict[str, int], eod: str | int | None) -> int:
+    """One of the usual names that is a special token: "</s>" may be an ordinary one, an HTML tag,
+    which would end a document in the middle. Else what the model itself names."""
     if isinstance(eod, int):
         return eod
-    names = (*EOD_NAMES, *_eos_of_model(path.parent)) if eod is None else (eod,)
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    own = _eos_of_model(path.parent)
+    names = (*EOD_NAMES, *own) if eod is None else (eod,)
     for name in names:
-        if name in vocabulary:
-            return vocabulary[name]
+        known = special if eod is None and name not in own else vocabulary
+        if name in known:
+            return known[name]
     raise DataError(
-        f"tokenizer {path}: has no token {' or '.join(names)}; "
+        f"tokenizer {path}: has no {'special ' if eod is None else ''}token {' or '.join(names)}; "
         "name the one that ends a document by --eod TOKEN"
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kempner.generate.config import Sampling
 from kempner.generate.sampling import draw_rows, uniforms
-from kempner.model.cache import KVCache, Rows
+from kempner.model.cache import KVCache, Rows, whole_blocks
 from kempner.model.decoder import Decoder
 
 
@@ -92,7 +92,8 @@ class Engine(Generic[R]):
                 self._read(request, context)
         elif fresh:
             first, counts = len(self.requests), [len(context) for context in fresh]
-            padded = [[*context] + [0] * (max(counts) - len(context)) for context in fresh]
+            width = whole_blocks(max(counts), self.cache.length)
+            padded = [[*context] + [0] * (width - len(context)) for context in fresh]
             self._held[first : first + len(fresh)] = fresh
             self.requests += fresh.values()
             self.prefilled += sum(counts)

@@ -23,6 +23,7 @@ from kempner.checkpoint.reader import Want, read_table, read_wanted
 from kempner.checkpoint.writer import pages
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
+from kempner.data.vocabulary import read_vocabulary
 from kempner.directories import MARK, Kind, mark, refuse_others
 from kempner.files import fsync, write_atomic
 from kempner.front_door import explain_os_error
@@ -38,8 +39,8 @@ from kempner.hf.source import (
     run_of,
 )
 from kempner.hf.stored import INDEX, SINGLE
-from kempner.hf.tensors import parts, tensor_names, tensor_shapes
-from kempner.hub import CARRIED
+from kempner.hf.tensors import ROUTER_BIAS, parts, tensor_names, tensor_shapes
+from kempner.hub import CARRIED, TOKENIZER_FILES
 from kempner.model.config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,31 +108,47 @@ def _dtype(carried: Config | None) -> str:
 
 
 def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None, dtype: str) -> str:
-    """config.json, and the tokenizer: of the model from which the run started, else of its data.
-    Returns the model_type."""
+    """config.json, and the tokenizer: of the model from which the run started, unless its data have
+    another one. Returns the model_type."""
     eos = None
+    sidecar = Sidecar.load(run / SIDECAR) if (run / SIDECAR).is_file() else None
     if carried is not None:
         carry(run / FOLDER, out)
-        _write_chat(out, run, carried)
-    elif (run / SIDECAR).is_file():
-        sidecar = Sidecar.load(run / SIDECAR)
+        if sidecar is not None:
+            _write_tokenizer(out, run, sidecar)
+            _write_end_of_turn(out, sidecar, carried)
+    elif sidecar is not None:
         eos = sidecar.eod
-        if sidecar.tokenizer["kind"] != "bytes":
-            shutil.copyfile(run / TOKENIZER, out / TOKENIZER)
-            write_json(out / TOKENIZER_CONFIG, _tokenizer_config(out / TOKENIZER, eos))
+        _write_tokenizer(out, run, sidecar)
     config = config_json(cfg, carried, dtype, eos)
     write_json(out / CONFIG, config)
     return str(config["model_type"])
 
 
-def _write_chat(out: Path, run: Path, carried: Config) -> None:
-    """The template that a run on chat data was trained with, and the token that ends a turn: a base
-    model may have neither, and would talk on."""
-    sidecar = Sidecar.load(run / SIDECAR) if (run / SIDECAR).is_file() else None
-    if sidecar is None or sidecar.kind == "text":
+def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
+    """The tokenizer of the data, with the chat template that a run on chat data was trained with,
+    in place of the model's, unless that knows all ids of a text."""
+    file, texts = out / TOKENIZER, sidecar.kind == "text"
+    if sidecar.tokenizer["kind"] == "bytes":
         return
-    shutil.copyfile(run / TOKENIZER_CONFIG, out / TOKENIZER_CONFIG)
-    (out / "chat_template.jinja").unlink(missing_ok=True)  # it is in that file
+    own = read_vocabulary(file) if texts and file.is_file() else {}
+    if own and read_vocabulary(run / TOKENIZER).items() <= own.items():
+        return
+    same = file.is_file() and file.read_bytes() == (run / TOKENIZER).read_bytes()
+    for pattern in ("chat_template*",) if same else TOKENIZER_FILES:
+        for stale in out.glob(pattern):
+            stale.unlink()
+    shutil.copyfile(run / TOKENIZER, file)
+    if texts:
+        write_json(out / TOKENIZER_CONFIG, _tokenizer_config(file, sidecar.eod))
+    else:
+        shutil.copyfile(run / TOKENIZER_CONFIG, out / TOKENIZER_CONFIG)
+
+
+def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
+    """Of chat data the token that ends a turn, too: a base model would talk on."""
+    if sidecar.kind == "text":
+        return
     file = out / GENERATION
     config: Config = json.loads(file.read_bytes()) if file.is_file() else {}
     ends = config.get("eos_token_id", carried.get("eos_token_id"))
@@ -195,14 +212,21 @@ def header_of(
     at = 0
     for ours, whole in shapes.items():
         for name, shape in parts(names[ours], whole).items():
+            own = dtype_of(ours, dtype)
             header[name] = {
-                "dtype": HEADER_DTYPES[dtype],
+                "dtype": HEADER_DTYPES[own],
                 "shape": shape,
-                "data_offsets": [at, at := at + math.prod(shape) * dtype.itemsize],
+                "data_offsets": [at, at := at + math.prod(shape) * own.itemsize],
             }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data are aligned
     return len(text).to_bytes(8, "little") + text
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """That of a tensor in a model of `dtype`: rounded to 8 bits a router's bias would choose other
+    experts. These tensors come first in a file, so that the data are aligned."""
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
 def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
@@ -220,7 +244,10 @@ class _Reader:
         self.table = read_table(checkpoint, self.manifest)
         shapes = tensor_shapes(ModelConfig(**self.manifest["fixed"]["model"]))
         self.shapes = {name: torch.Size(shapes[name]) for name in names}
-        self.sizes = {name: s.numel() * dtype.itemsize for name, s in self.shapes.items()}
+        self.sizes = {
+            name: shape.numel() * dtype_of(name, dtype).itemsize
+            for name, shape in self.shapes.items()
+        }
         size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
         self.buffers = [torch.frombuffer(pages(size), dtype=torch.uint8) for _ in range(2)]
 
@@ -231,7 +258,7 @@ class _Reader:
             buffer, at, targets = self.buffers[0], 0, {}
             self.buffers.reverse()
             for name in group:
-                part = buffer[at : at + self.sizes[name]].view(self.dtype)
+                part = buffer[at : at + self.sizes[name]].view(dtype_of(name, self.dtype))
                 targets[name] = part.view(self.shapes[name])
                 at += self.sizes[name]
             self._fill(targets)

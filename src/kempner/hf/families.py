@@ -23,6 +23,7 @@ class Family(NamedTuple):
     rope_theta: float = 10000.0  # where config.json gives none
     width: str = "intermediate_size"  # key of ffn_dim
     experts: str = ""  # key of their number, where there are any
+    rotary: float = 1.0  # part of a head that RoPE turns, where config.json does not say
 
 
 FAMILIES = {
@@ -33,6 +34,9 @@ FAMILIES = {
     "mixtral": Family("MixtralForCausalLM", rope_theta=1e6, experts="num_local_experts"),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", width="moe_intermediate_size", experts="num_experts"
+    ),
+    "glm4_moe": Family(  # DeepSeek-V3's experts behind a Llama's attention
+        "Glm4MoeForCausalLM", width="moe_intermediate_size", experts="n_routed_experts", rotary=0.5
     ),
 }
 # Why not the others: by the beginning of model_type.
@@ -55,12 +59,17 @@ FIXED: Config = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
     "attention_dropout": 0.0,
     "quantization_config": None,
     "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
     "router_jitter_noise": 0.0,
+}
+# What these keys of a glm4_moe must be, and what it takes them for where they are missing.
+GLM_FIXED = {
+    "n_group": (1, 1),
+    "topk_group": (1, 1),
+    "first_k_dense_replace": (0, 1),
+    "num_nextn_predict_layers": (0, 1),
 }
 REQUIRED = {
     "vocab_size": "vocab_size",
@@ -70,7 +79,7 @@ REQUIRED = {
     "norm_eps": "rms_norm_eps",
     "max_seq_len": "max_position_embeddings",
 }
-# Without experts, and what no family has.
+# Without experts, and what glm4_moe alone has.
 PLAIN = {
     "n_experts": 0,
     "shared_experts": 0,
@@ -84,6 +93,21 @@ LLAMA3_ROPE = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
+# What else a config.json may be asked for, and its type.
+KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "rms_norm_eps": ("a number", (int, float)),
+    "rope_theta": ("a number", (int, float)),
+    "rope_parameters": ("an object", (dict,)),
+    "rope_scaling": ("an object", (dict,)),
+    "architectures": ("a list", (list,)),
+    "layer_types": ("a list", (list,)),
+    "max_window_layers": ("a whole number", (int,)),
+}
+WORDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NO_WINDOW = ("llama", "glm4_moe")
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
+ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # no part of the scaling
+SIZES = ("num_key_value_heads", "head_dim", "sliding_window", "original_max_position_embeddings")
 
 
 def model_values(config: Config, where: str) -> dict[str, Any]:
@@ -110,14 +134,35 @@ def model_values(config: Config, where: str) -> dict[str, Any]:
         "norm_eps": float(values["norm_eps"]),
         "n_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or family.head_dim or values["dim"] // heads,
-        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "tie_embeddings": config.get("tie_word_embeddings") or False,
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
         "qkv_bias": kind == "qwen2",
         # Qwen3-MoE alone can weigh the experts by their scores as they are.
         "router_normalize": kind != "qwen3_moe" or config.get("norm_topk_prob", False),
+        **(_dense_blocks(config) if kind == "qwen3_moe" else {}),
         "sliding_window": _window(config),
         **_rope(config),
+        **(_glm_values(config) if kind == "glm4_moe" else {}),
     }
+
+
+def _glm_values(config: Config) -> dict[str, Any]:
+    return {
+        "router": "sigmoid",
+        "router_bias": True,
+        "router_normalize": config.get("norm_topk_prob", True),
+        "router_scale": float(config.get("routed_scaling_factor", 1.0)),
+        "shared_experts": config.get("n_shared_experts", 1),
+        "qk_norm": config.get("use_qk_norm", False),
+        "qkv_bias": config.get("attention_bias", False),
+    }
+
+
+def _dense_blocks(config: Config) -> dict[str, Any]:
+    """Of a Qwen3-MoE: which blocks have no experts, and how wide their feed-forward layers are."""
+    step = config.get("decoder_sparse_step") or 1
+    width = config.get("intermediate_size") if step > 1 else None
+    return {"moe_frequency": step, "dense_ffn_dim": width}
 
 
 def _keys(family: Family) -> dict[str, str]:
@@ -127,26 +172,103 @@ def _keys(family: Family) -> dict[str, str]:
 
 
 def _refusals(config: Config, family: Family) -> list[str]:
+    if found := _wrong_types(config, family):
+        return found
+    glm = family is FAMILIES["glm4_moe"]
     found = [
         f"{key} = {shown(config[key])}: only {shown(value)} is supported"
         for key, value in FIXED.items()
         if config.get(key, value) not in (value, None)
+        and not (glm and key == "attention_bias")  # of queries, keys and values alone
     ]
-    found += [f"has no {theirs}" for theirs in _keys(family).values() if theirs not in config]
+    found += [
+        f"{key} = {shown(config.get(key, default))}: only {value} is supported"
+        for key, (value, default) in GLM_FIXED.items()
+        if glm and config.get(key, default) != value
+    ]
+    found += [f"has no {key}" for key in _keys(family).values() if config.get(key) is None]
     if family.architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
         found.append("has no num_key_value_heads")
     if (architecture := (config.get("architectures") or [family.architecture])[0]) != (
         family.architecture
     ):
         found.append(f"architecture {architecture}: only {family.architecture} is supported")
-    kind = (_rope_section(config)).get("rope_type", "default")
-    if kind not in ("default", "llama3"):
+    return found + _rope_refusals(config) + _window_refusals(config)
+
+
+def _wrong_types(config: Config, family: Family) -> list[str]:
+    """What is no number, list or object where there must be one."""
+    sizes = {*_keys(family).values(), *SIZES} - {"rms_norm_eps"}
+    given = {key: value for key, value in config.items() if value is not None}
+    found = [
+        f"{key} = {shown(value)}: must be a whole number, at least 1"
+        for key, value in given.items()
+        if key in sizes and (type(value) is not int or value < 1)
+    ]
+    return found + [
+        f"{key} = {shown(given[key])}: must be {name}"
+        for key, (name, kinds) in KINDS.items()
+        if key in given and type(given[key]) not in kinds
+    ]
+
+
+def _rope_refusals(config: Config) -> list[str]:
+    """Also where a value is given in two places that differ: transformers 4 and 5 choose another
+    one of them."""
+    sections = [config[key] for key in ROPE_SECTIONS if config.get(key)]
+    if any(isinstance(value, dict) for section in sections for value in section.values()):
+        return [f"{' and '.join(ROPE_SECTIONS)} by kind of layer are not supported"]
+    found = []
+    for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
+        places = [place[key] for place in (config, *sections) if place.get(key) is not None]
+        if len({*places}) > 1:
+            found.append(f"{key} is {' and '.join(map(shown, places))}: give one value")
+    scaling = _rope_section(config)
+    kind, about = scaling["rope_type"], {_scaling(section) for section in sections}
+    if len(about) > 1:
+        found.append(f"{' and '.join(ROPE_SECTIONS)} differ: remove the one that is not meant")
+    elif kind not in ("default", "llama3"):
         found.append(f"rope_type {shown(kind)}: only default and llama3 are supported")
-    if config.get("model_type") in ("qwen2", "qwen3") and len(_layer_types(config)) > 1:
-        found.append("full and sliding attention in different layers are not supported")
-    if config.get("model_type") == "mistral" and "sliding_window" not in config:
-        found.append("has no sliding_window (an int, or null)")
+    elif kind == "llama3":
+        found += [
+            f"rope_type {shown(kind)} needs {key}, a number"
+            for key in LLAMA3_ROPE.values()
+            if type(scaling.get(key)) not in (int, float)
+        ]
+    part = [place.get("partial_rotary_factor") for place in (config, *sections)]
+    part = [value for value in part if value is not None] or [FAMILIES[config["model_type"]].rotary]
+    if part[0] != 1.0 and len({*part}) == 1:
+        found.append(f"partial_rotary_factor = {part[0]}: only 1.0 is supported")
     return found
+
+
+def _scaling(section: Config) -> tuple[Any, ...]:
+    """What a section says of the scaling, in a form to compare."""
+    kind = section.get("rope_type", section.get("type", "default"))
+    values = sorted((key, value) for key, value in section.items() if key not in ROPE_COMMON)
+    return (kind, *values) if kind != "default" else (kind,)
+
+
+def _window_refusals(config: Config) -> list[str]:
+    kind, types = config["model_type"], set(config.get("layer_types") or ())
+    if kind == "mistral" and "sliding_window" not in config:
+        return ["has no sliding_window (an int, or null)"]
+    if (
+        kind not in NO_WINDOW
+        and config.get("use_sliding_window")
+        and "sliding_window" not in config
+    ):
+        return ["use_sliding_window without sliding_window: give its size (transformers: 4096)"]
+    if kind in ("qwen2", "qwen3"):
+        if len(_layer_types(config)) > 1:
+            return ["full and sliding attention in different layers are not supported"]
+        types -= {"full_attention"}  # these families take their word for it
+    elif kind == "mistral" and types:
+        return ["layer_types: transformers takes a mistral with them for a ministral"]
+    there = "sliding_attention" if _window(config) is not None else "full_attention"
+    if types - {there}:
+        return [f"layer_types are {', '.join(sorted(types))}: by the other keys they are {there}"]
+    return []
 
 
 def _window(config: Config) -> int | None:
@@ -156,8 +278,9 @@ def _window(config: Config) -> int | None:
     if config["model_type"] in ("mixtral", "qwen3_moe"):
         used = config.get("use_sliding_window", config["model_type"] == "mixtral")
         return config.get("sliding_window") if used else None
-    sliding = config["model_type"] != "llama" and _layer_types(config) == {"sliding_attention"}
-    return config["sliding_window"] if sliding else None
+    used = config["model_type"] not in NO_WINDOW and config.get("use_sliding_window", False)
+    everywhere = used and "full_attention" not in _layer_types(config)
+    return config["sliding_window"] if everywhere else None
 
 
 def _layer_types(config: Config) -> set[str]:
@@ -173,12 +296,14 @@ def _layer_types(config: Config) -> set[str]:
 
 
 def _rope_section(config: Config) -> Config:
-    """RoPE's parameters: under rope_parameters since transformers 5, in two places before."""
-    section = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """RoPE's parameters: under rope_parameters since transformers 5, in several places before."""
+    first, *rest = [config.get(key) or {} for key in ROPE_SECTIONS]
+    section = {**first, **rest[0]}
     kind = section.get("rope_type", section.get("type", "default"))
     family = FAMILIES[config["model_type"]]
     theta = section.get("rope_theta") or config.get("rope_theta") or family.rope_theta
-    return {**section, "rope_type": kind, "rope_theta": float(theta)}
+    beside = "original_max_position_embeddings"  # of some models, at the top
+    return {beside: config.get(beside), **section, "rope_type": kind, "rope_theta": float(theta)}
 
 
 def _rope(config: Config) -> dict[str, Any]:
@@ -205,13 +330,22 @@ def family_of(cfg: ModelConfig) -> str:
             "model.post_norms: no model of transformers that is supported here normalises what "
             "its layers return; export a model without it"
         )
+    if any(getattr(cfg, name) != value for name, value in PLAIN.items() if name != "n_experts"):
+        return _glm_of(cfg)
     if cfg.qkv_bias and cfg.qk_norm:
         raise ConfigError(
             "model.qkv_bias and model.qk_norm: no model of transformers has both; export a model "
             "with one of them"
         )
     if cfg.n_experts:
-        return _moe_family_of(cfg)
+        kind = _moe_family_of(cfg)
+        if cfg.moe_frequency > 1 and kind != "qwen3_moe":
+            raise ConfigError(
+                f"model.moe_frequency = {cfg.moe_frequency}: of the supported models of "
+                f"transformers Qwen3-MoE alone has it, and this model would be a {kind}; it must "
+                "be 1 for an export"
+            )
+        return kind
     if cfg.qk_norm:
         return "qwen3"
     if cfg.qkv_bias:
@@ -220,19 +354,37 @@ def family_of(cfg: ModelConfig) -> str:
 
 
 def _moe_family_of(cfg: ModelConfig) -> str:
-    values = {name: (getattr(cfg, name), value) for name, value in PLAIN.items()}
-    values["qkv_bias"] = cfg.qkv_bias, False
-    if not cfg.qk_norm:
-        values["router_normalize"] = cfg.router_normalize, True
+    if cfg.qkv_bias:
+        raise ConfigError(
+            "model.qkv_bias = true: of the models of transformers with experts, Qwen3-MoE and "
+            "Mixtral have no biases; it must be false for an export"
+        )
+    if not cfg.qk_norm and not cfg.router_normalize:
+        raise ConfigError(
+            "model.router_normalize = false: a Mixtral divides the weights of a token's experts by "
+            "their sum; it must be true for an export, or model.qk_norm, for a Qwen3-MoE"
+        )
+    return "qwen3_moe" if cfg.qk_norm else "mixtral"
+
+
+def _glm_of(cfg: ModelConfig) -> str:
+    """Any of these options is of the one family that has all of them."""
+    needs = {
+        "router": (cfg.router == "sigmoid", '"sigmoid"'),
+        "router_bias": (cfg.router_bias, "true"),
+        "shared_experts": (cfg.shared_experts > 0, "at least 1"),
+        "n_experts": (cfg.n_experts > 1, "at least 2"),
+        "sliding_window": (cfg.sliding_window is None, "none"),
+    }
     found = [
-        f"model.{name} = {shown(has)}: no model of transformers with experts has it; it must be "
-        f"{shown(needs)} for an export"
-        for name, (has, needs) in values.items()
-        if has != needs and name != "n_experts"
+        f"model.{name} = {shown(getattr(cfg, name))}: the one model of transformers with such a "
+        f"router, Glm4Moe, is otherwise; it must be {value} for an export"
+        for name, (has, value) in needs.items()
+        if not has
     ]
     if found:
         raise ConfigError(found)
-    return "qwen3_moe" if cfg.qk_norm else "mixtral"
+    return "glm4_moe"
 
 
 def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int | None) -> Config:
@@ -242,6 +394,21 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
         key = "dtype" if "dtype" in carried else "torch_dtype"
         return {**carried, key: dtype, "max_position_embeddings": cfg.max_seq_len}
     kind = family_of(cfg)
+    config = {**_new_config(cfg, kind), "eos_token_id": eos, "torch_dtype": dtype}
+    if carried is None:
+        return config
+    if kind != carried["model_type"]:
+        return config | {key: carried[key] for key in WORDS if key in carried}
+    # A longer context, mostly. What it does not name stays as it was, the end of a text above all.
+    places = ("layer_types", "original_max_position_embeddings", *ROPE_SECTIONS)
+    kept = {key: value for key, value in carried.items() if key not in places}
+    if "dtype" in kept:
+        kept["dtype"] = config.pop("torch_dtype")
+    return kept | {key: config[key] for key in config if key not in (*WORDS, "initializer_range")}
+
+
+def _new_config(cfg: ModelConfig, kind: str) -> Config:
+    """What follows from the shape, in the form that transformers 4 and 5 both read."""
     family = FAMILIES[kind]
     scaling = {ours: getattr(cfg, ours) for ours in LLAMA3_ROPE}
     config = {
@@ -258,14 +425,11 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
         | {theirs: scaling[ours] for ours, theirs in LLAMA3_ROPE.items()}
         if cfg.rope_factor > 1
         else None,
-        "bos_token_id": None,
-        "eos_token_id": eos,
-        "pad_token_id": None,
-        "torch_dtype": dtype,  # transformers 4 knows this name alone, 5 takes both
+        **dict.fromkeys(WORDS),
     }
     if kind in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = False
-    if kind != "llama":
+    if kind not in NO_WINDOW:
         config["sliding_window"] = cfg.sliding_window
     if kind in ("qwen2", "qwen3"):
         full = cfg.n_layers if cfg.sliding_window is None else 0
@@ -274,8 +438,20 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
         config |= {
             "use_sliding_window": cfg.sliding_window is not None,
             "norm_topk_prob": cfg.router_normalize,
-            "decoder_sparse_step": 1,  # every layer has experts
+            "decoder_sparse_step": cfg.moe_frequency,
+            "intermediate_size": cfg.dense_width,
             "mlp_only_layers": [],
+        }
+    if kind == "glm4_moe":
+        config |= {
+            "n_shared_experts": cfg.shared_experts,
+            "routed_scaling_factor": cfg.router_scale,
+            "norm_topk_prob": cfg.router_normalize,
+            "use_qk_norm": cfg.qk_norm,
+            "attention_bias": cfg.qkv_bias,
+            "partial_rotary_factor": 1.0,
+            "intermediate_size": cfg.ffn_dim,  # of layers without experts, which there are not
+            **{key: value for key, (value, _) in GLM_FIXED.items()},
         }
     return config
 
@@ -290,6 +466,7 @@ def _same_shape(cfg: ModelConfig, config: Config) -> bool:
             model,
             n_kv_heads=model.kv_heads,
             head_dim=model.resolved_head_dim,
+            dense_ffn_dim=model.dense_width,
             max_seq_len=0,
             init_from=None,
             **of_training,

@@ -60,16 +60,15 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
 def load_weights(
     model: nn.Module, cfg: ModelConfig, source: Source, rank: int = 0, world: int = 1
 ) -> None:
-    """Fill this rank's part of every parameter but adapters, cast to its dtype; from a checkpoint
-    the buffers, too.
+    """Fill this rank's part of every parameter but adapters, cast to its dtype, and the biases of
+    routers.
 
     Raises ConfigError when a tensor is missing, superfluous or of another shape, Damaged when a
     checkpoint is damaged.
     """
     named = parameter_names(model).items()
     parameters: dict[str, Tensor] = {name: p for name, p in named if not is_adapter(name)}
-    if source.is_checkpoint:
-        parameters |= buffer_names(model)
+    parameters |= buffer_names(model)
     here = make_table(parameters, {}, world)
     boxes = {name: own_box(here[name], rank) for name in parameters}
     if source.is_checkpoint:

@@ -21,6 +21,7 @@ from kempner.checkpoint import commit, named
 from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import BYTES, BYTES_EOD, SIDECAR, Sidecar
+from kempner.data.vocabulary import read_vocabulary
 from kempner.files import step_of, write_atomic
 from kempner.hf.families import Config, model_values
 from kempner.model.config import ModelConfig
@@ -170,15 +171,4 @@ def end_tokens(directory: Path) -> list[int]:
 def vocabulary(directory: Path) -> int:
     """One more than the largest id of tokenizer.json; 0 without one. Raises ConfigError."""
     file = directory / TOKENIZER
-    if not file.is_file():
-        return 0
-    try:
-        content = json.loads(file.read_bytes())
-        tokens = content["model"]["vocab"]
-        ids = tokens.values() if isinstance(tokens, dict) else range(len(tokens))
-        added = [token["id"] for token in content.get("added_tokens") or []]
-        return max([*ids, *added], default=-1) + 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{file}: not a tokenizer.json ({type(error).__name__}: {error})"
-        ) from None
+    return max(read_vocabulary(file), default=-1) + 1 if file.is_file() else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kempner.model.config import ModelConfig
 
+ROUTER_BIAS = "ffn.router_bias"  # a buffer of the decoder
 LLAMA = {
     "embed.weight": "model.embed_tokens.weight",
     "blocks.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
@@ -38,11 +39,18 @@ MIXTRAL = DENSE | {
     "blocks.*.ffn.experts.w2": "model.layers.*.block_sparse_moe.experts.*.w2.weight",
     "blocks.*.ffn.experts.w3": "model.layers.*.block_sparse_moe.experts.*.w3.weight",
 }
-QWEN3_MOE = {name: theirs for name, theirs in QWEN3.items() if ".ffn.w" not in name} | {
+QWEN3_MOE = QWEN3 | {  # not every block of it has experts
     "blocks.*.ffn.router.weight": "model.layers.*.mlp.gate.weight",
     "blocks.*.ffn.experts.w1": "model.layers.*.mlp.experts.*.gate_proj.weight",
     "blocks.*.ffn.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
     "blocks.*.ffn.experts.w3": "model.layers.*.mlp.experts.*.up_proj.weight",
+}
+GLM4_MOE = {name: theirs for name, theirs in (QWEN2 | QWEN3_MOE).items() if ".ffn.w" not in name}
+GLM4_MOE |= {
+    "blocks.*.ffn.router_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "blocks.*.ffn.shared.w1.weight": "model.layers.*.mlp.shared_experts.gate_proj.weight",
+    "blocks.*.ffn.shared.w2.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
+    "blocks.*.ffn.shared.w3.weight": "model.layers.*.mlp.shared_experts.up_proj.weight",
 }
 TABLES = {  # by model_type
     "llama": LLAMA,
@@ -51,6 +59,7 @@ TABLES = {  # by model_type
     "qwen3": QWEN3,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "glm4_moe": GLM4_MOE,
 }
 
 
@@ -77,7 +86,8 @@ def parts(theirs: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of the decoder, in its order, without building it (or torch)."""
+    """The tensors of the decoder without building it (or torch): the biases of its routers, which
+    are fp32 whatever the others are, then its parameters in their order."""
     dim, head = cfg.dim, cfg.resolved_head_dim
     q, kv = cfg.n_heads * head, cfg.kv_heads * head
     block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
@@ -91,12 +101,16 @@ def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     if cfg.post_norms:
         block["attention_post_norm.weight"] = (dim,)
     block["ffn_norm.weight"] = (dim,)
-    block |= _experts_shapes(cfg) if cfg.n_experts else _swiglu("ffn", dim, cfg.ffn_dim)
-    if cfg.post_norms:
-        block["ffn_post_norm.weight"] = (dim,)
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (cfg.vocab_size, dim)}
+    mixtures = cfg.mixtures
+    last = {"ffn_post_norm.weight": (dim,)} if cfg.post_norms else {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if cfg.router_bias:
+        shapes = {f"blocks.{i}.{ROUTER_BIAS}": (cfg.n_experts,) for i in mixtures}
+    shapes["embed.weight"] = (cfg.vocab_size, dim)
     for layer in range(cfg.n_layers):
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+        ffn = _experts_shapes(cfg) if layer in mixtures else _swiglu("ffn", dim, cfg.dense_width)
+        whole = {**block, **ffn, **last}
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in whole.items()}
     shapes["norm.weight"] = (dim,)
     return shapes if cfg.tie_embeddings else shapes | {"output.weight": (cfg.vocab_size, dim)}
 

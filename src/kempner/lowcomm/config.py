@@ -200,6 +200,7 @@ def problems(cfg: RunConfig) -> list[str]:
         == "schedule_free",
         f"train.weights = {cfg.train.weights}": cfg.train.weights != "fp32",
         "model.router_bias, which moves beside the weights": cfg.model.router_bias,
+        "checkpoint.powers_of_two, most of which are within a round": cfg.checkpoint.powers_of_two,
     }
     return found + [
         f"lowcomm: not built for {other}; leave one of the two out"

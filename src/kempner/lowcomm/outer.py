@@ -27,7 +27,8 @@ from kempner.checkpoint.layout import StoredTensor
 from kempner.lowcomm.compress import Raw, codec_of, is_raw
 from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.copies import Copies, copies_of, pieces_of, rows_of
-from kempner.optim.optimizer import as_part_of, local
+from kempner.optim.optimizer import as_part_of
+from kempner.optim.rule import local
 
 Decode = Callable[[Tensor], Tensor]
 

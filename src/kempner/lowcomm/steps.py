@@ -24,7 +24,7 @@ from kempner.lowcomm.door import Door, slot_of
 from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
 from kempner.lowcomm.outer import Decode, Handle
 from kempner.lowcomm.replicas import LowcommReplicas, Numbers
-from kempner.optim.optimizer import local
+from kempner.optim.rule import local
 from kempner.resilience.requests import FLAGS, INTERRUPT
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ tokens that a row holds.
 
 The texts in work are the rows 0 to n - 1 of every layer, without gaps: a step reads slices of the
 cache and copies nothing. A text that joins becomes row n, computed or copied from another row; when
-one leaves, the last row moves into its place.
+one leaves, the last row moves into its place. Prompts and slices have whole blocks of BLOCK tokens:
+a kernel that is planned or tuned for each shape meets few shapes, not another one with every token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from torch import Tensor
 
 from kempner.model.attention import Visible, attend, capped_attention
 from kempner.model.config import ModelConfig
+
+BLOCK = 64  # masks of a GPU's kernels want a multiple of 8
+
+
+def whole_blocks(count: int, most: int) -> int:
+    """`count` tokens rounded up to whole blocks, but not over `most`."""
+    return min(-(-count // BLOCK) * BLOCK, most)
 
 
 class KVCache:
@@ -48,7 +56,7 @@ class KVCache:
 
     def join(self, counts: Sequence[int]) -> Rows:
         """New rows. The next forward pass reads their texts, of `counts` tokens: tokens
-        [B, max(counts)], padded on the right."""
+        [B, T], padded on the right: T is whole blocks for the longest text."""
         assert len(self.lengths) + len(counts) <= self.slots and max(counts) <= self.length
         self.lengths += counts
         return Rows(self, len(self.lengths) - len(counts), counts)
@@ -86,7 +94,7 @@ class Rows:
         """`counts`: tokens of each new row; None: one more token for each."""
         rows = slice(first, cache.slots if cache.fixed and counts is None else len(cache.lengths))
         self._keys, self._values = cache.keys[:, rows], cache.values[:, rows]
-        self._last: Tensor | None = None  # [B]: each text's last token, where there is padding
+        self._last: Tensor | None = None  # [B]: each new text's last token, before its padding
         self.positions: Tensor | None = None  # int64 [B, T]; None: each row from 0
         self.step: Step | None = None
         device = cache.keys.device
@@ -95,7 +103,7 @@ class Rows:
             free = [cache.length] * (cache.slots - len(cache.lengths)) if cache.fixed else []
             self.positions = torch.tensor([*cache.lengths, *free], device=device).unsqueeze(1) - 1
             self.step = next_step(cache, self.positions)
-        elif len(set(counts)) > 1:
+        else:
             self._last = torch.tensor(counts, device=device) - 1
 
     def layer(self, number: int) -> LayerCache:
@@ -113,17 +121,16 @@ class Step(NamedTuple):
 
     at: int | tuple[Tensor, slice, Tensor]  # position, the same in all rows, or an index [B, K, E]
     seen: slice  # of the C positions
-    mask: Tensor | None  # [B, 1, 1, C], 0 or -inf; None: all of `seen`
+    mask: Tensor  # [B, 1, 1, C], 0 or -inf
 
 
 def next_step(cache: KVCache, positions: Tensor) -> Step:
     """positions [B, 1]: of the new tokens."""
     lengths, window, device = cache.lengths, cache.window, positions.device
-    low, high = 0 if window is None else max(0, min(lengths) - window), max(lengths)
+    low = 0 if window is None else max(0, min(lengths) - window) // BLOCK * BLOCK
+    high = whole_blocks(max(lengths), cache.length)
     if cache.fixed:
         low, high = 0, cache.length
-    elif len(set(lengths)) == 1:
-        return Step(high - 1, slice(low, high), None)
     keys = torch.arange(low, high, device=device)
     hidden = keys > positions  # [B, C]
     if window is not None:
@@ -131,7 +138,9 @@ def next_step(cache: KVCache, positions: Tensor) -> Step:
     mask = torch.zeros(hidden.shape, device=device, dtype=cache.keys.dtype)
     mask.masked_fill_(hidden, -torch.inf)
     rows = torch.arange(len(positions), device=device)
-    return Step((rows, slice(None), positions.squeeze(1)), slice(low, high), mask[:, None, None])
+    alike = not cache.fixed and len(set(lengths)) == 1
+    at = lengths[0] - 1 if alike else (rows, slice(None), positions.squeeze(1))
+    return Step(at, slice(low, high), mask[:, None, None])
 
 
 class LayerCache(NamedTuple):

@@ -9,9 +9,15 @@ from kempner.config.values import shown
 
 ROUTERS = ("softmax", "sigmoid")
 # What shapes the training of a model, and not the model.
-OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss")
+OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss", "router_z_loss")
+# What another context takes; the shape of no weight depends on it.
+OF_CONTEXT = (
+    "max_seq_len", "sliding_window", "rope_theta", "rope_factor", "rope_low_freq_factor",
+    "rope_high_freq_factor", "rope_original_len",
+)  # fmt: skip
 WITHOUT_EXPERTS = (
     "shared_experts", "router", "router_normalize", "router_scale", "router_bias", "aux_loss",
+    "router_z_loss", "moe_frequency", "dense_ffn_dim",
 )  # fmt: skip  # no effect
 
 
@@ -36,10 +42,22 @@ class ModelConfig:
         maximum=2**20,
     )
     n_experts: int = option(
-        0, "experts in place of each feed-forward layer; 0: none", minimum=0, maximum=2**14
+        0, "experts in place of a feed-forward layer; 0: none", minimum=0, maximum=2**14
     )
     experts_per_token: int = option(
         2, "experts that each token goes through", minimum=1, maximum=2**10
+    )
+    moe_frequency: int = option(
+        1,
+        "every n-th block has experts, and the others have a feed-forward layer; 1: all have them",
+        minimum=1,
+        maximum=4096,
+    )
+    dense_ffn_dim: int | None = option(
+        None,
+        "hidden width of the feed-forward layers that model.moe_frequency leaves; unset: ffn_dim",
+        minimum=1,
+        maximum=2**20,
     )
     shared_experts: int = option(
         0, "experts that every token goes through besides", minimum=0, maximum=2**10
@@ -61,6 +79,9 @@ class ModelConfig:
     )
     aux_loss: float = option(
         0.0, "coefficient of the auxiliary loss that balances the experts", minimum=0.0
+    )
+    router_z_loss: float = option(
+        0.0, "coefficient of the z-loss of the routers, which keeps their logits small", minimum=0.0
     )
     max_seq_len: int = option(
         2048, "longest sequence that the model supports", minimum=1, maximum=2**24
@@ -108,6 +129,23 @@ class ModelConfig:
     def resolved_head_dim(self) -> int:
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def router_is_blind(self) -> bool:
+        """Whether the loss does not depend on the router's scores: s / s is 1."""
+        return self.n_experts > 1 and self.experts_per_token == 1 and self.router_normalize
+
+    @property
+    def mixtures(self) -> list[int]:
+        """The blocks with experts: of moe_frequency the last of each n, as Qwen3-MoE has them."""
+        return [
+            i for i in range(self.n_layers) if self.n_experts and not (i + 1) % self.moe_frequency
+        ]
+
+    @property
+    def dense_width(self) -> int:
+        """Hidden width of the feed-forward layers of the other blocks."""
+        return self.ffn_dim if self.dense_ffn_dim is None else self.dense_ffn_dim
+
     def problems(self) -> list[str]:
         found = []
         if self.n_heads % self.kv_heads:
@@ -129,12 +167,29 @@ class ModelConfig:
 
     def _expert_problems(self) -> list[str]:
         if self.n_experts:
-            if self.experts_per_token <= self.n_experts:
-                return []
-            return [
-                f"model.experts_per_token = {self.experts_per_token}: at most n_experts = "
-                f"{self.n_experts}"
-            ]
+            found = []
+            if self.experts_per_token > self.n_experts:
+                found.append(
+                    f"model.experts_per_token = {self.experts_per_token}: at most n_experts = "
+                    f"{self.n_experts}"
+                )
+            if self.router_is_blind and self.init_from is None:
+                found.append(
+                    "model.experts_per_token = 1 with router_normalize: the weight of the one "
+                    "expert is always 1, so that the loss has no gradient for the router; give "
+                    "--no-model.router_normalize, or at least 2 experts_per_token"
+                )
+            if self.moe_frequency > self.n_layers:
+                found.append(
+                    f"model.moe_frequency = {self.moe_frequency}: no block would have experts; "
+                    f"give at most n_layers = {self.n_layers}"
+                )
+            if self.moe_frequency == 1 and self.dense_ffn_dim is not None:
+                found.append(
+                    f"model.dense_ffn_dim = {self.dense_ffn_dim}: has no effect where all blocks "
+                    "have experts; give model.moe_frequency, or leave it out"
+                )
+            return found
         defaults = ModelConfig()
         return [
             f"model.{name} = {shown(value)}: has no effect without experts; set model.n_experts, "
@@ -145,23 +200,27 @@ class ModelConfig:
 
     def count_parameters(self) -> int:
         """Trainable parameters of the whole model."""
+        mixtures = len(self.mixtures)
         return (
-            self.count_block() * self.n_layers
+            self.count_block(True) * mixtures
+            + self.count_block(False) * (self.n_layers - mixtures)
             + self.dim
             + self.vocab_size * self.dim * (2 - self.tie_embeddings)
         )
 
-    def count_block(self) -> int:
-        """Trainable parameters of one block."""
+    def count_block(self, mixture: bool) -> int:
+        """Trainable parameters of one block, with experts or without."""
         attention = 2 * self.dim * self.resolved_head_dim * (self.n_heads + self.kv_heads)
+        if not mixture:
+            return attention + 3 * self.dim * self.dense_width + self._count_vectors()
         expert = 3 * self.dim * self.ffn_dim
         experts = self.n_experts * (self.dim + expert) + self.shared_experts * expert
-        return attention + (experts if self.n_experts else expert) + self._count_vectors()
+        return attention + experts + self._count_vectors()
 
     def count_active(self) -> int:
         """Of count_parameters() those that one token goes through."""
         idle = max(0, self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
-        return self.count_parameters() - self.n_layers * idle
+        return self.count_parameters() - len(self.mixtures) * idle
 
     def _count_vectors(self) -> int:
         """Norms and biases of one block."""

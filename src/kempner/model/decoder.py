@@ -25,7 +25,7 @@ from kempner.model.config import ModelConfig
 from kempner.model.feed_forward import FeedForward
 from kempner.model.moe import MixtureOfExperts, Routing, Routings
 
-Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def rope_frequencies(cfg: ModelConfig) -> Tensor:
@@ -87,13 +87,13 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, mixture: bool) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention = Attention(cfg)
         self.attention_post_norm = self._post_norm(cfg)
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.ffn = MixtureOfExperts(cfg) if cfg.n_experts else FeedForward(cfg.dim, cfg.ffn_dim)
+        self.ffn = MixtureOfExperts(cfg) if mixture else FeedForward(cfg.dim, cfg.dense_width)
         self.ffn_post_norm = self._post_norm(cfg)
 
     @staticmethod
@@ -119,15 +119,14 @@ class Output(nn.Linear):
 
     def forward(  # type: ignore[override]
         self, x: Tensor, loss: Loss | None = None, targets: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         return logits_or_loss(self.weight, x, loss, targets)
 
 
 def logits_or_loss(
     weight: Tensor, x: Tensor, loss: Loss | None, targets: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Logits [..., V] of x [..., D]; with `loss` that of x [N, D] and targets [N], and its terms
-    [N]."""
+) -> Tensor | tuple[Tensor, ...]:
+    """Logits [..., V] of x [..., D]; with `loss` what that returns of x [N, D] and targets [N]."""
     if loss is None or targets is None:
         return F.linear(x, weight)
     return loss(x, weight, targets)
@@ -156,12 +155,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.embed = nn.Embedding(cfg.vocab_size, cfg.dim)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        mixtures = cfg.mixtures
+        self.blocks = nn.ModuleList(Block(cfg, i in mixtures) for i in range(cfg.n_layers))
         self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = None if cfg.tie_embeddings else Output(cfg.dim, cfg.vocab_size, bias=False)
         self.register_buffer("rope", rope_table(cfg), persistent=False)
-        self.routings = Routings(cfg.aux_loss)
+        self.routings = Routings(cfg)
         self.loss: Loss = cross_entropy
+        # Where that has a z-loss: the sums of log^2 Z of the micro-batches so far, fp32 [] each.
+        self.log_z_squares: list[Tensor] = []
         self.kernel = "auto"  # of the attention: see attention.choose
         self.pipeline: Any = None  # parallel/pipeline.py: it runs the passes where this is a part
         self.elsewhere: Sequence[str] = ()  # trained parameters that other ranks have
@@ -200,10 +202,12 @@ class Decoder(nn.Module):
         # A tied output layer has no parameter of its own: sharding two modules' one parameter is
         # asking for trouble.
         output = partial(logits_or_loss, self.embed.weight) if self.output is None else self.output
-        result = output(*last)
+        result: Any = output(*last)
         if targets is None:
-            return result
-        loss, terms = result
+            return result  # type: ignore[no-any-return]
+        loss, terms, *squares = result
+        if torch.is_grad_enabled():  # not in a validation
+            self.log_z_squares += squares
         return loss, terms.view(targets.shape)
 
     def place(
@@ -235,7 +239,7 @@ class Decoder(nn.Module):
             for layer in block.modules():
                 if isinstance(layer, MixtureOfExperts):
                     assert layer.router_bias is not None
-                    layer.router_bias += steps[int(number)]
+                    layer.router_bias += steps[self.cfg.mixtures.index(int(number))]
 
     def init_std(self, name: str) -> float:
         """Standard deviation of a parameter's initial values; 0 for norms, which start as ones,

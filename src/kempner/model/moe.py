@@ -2,7 +2,7 @@
 of many SwiGLU layers (arXiv:2101.03961). No token is dropped, however uneven the load is.
 
 Shapes: B rows, T tokens a row, N = B T, D width, F width of an expert, E experts, K experts of a
-token, L layers.
+token, L layers with experts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kempner.model.feed_forward import FeedForward
 
 GROUPED_MM = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
 ALIGNED = 8  # bf16 elements, 16 bytes: it takes no other rows
+CLEARS_IDLE = [True]  # whether its gradient of an expert without a token is 0: see choose_products
 
 
 class Routing(NamedTuple):
@@ -26,6 +27,7 @@ class Routing(NamedTuple):
 
     load: Tensor  # int64 [E]: tokens that each expert got
     balance: Tensor | None  # fp32 [B]: the auxiliary loss of each row; None without one
+    log_z_squares: Tensor | None  # fp32 [B, T]: the z-loss of each token; None without one
 
 
 class MixtureOfExperts(nn.Module):
@@ -41,7 +43,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.router = nn.Linear(cfg.dim, cfg.n_experts, bias=False)
+        self.router = Router(cfg.dim, cfg.n_experts, bias=False)
         # A buffer, not a parameter: it has no gradient, and FSDP neither cuts nor rounds it.
         bias = torch.zeros(cfg.n_experts) if cfg.router_bias else None
         self.register_buffer("router_bias", bias)
@@ -50,7 +52,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(cfg.dim, width) if width else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        scores, chosen, weights = self.route(x)
+        scores, chosen, weights, squares = self.route(x)
         load, order, place = sort_by_expert(chosen, self.cfg.n_experts)
         copies = self.cfg.experts_per_token
         y = self.experts(take_rows(x.flatten(0, 1), order, place, copies), load)  # [N K, D]
@@ -59,19 +61,46 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             y = y + self.shared(x)
         balance = balance_loss(scores, chosen) if self.cfg.aux_loss else None
-        return y, Routing(load, balance)
+        return y, Routing(load, balance, squares)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of x [B, T, D] the scores fp32 [B, T, E], the chosen experts int64 [B, T, K], and the
-        weights of their outputs, fp32 [B, T, K]."""
-        cfg, logits = self.cfg, self.router(x).float()
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Of x [B, T, D] the scores fp32 [B, T, E], the chosen experts int64 [B, T, K], the weights
+        of their outputs, fp32 [B, T, K], and with a z-loss that of each token, fp32 [B, T]: log^2 Z
+        of the router's logits (ST-MoE, arXiv:2202.08906, eq. 5)."""
+        cfg, logits = self.cfg, self.router(x)
         scores = logits.softmax(-1) if cfg.router == "softmax" else logits.sigmoid()
         ranked = scores if self.router_bias is None else scores.detach() + self.router_bias
         chosen = ranked.topk(cfg.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if cfg.router_normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return scores, chosen, weights * cfg.router_scale
+        squares = logits.logsumexp(-1).square() if cfg.router_z_loss else None
+        return scores, chosen, weights * cfg.router_scale, squares
+
+
+class Router(nn.Linear):
+    """Of x [..., D] the logits [..., E], in fp32 whatever the others are in: rounded to bf16, with
+    128 experts one token in 25 would get other ones, and 7 % have a tie for the last place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = _Fp32Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return logits
+
+
+class _Fp32Product(torch.autograd.Function):
+    """x W^T. Autograd would keep x in fp32 for the backward pass; this keeps it as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = x.flatten(0, -2).float()
+        of_weight = grad.flatten(0, -2).t() @ rows
+        return (grad @ weight.float()).to(x.dtype), of_weight.to(weight.dtype)
 
 
 class Experts(nn.Module):
@@ -93,6 +122,8 @@ def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor)
     """x [M, D] through the experts whose weights these are, load[e] rows through expert e."""
     if not has_grouped_mm(x, w1):
         return one_by_one(x, load, w1, w2, w3)
+    if not CLEARS_IDLE[0]:
+        w1, w2, w3 = (_ClearIdle.apply(w, load) for w in (w1, w2, w3))  # type: ignore[no-untyped-call]
     ends = load.cumsum(0).int()
     gate = grouped_mm(x, w1, ends)  # [M, F]
     return grouped_mm(F.silu(gate) * grouped_mm(x, w3, ends), w2, ends)
@@ -112,6 +143,45 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Of x [M, A] the rows up to ends[e] times weight[e].T; weight [E, B, A]: [M, B]."""
     y: Tensor = GROUPED_MM(x, weight.transpose(1, 2), offs=ends)
     return y
+
+
+class _ClearIdle(torch.autograd.Function):
+    """Weights [E, ...] as they are; the gradient of those of experts without a token is 0, whatever
+    comes in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, load: Tensor) -> Tensor:
+        ctx.save_for_backward(load)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (load,) = ctx.saved_tensors
+        return grad.masked_fill((load == 0).view(-1, 1, 1), 0.0), None
+
+
+@torch.enable_grad()
+def choose_products(dtype: torch.dtype, device: torch.device) -> str:
+    """Find out, once in a process, whether grouped_mm gives experts without a token the gradient 0.
+    Returns how experts are multiplied in activations of `dtype`, if their matrices are aligned.
+
+    On Blackwell it is what the accumulator held before (pytorch#172439, NVIDIA/cutlass#2674):
+    finite, so that no check of the step sees it, and it goes into the optimizer's moments.
+    """
+    x = torch.ones(12, 64, dtype=dtype, device=device)
+    weight = torch.ones(4, 64, 64, dtype=dtype, device=device, requires_grad=True)
+    if not has_grouped_mm(x, weight):
+        return "one by one"
+    idle = [1, 3]
+    CLEARS_IDLE[0] = True
+    for _ in range(2):  # the accumulator of the first product may happen to be 0
+        load = torch.tensor([5, 0, 7, 0], device=device)
+        y = grouped_mm(x, weight, load.cumsum(0).int())
+        (grad,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+        CLEARS_IDLE[0] &= not grad[idle].any()
+    if CLEARS_IDLE[0]:
+        return "grouped"
+    return "grouped; its gradient of an idle expert is not 0 on this device, and is set to 0"
 
 
 def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -179,39 +249,74 @@ def balance_loss(scores: Tensor, chosen: Tensor) -> Tensor:
 class Routings:
     """How the experts of all layers were used since the last take()."""
 
-    def __init__(self, aux_loss: float) -> None:
-        self._aux_loss = aux_loss
+    def __init__(self, cfg: ModelConfig) -> None:
+        self._numbers = cfg.mixtures
+        self._layers, self._experts = len(cfg.mixtures), cfg.n_experts
+        self._coefficients = {"aux_loss": cfg.aux_loss, "router_z_loss": cfg.router_z_loss}
         self.copies = 1  # ranks with the same tokens, whose gradients are summed
+        self.scale = 1.0  # derivative of what a step minimises by the sum of its losses
         self._load: Tensor | None = None
-        self._balance: Tensor | None = None
+        self._losses: dict[str, Tensor] = {}
         self.step_load: Tensor  # [L, E]: of the last step, over all ranks
 
-    def add(
-        self, layers: Sequence[Routing], targets: Tensor, first: int = 0, of: int | None = None
-    ) -> Tensor | float:
+    def add(self, layers: Sequence[Routing], targets: Tensor, first: int = 0) -> Tensor | float:
         """Of one micro-batch, int64 targets [B, T]. Returns what is added to the sum of its losses:
-        nothing, but with the gradient of the auxiliary loss of all layers. `first`, `of`: where
-        these are a stage's of the model, the number of the first one, and L; the load of the others
-        is 0."""
+        nothing, but with the gradient of the auxiliary and the z-loss of all these layers. `first`:
+        the number of the first block, where they are a stage's; the load of the others is 0."""
         load = torch.stack([layer.load for layer in layers])
-        if of is not None:
-            load = F.pad(load, (0, 0, first, of - first - len(layers)))
+        first = sum(number < first for number in self._numbers)
+        load = F.pad(load, (0, 0, first, self._layers - first - len(layers)))
         self._load = load if self._load is None else self._load + load
-        rows = [layer.balance for layer in layers if layer.balance is not None]
-        if not rows:
-            return 0.0
         # A row counts as often as it has targets: then the mean over a step's targets is the mean
         # of the rows, however they are spread over micro-batches and ranks.
-        total = (torch.stack(rows).sum(0) * (targets >= 0).sum(1)).sum()
-        mean = total.detach() / len(rows)
-        self._balance = mean if self._balance is None else self._balance + mean
-        change = self._aux_loss / self.copies * total
-        return change - change.detach()  # the recorded loss stays that of the tokens
+        counts = targets >= 0
+        change: Tensor | float = 0.0
+        each: dict[str, list[Tensor]] = {
+            "aux_loss": [layer.balance for layer in layers if layer.balance is not None],
+            "router_z_loss": [
+                layer.log_z_squares for layer in layers if layer.log_z_squares is not None
+            ],
+        }
+        for name, values in each.items():
+            if not values:
+                continue
+            total = (torch.stack(values).sum(0).view(len(counts), -1) * counts).sum()
+            mean = total.detach() / self._layers
+            self._losses[name] = self._losses[name] + mean if name in self._losses else mean
+            change = change + self._coefficients[name] / self.copies * total
+        # The recorded loss stays that of the tokens.
+        return change - change.detach() if isinstance(change, Tensor) else 0.0
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Of this rank, since the last call: the load, fp64 [L, E], and the auxiliary loss (mean of
-        the layers, sum over the tokens), fp32 []."""
-        assert self._load is not None, "no micro-batch since the last call"
-        load, balance = self._load.double(), self._balance
-        self._load = self._balance = None
-        return load, load.new_zeros(()) if balance is None else balance
+    def take(self, device: torch.device | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of this rank, since the last call: the load, fp64 [L, E], and the losses that have a
+        coefficient, by name (mean of the layers, sum over the tokens), fp32 [] each. Zeros, on
+        `device`, where a stage of a pipeline has no experts."""
+        none = torch.zeros(self._layers, self._experts, device=device)
+        load, losses = (none if self._load is None else self._load).double(), self._losses
+        self._load, self._losses = None, {}
+        return load, {
+            name: losses.get(name, load.new_zeros(()))
+            for name, coefficient in self._coefficients.items()
+            if coefficient
+        }
+
+
+def with_loss(x: Tensor, loss: Tensor | float, scale: float) -> Tensor:
+    """x, which takes along a loss [] that nothing else differentiates: in the backward pass that
+    gets the gradient `scale`. For the stages of a pipeline, all but the last of which have no sum
+    of losses."""
+    if not isinstance(loss, Tensor):
+        return x
+    y: Tensor = _WithLoss.apply(x, loss, scale)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = loss.new_full((), scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.scale, None

@@ -14,7 +14,8 @@ from kempner.config.option import ConfigError
 from kempner.model.decoder import Decoder
 from kempner.optim.config import GroupConfig, OptimizerConfig
 from kempner.optim.muon import Muon
-from kempner.optim.optimizer import Group, Optimizer, Rule
+from kempner.optim.optimizer import Optimizer
+from kempner.optim.rule import Group, Rule
 from kempner.optim.rules import AdamW, Lion, ScheduleFree
 from kempner.parallel.build import parameter_names
 

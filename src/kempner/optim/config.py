@@ -5,8 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kempner.config.option import REQUIRED, option
+
+
+class StateNames(NamedTuple):
+    """The tensors that a rule keeps beside each parameter, as large as that. The rule and the
+    planner read them here."""
+
+    averages: tuple[str, ...]  # of gradients, which start as 0; optimizer.moments is their dtype
+    copies: tuple[str, ...] = ()  # of the weights, which start as these; fp32
+
+
+STATE = {
+    "adamw": StateNames(("exp_avg", "exp_avg_sq")),
+    "muon": StateNames(("momentum",)),  # of its matrices; the other parameters are AdamW's
+    "lion": StateNames(("exp_avg",)),
+    "schedule_free": StateNames(("exp_avg_sq",), ("z",)),
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +42,7 @@ class OptimizerConfig:
     name: str = option(
         "adamw",
         "what changes the weights; see docs/optimizers.md",
-        choices=("adamw", "muon", "lion", "schedule_free"),
+        choices=tuple(STATE),
     )
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
     betas: tuple[float, float] = option((0.9, 0.95), "decay rates of the first and second moments")

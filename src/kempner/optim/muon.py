@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kempner.checkpoint.layout import Box, StoredTensor, chunks_of, own_box, ranks_with, slices
-from kempner.optim.optimizer import Group, Guard, Part, Rule
+from kempner.optim.config import STATE
+from kempner.optim.rule import Group, Guard, Part, Rule
 
 # Of the five iterations; chosen so that every singular value from 1e-3 on ends near 1.
 COEFFICIENTS = (
@@ -103,7 +104,7 @@ class Muon(Rule):
     """For matrices, or stacks of them. The momentum is a mean: Newton-Schulz does not see the
     factor between that and a sum."""
 
-    averages = ("momentum",)
+    averages, copies = STATE["muon"]
 
     def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """As many as there are ranks, of the same size where possible, so that all ranks work."""

@@ -28,13 +28,21 @@ def hashed(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
     "Prospecting for Hash Functions", 2018); int32 products wrap around. `step` [], `salt`: of the
     tensor.
     """
-    x = (step.to(torch.int32) * _int32(0x9E3779B9)).add_(_int32(salt * 0x85EBCA6B))
-    stride = 1
+    stride, places = 1, torch.zeros((), dtype=torch.int32, device=step.device)
     for dim, (start, length) in reversed(list(enumerate(box))):
-        places = torch.arange(length, dtype=torch.int32, device=step.device)
-        places = places.mul_(_int32(stride)).add_(_int32(start * stride))
-        x = x + places.view(-1, *[1] * (len(box) - 1 - dim))
+        along = torch.arange(length, dtype=torch.int32, device=step.device)
+        along = along.mul_(as_int32(stride)).add_(as_int32(start * stride))
+        places = places + along.view(-1, *[1] * (len(box) - 1 - dim))
         stride *= shape[dim]
+    return hashed_at(
+        places, step, torch.full((), as_int32(salt), dtype=torch.int32, device=step.device)
+    )
+
+
+def hashed_at(places: Tensor, step: Tensor, salt: Tensor) -> Tensor:
+    """The same for elements at these places of the whole tensor, counted along its rows; int32, as
+    is `salt` []."""
+    x = step.to(torch.int32) * as_int32(0x9E3779B9) + salt * as_int32(0x85EBCA6B) + places
     x = _mixed(x, 16, 0x7FEB352D)
     x = _mixed(x, 15, 0x846CA68B)
     return x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF))
@@ -42,8 +50,8 @@ def hashed(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
 
 def _mixed(x: Tensor, shift: int, factor: int) -> Tensor:
     high = x.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)  # without the sign
-    return x.bitwise_xor_(high).mul_(_int32(factor))
+    return x.bitwise_xor_(high).mul_(as_int32(factor))
 
 
-def _int32(number: int) -> int:
+def as_int32(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)

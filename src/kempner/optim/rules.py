@@ -8,15 +8,20 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from kempner.optim.optimizer import Group, Guard, Part, Rule, State
+from kempner.optim.config import STATE
+from kempner.optim.rule import Group, Guard, Part, Rule, State
 
 
 class AdamW(Rule):
-    """arXiv:1711.05101, torch's fused kernel: it reads grad_scale and found_inf itself."""
+    """arXiv:1711.05101, torch's fused kernel: it reads grad_scale and found_inf itself. Compiled,
+    in plain operators, which become one kernel with what is around them."""
 
-    averages = ("exp_avg", "exp_avg_sq")
+    pointwise = True
+    averages, copies = STATE["adamw"]
 
     def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+        if torch.compiler.is_compiling():
+            return self._plainly(group, parts, guard)
         beta1, beta2 = group["betas"]
         adamw(
             [part.weight for part in parts],
@@ -37,11 +42,27 @@ class AdamW(Rule):
             maximize=False,
         )
 
+    @staticmethod
+    def _plainly(group: Group, parts: Sequence[Part], guard: Guard) -> None:
+        guard.prepare(parts)
+        keep, (beta1, beta2) = guard.keep, group["betas"]
+        rate = group["lr"] * keep
+        for weight, grad, state, _ in parts:
+            mean, square, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
+            step.add_(keep)
+            mean.lerp_(grad, (1 - beta1) * keep)
+            square.lerp_(grad * grad, (1 - beta2) * keep)
+            count = step.clamp(min=1)  # 0 where the first step was bad
+            size = (square / (1 - beta2**count)).sqrt() + group["eps"]
+            weight.mul_(1 - rate * group["weight_decay"])
+            weight.sub_(rate * (mean / (1 - beta1**count)) / size)
+
 
 class Lion(Rule):
     """arXiv:2302.06675, algorithm 2: the sign of an average, so each element changes by lr."""
 
-    averages = ("exp_avg",)
+    averages, copies = STATE["lion"]
+    pointwise = True
 
     def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
         guard.prepare(parts)
@@ -60,8 +81,8 @@ class ScheduleFree(Rule):
     where z is what plain AdamW without momentum would have, and x its running mean, weighted by
     lr^2. The parameter is y; x, which is what to evaluate, follows from y and z."""
 
-    averages = ("exp_avg_sq",)
-    copies = ("z",)
+    averages, copies = STATE["schedule_free"]
+    pointwise = True
     scalars = ("step", "lr_max", "weight_sum")
     publishes_average = True
 
@@ -79,7 +100,7 @@ class ScheduleFree(Rule):
             y, z, square = part.weight, part.state["z"], part.state["exp_avg_sq"]
             square.lerp_(part.grad.square(), (1 - beta2) * keep)
             change = part.grad.div_(square.div(correction).sqrt_().add_(group["eps"]))
-            change.add_(y, alpha=group["weight_decay"])
+            change.add_(y * group["weight_decay"])
             y.lerp_(z, share).add_(change * (rate * (beta1 * (1 - share) - 1)))
             z.sub_(change.mul_(rate))
 

@@ -25,7 +25,7 @@ from kempner.parallel.lora import add_adapters, init_std, is_adapter
 from kempner.parallel.offload import Offload
 from kempner.parallel.recompute import Settings as RecomputeSettings
 from kempner.parallel.recompute import add_recompute
-from kempner.parallel.shard import shard
+from kempner.parallel.shard import GradientSums, shard
 
 
 class Settings(RecomputeSettings, Protocol):
@@ -49,6 +49,8 @@ class Settings(RecomputeSettings, Protocol):
     def attention(self) -> str: ...
     @property
     def loss_chunk(self) -> int | None: ...
+    @property
+    def z_loss(self) -> float: ...
 
 
 def build_model(
@@ -77,6 +79,8 @@ def build_model(
     with torch.no_grad():
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
+    if train.weights == "bf16" and not frozen:
+        model.fp32_sums = GradientSums(model)  # type: ignore[assignment]
     return model
 
 
@@ -94,7 +98,7 @@ def plan_model(
     device_type = layout.mesh.device_type
     dtype = compute_dtype(train.dtype, device_type)
     model.kernel = train.attention
-    model.loss = partial(cross_entropy, chunk=train.loss_chunk)
+    model.loss = partial(cross_entropy, chunk=train.loss_chunk, z_loss=train.z_loss)
     if frozen or train.weights == "bf16":
         model.cast(dtype).requires_grad_(not frozen)
     if lora is not None and lora.rank:

@@ -25,6 +25,7 @@ from kempner.data.batch import MicroBatch
 from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, through
+from kempner.model.moe import with_loss
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.context import own_tokens
 from kempner.parallel.layout import Layout
@@ -95,23 +96,26 @@ def _forward(
     stage: Stage,
     received: Tensor | None,
     tokens: Tensor,
-    targets: Tensor | None = None,
+    targets: Tensor,
     documents: Documents | None = None,
     token_losses: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Decoder.forward for one of its stages, from what the stage before it has sent, [B, t, D]; all
-    but the last one return that for the next. `tokens`, `documents`: as the whole model has them.
+    but the last one return that for the next. `tokens`, `targets`, `documents`: as the whole model
+    has them.
     """
     x: Tensor = model.embed(tokens) if received is None else received
     rope, seen = model.place(tokens, documents, None, x.dtype)
     blocks = [model.blocks.get_submodule(str(i)) for i in stage.blocks]
     x, routings = through(blocks, x, rope, seen)
+    change: Tensor | float = 0.0
     if routings and torch.is_grad_enabled():
-        model.routings.add(routings, tokens, stage.blocks.start, model.cfg.n_layers)
+        change = model.routings.add(routings, targets, stage.blocks.start)
     if not stage.last:
-        return x
-    assert token_losses and targets is not None
-    return model.predict(x, targets)
+        return with_loss(x, change, model.routings.scale)
+    assert token_losses
+    loss, terms = model.predict(x, targets)
+    return loss + change, terms
 
 
 class Pipeline:
@@ -174,7 +178,7 @@ class Pipeline:
             return loss_of(partial(self._model, stage, received), batch)
         if self._own_tokens is not None:
             batch = self._own_tokens(batch)
-        x: Tensor = self._model(stage, received, batch.inputs, None, batch.documents)
+        x: Tensor = self._model(stage, received, batch.inputs, batch.targets, batch.documents)
         return x
 
     def _schedule(self, micro_batches: list[MicroBatch]) -> Schedule1F1B | ScheduleInterleaved1F1B:

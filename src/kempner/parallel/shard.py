@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -65,6 +65,8 @@ def shard(
         cut(block, reshard_after_forward=frozen or between)
     cut(model, reshard_after_forward=frozen)
     model.sync_once = cfg.sync_once  # type: ignore[assignment]
+    model.reduces_in_bf16 = cfg.reduce_dtype == "bf16"  # type: ignore[assignment]
+    model.fp32_sums = None  # type: ignore[assignment]
     if cfg.prefetch_blocks:
         prefetch(model, cfg.prefetch_blocks)
     for module in model.modules():
@@ -84,14 +86,45 @@ def prefetch(model: Decoder, count: int) -> None:
         module.set_modules_to_backward_prefetch(order[max(0, i - count) : i][::-1])
 
 
+class GradientSums:
+    """Sums of the gradients of bf16 weights over the micro-batches of a step, in fp32: left to
+    itself FSDP2 casts each reduced gradient to the dtype of its weight and adds it there, which
+    after 64 micro-batches is 0.8 % off, and after 512 6 %."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.last = True  # whether the next backward pass is the last one of the step
+        self._sums: dict[Tensor, Tensor] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+                parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _add(self, parameter: Tensor) -> None:
+        """Take over the gradient of a micro-batch; with the last one the parameter gets the sum."""
+        gradient, total = parameter.grad, self._sums.pop(parameter, None)
+        assert gradient is not None
+        if self.last and total is None:  # the only one, or summed by FSDP2 before it was cast
+            return
+        if gradient.device.type == "cpu" and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # it is copied to the host (fsdp_cpu_offload)
+        total = gradient.float() if total is None else total.add_(gradient)
+        if self.last:
+            parameter.grad = total.to(parameter.dtype)
+        else:
+            parameter.grad, self._sums[parameter] = None, total
+
+
 def begin_micro_batch(model: nn.Module, last: bool) -> None:
     """Before the forward of each micro-batch of a step; `last`: of the step. Gradients cross from
     one replica to another once in a step, with the last one. With distributed.sync_once so do all:
-    until then each rank sums its own in fp32, and keeps the gathered weights."""
+    until then each rank sums its own in fp32, and keeps the gathered weights. With reduce_dtype =
+    bf16 they cross each time: FSDP2 would hold the sum of the earlier ones in bf16."""
     if not isinstance(model, FSDPModule):
         return
+    if isinstance(model.fp32_sums, GradientSums):
+        model.fp32_sums.last = last
     if model.sync_once:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
     else:
-        model.set_requires_all_reduce(last)
+        model.set_requires_all_reduce(bool(last or model.reduces_in_bf16))

@@ -143,11 +143,11 @@ def _arrived(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
 class VocabularyLoss:
     """`loss`, which is loss.cross_entropy, with the rows of the vocabulary that this rank has."""
 
-    def __init__(self, loss: Callable[..., tuple[Tensor, Tensor]], mesh: DeviceMesh) -> None:
+    def __init__(self, loss: Callable[..., tuple[Tensor, ...]], mesh: DeviceMesh) -> None:
         self._loss = loss
         self._group, self._rank, self._size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         assert isinstance(weight, DTensor)
         first = self._rank * -(-weight.shape[0] // self._size)  # as torch.chunk cuts it
         part = VocabularyPart(first, self._over_all_ranks)

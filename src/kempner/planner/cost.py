@@ -1,8 +1,8 @@
 """Bytes that a rank sends in a step, by what they are for, and a rough time of the step. No torch.
 
-The time ranks combinations; as a prediction it is a range that no GPU has confirmed. Products run
-at ACHIEVED of the peak, bytes at the rate of the link that their ranks share: NVLink inside a node,
-the network between nodes.
+The time ranks combinations; as a prediction it is a range that no GPU has confirmed. What a GPU
+computes is in compute.py; bytes travel at the rate of the link that their ranks share: NVLink
+inside a node, the network between nodes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kempner.metrics import PEAK_BF16
 from kempner.parallel.layout import Axes, sizes
+from kempner.planner.compute import computation
 from kempner.planner.memory import (
     FP32,
     GIB,
@@ -25,17 +26,16 @@ from kempner.planner.memory import (
 )
 from kempner.run import RunConfig
 
-# Of the peak, by products and attention: what published trainings of such models reach on H100, and
-# what large products reach alone.
-ACHIEVED = (0.36, 0.6)
+SLACK = 1.25  # how much longer than the estimate a step may take by what is not in it
 RESERVE_GIB = 4.0  # the CUDA context, NCCL's buffers, and what the allocator cannot use
 
 
 class Gpu(NamedTuple):
-    """One GPU and its links; bytes per second in one direction."""
+    """One GPU, its memory and its links; bytes per second, of links in one direction."""
 
     name: str
     gib: float
+    memory: float
     link: float  # NVLink, of one GPU to the others of its node
     network: float = 50e9  # of one GPU to other nodes: 400 Gb/s
     bus: float = 25e9  # of one GPU to its host
@@ -53,13 +53,15 @@ class Gpu(NamedTuple):
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100", 79.2, 300e9),
-        Gpu("H100", 79.1, 450e9),
-        Gpu("H200", 139.8, 450e9),
-        Gpu("GH200", 94.5, 450e9),
-        Gpu("B200", 178.4, 900e9),
-        Gpu("L40S", 44.4, 32e9),
-        Gpu("MI300X", 191.5, 448e9),
+        Gpu("A100", 79.2, 2.04e12, 300e9),
+        Gpu("H100", 79.1, 3.35e12, 450e9),
+        Gpu("H200", 139.8, 4.8e12, 450e9),
+        Gpu("GH200", 94.5, 4.0e12, 450e9),
+        Gpu("B200", 178.4, 7.7e12, 900e9),
+        Gpu("GB200", 184.0, 8.0e12, 900e9),
+        Gpu("B300", 267.0, 7.7e12, 900e9),
+        Gpu("GB300", 276.0, 8.0e12, 900e9),
+        Gpu("L40S", 44.4, 0.864e12, 32e9),
     )
 }
 
@@ -93,7 +95,7 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
     model, ep, cuts = cfg.model, cfg.distributed.ep, axes.pp * axes.tp
-    experts = model.n_layers * 3 * model.n_experts * model.dim * model.ffn_dim / cuts
+    experts = len(model.mixtures) * 3 * model.n_experts * model.dim * model.ffn_dim / cuts
     others = model.count_parameters() / cuts - experts
     n, found = axes.shard * axes.cp, []
     # An expert is cut over the ranks that have the same ones.
@@ -117,7 +119,8 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
         size = (1 if how.sync_once else passes) * reduced * sent
         found.append(Traffic("FSDP: gradients, scattered", size, within, True))
     if (copies := axes.replicate) > 1 and not frozen:
-        size = 2 * reduced * (others + experts) / n * (copies - 1) / copies
+        often = passes if how.reduce_dtype == "bf16" else 1  # see begin_micro_batch
+        size = often * 2 * reduced * (others + experts) / n * (copies - 1) / copies
         found.append(Traffic("replicas: gradients", size, world_size <= per_node, True))
     found += offloading(cfg, axes, passes, compute)
     return found + passing(cfg, axes, passes * micro * cfg.train.seq_len, compute, per_node)
@@ -171,7 +174,8 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
         found.append(Traffic("context parallel: keys", size, n * axes.tp <= per_node, True))
     if (n := cfg.distributed.ep) > 1:
         # To the experts and back, and the same for their gradients.
-        size = 2 * often * layers * stream * model.experts_per_token * (n - 1) / n
+        mixtures = len(model.mixtures) / axes.pp
+        size = 2 * often * mixtures * stream * model.experts_per_token * (n - 1) / n
         found.append(Traffic("expert parallel: tokens", size, n * axes.tp <= per_node, False))
     if axes.pp > 1:
         size = 2 * cfg.distributed.pp_stages_per_rank * stream / axes.tp
@@ -182,9 +186,13 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
 class Time(NamedTuple):
     """Seconds of a step."""
 
-    compute: float  # at the higher of ACHIEVED
+    parts: dict[str, float]  # of the computation
     hidden: float  # communication behind it
     exposed: float  # communication beside it
+
+    @property
+    def compute(self) -> float:
+        return sum(self.parts.values())
 
     @property
     def step(self) -> float:
@@ -192,25 +200,26 @@ class Time(NamedTuple):
 
     @property
     def slowest(self) -> float:
-        """Seconds of a step at the lower of ACHIEVED."""
-        low, high = ACHIEVED
-        return self._replace(compute=self.compute * high / low).step
+        return SLACK * self.step
 
 
 def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
-    flops = cfg.model.flops_per_token(cfg.train.seq_len, cfg.lora.rank > 0)
-    if cfg.train.recompute == "full" and not cfg.train.recompute_modules:
-        flops *= 1 + 1 / (3 * cfg.train.recompute_every)  # the forward pass once more
-    tokens = cfg.train.sequences * cfg.train.seq_len
     spent = {True: 0.0, False: 0.0}
     sent = traffic(cfg, world_size, per_node)
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
     for each in sent:
         near = gpu.bus if each.bus else gpu.link
         spent[each.hidden] += each.size / (near if each.within else gpu.network)
-    compute = tokens * flops / (world_size * gpu.flops * ACHIEVED[1])
     axes = sizes(cfg.distributed, world_size, per_node)
-    passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
-    # Ranks that wait for the first activations, and the last gradients.
-    compute *= 1 + (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
-    return Time(compute, spent[True], spent[False])
+    parts = computation(cfg, axes, world_size, gpu.flops, gpu.memory)
+    if axes.pp > 1:  # ranks that wait for the first activations, and the last gradients
+        passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
+        waiting = (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
+        parts["waiting"] = waiting * sum(parts.values())
+    return Time(parts, spent[True], spent[False])
+
+
+def utilisation(cfg: RunConfig, world_size: int, step: float, gpu: Gpu) -> float:
+    """MFU of a step of so many seconds."""
+    flops = cfg.model.flops_per_token(cfg.train.seq_len, cfg.lora.rank > 0)
+    return flops * cfg.train.sequences * cfg.train.seq_len / (step * world_size * gpu.flops)

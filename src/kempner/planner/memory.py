@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kempner.optim.config import STATE
 from kempner.parallel.layout import Axes, sizes
 from kempner.run import RunConfig
 
@@ -60,6 +61,8 @@ def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[M
     loss = loss_memory(cfg, axes, tokens, compute)
     gradients = held.pop("gradients")
     so_far = gradients if often else 0.0
+    if often and cfg.train.weights == "bf16":  # summed in fp32
+        so_far *= FP32 / 2
     if often and cfg.distributed.sync_once and not cfg.lora.rank:
         so_far = FP32 * whole_model(cfg, axes)
     stream = cfg.model.dim * tokens * compute / axes.tp
@@ -114,14 +117,18 @@ def trained(cfg: RunConfig) -> float:
 
 
 def optimizer_state(cfg: RunConfig) -> float:
-    """Of each number that is trained AdamW has two averages, Lion one, schedule-free one and
-    weights in fp32, and Muon one, but AdamW's for embedding and output."""
-    average = 2 if cfg.optimizer.moments == "bf16" else FP32
-    each = {"adamw": 2 * average, "lion": average, "schedule_free": average + FP32, "muon": average}
-    size = each[cfg.optimizer.name] * trained(cfg)
-    if cfg.optimizer.name == "muon" and not cfg.lora.rank:
-        size += average * cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
-    return float(size)
+    """What the rule keeps of each number that is trained: with Muon, embedding and output have
+    AdamW's."""
+    tables = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
+    by_adamw = tables if cfg.optimizer.name == "muon" and not cfg.lora.rank else 0
+    others = trained(cfg) - by_adamw
+    return others * state_bytes(cfg, cfg.optimizer.name) + by_adamw * state_bytes(cfg, "adamw")
+
+
+def state_bytes(cfg: RunConfig, rule: str) -> int:
+    """Of each number that this rule trains."""
+    kept, average = STATE[rule], 2 if cfg.optimizer.moments == "bf16" else FP32
+    return average * len(kept.averages) + FP32 * len(kept.copies)
 
 
 def outer_state(cfg: RunConfig) -> float:
@@ -173,7 +180,7 @@ class Gathered:
         model, how = cfg.model, cfg.distributed
         table = model.vocab_size * model.dim / axes.tp
         root = table  # an embedding of its own is freed before the output layer is gathered
-        block = whole_block(cfg, axes)
+        block = max(whole_blocks(cfg, axes))
         reduce = 0 if cfg.lora.rank else compute + FP32
         blocks = block * (1 if axes.shard * axes.cp == 1 else 2)
         stays = 0.0
@@ -197,14 +204,23 @@ def whole_model(cfg: RunConfig, axes: Axes) -> float:
     """Parameters of a stage that FSDP would make whole on a rank, with embedding and output."""
     model = cfg.model
     tables = model.vocab_size * model.dim / axes.tp * (2 - model.tie_embeddings)
-    return tables + whole_block(cfg, axes) * model.n_layers / axes.pp
+    with_experts, without = whole_blocks(cfg, axes)
+    mixtures = len(model.mixtures)
+    blocks = mixtures * with_experts + (model.n_layers - mixtures) * without
+    return tables + blocks / axes.pp
 
 
-def whole_block(cfg: RunConfig, axes: Axes) -> float:
-    """Parameters of a block that FSDP makes whole on a rank: of the experts its own alone."""
-    model = cfg.model
+def whole_blocks(cfg: RunConfig, axes: Axes) -> tuple[float, float]:
+    """Parameters of a block that FSDP makes whole on a rank, with experts (of these its own alone)
+    and without; 0 where the model has no such block."""
+    model, mixtures = cfg.model, len(cfg.model.mixtures)
     experts = model.n_experts * 3 * model.dim * model.ffn_dim
-    return (model.count_block() - experts * (1 - 1 / cfg.distributed.ep)) / axes.tp
+    with_experts = model.count_block(True) - experts * (1 - 1 / cfg.distributed.ep)
+    without = model.count_block(False) / axes.tp
+    return (
+        with_experts / axes.tp if mixtures else 0.0,
+        without if mixtures < model.n_layers else 0.0,
+    )
 
 
 def activations(
@@ -224,15 +240,21 @@ def activations(
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
-    chosen = model.experts_per_token if model.n_experts else 0
-    inner = model.ffn_dim * (chosen + model.shared_experts if chosen else 1)
+    share = len(model.mixtures) / model.n_layers  # the mean of blocks with and without experts
+    chosen = share * model.experts_per_token
+    inner = model.ffn_dim * (chosen + share * model.shared_experts)
+    inner += (1 - share) * model.dense_width
     moved = 2 * chosen * model.dim
     norms = 4 if model.post_norms else 2
     eager = (2 + norms * (1 if gpu else 2)) * model.dim + heads + 4 * inner + moved
     block = norms * model.dim + heads + 2 * inner + moved if cfg.train.compile else eager
     whole = (2 * model.dim + moved) * (1 - 1 / axes.tp)
     each = tokens * compute * (block / axes.tp + whole)
-    working = tokens * compute * (2 * inner + 2 * model.dim + moved) / axes.tp
+    most = 2 * inner + moved
+    if share:
+        width = model.ffn_dim * (model.experts_per_token + model.shared_experts)
+        most = 2 * max(width + model.experts_per_token * model.dim, (share < 1) * model.dense_width)
+    working = tokens * compute * (most + 2 * model.dim) / axes.tp
     passes = float(min(axes.pp, cfg.train.sequences // axes.data_ranks))  # on the first stage
     if (stages := cfg.distributed.pp_stages_per_rank) > 1:  # arXiv:2205.05198, section 4.3
         passes *= 1 + (axes.pp - 1) / (axes.pp * stages)
@@ -266,11 +288,16 @@ def loss_memory(cfg: RunConfig, axes: Axes, tokens: int, compute: int) -> float:
     """Logits of a chunk in fp32, which become their gradient in place, and a copy in the compute
     dtype; the gradient of the output's weight in fp32, and a chunk's part of it; the gradient of
     its input."""
-    from kempner.loss import CHUNK_LOGITS, TILE
-
     model = cfg.model
-    most = cfg.train.loss_chunk or max(TILE, CHUNK_LOGITS // model.vocab_size // TILE * TILE)
-    rows = min(tokens, most)
+    rows = min(tokens, loss_rows(cfg))
     logits = rows * model.vocab_size * (FP32 + (compute if compute < FP32 else 0))
     weight = 0 if cfg.lora.rank else (FP32 + compute) * model.vocab_size * model.dim
     return (logits + weight) / axes.tp + tokens * model.dim * compute
+
+
+def loss_rows(cfg: RunConfig) -> int:
+    """Tokens whose logits exist at once, at most."""
+    from kempner.loss import CHUNK_LOGITS, TILE
+
+    fits = CHUNK_LOGITS // cfg.model.vocab_size // TILE * TILE
+    return cfg.train.loss_chunk or max(TILE, fits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kempner.planner.cost import RESERVE_GIB, Gpu
+from kempner.planner.cost import GPUS, RESERVE_GIB
 from kempner.planner.memory import GIB, memory
 from kempner.planner.search import Check, best
 from kempner.process_group import World
@@ -26,7 +26,7 @@ def advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
     """For a run that is out of memory: what fills it, and the fastest combination that needs a
     tenth less."""
     needs = memory(cfg, world_size, per_node)
-    gpu = Gpu("H100", 0.9 * needs.peak / GIB + RESERVE_GIB, 450e9)
+    gpu = GPUS["H100"]._replace(gib=0.9 * needs.peak / GIB + RESERVE_GIB)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])[:3]
     told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
     found = best(cfg, world_size, per_node, gpu, check, 1)

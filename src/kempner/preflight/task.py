@@ -26,6 +26,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 import torch
 import torch.distributed as dist
 
+from kempner.gpu.driver import driver, misfit
 from kempner.gpu.findings import at_rest
 from kempner.gpu.reading import (
     MEMORY,
@@ -112,10 +113,16 @@ def describe_node(local_rank: int) -> dict[str, Any]:
         return node
     gpus, faults = gpus_seen()
     given = given_names()
+    usable, there = torch_sees_gpus(), gpu_on_the_bus() is not None
+    if there and not usable:  # a newer libcuda, as of a container, makes up for an old driver
+        why = misfit(driver(), torch.version.cuda)
+        faults.append(why or "torch cannot use its GPUs: look at nvidia-smi there")
     return node | {
         "gpus": gpus,
         "gpus_given": None if given is None else len(given),
-        "real_gpus": torch_sees_gpus() or gpu_on_the_bus() is not None,
+        "real_gpus": usable or there,
+        "driver": driver(),
+        "cuda": torch.version.cuda,
         "gpu_faults": faults,
         "memory_free": memory_free(),
         "network": os.environ.get("KEMPNER_NETWORK", ""),

@@ -121,6 +121,7 @@ class Report:
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
+        lines += self.drivers()
         ranks = sum(len(node.ranks) for node in self.nodes)
         if self.whole is not None:
             lines.append(f"all-reduce of all {ranks} tasks ({self.kind}): {show(self.whole)}")
@@ -133,6 +134,18 @@ class Report:
             lines.append(f"exclude: {bad} (sbatch --exclude={bad})")
         lines.append(f"preflight took {self.seconds:.1f} s")
         return "\n".join(lines)
+
+    def drivers(self) -> list[str]:
+        """Driver of the GPUs and CUDA of torch side by side, a line for each pair of them."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for node in self.nodes:
+            if version := node.facts.get("driver"):
+                found.setdefault((version, node.facts.get("cuda") or "none"), []).append(node.name)
+        return [
+            f"driver {version}, torch built with CUDA {cuda}: "
+            + ("all nodes" if len(names) == len(self.nodes) else ", ".join(names))
+            for (version, cuda), names in found.items()
+        ]
 
 
 def bandwidth(figure: Figure) -> float:

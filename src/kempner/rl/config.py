@@ -28,6 +28,11 @@ class EnvConfig:
     )
     timeout: float = option(10.0, "seconds that one reward may take", minimum=0.1)
     memory: int = option(1024, "MiB that the process of a reward may take", minimum=64)
+    unsafe: bool = option(
+        False,
+        "run programs of the model also where the kernel cannot isolate them: they can then delete "
+        "your files and use the network",
+    )
 
     @property
     def label(self) -> str:
@@ -131,7 +136,11 @@ class InferenceConfig:
         (), "engines that run already, in place of any of this job; KEMPNER_SERVE_TOKEN is theirs"
     )
     restarts: int = option(3, "starts of an engine after it was lost, in a row", minimum=0)
-    timeout: float = option(600.0, "seconds that a request may take", minimum=1.0)
+    timeout: float = option(
+        600.0,
+        "seconds after which an engine that has work, and makes no token, is lost",
+        minimum=1.0,
+    )
     args: tuple[str, ...] = option((), "more words for the engine's command line")
 
 
@@ -210,6 +219,11 @@ def _sizes(cfg: RunConfig) -> list[str]:
         )
     try:
         family_of(cfg.model)
+        if cfg.model.router_bias:
+            found.append(
+                "model.router_bias: the biases of routers move with the weights, and are not sent "
+                "to engines; leave it out, and balance the experts by --model.aux_loss"
+            )
     except ConfigError as error:
         found += [f"{text}, and engines get their weights by one" for text in error.problems]
     found += [

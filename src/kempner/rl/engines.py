@@ -1,6 +1,7 @@
 """The client of one engine. No torch.
 
-All methods may be called from any thread; abort() ends those that wait for an answer.
+All methods may be called from any thread; abort() ends those that wait for an answer. A completion
+has no limit of time: who asks looks at progress(), and calls abort() when there is none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from urllib.parse import urlsplit
 
 from kempner.generate.config import Sampling
 
-BEAT_S = 3.0  # the longest that an engine may take to say how it is
+BEAT_S = 3.0  # the longest that an engine may take to say that it is alive
+CONNECT_S = 10.0
+VERSION_S = 60.0  # vLLM answers what its weights are between two steps of the model
+UPDATE_S = 3600.0  # the longest that an engine may read new weights
 
 
 class Completion(NamedTuple):
@@ -38,6 +42,10 @@ class Silent(Lost):
 
 class Busy(Exception):
     """The engine takes no request now."""
+
+
+class GivenUp(Exception):
+    """The request has failed too often."""
 
 
 class Rejected(Exception):
@@ -64,8 +72,17 @@ class Engine(Protocol):
         weights."""
         ...
 
-    def version(self) -> int:
-        """Of its weights; it is alive and can take requests."""
+    def alive(self) -> None:
+        """Raises Lost when it is not; answers also while it reads new weights."""
+        ...
+
+    def version(self) -> int | None:
+        """Of its weights; it is alive and can take requests. None: it is alive, and too busy to
+        say."""
+        ...
+
+    def progress(self) -> int | None:
+        """Tokens that it has read and generated so far; None: it does not count them."""
         ...
 
     def update(self, body: dict[str, Any]) -> int:
@@ -82,9 +99,11 @@ class Engine(Protocol):
 class KitEngine:
     """scripts/serve.py."""
 
-    def __init__(self, url: str, token: str, timeout: float) -> None:
-        """`timeout`: seconds that a request may take."""
-        self.url, self._token, self._timeout = url, token, timeout
+    living: tuple[int, ...] = (200, 503)  # codes of /health; 503: it has no weights
+    counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url, self._token = url, token
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._open: set[socket.socket] = set()
@@ -105,7 +124,7 @@ class KitEngine:
             "min_p": sampling.min_p,
             "stop": list(sampling.stop),
         }
-        answer = self._ask("/v1/completions", body, self._timeout)
+        answer = self._ask("/v1/completions", body, None)
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             found = [
@@ -123,11 +142,16 @@ class KitEngine:
             raise Lost(f"it was asked for {len(prompts) * n} texts, and has given {len(found)}")
         return [found[i : i + n] for i in range(0, len(found), n)]
 
-    def version(self) -> int:
+    def alive(self) -> None:
+        code, _ = self._exchange("/health", None, BEAT_S)
+        if code not in self.living:
+            raise Lost(f"/health: {code}")
+
+    def version(self) -> int | None:
         return self._version_in(self._ask("/health", None, BEAT_S))
 
     def update(self, body: dict[str, Any]) -> int:
-        return self._version_in(self._ask("/update_weights", body, self._timeout))
+        return self._version_in(self._ask("/update_weights", body, UPDATE_S))
 
     def words(self) -> tuple[int, list[int]]:
         """Of its tokenizer: how many tokens it has, and those that end a text."""
@@ -138,9 +162,18 @@ class KitEngine:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
 
     def tokens_read(self) -> int | None:
+        return self._count(KitEngine.counters[0])
+
+    def progress(self) -> int | None:
+        found = [self._count(name) for name in self.counters]
+        return None if None in found else sum(each or 0 for each in found)
+
+    def _count(self, name: str) -> int | None:
+        """The sum of a counter over its labels."""
         _, text = self._exchange("/metrics", None, BEAT_S)
-        found = re.search(rb"^kempner_prefill_tokens_total ([0-9.e+]+)$", text, re.MULTILINE)
-        return None if found is None else int(float(found[1]))
+        line = rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+]+)$".encode()
+        found = re.findall(line, text, re.MULTILINE)
+        return int(sum(map(float, found))) if found else None
 
     def _version_in(self, answer: dict[str, Any]) -> int:
         version = answer.get("weight_version")
@@ -154,19 +187,22 @@ class KitEngine:
                 with contextlib.suppress(OSError):  # a thread that waits for it wakes up
                     each.shutdown(socket.SHUT_RDWR)
 
-    def _ask(self, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
+    def _ask(self, path: str, body: dict[str, Any] | None, timeout: float | None) -> dict[str, Any]:
         """The answer's JSON. Raises Lost, Busy, Rejected."""
         return _read(path, *self._exchange(path, body, timeout))
 
     def _exchange(
-        self, path: str, body: dict[str, Any] | None, timeout: float
+        self, path: str, body: dict[str, Any] | None, timeout: float | None
     ) -> tuple[int, bytes]:
-        """Code and text of the answer. Raises Lost."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        """Code and text of the answer. `timeout`: seconds; None: no limit. Raises Lost."""
+        connection = http.client.HTTPConnection(
+            self._host, self._port, timeout=min(CONNECT_S, timeout or CONNECT_S)
+        )
         opened: socket.socket | None = None
         try:
             connection.connect()
             opened = connection.sock
+            opened.settimeout(timeout)
             with self._lock:
                 self._open.add(opened)
             headers = {"Content-Type": "application/json"}
@@ -202,9 +238,12 @@ NO_WEIGHTS = "none"  # its version while they are read
 class VllmEngine(KitEngine):
     """vLLM, as vllm_engine.py starts it."""
 
-    def __init__(self, url: str, token: str, timeout: float, ends: Collection[int]) -> None:
+    living = (200,)  # 503: its core is dead
+    counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+
+    def __init__(self, url: str, token: str, ends: Collection[int]) -> None:
         """`ends`: tokens that end a text; it has no tokenizer."""
-        super().__init__(url, token, timeout)
+        super().__init__(url, token)
         self._ends, self._probed = sorted(ends), False
 
     def complete(
@@ -225,7 +264,7 @@ class VllmEngine(KitEngine):
 
         def one(prompt: Sequence[int]) -> list[Completion]:
             body = {"token_ids": list(prompt), "sampling_params": words}
-            answer = self._ask("/inference/v1/generate", body, self._timeout)
+            answer = self._ask("/inference/v1/generate", body, None)
             try:
                 choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
                 found = [
@@ -246,13 +285,17 @@ class VllmEngine(KitEngine):
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(one, prompts))
 
-    def version(self) -> int:
+    def version(self) -> int | None:
+        self.alive()
         if not self._probed:
-            missing = ROUTES - set(self._ask("/openapi.json", None, self._timeout).get("paths", ()))
+            missing = ROUTES - set(self._ask("/openapi.json", None, VERSION_S).get("paths", ()))
             if missing:
                 raise Lost(f"this vLLM has no {', '.join(sorted(missing))}")
             self._probed = True
-        told = self._ask("/weight_info", None, BEAT_S).get("weight_version")
+        try:  # its core answers this, which does one thing after another
+            told = self._ask("/weight_info", None, VERSION_S).get("weight_version")
+        except Silent:
+            return None
         if told == NO_WEIGHTS:
             raise Busy("its weights could not be read")
         if not isinstance(told, str) or not told.isdecimal():
@@ -275,7 +318,7 @@ class VllmEngine(KitEngine):
         return int(body["version"])
 
     def _do(self, path: str, body: dict[str, Any]) -> None:
-        self._ask(path, body, self._timeout)
+        self._ask(path, body, UPDATE_S)
 
 
 def _read(path: str, code: int, text: bytes) -> dict[str, Any]:

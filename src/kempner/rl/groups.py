@@ -44,6 +44,7 @@ class Group:
     key: str  # of the prompt
     prompt: str
     rollouts: Sequence[Rollout]  # all of them
+    given_up: str = ""  # why there are none
 
     @property
     def scored(self) -> list[Rollout]:

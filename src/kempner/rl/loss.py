@@ -78,7 +78,7 @@ class Policy:
 
     def loss(
         self, x: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """In the place of loss.cross_entropy."""
         judge = self._judge(targets)
         return cross_entropy(x, weight, targets, self._chunk, part, self._temperature, judge)

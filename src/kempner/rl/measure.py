@@ -32,6 +32,8 @@ RESULT = "bench-engines.json"
 class NoRewards:
     """In place of a scorer: conversations have one turn, and nobody waits for rewards."""
 
+    def check(self, envs: Sequence[Tasks]) -> None: ...
+
     def score(self, env: Tasks, task: Task, talks: Sequence[object]) -> list[Score]:
         return [Score(0.0)] * len(talks)
 

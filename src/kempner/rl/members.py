@@ -27,6 +27,8 @@ class Member:
     misses: int = 0
     updating: bool = False
     refused: int = 0  # updates in a row
+    progress: int | None = None  # tokens, when it was last asked
+    progressed: float = field(default_factory=time.monotonic)  # when it last did something
     why: str = ""  # it is not alive
     seconds: dict[str, float] = field(default_factory=lambda: {"idle": 0.0, "busy": 0.0})
     since: float = field(default_factory=time.monotonic)
@@ -37,6 +39,14 @@ class Member:
         if self.alive:
             self.seconds["busy" if self.load else "idle"] += now - self.since
         self.since = now
+
+    def silent(self, progress: int | None) -> float:
+        """Seconds for which it has had work, and done none. An engine that does not count its
+        tokens moves on with each request that ends."""
+        now = time.monotonic()
+        if progress != self.progress or not self.load or self.updating:
+            self.progress, self.progressed = progress, now
+        return now - self.progressed
 
 
 @dataclass
@@ -66,6 +76,8 @@ class Waiter:
         self.member = min(free, key=lambda each: each.load)
         self.life = self.member.life
         self.member.account()
+        if not self.member.load:
+            self.member.progressed = self.member.since
         self.member.load += self.size
         self.given.notify()
         return self.member

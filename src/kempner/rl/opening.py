@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 32  # tasks of each environment, whether they fit
 TOKEN = "KEMPNER_SERVE_TOKEN"
-LOOK_S = 10.0  # that a server may take to say what it is
 QUEUED = 2  # groups that wait in an engine, so that it never runs out of work
 
 
@@ -94,7 +93,7 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     problems, silent = [], []
     token = os.environ.get(TOKEN, "").strip()
     for url in cfg.rl_inference.urls:
-        engine = make_engine(cfg, url, token, words.ends, LOOK_S)
+        engine = make_engine(cfg, url, token, words.ends)
         try:
             engine.version()
             problem = other_words(engine, words)
@@ -153,18 +152,17 @@ def open_router(
         return {path.name: url for path in paths if (url := read(path))}
 
     def make(url: str) -> Engine:
-        return make_engine(cfg, url, token(), ends, inference.timeout)
+        return make_engine(cfg, url, token(), ends)
 
     queued = QUEUED * cfg.rl.group_size
-    return Router(find, make, inference.slots, queued, say, inference.timeout if urls else None)
+    silence = inference.timeout
+    return Router(find, make, inference.slots, queued, say, silence, silence if urls else None)
 
 
-def make_engine(
-    cfg: RunConfig, url: str, token: str, ends: Collection[int], timeout: float
-) -> KitEngine:
+def make_engine(cfg: RunConfig, url: str, token: str, ends: Collection[int]) -> KitEngine:
     if cfg.rl_inference.engine == "vllm":
-        return VllmEngine(url, token, timeout, ends)
-    return KitEngine(url, token, timeout)
+        return VllmEngine(url, token, ends)
+    return KitEngine(url, token)
 
 
 def read(path: os.PathLike[str]) -> str:

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 from kempner.config.option import ConfigError
 from kempner.config.toml import loads
 from kempner.front_door import ANSWER
+from kempner.model.config import ModelConfig
+from kempner.planner.cost import GPUS
+from kempner.planner.engine import EngineMemory, engine_memory
 from kempner.rl.config import DeploymentConfig, InferenceConfig
 
 
@@ -83,6 +86,32 @@ def place(
     return Placement(1, deployment.num_train_gpus, infer // tp, infer // tp, 0, needed)
 
 
+def engine_words(
+    inference: InferenceConfig, seq_len: int, deterministic: bool = False
+) -> list[str]:
+    """More words for the command line of an engine. No conversation is longer than a row of the
+    trainer: a model may see 131,072 tokens, and memory for all of them would be in vain."""
+    if inference.engine == "vllm":
+        return [f"--max-model-len={seq_len}", *inference.args]
+    same = ["--deterministic"] if deterministic else []
+    return [f"--window={seq_len}", *same, *inference.args]
+
+
+def check_memory(memory: EngineMemory, inference: InferenceConfig, window: int) -> None:
+    """Raises ConfigError when no GPU has so much; which ones the job gets is not known yet."""
+    largest = max(GPUS.values(), key=lambda gpu: gpu.usable)
+    if memory.peak <= largest.usable:
+        return
+    fix = 'use more GPUs for each (rl.inference.engine = "vllm", rl.inference.tp)'
+    room = int((largest.usable - memory.weights) * memory.texts / memory.cache)
+    if inference.engine == "kit" and room > 0:
+        fix = f"give --rl.inference.slots={room} or less, or a shorter train.seq_len, or {fix}"
+    raise ConfigError([
+        f"{memory.describe(window)}; no GPU has so much (rl.inference.slots = {inference.slots}, "
+        f"train.seq_len = {window}): {fix}"
+    ])  # fmt: skip
+
+
 def _check_tp(count: int, tp: int, what: str) -> None:
     if count == 0 or count % tp:
         raise ConfigError([
@@ -121,8 +150,13 @@ def main(argv: Sequence[str]) -> int:
     values: Mapping[str, Any] = loads(sys.stdin.read())
     deployment = DeploymentConfig(**_known(values["rl"]["deployment"]))
     inference = InferenceConfig(**_known(values["rl"]["inference"]))
+    train, window = values["train"], values["train"]["seq_len"]
+    model = ModelConfig(**_known(values["model"]))
+    memory = engine_memory(model, inference, window, train["dtype"])
     try:
         placement = place(deployment, inference, options.nodes, options.tasks, options.gpus)
+        if options.gpus and placement.engines:
+            check_memory(memory, inference, window)
     except ConfigError as error:
         print("\n".join(f"kempner: error: {text}" for text in error.problems), file=sys.stderr)
         return 2
@@ -132,9 +166,10 @@ def main(argv: Sequence[str]) -> int:
     print(inference.engine)
     for line in describe(placement, inference, options.gpus, options.names.split(",")):
         print(line)
+    if options.gpus and placement.engines:
+        print(memory.describe(window))
     print("--")
-    same = ["--deterministic"] if values["train"]["deterministic"] else []
-    print("\n".join([*(same if inference.engine == "kit" else []), *inference.args]))
+    print("\n".join(engine_words(inference, window, train["deterministic"])))
     print(ANSWER)
     return 0
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kempner.generate.config import Sampling
 from kempner.rl.conversation import Conversation, Writer
+from kempner.rl.engines import GivenUp
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Score, Task
 from kempner.rl.environments.scorer import Scorer
@@ -37,10 +38,15 @@ class Sampler:
         self._said: set[str] = set()  # environments whose failures were reported
 
     def group(self, at: Place, size: int, least: int) -> Group:
-        """`size` samples of one task, by weights of version `least` or later."""
+        """`size` samples of one task, by weights of version `least` or later; none when engines
+        have lost it too often."""
         env = self._envs[at.env]
         task = env.task(at.number)
-        rollouts = self._converse(env, task, size, self._sampling.sampling(0), at.place, least)
+        try:
+            rollouts = self._converse(env, task, size, self._sampling.sampling(0), at.place, least)
+        except GivenUp as error:
+            self._say(f"{env.label}: task {task.number} is given up: {error}")
+            return Group(at, task.key, written(task), [], str(error))
         return Group(at, task.key, written(task), rollouts)
 
     def evaluate(self, env: Tasks, task: Task, least: int) -> float | None:

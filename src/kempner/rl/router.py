@@ -13,13 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kempner.generate.config import Sampling
-from kempner.rl.engines import Busy, Closed, Completion, Engine, Lost, NoEngines, Rejected
+from kempner.rl.engines import (
+    Busy,
+    Closed,
+    Completion,
+    Engine,
+    GivenUp,
+    Lost,
+    NoEngines,
+    Rejected,
+)
 from kempner.rl.members import Member, Waiter
 
 BEAT_EVERY_S = 2.0
 MISSES = 2  # beats in a row without an answer in time; a refused connection is enough by itself
 BUSY_S = 0.2  # before an engine that takes nothing now is asked again
 TRIES = 5  # of an update that an engine refuses
+FAILURES = 5  # of a request, with any engines, before it is given up
 RECENT = 0.1  # weight of a request in the mean of those so far
 SAY_EVERY_S = 60.0  # that there is no engine
 
@@ -32,14 +42,16 @@ class Router:
         slots: int,
         queued: int,
         say: Callable[[str], None],
+        silence: float,
         patience: float | None = None,
     ) -> None:
         """`find`: the URLs of the engines, by name; `slots`: samples that an engine works on at a
-        time; `queued`: samples that wait there, so that it never runs out of them; `patience`:
-        seconds without any engine before the run gives up, None: others see to it that one comes,
-        and engines come with weights of this run."""
+        time; `queued`: samples that wait there, so that it never runs out of them; `silence`:
+        seconds after which an engine that has work, and neither reads nor writes a token, is lost;
+        `patience`: seconds without any engine before the run gives up, None: others see to it that
+        one comes, and engines come with weights of this run."""
         self._find, self._make, self._slots, self._queued = find, make, slots, queued
-        self._say, self._patience = say, patience
+        self._say, self._silence, self._patience = say, silence, patience
         self._members: dict[str, Member] = {}
         self._held = 1.0  # share of a request's time that each of its samples holds a slot, mean
         self._target: tuple[int, dict[str, Any]] = (-1, {})
@@ -71,8 +83,8 @@ class Router:
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, least: int
     ) -> list[list[Completion]]:
         """`n` samples of each prompt, by weights of version `least` or later; waits for an engine
-        for as long as there may be one. Raises Closed, NoEngines, Rejected."""
-        size, again = len(prompts) * n, False
+        for as long as there may be one. Raises Closed, GivenUp, NoEngines, Rejected."""
+        size, again, failures = len(prompts) * n, False, 0
         while True:
             member, engine, life = self._take(size, least, again)
             again = True
@@ -82,11 +94,17 @@ class Router:
                 time.sleep(BUSY_S)
                 continue
             except Lost as error:
-                self._lose(member, life, str(error))
+                # Others of its requests may be long, and go on: a beat finds out how it is.
+                self._lose(member, life, str(error), cut=False)
+                self._wake[member.name].set()
+                failures += 1
+                if failures >= FAILURES:
+                    raise GivenUp(f"engines have lost it {failures} times: {error}") from None
                 continue
             finally:
                 with self._change:
                     member.account()
+                    member.progressed = time.monotonic()
                     member.load -= size
                     self._hand_out()
             texts = [text for each in found for text in each]
@@ -225,9 +243,14 @@ class Router:
             engine, life = member.engine, member.life
             before = member.version, member.updating
         try:
+            if member.updating:  # the answer to the update says the rest
+                engine.alive()
+                member.misses = 0
+                return
             version = engine.version()
+            progress = engine.progress()
         except Busy:  # it has no weights: they could not be read
-            version = -1
+            version, progress = -1, None
         except (Lost, Rejected) as error:
             with self._change:
                 member.misses += 1
@@ -236,12 +259,24 @@ class Router:
                 self._lose(member, life, str(error))
             return
         with self._change:
+            member.misses = 0
+            silent = member.silent(progress)
+        if silent > self._silence:
+            self._lose(member, life, f"has work, and made no token for {silent:.0f} s")
+            return
+        if version is not None:
+            self._know(member, engine, version, before)
+
+    def _know(self, member: Member, engine: Engine, version: int, before: tuple[int, bool]) -> None:
+        """It is alive, with this version; `before`: its version when it was asked, and whether it
+        was taking another one."""
+        with self._change:
             if self._closed or member.engine is not engine:
                 return
             if not member.alive:
                 self._say(f"{member.name} at {engine.url}: taken, with weights {version}")
             member.account()
-            member.alive, member.misses, member.why = True, 0, ""
+            member.alive, member.why = True, ""
             if (member.version, member.updating) == before:  # not if an update was done meanwhile
                 member.version = version if member.trusted else -1
             target, body = self._target
@@ -260,7 +295,7 @@ class Router:
         try:
             version = engine.update(body)
         except Lost as error:
-            self._lose(member, life, str(error))
+            self._lose(member, life, str(error), cut=False)
             version = -1
         except (Busy, Rejected) as error:
             version, problem = -1, str(error)
@@ -281,7 +316,8 @@ class Router:
                     self._failure = Rejected(f"{member.name} refuses weights {target}: {problem}")
             self._hand_out()
 
-    def _lose(self, member: Member, life: int, why: str) -> None:
+    def _lose(self, member: Member, life: int, why: str, cut: bool = True) -> None:
+        """`cut`: also what it was asked before."""
         with self._change:
             if member.life != life or self._closed:
                 return
@@ -293,4 +329,5 @@ class Router:
             member.life += 1
             engine = member.engine
             self._hand_out()
-        engine.abort()
+        if cut:
+            engine.abort()

@@ -66,6 +66,7 @@ def figures(
         "truncated": mean([each.truncated for each in scored]),
         "zero_variance": float(sum(not group.failed and group.flat for group in groups)),
         "dropped_stale": float(stale),
+        "given_up": float(sum(bool(group.given_up) for group in groups)),
         "failed_rewards": float(sum(len(group.rollouts) - len(group.rewards) for group in groups)),
         "staleness": mean([step - 1 - each.oldest for each in trained]),
         "samples": float(len(trained)),

@@ -25,6 +25,8 @@ ARITHMETIC: dict[type, Callable[[float, float], float]] = {
 class Guess(Environment):
     """The model guesses a number, and is told whether it is higher or lower."""
 
+    runs_code = False
+
     def __init__(self, numbers: int = 8, turns: int = 4) -> None:
         if numbers < 2 or turns < 1:
             raise ConfigError("numbers must be at least 2, and turns at least 1")
@@ -52,6 +54,7 @@ class Guess(Environment):
 class Calculator(Environment):
     """A product that is too large for the head, and a calculator to ask for it."""
 
+    runs_code = False
     turns = 4
 
     def __init__(self, below: int = 1000) -> None:

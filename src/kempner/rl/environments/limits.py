@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import re
 import resource
 import signal
 import struct
@@ -13,14 +15,18 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kempner.rl.environments import system_calls
+
 PROCESSES = 64  # that a reward may have at a time
 FILE_BYTES = 64 << 20  # of each file that it writes
-SCRATCH = "/dev/shm"  # exists everywhere; ours lies over it
+SCRATCH = "/dev/shm"  # exists everywhere; a file system of ours lies over it
 SCRATCH_OPTIONS = b"size=256m,mode=1777"
 
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
 MS_REC, MS_PRIVATE, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 0x4000, 0x40000, -100, 0x8000, 1
+MS_READ_ONLY, MS_REMOUNT, MS_BIND = 1, 0x20, 0x1000
+KEPT_OPTIONS = {"nosuid": 2, "nodev": 4, "noexec": 8}  # of a mount: to drop one is not allowed
 SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
 # RLIMIT_NPROC does not hold for root; since Linux 6.14 a process namespace has a limit of its own,
 # and before it root would set that of the whole node. No smaller one is taken.
@@ -52,10 +58,12 @@ def isolate() -> list[str]:
     return []
 
 
-def confine(isolated: bool) -> list[str]:
+def confine(isolated: bool) -> tuple[list[str], str]:
     """What the process that asks the environments gives up, for itself and its children. Returns
-    what the kernel does not allow."""
-    lacks = _seal() if isolated else []
+    what the kernel does not allow, and the file system of its own for temporary files, where it has
+    one."""
+    lacks, scratch = _seal() if isolated else ([], "")
+    lacks += system_calls.forbid()
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     subreaper()  # where it is not the init of a namespace
     # A program that it runs could else open its pipes in /proc, and write a reward there.
@@ -70,24 +78,67 @@ def confine(isolated: bool) -> list[str]:
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(name, (limit, limit))
     os.nice(5)  # the ranks of the trainer come first
-    return lacks
+    return lacks, scratch
 
 
-def _seal() -> list[str]:
-    """All files read-only but for an empty SCRATCH."""
+def _seal() -> tuple[list[str], str]:
+    """All files read-only but for an empty file system, which is there first: until it is, SCRATCH
+    is a directory of the host."""
     if _kernel() >= PID_MAX_OF_NAMESPACE:
         with contextlib.suppress(OSError):
             Path("/proc/sys/kernel/pid_max").write_text(str(PID_MAX))
+    scratch = ""
     try:
         _check(_libc.unshare(NEWNS))
         _check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-        read_only = struct.pack("4Q", ATTR_RDONLY, 0, 0, 0)
-        where = (SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE)
-        _check(_libc.syscall(*where, read_only, len(read_only)))
         _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", 0, SCRATCH_OPTIONS))
+        scratch = SCRATCH
+        _make_read_only(os.path.realpath(scratch))
     except OSError as error:
-        return [f"no read-only files ({error.strerror}): it may write files"]
-    return []
+        return [f"no read-only files ({error.strerror}): it may write files"], scratch
+    return [], scratch
+
+
+def _make_read_only(scratch: str) -> None:
+    """Every mount but this one. Raises OSError."""
+    try:
+        _set_attributes("/", AT_RECURSIVE, ATTR_RDONLY, 0)
+        _set_attributes(scratch, 0, 0, ATTR_RDONLY)
+        return
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+    for path, options in _mounts():  # Linux before 5.12
+        kept = sum(flag for name, flag in KEPT_OPTIONS.items() if name in options)
+        if path == scratch or "ro" in options:
+            continue
+        try:
+            flags = MS_REMOUNT | MS_BIND | MS_READ_ONLY | kept
+            _check(_libc.mount(None, os.fsencode(path), None, flags, None))
+        except OSError as error:
+            if _is_reachable(path, error.errno):
+                raise
+
+
+def _set_attributes(path: str, flags: int, given: int, cleared: int) -> None:
+    attributes = struct.pack("4Q", given, cleared, 0, 0)
+    where = (SYS_MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags)
+    _check(_libc.syscall(*where, attributes, len(attributes)))
+
+
+def _mounts() -> Iterator[tuple[str, list[str]]]:
+    """Where each is, and its own options; those below others come after them."""
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        fields = line.split()
+        path = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])
+        yield os.fsdecode(path), fields[5].decode().split(",")
+
+
+def _is_reachable(path: str, number: int | None) -> bool:
+    """Could a program write there? Not where another mount lies over it, or the way is closed."""
+    if number in (errno.ENOENT, errno.EACCES, errno.ENOTDIR):
+        return False
+    return number != errno.EINVAL or not os.statvfs(path).f_flag & os.ST_RDONLY
 
 
 @contextlib.contextmanager
@@ -117,12 +168,12 @@ def descendants(pid: int, most: int | None = None) -> list[int]:
 
 
 def memory(pids: Iterable[int]) -> int:
-    """MiB that these processes have and no file has."""
-    pages = 0
+    """MiB that these processes have and no file on a disk has."""
+    kib = 0
     for pid in pids:
-        statm = _text(f"/proc/{pid}/statm").split()
-        pages += int(statm[1]) - int(statm[2]) if statm else 0
-    return pages * resource.getpagesize() >> 20
+        status = _text(f"/proc/{pid}/status")
+        kib += sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+)", status, re.MULTILINE)))
+    return kib >> 10
 
 
 def end_descendants(pid: int, seconds: float) -> bool:

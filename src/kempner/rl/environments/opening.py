@@ -13,8 +13,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kempner.config.option import ConfigError
 from kempner.config.values import NOUN, did_you_mean
+from kempner.data.permute import shuffled
 from kempner.rl.config import EnvConfig, RlConfig
 from kempner.rl.environments.protocol import Environment, Task
 
@@ -60,9 +63,8 @@ class Tasks:
             part = self._parts[held_out]
             if not part:
                 raise self._none_left(held_out)
-            epoch, index = divmod(number, len(part))
-            order = random.Random(f"{self.seed} {epoch}").sample(part, len(part))
-            task = self._raw(order[index])
+            place = shuffled(np.array([number]), len(part), self.seed)  # no list is shuffled
+            task = self._raw(part[int(place[0])])
         return task._replace(number=number, held_out=held_out)
 
     def evaluation(self, count: int) -> list[Task]:
@@ -129,6 +131,19 @@ def open_environments(rl: RlConfig) -> list[Tasks]:
     if problems:
         raise ConfigError(problems)
     return opened
+
+
+def refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) -> str:
+    """Why its rewards are not computed on a host whose kernel does not allow these limits; empty:
+    they are."""
+    if not lacks or cfg.unsafe or not environment.runs_code:
+        return ""
+    return (
+        f'rl.env "{cfg.label}": runs programs that the model has written, and this host cannot '
+        f"isolate them: {'; '.join(lacks)}; take a host that allows user namespaces, or give this "
+        "entry `unsafe = true`: such a program can then delete whatever you may delete "
+        '(docs/rl.md, "Limits of a reward")'
+    )
 
 
 def make(identifier: str, args: str) -> Environment:

@@ -34,10 +34,10 @@ def send(fd: int, message: bytes, end: float) -> None:
             pass
 
 
-def receive(fd: int, end: float) -> bytes:
-    """A message. Raises Late or Ended."""
+def receive(fd: int, end: float, most: int = MOST) -> bytes:
+    """A message of at most so many bytes. Raises Late or Ended."""
     (length,) = LENGTH.unpack(_read(fd, LENGTH.size, end))
-    if length > MOST:
+    if length > most:
         raise Ended
     return _read(fd, length, end)
 

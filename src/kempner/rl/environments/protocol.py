@@ -62,6 +62,9 @@ class Environment:
     """Share of the prompts, chosen by their hash, that only evaluation sees."""
     turns: int = 1
     """Turns that the model has at most."""
+    runs_code: bool = True
+    """A reward may run what the model has written. False: it only reads texts, and is computed also
+    where the kernel keeps a program from nothing."""
 
     def task(self, number: int, rng: random.Random) -> Task:
         """With `size`, task `number` < size; without, any task, drawn from `rng` alone: it is the

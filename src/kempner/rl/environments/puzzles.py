@@ -32,6 +32,8 @@ def fraction(name: str, value: float) -> float:
 class Arithmetic(Environment):
     """3+4= is followed by 7."""
 
+    runs_code = False
+
     def __init__(
         self,
         below: int = 10,
@@ -62,6 +64,8 @@ class Arithmetic(Environment):
 
 class Letters(Environment):
     """A word, >, and what becomes of it."""
+
+    runs_code = False
 
     def __init__(
         self,
@@ -105,6 +109,8 @@ class Copy(Letters):
 
 class Format(Environment):
     """Instructions about the form of a text; the reward is the share of them that it follows."""
+
+    runs_code = False
 
     def __init__(self, instructions: int = 2) -> None:
         if not 1 <= instructions <= len(RULES):

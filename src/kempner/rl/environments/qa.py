@@ -21,6 +21,8 @@ class Qa(Environment):
     """The reward is 1 for the right answer. It stands after ####, or in \\boxed{}, or it is the
     last number of the completion; where it is no number, its last line."""
 
+    runs_code = False
+
     def __init__(self, file: str, held_out: float = 0.1) -> None:
         """`file`: JSON lines with "question" (or "prompt") and "answer", of which what follows ####
         counts, as in GSM8K. `held_out`: share of them for evaluation alone; 1: all."""

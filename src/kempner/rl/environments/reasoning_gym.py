@@ -15,6 +15,8 @@ DEFAULTS = {"seed": 0, "size": 10_000}
 class ReasoningGym(Environment):
     """An answer counts in <answer></answer>, or as the whole completion."""
 
+    runs_code = False
+
     def __init__(self, dataset: str, **config: Any) -> None:
         """`dataset`: one of the package's names, such as chain_sum; `config`: what it takes. Tasks
         are drawn from `size` of it."""

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kempner.config.option import ConfigError
 from kempner.process import module_command
-from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.opening import Tasks, refusal
 from kempner.rl.environments.pipes import Ended, Late, receive, send
 from kempner.rl.environments.protocol import Message, Reply, Score, Task
 from kempner.rl.environments.worker import OPEN_S, QUICK_S, Request
@@ -30,6 +31,7 @@ KEPT = (
 SET = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     **{"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"},
+    **{"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},  # GPUs are the trainer's
 }
 
 
@@ -51,6 +53,15 @@ class Scorer:
             self._free.put(process)
         self._threads = ThreadPoolExecutor(workers, "judge")
         self._tell, self._told, self._lock = tell, False, threading.Lock()
+
+    def check(self, envs: Sequence[Tasks]) -> None:
+        """Raises ConfigError when this host cannot isolate the programs that these run."""
+        process = self._free.get()
+        lacks = process.lacks()
+        self._free.put(process)
+        problems = [refusal(env.cfg, env.environment, lacks) for env in envs]
+        if any(problems):
+            raise ConfigError(problem for problem in problems if problem)
 
     def score(self, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]) -> list[Score]:
         """The rewards of conversations that begin with the task's messages."""
@@ -101,6 +112,7 @@ class _Process:
     def __init__(self, tell: Callable[[list[str]], None], namespaces: bool) -> None:
         self._tell, self._process = tell, None  # type: Any, subprocess.Popen[bytes] | None
         self._words = [] if namespaces else ["--no-namespaces"]
+        self._lacks: list[str] = []
 
     def ask(self, request: Request) -> list[dict[str, Any]]:
         """The answers for its first conversations, one at least: the others are asked again."""
@@ -129,8 +141,18 @@ class _Process:
             start_new_session=True,
         )
         assert process.stdout
-        self._tell(json.loads(receive(process.stdout.fileno(), time.monotonic() + START_S)))
+        self._lacks = json.loads(receive(process.stdout.fileno(), time.monotonic() + START_S))
+        self._tell(self._lacks)
         return process
+
+    def lacks(self) -> list[str]:
+        """Limits that the kernel does not allow. Raises OSError when no process can be started."""
+        try:
+            self._process or self._start()
+        except (Late, Ended):
+            self.end()
+            raise OSError("a process for rewards cannot be started on this host") from None
+        return self._lacks
 
     def end(self) -> None:
         """Its pipe's end is its end; by SIGKILL where it does not answer."""

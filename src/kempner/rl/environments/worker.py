@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from kempner.config.option import ConfigError
 from kempner.rl.config import EnvConfig
 from kempner.rl.environments import limits
-from kempner.rl.environments.opening import make
+from kempner.rl.environments.opening import make, refusal
 from kempner.rl.environments.pipes import EVER, Ended, Late, receive, send
 from kempner.rl.environments.protocol import Environment, Message, Task
 
@@ -45,13 +45,9 @@ class Request(NamedTuple):
 class Outer:
     def __init__(self, requests: int, answers: int, lacks: list[str]) -> None:
         """Starts the inner process, and tells what the kernel does not allow."""
-        self.requests, self.answers, self.isolated = requests, answers, not lacks
-        self.scratch = limits.SCRATCH
-        if lacks:
-            self.scratch = tempfile.mkdtemp(prefix="kempner-reward-")
-        os.environ["TMPDIR"] = tempfile.tempdir = self.scratch
+        self.requests, self.answers, self.lacks = requests, answers, lacks
         self.inner, self.to_inner, self.from_inner = self._start()
-        lacks += json.loads(receive(self.from_inner, EVER))
+        lacks, self.directory = json.loads(receive(self.from_inner, EVER))
         send(self.answers, json.dumps(lacks).encode(), EVER)
 
     def run(self) -> None:
@@ -143,7 +139,7 @@ class Outer:
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in range(3):  # what an environment prints is nobody's
                 os.dup2(nothing, fd)
-            serve(theirs, ours, notes, self.scratch, self.isolated)
+            serve(theirs, ours, notes, self.lacks)
             code = 0
         finally:
             os._exit(code)
@@ -153,13 +149,19 @@ class Outer:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.inner, signal.SIGKILL)
         limits.end_descendants(os.getpid(), 10.0)
-        if not self.isolated:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def serve(requests: int, answers: int, notes: int, scratch: str, isolated: bool) -> None:
-    """The inner process."""
-    send(answers, json.dumps(limits.confine(isolated)).encode(), EVER)
+def serve(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
+    """The inner process. `lacks`: what the kernel did not allow before."""
+    more, own = limits.confine(not lacks)
+    lacks = lacks + more
+    # Only what was made for it is ever emptied: its own file system, or else a new directory.
+    directory = "" if own else tempfile.mkdtemp(prefix="kempner-reward-")
+    scratch = own or directory
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    send(answers, json.dumps([lacks, directory]).encode(), EVER)
     os.set_blocking(notes, False)
     environments: dict[EnvConfig, Environment] = {}
     with contextlib.suppress(Ended):
@@ -170,6 +172,8 @@ def serve(requests: int, answers: int, notes: int, scratch: str, isolated: bool)
                 if request.env not in environments:
                     environments[request.env] = make(request.env.id, request.env.args)
                 environment = environments[request.env]
+                if problem := refusal(request.env, environment, lacks):
+                    raise ConfigError(problem)
                 task, talks = pickle.loads(request.arguments)
             except BaseException as error:
                 send(answers, json.dumps({"why": _why(error)}).encode(), EVER)

@@ -1,0 +1,33 @@
+"""What the token ids of a tokenizer.json mean, read without the package `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kempner.config.option import ConfigError
+
+
+def read_vocabulary(file: Path) -> dict[int, str]:
+    """The text of each token id, added tokens among them. Raises ConfigError."""
+    try:
+        content = json.loads(file.read_bytes())
+        tokens = content["model"]["vocab"]
+        if isinstance(tokens, dict):
+            texts = {int(i): str(text) for text, i in tokens.items()}
+        else:  # Unigram: pairs of a text and its score
+            texts = {i: str(text) for i, (text, _) in enumerate(tokens)}
+        added = content.get("added_tokens") or []
+        return texts | {int(token["id"]): str(token["content"]) for token in added}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file}: not a tokenizer.json ({type(error).__name__}: {error})"
+        ) from None
+
+
+def agree(one: Mapping[int, str], other: Mapping[int, str]) -> bool:
+    """Whether one vocabulary is the other one, or that with more ids, such as the tokens of a chat
+    template."""
+    small, large = sorted((one, other), key=len)
+    return small.items() <= large.items()

@@ -1,0 +1,85 @@
+"""Which CUDA the installed torch was built with, and whether this host's driver can run it. No
+torch.
+
+A driver runs programs of its own major version of CUDA and of older ones:
+docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html. torch 2.13 has builds
+with CUDA 12.6 and 13.0: github.com/pytorch/pytorch/blob/main/RELEASE.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+BRANCHES = {"13": 580, "12": 525}  # the first branch of the driver, by CUDA's major version
+INDEXES = {580: "cu130", 525: "cu126"}  # of torch's builds, by the first branch that runs them
+INDEX = "https://download.pytorch.org/whl/"
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver on this host, such as 580.65.06; None: there is none."""
+    root = os.environ.get("KEMPNER_PROC", "/proc")  # a test puts a tree of its own here
+    try:
+        text = Path(root, "driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", text)
+    return found[1] if found else None
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA that the installed torch was built with, such as 13.0; None: none, or no torch."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    try:
+        text = Path(found.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    cuda = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return cuda[1] if cuda else None
+
+
+def branch_for(cuda: str) -> int | None:
+    """The first branch of the driver that runs this version of CUDA; None: nobody has said."""
+    return BRANCHES.get(cuda.partition(".")[0])
+
+
+def misfit(driver: str | None, cuda: str | None) -> str | None:
+    """Why a torch built with `cuda` cannot use the GPUs of a host with this driver, and what to do
+    about it; None where it can, or nobody knows."""
+    if driver is None:
+        return None
+    if cuda is None:
+        return f"torch is built without CUDA, and the driver is {driver}: {remedy(driver)}"
+    least = branch_for(cuda)
+    if least is None or int(driver.partition(".")[0]) >= least:
+        return None
+    return (
+        f"torch is built with CUDA {cuda}, which needs driver {least} or later, and the driver is "
+        f"{driver}: {remedy(driver)}"
+    )
+
+
+def remedy(driver: str | None) -> str:
+    """How to get a torch that fits."""
+    branch = int(driver.partition(".")[0]) if driver else 0
+    fits = [name for least, name in INDEXES.items() if branch >= least]
+    if driver and not fits:
+        return f"no build of torch 2.13 runs on it: ask for driver {min(INDEXES)} or later"
+    index = fits[0] if fits else "cu126"
+    return f"make .venv/train TORCH_INDEX={INDEX}{index} (docs/slurm.md has a table)"
+
+
+def both() -> str | None:
+    """Driver and CUDA side by side; None for a torch without CUDA."""
+    cuda, version = cuda_of_torch(), driver()
+    if cuda is None:
+        return None
+    if version is not None:
+        return f"driver {version}, torch built with CUDA {cuda}"
+    least = branch_for(cuda)
+    needs = f", which needs driver {least} or later on the nodes" if least else ""
+    return f"torch is built with CUDA {cuda}{needs}; this host has no driver to compare"

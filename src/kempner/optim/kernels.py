@@ -1,0 +1,106 @@
+"""An update in bf16 as one kernel: what is read, changed, rounded and written is compiled together.
+
+The kernel has the same numbers as the eager update where both use the same operators, and AdamW's
+within rounding. A run takes one of the two from its first step to its last, whatever restarts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint.layout import Box, StoredTensor, own_box
+from kempner.compiler import keep_private
+from kempner.optim.rounding import as_int32, hashed_at, to_bf16
+from kempner.optim.rule import Group, Guard, Part, Rule, State, local
+
+SALTS = 8  # hashes for each parameter; each is enough for two tensors
+MOST = 1 << 31  # elements of a part: places are int32
+
+
+class Kernels:
+    """One for each rule and dtype, whatever the sizes and the numbers of the groups: torch.compile
+    takes a function but a few times."""
+
+    def __init__(self, rank: int, numbers: Mapping[Tensor, int]) -> None:
+        """`numbers`: of the parameters; each is rounded by hashes of its own."""
+        keep_private()
+        self._rank, self._numbers = rank, numbers
+        self._compiled: dict[type[Rule], Callable[..., None]] = {}
+        self._integers: dict[Tensor, Tensor] = {}
+
+    def takes(self, p: Tensor, whole: StoredTensor) -> bool:
+        """Whether update() can have it."""
+        flat = local(p).is_contiguous() and local(p.grad).is_contiguous()  # type: ignore[arg-type]
+        return flat and in_lines(whole.shape, own_box(whole, self._rank))
+
+    def update(
+        self, p: Tensor, group: Group, state: State, whole: StoredTensor, guard: Guard
+    ) -> None:
+        """Change the parameter and its state as the group's rule does."""
+        rule: Rule = group["rule"]
+        if (kernel := self._compiled.get(type(rule))) is None:
+            kernel = self._compiled[type(rule)] = compile_rule(rule)
+        weight, grad = local(p), local(p.grad)  # type: ignore[arg-type]
+        if not weight.numel():
+            return
+        if (integers := self._integers.get(p)) is None:
+            rows = lines(whole.shape, own_box(whole, self._rank))
+            integers = torch.tensor([SALTS * self._numbers[p], *rows], dtype=torch.int32)
+            integers = self._integers[p] = integers.to(weight.device)
+        values = group["lr"], group["weight_decay"], group["eps"], *group["betas"]
+        floats = [torch.full((), value, device=weight.device) for value in values]
+        parts = {key: local(value) for key, value in state.items()}
+        flat = {key: x.view(-1) if x.ndim else x for key, x in parts.items()}
+        kernel(weight.view(-1), grad.view(-1), flat, floats, integers, *guard)
+
+
+def lines(shape: torch.Size, box: Box) -> tuple[int, int, int]:
+    """Where the elements of a part stand in the whole tensor, whose lines are cut at most once:
+    (length, gap, first): element i is at first + i + i // length * gap, as int32, which may wrap
+    around."""
+    inner = len(box) - 1  # the last dim that is cut; those behind it are whole
+    while inner > 0 and box[inner] == (0, shape[inner]):
+        inner -= 1
+    length = math.prod(size for _, size in box[inner:])
+    gap = math.prod(shape[inner:]) - length
+    first, step = 0, 1
+    for size, (start, _) in reversed(list(zip(shape, box, strict=True))):
+        first, step = first + start * step, step * size
+    return max(length, 1), gap, as_int32(first)
+
+
+def in_lines(shape: torch.Size, box: Box) -> bool:
+    """Whether lines() has the part: before the last dim that is cut only the first may be cut."""
+    cut = [dim for dim, part in enumerate(box) if part != (0, shape[dim])]
+    small = math.prod(length for _, length in box) < MOST
+    return small and (len(cut) < 2 or (len(cut) == 2 and cut[0] == 0))
+
+
+def compile_rule(rule: Rule) -> Callable[..., None]:
+    def update(
+        weight: Tensor, grad: Tensor, state: State, floats: list[Tensor], integers: Tensor,
+        grad_scale: Tensor, found_inf: Tensor,
+    ) -> None:  # fmt: skip
+        """weight, grad and what is as large in `state`: [N]."""
+        lr, weight_decay, eps, *betas = floats
+        salt, length, gap, first = integers.unbind()
+        group: dict[str, Any] = {
+            "lr": lr, "weight_decay": weight_decay, "eps": eps, "betas": betas,
+        }  # fmt: skip
+        copies = {key: x.float() for key, x in state.items()}
+        part = Part(weight.float(), grad.float().clone(), copies, None)  # type: ignore[arg-type]
+        rule.update(group, [part], Guard(grad_scale, found_inf))
+        at = torch.arange(weight.shape[0], device=weight.device, dtype=torch.int32)
+        places = first + at + torch.div(at, length, rounding_mode="trunc") * gap
+        pairs = [(weight, part.weight), *((state[key], copies[key]) for key in sorted(state))]
+        rounded = [(home, new) for home, new in pairs if home.dtype is torch.bfloat16]
+        for k, (home, new) in enumerate(rounded):
+            bits = hashed_at(places, copies["step"], salt + k // 2)
+            home.copy_(to_bf16(new, (bits >> (16 * (k % 2))) & 0xFFFF))
+
+    return torch.compile(update, dynamic=True, fullgraph=True)

@@ -1,0 +1,74 @@
+"""What the optimizer and its rules share: a part of a parameter, what the step says of its
+gradients, and the rule itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kempner.checkpoint.layout import StoredTensor
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+
+
+class Part(NamedTuple):
+    """What this rank holds of a parameter; a rule changes weight and state in place."""
+
+    weight: Tensor  # fp32, as are grad and state
+    grad: Tensor
+    state: State  # as large as weight, or []
+    whole: StoredTensor  # the parameter
+
+
+class Guard(NamedTuple):
+    """What the step says of its gradients."""
+
+    grad_scale: Tensor  # fp32 []
+    found_inf: Tensor  # fp32 [], 0 or 1
+
+    @property
+    def keep(self) -> Tensor:
+        """A factor of everything that an update adds: 0 leaves the old value exactly."""
+        return 1.0 - self.found_inf
+
+    def prepare(self, parts: Iterable[Part]) -> None:
+        """Divide the gradients by grad_scale; in a bad step they become 0, so that no NaN is left
+        that a factor of 0 would not remove."""
+        grads = [part.grad for part in parts]
+        torch._foreach_div_(grads, self.grad_scale)
+        bad = self.found_inf > 0
+        for grad in grads:
+            grad.masked_fill_(bad, 0.0)
+
+
+class Rule:
+    """How a group of parameters changes. lr and the other numbers come from the group."""
+
+    averages: tuple[str, ...] = ()  # of gradients, which start as 0
+    copies: tuple[str, ...] = ()  # of the weights, which start as these
+    scalars: tuple[str, ...] = ("step",)  # fp32 []; "step" counts the updates
+    pointwise = False  # each element changes by itself, so that an update can be one kernel
+    publishes_average = False  # other weights than those that are trained
+    ranks: dist.ProcessGroup | None = None  # that hold the parameters between them; None: all
+
+    def update(self, group: Group, parts: Sequence[Part], guard: Guard) -> None:
+        raise NotImplementedError
+
+    def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]] | None:
+        """Which parameters an update needs at once; None: any."""
+        return None
+
+    def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
+        """The weights to evaluate and to publish, from those that are trained."""
+        return weight
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

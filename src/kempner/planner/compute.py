@@ -1,0 +1,133 @@
+"""Seconds that a GPU works on a step, from the configuration alone. No torch.
+
+A roofline: products run at a share of the peak that grows with their size, attention at a share of
+its own, and all else at the rate of the GPU's memory. The constants are estimates for Hopper, from
+what cuBLAS, cuDNN and compiled kernels reach there; no GPU has confirmed them. D width, F SwiGLU
+width, V vocabulary, E head width, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kempner.parallel.layout import Axes
+from kempner.planner.memory import FP32, loss_rows, weights, whole_model
+from kempner.run import RunConfig
+
+PRODUCTS = (0.69, 500.0)  # of the peak, as the sides grow; half of it at this side
+ATTENTION = (0.62, 1700.0, 0.52)  # of the peak, as T grows; half of it at this T; the most
+BY_LENGTH = 0.6  # of that, for the kernel that skips what documents and windows hide
+MEMORY = 0.73  # of the rate of the data sheet
+EAGER = 4.0  # bytes that kernels move without torch.compile, for one with it
+LOGIT = 22.0  # bytes that the compiled loss moves for each logit, beside its products
+GAP = 2.5e-4  # seconds for each block of a pass: launches, hooks, gaps between kernels
+SHARED = 1.08  # NCCL takes multiprocessors, and the first gathers hide behind nothing
+
+
+def computation(
+    cfg: RunConfig, axes: Axes, world_size: int, peak: float, rate: float
+) -> dict[str, float]:
+    """Seconds of a step by part, on the average rank. `peak`: operations per second in bf16;
+    `rate`: bytes per second of the memory, both of the data sheet."""
+    tokens = cfg.train.sequences * cfg.train.seq_len / world_size
+    passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
+    found = {
+        "products": products(cfg, axes, tokens) / peak,
+        "attention": attention(cfg, tokens) / peak,
+        "other kernels": pointwise(cfg, axes, tokens) / (MEMORY * rate),
+        "loss": loss(cfg, axes, tokens, passes) / (MEMORY * rate),
+        "FSDP's copies": copies(cfg, axes, passes) / (MEMORY * rate),
+        "update": update(cfg, axes) / (MEMORY * rate),
+        "gaps": GAP * cfg.model.n_layers / axes.pp * passes,
+    }
+    shared = SHARED if world_size > 1 else 1.0
+    return {name: seconds * shared for name, seconds in found.items()}
+
+
+def products(cfg: RunConfig, axes: Axes, tokens: float) -> float:
+    """Operations for `tokens`, as if all ran at the peak."""
+    model, frozen = cfg.model, cfg.lora.rank > 0
+    each = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
+    output = (4.0 if frozen else 6.0) * model.vocab_size * model.dim
+    again = (each - output) / (2 if frozen else 3) * recomputed(cfg, "products")
+    pass_tokens = cfg.forward_rows(axes.data_ranks) * cfg.train.seq_len / axes.cp
+    side = min(model.dim / math.sqrt(axes.tp), pass_tokens)
+    return tokens * (each + again) / rising(*PRODUCTS, side)
+
+
+def attention(cfg: RunConfig, tokens: float) -> float:
+    """The same. The backward pass counts twice the forward pass, as in the usual formula, and takes
+    2.5 times its operations at a lower rate."""
+    model, length = cfg.model, cfg.train.seq_len
+    each = model.flops_per_token(length) - model.flops_per_token(length, keys=0.0)
+    most, half, limit = ATTENTION
+    share = min(rising(most, half, length), limit) * math.sqrt(model.resolved_head_dim / 128)
+    if cfg.data.document_mask or model.sliding_window is not None:
+        share *= BY_LENGTH
+    return tokens * each * (1 + recomputed(cfg, "attention") / 4) / share
+
+
+def rising(most: float, half: float, size: float) -> float:
+    return most * size / (size + half)
+
+
+def recomputed(cfg: RunConfig, what: str) -> float:
+    """How much of the forward pass runs again, of products, attention, or the other kernels."""
+    train = cfg.train
+    if train.recompute == "none" or (train.recompute == "selective" and what != "other kernels"):
+        return 0.0
+    if not (modules := train.recompute_modules):
+        return 1 / train.recompute_every
+    model = cfg.model
+    ffn = 3 * model.ffn_dim * model.dim
+    projections = 2 * model.dim * model.resolved_head_dim * (model.n_heads + model.kv_heads)
+    shares = {"ffn": ffn, "attention": projections}
+    if what == "attention":
+        return float("attention" in modules)
+    return sum(shares.get(name, 0) for name in modules) / sum(shares.values())
+
+
+def pointwise(cfg: RunConfig, axes: Axes, tokens: float) -> float:
+    """Bytes that norms, rotation, SwiGLU and residuals move: forward, twice as many backward, and
+    again where they are computed again. Forward a token reads and writes D for each norm, six times
+    D for the residuals, queries and keys for the rotation, and three times F for SwiGLU; an expert
+    has its input and output in another order."""
+    model = cfg.model
+    chosen = model.experts_per_token if model.n_experts else 0
+    inner = model.ffn_dim * (chosen + model.shared_experts if chosen else 1)
+    norms = 4 if model.post_norms else 2
+    rotated = (model.n_heads + model.kv_heads) * model.resolved_head_dim
+    width = (2 * norms + 6 + 4 * chosen) * model.dim + 2 * rotated + 3 * inner
+    moved = 2.0 * tokens * model.n_layers * width * (3 + recomputed(cfg, "other kernels"))
+    return moved if cfg.train.compile else EAGER * moved
+
+
+def loss(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:
+    """Bytes: of the logits, and of the weight's gradient in fp32, which each chunk adds to."""
+    model = cfg.model
+    rows = cfg.forward_rows(axes.data_ranks) * cfg.train.seq_len / axes.cp
+    chunks = passes * math.ceil(rows / loss_rows(cfg))
+    table = model.vocab_size * model.dim / (axes.tp * axes.pp)
+    logits = LOGIT * tokens * model.vocab_size * (1 if cfg.train.compile else EAGER)
+    return logits + (0 if cfg.lora.rank else 2 * FP32 * chunks * table)
+
+
+def copies(cfg: RunConfig, axes: Axes, passes: float) -> float:
+    """Bytes that FSDP moves on this GPU beside what it sends: to gather, this rank's part is cast,
+    and the whole is copied from the buffer; to reduce, gradients are cast into a buffer, and the
+    sum of this part is added in fp32. Of one rank that is 10 and 26 bytes a parameter."""
+    how, n = cfg.distributed, axes.shard * axes.cp
+    gather, reduce = 4 + 6 / n, 6 + 20 / n
+    often = 1.0 if how.sync_once or not how.reshard_after_forward else 2.0
+    each = passes * often * gather
+    if how.sync_once:
+        each, reduce = gather, 10 * passes + reduce  # added where they are, and reduced once
+    else:
+        reduce *= passes
+    return (each + (0 if cfg.lora.rank else reduce)) * whole_model(cfg, axes)
+
+
+def update(cfg: RunConfig, axes: Axes) -> float:
+    """Bytes: weights and state are read and written, gradients read for the norm and the update."""
+    held = weights(cfg, axes, gpu=True)
+    return 2 * (2 * held["gradients"] + held["optimizer"])

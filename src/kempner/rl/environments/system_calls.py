@@ -1,0 +1,106 @@
+"""System calls that what a reward runs may not make (seccomp). Linux; no torch.
+
+A mount or network namespace does not keep a process from the Unix sockets of its user, such as
+those of tmux, ssh-agent or a container's daemon, which run what they are told outside of it. And
+memory that no process has mapped is in no figure that we could look at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import socket
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+# Instructions of a classic BPF program, and where seccomp's record has what they load.
+LOAD, AND, RETURN, EQUAL, AT_LEAST = 0x20, 0x54, 0x06, 0x15, 0x35
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+X32 = 0x40000000  # the other table of system calls that x86-64 has
+IO_URING_SETUP, MEMFD_SECRET = 425, 447  # on every architecture
+
+
+class Machine(NamedTuple):
+    """Its architecture for the audit system, and numbers of its system calls."""
+
+    audit: int
+    socket: int
+    socketpair: int
+    shmget: int
+    memfd_create: int
+
+
+MACHINES = {
+    "x86_64": Machine(0xC000003E, 41, 53, 29, 319),
+    "aarch64": Machine(0xC00000B7, 198, 199, 194, 279),
+}
+
+Instruction = tuple[int, int, int, int]  # code, steps ahead if true, if false, constant
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def forbid() -> list[str]:
+    """For this process and its children, for good: Unix sockets (but pairs of streams), memory in
+    files without a name, System V's shared memory, and io_uring, which makes sockets, too. Returns
+    what the kernel does not allow."""
+    machine = MACHINES.get(platform.machine())
+    if machine is None:
+        return [f"no filter of system calls on {platform.machine()}: it may use Unix sockets"]
+    refused = dict.fromkeys((machine.shmget, machine.memfd_create, IO_URING_SETUP), errno.ENOSYS)
+    tests = [
+        *_if(machine.socket, 0, 0xFFFFFFFF, socket.AF_UNIX),
+        # An end of a pair of datagrams can be connected to another socket.
+        *_if(machine.socketpair, 1, 0xF, socket.SOCK_DGRAM),
+    ]
+    try:
+        install(refused | {MEMFD_SECRET: errno.ENOSYS}, tests)
+    except OSError as error:
+        return [f"no filter of system calls ({error.strerror}): it may use Unix sockets"]
+    return []
+
+
+def install(refused: Mapping[int, int], tests: list[Instruction] | None = None) -> None:
+    """Calls by number, each with the error that it gets; `tests` see the number, and must leave it
+    loaded. Raises OSError."""
+    audit = MACHINES[platform.machine()].audit
+    program: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (EQUAL, 1, 0, audit),
+        (RETURN, 0, 0, ERRNO | errno.ENOSYS),
+        (LOAD, 0, 0, NUMBER),
+    ]
+    if platform.machine() == "x86_64":
+        program += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
+    for number, code in refused.items():
+        program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | code)]
+    program += [*(tests or []), (RETURN, 0, 0, ALLOW)]
+    text = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(text, len(text))
+    found = _Program(len(program), ctypes.addressof(buffer))
+    for words in (
+        (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+        (PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(found), 0, 0),
+    ):
+        if _libc.prctl(*words):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _if(number: int, argument: int, mask: int, value: int) -> list[Instruction]:
+    """The call is refused when an argument of it, an int, has this value under the mask."""
+    return [
+        (EQUAL, 0, 5, number),
+        (LOAD, 0, 0, ARGUMENTS + 8 * argument),  # little-endian: its lower half
+        (AND, 0, 0, mask),
+        (EQUAL, 0, 1, value),
+        (RETURN, 0, 0, ERRNO | errno.EACCES),
+        (LOAD, 0, 0, NUMBER),
+    ]

@@ -1,0 +1,180 @@
+"""The branches that only a GPU takes, against the plain ones: outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kempner.model import decoder, moe
+from kempner.model.attention import Documents, Visible, attend, visible
+from kempner.model.config import ModelConfig
+from kempner.parallel import context
+from tests.gpu_path import kernels
+from tests.gpu_path.kernels import GPU, OnCpu, registered
+
+T = 64
+SHAPE = ModelConfig(
+    vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, max_seq_len=T
+)
+DOCUMENTS = Documents.of(torch.stack((torch.arange(T) * 5 // T, torch.arange(T) // 60)), True)
+
+
+@pytest.fixture
+def varlen() -> Iterator[None]:
+    pytest.importorskip("torch.nn.attention.varlen")  # it declares the operators
+    parts = {"_varlen_attn": kernels.varlen, "_varlen_attn_backward": kernels.varlen_backward}
+    with registered("torch_attn", **parts):
+        yield
+
+
+def visible_on_a_gpu(tokens: Tensor, *more: Any) -> Visible:
+    with OnCpu():
+        return visible(SimpleNamespace(shape=tokens.shape, device=GPU), *more)  # type: ignore[arg-type]
+
+
+def heads(*counts: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, n, T, 16).bfloat16().requires_grad_() for n in counts]
+
+
+def with_gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    along = torch.linspace(-1, 1, y.numel()).view(y.shape)
+    return [y.detach(), *torch.autograd.grad((y.float() * along).sum(), inputs)]
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize(
+    ("window", "documents"), [(9, None), (None, DOCUMENTS), (9, DOCUMENTS), (1, DOCUMENTS)]
+)
+def test_variable_length_attention(window: int | None, documents: Documents | None) -> None:
+    inputs, tokens = heads(4, 2, 2), torch.zeros(2, T, dtype=torch.int64)
+    ours = visible_on_a_gpu(tokens, window, documents, torch.bfloat16)
+    dense = visible(tokens, window, documents, torch.bfloat16, None, "math")
+    assert ours.starts is not None and dense.mask is not None
+    for found, expected in zip(
+        with_gradients(attend(*inputs, ours), inputs),
+        with_gradients(attend(*inputs, dense), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_model_with_packed_documents(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    torch.manual_seed(0)
+    model = decoder.Decoder(replace(SHAPE, sliding_window=window)).bfloat16()
+    tokens = torch.randint(64, (2, T))
+    found = []
+    for place in (visible_on_a_gpu, visible):
+        monkeypatch.setattr(decoder, "visible", place)
+        model.zero_grad()
+        loss = model(tokens, tokens.roll(-1, 1), DOCUMENTS)
+        loss.backward()
+        found.append((loss.detach(), [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(*(loss for loss, _ in found), rtol=1e-3, atol=0)
+    for ours, dense in zip(*(grads for _, grads in found), strict=True):
+        assert (ours - dense).norm() < 0.03 * dense.norm()
+
+
+# --- The ring -------------------------------------------------------------------------------------
+
+
+class Chain:
+    """A ring of n ranks in one process: what a rank gets is what the one before it has sent."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._ranks
+
+
+def ring(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ranks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rounds of context._Ring for all its ranks, by the functions that a GPU's rank calls."""
+    parts = [context.columns(T, r, ranks, "ring", kernels.CPU) for r in range(ranks)]
+    mine = [[x[:, :, part] for x in (q, k, v, dout)] for part in parts]
+    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
+    rounds = [(r, s, (r - s) % ranks) for r in range(ranks) for s in range(ranks)]
+    for rank, number, of in rounds:
+        queries, keys = context._parts(number, rank, T // ranks) if number else (slice(None),) * 2
+        block, block_lse, *state = context.kernel(
+            mine[rank][0][:, :, queries], *(x[:, :, keys] for x in mine[of][1:3]), not number
+        )
+        at = parts[rank][queries]
+        total = torch.logaddexp(lse[:, :, at], block_lse)
+        old, new = (lse[:, :, at] - total).exp(), (block_lse - total).exp()
+        out[:, :, at] = out[:, :, at] * old.unsqueeze(-1) + block * new.unsqueeze(-1)
+        lse[:, :, at] = total
+    grads = [torch.zeros(x.shape) for x in (q, k, v)]
+    for rank, number, of in rounds:
+        queries, keys = context._parts(number, rank, T // ranks) if number else (slice(None),) * 2
+        at, seen = parts[rank][queries], parts[of][keys]
+        found = context.kernel_backward(
+            dout[:, :, at], q[:, :, at], k[:, :, seen], v[:, :, seen],
+            out[:, :, at].to(q.dtype), lse[:, :, at], state, not number,
+        )  # fmt: skip
+        for whole, places, part in zip(grads, (at, seen, seen), found, strict=True):
+            whole[:, :, places] += part
+    return out, *grads
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_flash_attention_of_a_ring(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Its arguments, grouped heads, blocks of unequal sizes, and the state that goes back."""
+    inputs = heads(4, 2, 2)
+    expected = attend(*inputs, Visible(None))
+    dout = torch.randn(expected.shape).bfloat16()
+    want = [expected.detach(), *torch.autograd.grad(expected, inputs, dout)]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    parts = {"": kernels.flash, "_backward": kernels.flash_backward}
+    names = {f"_scaled_dot_product_flash_attention{end}": part for end, part in parts.items()}
+    with registered("aten", **names), torch.no_grad():
+        found = ring(*(x.detach() for x in inputs), dout, ranks)
+    for ours, plain in zip(found, want, strict=True):
+        assert (ours - plain).norm() < 0.02 * plain.norm()
+
+
+# --- Experts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def products() -> Iterator[None]:
+    yield
+    moe.CLEARS_IDLE[0] = True
+
+
+def through(load: Tensor, way: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(int(load.sum()), 32).bfloat16().requires_grad_()
+    weights = [torch.randn(4, a, b).bfloat16().requires_grad_() for a, b in [(16, 32), (32, 16)]]
+    w1, w2 = weights
+    return with_gradients(way(x, load, w1, w2, w1), [x, w1, w2])
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("garbage", [False, True])
+def test_experts_without_a_token_get_no_gradient(garbage: bool) -> None:
+    """On Blackwell grouped_mm may leave there what was in the accumulator (pytorch#172439)."""
+    load = torch.tensor([5, 0, 7, 0])
+    expected = through(load, moe.one_by_one)
+    with registered("aten", **({"_grouped_mm": kernels.grouped_with_garbage} if garbage else {})):
+        before = through(load, moe.through_experts)
+        assert bool(before[2][[1, 3]].any()) is garbage
+        said = moe.choose_products(torch.bfloat16, kernels.CPU)
+        found = through(load, moe.through_experts)
+    assert ("is set to 0" in said) is garbage
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain, atol=0.1, rtol=2e-2)
+    assert not found[2][[1, 3]].any() and not found[3][[1, 3]].any()

@@ -1,0 +1,113 @@
+"""Kernels that are planned for each shape of attention meet few of them while texts are generated,
+served and scored: cuDNN, which torch prefers on Hopper and Blackwell, took up to half a second."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kempner.generate.config import Sampling
+from kempner.generate.engine import Engine
+from kempner.generate.texts import Text, generate
+from kempner.load import Loaded, load
+from kempner.model.cache import BLOCK
+from kempner.serve.http import Server
+from kempner.serve.worker import Worker
+from tests.served import Client, make_model
+
+SLOTS, WINDOW = 4, 3 * BLOCK
+MOST = 2 * SLOTS * WINDOW // BLOCK  # prompts, and steps; of so many rows and blocks
+LONG = 2 * BLOCK - 10  # tokens of the longest prompt
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return make_model(folder, max_position_embeddings=WINDOW)
+
+
+@pytest.fixture
+def loaded(folder: Path) -> Iterator[Loaded]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield load(str(folder), "cpu")
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    found: set[tuple[Any, ...]] = set()
+    real = F.scaled_dot_product_attention
+
+    def watched(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
+        mask = named.get("attn_mask")
+        found.add((q.shape, k.shape, None if mask is None else mask.shape))
+        return real(q, k, v, *rest, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    return found
+
+
+def prompts(seed: int = 1) -> list[list[int]]:
+    drawn = random.Random(seed)
+    return [[drawn.randrange(256) for _ in range(drawn.randint(3, LONG))] for _ in range(12)]
+
+
+def generated(loaded: Loaded, fixed: bool) -> None:
+    engine = Engine[Text](loaded.model, 260, WINDOW, SLOTS, fixed)
+    sampling = Sampling(temperature=0, max_tokens=60)
+    for _ in generate(engine, loaded.words.tokenizer, set(), prompts(), sampling):
+        pass
+
+
+def served(loaded: Loaded, fixed: bool) -> None:
+    """Two requests of many prompts at a time, over HTTP, as an orchestrator sends them."""
+    server = Server("127.0.0.1", 0, "small", "")
+    server.worker = worker = Worker(loaded, SLOTS, WINDOW, 64, fixed=fixed)
+    client = Client(server.port)
+    threads = [Thread(target=run) for run in (worker.run, lambda: server.serve_forever(0.02))]
+    asked = [
+        Thread(target=client.complete, args=(texts,), kwargs={"max_tokens": 60, "n": 2, "seed": 1})
+        for texts in (prompts()[:8], prompts()[8:])
+    ]
+    for thread in threads + asked:
+        thread.start()
+    for thread in asked:
+        thread.join()
+    worker.end("the test is over")
+    server.shutdown()
+    for thread in threads:
+        thread.join()
+    server.server_close()
+    assert worker.finished.total() == 24
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("work", [generated, served])
+def test_few_shapes(
+    work: Callable[[Loaded, bool], None], fixed: bool, loaded: Loaded, shapes: set[Any]
+) -> None:
+    work(loaded, fixed)
+    assert 0 < len(shapes) <= (2 if fixed else MOST), sorted(map(str, shapes))
+    assert all(keys[2] % BLOCK == 0 for _, keys, _ in shapes)
+
+
+def test_few_shapes_where_texts_are_scored(loaded: Loaded, shapes: set[Any]) -> None:
+    harness = pytest.importorskip("kempner.harness")
+    model = harness.HarnessModel(loaded, SLOTS)
+    texts = ["".join(map(chr, prompt)) for prompt in prompts()]
+    model.loglikelihood([SimpleNamespace(args=(text[: len(text) // 2], text)) for text in texts])
+    model.generate_until([SimpleNamespace(args=(t, {"max_gen_toks": 30})) for t in texts])
+    assert 0 < len(shapes) <= MOST, sorted(map(str, shapes))
+
+
+def test_cudnn_has_no_part(loaded: Loaded) -> None:
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,0 +1,126 @@
+"""What keeps a reward from the host's files, sockets and memory, whatever the kernel allows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kempner.rl.config import EnvConfig
+from kempner.rl.environments.opening import Tasks
+from kempner.rl.environments.protocol import Score
+from kempner.rl.environments.scorer import Scorer
+from tests.conftest import ROOT, clean_env
+from tests.rewards import score
+
+HOSTILE = EnvConfig(f"{ROOT}/tests/hostile_environment.py:Hostile", timeout=30.0, memory=200)
+
+
+def refused_calls(*words: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.refused_calls", *words],
+        cwd=ROOT,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+    )
+    if "limits._check" in done.stderr:
+        pytest.skip(f"this kernel allows no namespaces: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("refused", ["", "unshare", "mount", "mount_setattr"])
+def test_files_of_the_host_stay_whatever_the_kernel_refuses(refused: str) -> None:
+    found = refused_calls(*refused.split(), "--", "arithmetic")
+    assert found["rewards"] == [1.0, 1.0]
+    assert found["same"]
+    lacks = refused in ("unshare", "mount")
+    assert bool(found["said"]) == lacks and not found["refused"]
+
+
+@pytest.mark.parametrize("refused", ["unshare", "mount"])
+def test_programs_are_not_run_where_nothing_isolates_them(refused: str) -> None:
+    found = refused_calls(refused, "--", "code")
+    assert found["rewards"] == [None, None] and found["same"]
+    for text in (found["refused"], found["why"]):
+        assert 'rl.env "code": runs programs' in text and "`unsafe = true`" in text
+
+
+def test_programs_are_run_there_when_the_user_says_so() -> None:
+    found = refused_calls("unshare", "--", "code", "unsafe")
+    assert found["rewards"] == [1.0, 1.0] and not found["refused"]
+    assert not found["same"]  # the program has written: that is what unsafe means
+
+
+def test_before_linux_5_12_files_are_read_only_all_the_same() -> None:
+    found = refused_calls("mount_setattr", "--", "code")
+    assert found["rewards"] == [0.0, 0.0]  # its write to /tmp was refused
+    assert found["same"] and not found["said"]
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    said: list[str] = []
+    with contextlib.closing(Scorer(1, said.append)) as made:
+        score(made, Tasks(EnvConfig("copy"), 0), Tasks(EnvConfig("copy"), 0).task(0), "")
+        if said:
+            pytest.skip(f"this kernel does not isolate: {said}")
+        yield made
+
+
+def run(scorer: Scorer, code: str) -> Score:
+    env = Tasks(HOSTILE, 0)
+    return score(scorer, env, env.task(0), code)
+
+
+def test_a_socket_of_the_user_cannot_be_reached(scorer: Scorer, tmp_path: Path) -> None:
+    path = os.path.relpath(tmp_path / "agent")  # a path of a socket is short
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+        agent.bind(path)
+        agent.listen()
+        connect = f"import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect({path!r})"
+        assert "PermissionError" in run(scorer, connect).why
+        pair = "import socket\na, b = socket.socketpair()\na.send(b'x')\nresult = len(b.recv(1))"
+        assert run(scorer, pair) == Score(1.0)  # as asyncio needs
+        dgram = pair.replace("()", "(socket.AF_UNIX, socket.SOCK_DGRAM)", 1)
+        assert "PermissionError" in run(scorer, dgram).why
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (
+            # As a program may, it raises its own limit first.
+            "import mmap, resource, time\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)\n"
+            "held = mmap.mmap(-1, 300 << 20)\n"
+            "for _ in range(300): held.write(bytes(1 << 20))\n"
+            "time.sleep(60)",
+            "took more than 200 MiB",
+        ),
+        ("import os; os.memfd_create('hidden')", "Function not implemented"),
+        (
+            "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+            "assert libc.shmget(0, 1 << 20, 0o1600) >= 0, ctypes.get_errno()",
+            "AssertionError: 38",
+        ),
+    ],
+    ids=["shared", "memfd", "System V"],
+)
+def test_memory_is_counted_whatever_holds_it(scorer: Scorer, code: str, why: str) -> None:
+    assert why in run(scorer, code).why
+
+
+def test_gpus_are_not_seen(scorer: Scorer) -> None:
+    code = "import os; result = float(os.environ['CUDA_VISIBLE_DEVICES'] == '')"
+    assert run(scorer, code) == Score(1.0)
