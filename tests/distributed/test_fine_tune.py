@@ -122,6 +122,28 @@ def test_dpo_resumes_with_its_first_reference_on_other_ranks(work: Path) -> None
     assert broken == pytest.approx(unbroken, abs=1e-5)
 
 
+@pytest.mark.soak
+def test_a_mixture_of_experts_is_fine_tuned_with_its_experts_shared_out(
+    work: Path, tmp_path: Path
+) -> None:
+    """The losses of one process, with packed conversations."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {"vocab_size": 265, "max_position_embeddings": 256}.items():
+            patch.setitem(hf_models.COMMON, key, value)
+        hf_models.make("qwen3_moe", tmp_path / "model")
+    write_tokenizer(tmp_path / "model", GENERATION)
+    text = SMALL.format(shipped=ROOT / "configs/train/sft-moe.toml", batch=4)
+    (tmp_path / "moe.toml").write_text(text)
+    for nproc in (1, 2):
+        words = [f"{tmp_path}/moe.toml", f"--run.dir={tmp_path}/{nproc}", "--eval.interval=0"]
+        words += [f"--model.init_from={tmp_path}/model", f"--data.dataset_path={work}/data/chat"]
+        process = start_train(*words, f"--distributed.ep={nproc}", nproc=nproc)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-4)
+    assert losses(tmp_path / "2")[4] < losses(tmp_path / "2")[1] - 0.1
+
+
 def test_dpo_does_not_go_on_with_another_reference(work: Path) -> None:
     """A directory whose files were replaced between two starts."""
     base = another_tokenizer(work, "reference", lambda content: content)
