@@ -4,6 +4,8 @@ variables reach which program, and that nobody asks for CUDA before a fork."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +14,7 @@ from kempner.config.option import ConfigError
 from kempner.configure import ALLOCATOR, set_allocator
 from kempner.rl import vllm_engine
 from kempner.run import RunConfig
-from tests.conftest import ROOT
+from tests.conftest import ROOT, clean_env
 
 DATA = "--data.dataset_path=fake:"
 RING = ["--distributed.cp=2", "--distributed.cp_method=ring"]
@@ -80,3 +82,67 @@ def test_no_script_sets_the_allocator() -> None:
     """It would reach the engines and any program of run.sh."""
     scripts = (ROOT / "scripts/slurm").rglob("*.sh")
     assert [path.name for path in scripts if "ALLOC_CONF" in path.read_text()] == []
+
+
+# --- Forks ----------------------------------------------------------------------------------------
+
+# What forks, and why it may: a process that has asked for CUDA has no child that can use it.
+FORKS = {
+    "preflight/allreduce.py": "asks for CUDA in the child alone, see below",
+    "program/start.py": "imports no torch",
+    "rl/environments/worker.py": "imports no torch",
+    "history/page/write.py": "imports no torch",
+}
+
+
+def test_what_forks_is_named_here() -> None:
+    words = ("os.fork(", 'get_context("fork")')
+    source = ROOT / "src/kempner"
+    found = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if any(word in path.read_text() for word in words)
+    }
+    assert found == FORKS.keys()
+
+
+def python(code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean_env(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_forks_without_torch() -> None:
+    names = [
+        f"kempner.{path.removesuffix('.py').replace('/', '.')}"
+        for path, why in FORKS.items()
+        if why == "imports no torch"
+    ]
+    # The orchestrator starts the workers of rewards.
+    names += ["kempner.rl.orchestrator", "kempner.rl.environments.scorer"]
+    python(f"import sys, {', '.join(names)}\nassert 'torch' not in sys.modules")
+
+
+def test_preflight_does_not_ask_for_cuda_before_it_forks() -> None:
+    """torch then refuses CUDA in every measurement, and each node is called faulty."""
+    python("""if True:
+        import os, torch
+        from kempner.preflight import allreduce, task
+        asked = []
+        def count():
+            asked.append(os.getpid())
+            return 0
+        for name in ("_cuda_getDeviceCount", "_cuda_init"):
+            setattr(torch._C, name, count)
+        assert torch.cuda._is_compiled()
+        def measure(connected):
+            connected()
+            torch.cuda.is_available()
+            return {"asked": len(asked), "bad": torch.cuda._is_in_bad_fork()}
+        task.describe_node(0)
+        assert os.getpid() not in asked, "CUDA was asked before the fork"
+        assert allreduce.run_in_child(measure, 60.0, 60.0) == {"asked": 1, "bad": False}
+        torch.cuda.is_available()
+        assert os.getpid() in asked  # that this test sees it
+    """)
