@@ -20,7 +20,7 @@ MESHES: dict[str, tuple[str, ...]] = {
     "dp_replicate": (),
     "tp": (),
     "cp": (),
-    "pp": (),
+    "pp": ("--train.micro_batch=2",),
     "ep": EXPERTS,
 }
 
@@ -58,7 +58,7 @@ def axes(job: Job) -> Figures:
         else:
             train(job, [*words, *length], 2)
         reference = "unbroken"
-        if options:  # another model
+        if axis == "ep":  # another model
             train(job, job.words(reference := f"one-{axis}", *options, *length))
         found = losses(job.work / f"two-{axis}")
         worst[axis] = compare(axis, found, losses(job.work / reference))
