@@ -4,7 +4,7 @@
 # make soak           the tests that are too slow for every day, and runs that survive 20 to 40 random faults each
 # make test-vllm      what needs vLLM: its build for CPUs, in an environment of its own (3.4 GB)
 # make check          the linters: ruff, mypy, shellcheck, shfmt
-# make gpu-check      check and measure the trainer on this machine's GPUs in under eight minutes
+# make gpu-check      check and measure the trainer on this machine's GPUs in up to 15 minutes
 # make pictures       the pictures of the pages, as far as they take minutes (root: some need the test bed)
 # make cluster        boot a real Slurm cluster of virtual hosts on this machine (root)
 # make cluster-down   shut that cluster down

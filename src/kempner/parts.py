@@ -69,6 +69,15 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
     run.announce(f"attention: {kernel}, of {cfg.train.attention}")
     if cfg.model.n_experts:
         run.announce(f"experts: {choose_products(dtype, device)}")
+    if text := slow_products(device.type, str(dtype)):
+        run.announce(text)
+
+
+def slow_products(device: str, dtype: str) -> str | None:
+    """What the log says where products run far below a GPU's speed: torch leaves TF32 off."""
+    if device != "cuda" or dtype != "torch.float32":
+        return None
+    return "products: fp32, without TF32: several times slower than train.dtype=bf16 on this GPU"
 
 
 def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:

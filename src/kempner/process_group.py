@@ -256,6 +256,8 @@ def start(
         if log is not None:
             _check_transport(log.read_text(errors="replace"))
             log.unlink(missing_ok=True)
+            for name in ("NCCL_DEBUG_FILE", *nccl_transport.LOG_SETTINGS):
+                os.environ.pop(name, None)  # programs that this one starts have no such file
     set_timeout(start_timeout)
     if not world.local_rank:
         rendezvous.forget_copy(Path(run_dir))

@@ -4,7 +4,7 @@ the host one step later; and the update."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,7 @@ from kempner.optim.build import set_learning_rate
 from kempner.parallel.layout import Layout
 from kempner.parallel.passes import backward_passes
 from kempner.progress import Progress
-from kempner.resilience import requests
-from kempner.resilience.requests import StopRequests, Verdict
+from kempner.resilience.requests import Meanwhile, StopRequests, Verdict
 
 GC_STEPS = 100
 
@@ -97,9 +96,9 @@ def forward_backward(
         sums.add(batch, loss, terms)
         return loss / step_tokens
 
-    def asked() -> Verdict | None:
-        return None if leave is None else requests.asked_meanwhile(leave, sums.device)
-
+    asked: Callable[[], Verdict | None] = lambda: None  # noqa: E731
+    if leave is not None:
+        asked = Meanwhile(leave, sums.device)
     model.routings.scale = 1 / step_tokens
     verdict = backward_passes(model, micro_batch_loss, micro_batches, sums.device, asked)
     return verdict or {**sums.numbers(), **objective.numbers()}

@@ -20,6 +20,7 @@ GPU_ONLY = {
     "gpu faults",
     "synchronization",
     "patterns",
+    "update",
     "compile",
     "fp8",
     "bench 125m",
@@ -53,6 +54,8 @@ def test_on_a_bare_python(tmp_path: Path) -> None:
     status = {name: result["status"] for name, result in checks.items()}
     assert status == {name: "skipped" if name in GPU_ONLY else "pass" for name in CHECKS}
     assert all("no GPU" in str(checks[name]["why"]) for name in GPU_ONLY)
+    assert checks["experts"]["figures"]["dw1"] < 0.02 and checks["ring"]["figures"]["dk"] < 1e-5  # type: ignore[index]
+    assert checks["generate"]["figures"]["tokens"] == 32  # type: ignore[index]
     figures = checks["resume"]["figures"]
     assert isinstance(figures, dict) and figures["equal_losses"] == 40
     report = (out / "report.md").read_text()
@@ -63,6 +66,7 @@ def test_on_a_bare_python(tmp_path: Path) -> None:
 def test_out_of_time(tmp_path: Path) -> None:
     done, checks = gpu_check(tmp_path, "--device", "cpu", "--quick", "--seconds", "0")
     assert done.returncode == 1
+    assert "not checked for want of time (--seconds): environment, data, save," in done.stdout
     for name, check in CHECKS.items():
         assert checks[name]["why"] == ("no GPU" if check.needs_gpu else "out of time")
 

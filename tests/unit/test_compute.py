@@ -225,3 +225,12 @@ def test_fp8_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_chunk_may_be_larger_than_all_tokens() -> None:
     x, weight, targets = torch.randn(4, 8), torch.randn(5, 8), torch.arange(4)
     assert cross_entropy(x, weight, targets, chunk=99)[0] == cross_entropy(x, weight, targets)[0]
+
+
+def test_fp32_on_a_gpu_is_said() -> None:
+    from kempner.parts import slow_products
+
+    assert "without TF32" in str(slow_products("cuda", str(torch.float32)))
+    assert (
+        slow_products("cuda", str(torch.bfloat16)) is slow_products("cpu", "torch.float32") is None
+    )

@@ -208,6 +208,29 @@ def test_the_network_of_one_host_is_not_looked_at(
     assert bool(looked) is asked
 
 
+def test_nccls_log_is_asked_for_at_the_start_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the run starts later would write into a file that is gone."""
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    quiet: Any = lambda *_: types.SimpleNamespace()  # noqa: E731
+    asked: list[str] = []
+    for module, name in (
+        (rendezvous, "open_store"), (rendezvous, "check_in"), (process_group, "set_timeout"),
+        (torch.distributed, "PrefixStore"), (torch.distributed, "destroy_process_group"),
+        (process_group, "_prove"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, quiet)
+    monkeypatch.setattr(
+        process_group, "_init", lambda *_: asked.append(os.environ.get("NCCL_DEBUG", ""))
+    )
+    process_group.start(World(0, 0, 4, "slurm", 2), torch.device("cuda", 0), tmp_path, 5.0)
+    assert asked == ["", "INFO"]
+    assert not [name for name in os.environ if name.startswith("NCCL_DEBUG")]
+
+
 # --- The rendezvous -----------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")

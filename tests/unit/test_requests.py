@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kempner.resilience.requests import FLAGS, REQUESTS, StopRequests, asked, asked_meanwhile
+from kempner.resilience.requests import FLAGS, REQUESTS, Meanwhile, StopRequests, asked
 
 
 def requests() -> StopRequests:
@@ -68,11 +68,15 @@ def test_the_end_that_slurm_told_before_counts_while_it_does_not_answer(
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_a_request_to_leave_is_seen_in_the_middle_of_a_long_step(kind: int) -> None:
-    stop = requests()
-    assert asked_meanwhile(stop, torch.device("cpu")) is None
-    stop.flags[kind] = 1.0
-    found = asked_meanwhile(stop, torch.device("cpu"))
-    assert found == (REQUESTS[kind] if kind else None)  # a save alone waits for the step's end
+    """On a GPU one micro-batch later: the host reads what has long arrived."""
+    for late in (False, True):
+        stop = requests()
+        meanwhile = Meanwhile(stop, torch.device("cpu"), late)
+        assert meanwhile() is None
+        stop.flags[kind] = 1.0
+        if late:
+            assert meanwhile() is None
+        assert meanwhile() == (REQUESTS[kind] if kind else None)  # a save waits for the step's end
 
 
 def test_the_strongest_request_wins() -> None:

@@ -21,6 +21,7 @@ from kempner.signals import on_signals
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.progress import Progress
@@ -156,18 +157,41 @@ def asked(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
     return found[-1] if found else before
 
 
-def asked_meanwhile(stop: StopRequests, device: torch.device) -> Verdict | None:
+class Meanwhile:
     """Between two micro-batches of a long step: has any rank been asked to leave? Then all ranks
-    leave this step undone, and it is repeated. The wait for the device that this takes is nothing
-    in a step of seconds, but the rest of a step of a minute may be all the time that there is."""
-    import torch
-    import torch.distributed as dist
+    leave this step undone, and it is repeated: the rest of a step of a minute may be all the time
+    that there is. A GPU answers one micro-batch later, by pinned memory, so that the host never
+    waits for the one at work."""
 
-    flags = torch.tensor(stop.flags[INTERRUPT:], device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    leaving = dict(zip(FLAGS[INTERRUPT:], flags.tolist(), strict=True))
-    verdict = asked({FLAGS[SAVE]: 0.0, **leaving})
-    return verdict if verdict.state else None
+    def __init__(self, stop: StopRequests, device: torch.device, late: bool | None = None) -> None:
+        """`late`: answer at the next call; None: on a GPU."""
+        self._stop, self._device = stop, device
+        self._late = device.type == "cuda" if late is None else late
+        self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def __call__(self) -> Verdict | None:
+        """All ranks call it equally often."""
+        import torch
+        import torch.distributed as dist
+
+        gpu = self._device.type == "cuda"
+        ours = torch.tensor(self._stop.flags[INTERRUPT:], pin_memory=gpu)
+        flags = ours.to(self._device, non_blocking=True)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        there = torch.empty_like(ours, pin_memory=gpu).copy_(flags, non_blocking=True)
+        event = torch.cuda.Event() if gpu else None  # type: ignore[no-untyped-call]
+        if event is not None:
+            event.record()
+        before, self._coming = self._coming, (there, event)
+        answer = before if self._late else self._coming
+        if answer is None:
+            return None
+        values, arrived = answer
+        if arrived is not None:
+            arrived.synchronize()  # of the micro-batch before: it has passed
+        leaving = dict(zip(FLAGS[INTERRUPT:], values.tolist(), strict=True))
+        verdict = asked({FLAGS[SAVE]: 0.0, **leaving})
+        return verdict if verdict.state else None
 
 
 def final_verdict(

@@ -1,0 +1,67 @@
+"""One of two ranks that make their groups as on GPUs, with gloo in the place of NCCL: what one GPU,
+or none, can show of a mesh of two axes.
+
+    python -m benchmarks.gpu_mesh RANK DIRECTORY AXIS
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kempner import process_group
+from kempner.parallel.config import DistributedConfig
+from kempner.parallel.layout import build_layout
+
+AXES = ("tp", "pp", "ep", "dp_replicate")
+
+
+def main(rank: str, directory: str, axis: str) -> None:
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    init, prove = dist.init_process_group, process_group._prove
+
+    def without_nccl(backend: str, *, device_id: Any, **options: Any) -> None:
+        init(backend.replace("nccl", "gloo"), **options)
+        dist.distributed_c10d._get_default_group().bound_device_id = device_id
+
+    replaced: dict[Any, dict[str, Any]] = {
+        dist: {"init_process_group": without_nccl},
+        process_group: {
+            "_prove": lambda store, world, device, seconds: prove(store, world, "cpu", seconds),
+            "_log_nccl": lambda world: None,
+        },
+        torch.accelerator: {
+            "is_available": lambda: True,
+            "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        },
+        torch.cuda: {
+            "is_initialized": lambda: True,
+            "set_device": lambda device: None,
+            "device_count": lambda: 2,
+        },
+        copy: {"deepcopy": lambda value, *_: value},  # of NCCL's options; gloo's have none
+    }
+    for module, names in replaced.items():
+        for name, value in names.items():
+            setattr(module, name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # they meet in the directory
+        os.environ.pop(name, None)
+    world = process_group.start(
+        process_group.discover(), torch.device("cuda", 0), Path(directory), 60
+    )
+    layout = build_layout(DistributedConfig(**{axis: 2}), world.size, 2, "cuda")
+    some = dist.new_group([0], backend="gloo")  # as the checkpointer's of a pipeline
+    total = torch.ones(1)
+    for group in (None, *layout.groups, *([some] if rank == "0" else [])):
+        dist.all_reduce(total, group=group)
+    process_group.leave(world)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

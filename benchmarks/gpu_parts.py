@@ -1,0 +1,272 @@
+"""The checks of benchmarks/gpu_check.py that compare what only a GPU runs with its plain form, and
+the axes of a mesh, small."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from benchmarks.gpu_job import ROOT, Failed, Figures, Job, Skipped, compare, losses, train
+from benchmarks.gpu_mesh import AXES
+
+STEPS = 5
+EXPERTS = ("--model.n_experts=4", "--model.experts_per_token=2")
+# What is trained on a mesh of two ranks beside the usual small model.
+MESHES: dict[str, tuple[str, ...]] = {
+    "dp_replicate": (),
+    "tp": (),
+    "cp": (),
+    "pp": ("--train.micro_batch=2",),
+    "ep": EXPERTS,
+}
+
+
+def meshes(job: Job) -> Figures:
+    """Two processes make the groups of each axis as on GPUs, with gloo in the place of NCCL."""
+    chosen = AXES[:1] if job.quick else AXES
+    for axis in chosen:
+        directory = job.work / f"mesh-{axis}"
+        directory.mkdir()
+        command = [sys.executable, "-m", "benchmarks.gpu_mesh"]
+        words = str(directory), axis
+        ranks = [subprocess.Popen([*command, rank, *words], cwd=ROOT) for rank in "01"]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise Failed(f"{axis}: the ranks that make its groups end with exit codes {codes}")
+    return {"axes": " ".join(chosen)}
+
+
+def axes(job: Job) -> Figures:
+    """Steps of each axis over NCCL, with the losses of the run that check `save` has left; a
+    pipeline saves and resumes."""
+    if job.device == "cuda" and job.ranks < 2:
+        raise Skipped("needs two GPUs")
+    worst: Figures = {}
+    length = (f"--train.max_steps={STEPS}", "--checkpoint.interval=0")
+    for axis, options in MESHES.items():
+        if job.quick and axis != "pp":
+            continue
+        words = job.words(f"two-{axis}", *options, f"--distributed.{axis}=2")
+        if axis == "pp":
+            train(job, [*words, "--train.max_steps=3", "--checkpoint.interval=3"], 2)
+            if "continues after step 3" not in train(job, [*words, *length], 2):
+                raise Failed("pp: the second start did not resume from the checkpoint")
+        else:
+            train(job, [*words, *length], 2)
+        reference = "unbroken"
+        if axis == "ep":  # another model
+            train(job, job.words(reference := f"one-{axis}", *options, *length))
+        found = losses(job.work / f"two-{axis}")
+        worst[axis] = compare(axis, found, losses(job.work / reference))
+    return worst
+
+
+def offload(job: Job) -> Figures:
+    """A run whose optimizer state, or activations, wait on the host has the losses of the run that
+    check `save` has left, bit for bit."""
+    steps = (f"--train.max_steps={STEPS}", "--checkpoint.interval=0", "--train.deterministic")
+    levers = {"state": "--optimizer.cpu_offload", "activations": "--train.offload_activations=1"}
+    expected = losses(job.work / "unbroken")
+    for name, lever in levers.items():
+        train(job, job.words(f"offload-{name}", lever, *steps))
+        found = losses(job.work / f"offload-{name}")
+        if len(found) != STEPS or any(found[n] != expected.get(n) for n in found):
+            raise Failed(f"{lever}: the losses are not those without it")
+    return {"equal_losses": STEPS}
+
+
+# --- kernels, in this process -----------------------------------------------------------------
+
+
+def difference(name: str, found: Any, expected: Any, most: float) -> float:
+    """Of the norms, relative. Raises Failed over `most`, or where a number is not finite."""
+    found, expected = found.float(), expected.float()
+    relative = float((found - expected).norm() / expected.norm())
+    if not relative < most:
+        raise Failed(f"{name}: differs by {relative:.2%} from its plain form")
+    return relative
+
+
+class Ring:
+    """Four ranks of a ring, each a thread of this process: what a rank sends waits in a queue."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks = size
+        self.queues: dict[Any, queue.Queue[Any]] = {
+            (rank, tag): queue.Queue() for rank in range(size) for tag in (0, 1)
+        }
+
+    class Group:
+        def __init__(self, ring: Ring, number: int) -> None:
+            self.ring, self.number = ring, number
+
+        def rank(self) -> int:
+            return self.number
+
+        def size(self) -> int:
+            return self.ring.ranks
+
+    class Passing:
+        def __init__(self, tensor: Any, group: Ring.Group, tag: int = 0) -> None:
+            ring, self.number, self.tag = group.ring, group.number, tag
+            ring.queues[(group.number + 1) % ring.ranks, tag].put(tensor.clone())
+            self.ring = ring
+
+        def wait(self) -> Any:
+            return self.ring.queues[self.number, self.tag].get(timeout=60)
+
+
+class Context:
+    """What autograd would give to forward() and backward(), which wait for other ranks: it runs all
+    backward passes of a GPU in one thread."""
+
+    saved_tensors: tuple[Any, ...]
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+
+def ring(job: Job) -> Figures:
+    """Ring attention of four ranks, emulated here: output and gradients are those of one rank."""
+    import torch
+
+    from kempner.model.attention import Visible, attend
+    from kempner.parallel import context
+
+    size, length, width = 4, 64 if job.quick else 1024, 64
+    dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    q, k, v, dy = (
+        torch.randn(2, heads, length, width, device=job.device, dtype=dtype)
+        for heads in (4, 2, 2, 4)
+    )
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    y = attend(*whole, Visible(None))
+    expected = [y.detach(), *torch.autograd.grad(y, whole, dy)]
+    group, parts = (
+        Ring(size),
+        [context.columns(length, r, size, "ring", q.device) for r in range(size)],
+    )
+    found: list[Any] = [None] * size
+
+    def one(rank: int) -> None:
+        ctx, mine = Context(), parts[rank]
+        with torch.no_grad():
+            part = [x[:, :, mine].contiguous() for x in (q, k, v, dy)]
+            out = context._Ring.forward(ctx, *part[:3], Ring.Group(group, rank))  # type: ignore[arg-type]
+            found[rank] = [out, *context._Ring.backward(ctx, part[3])[:3]]
+
+    real, context._Passing = context._Passing, Ring.Passing  # type: ignore[misc,assignment]
+    try:
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        context._Passing = real  # type: ignore[misc]
+    if any(each is None for each in found):
+        raise Failed("a rank of the ring failed; see the log")
+    most, figures = 2e-2 if job.device == "cuda" else 1e-5, {}
+    for i, name in enumerate(("output", "dq", "dk", "dv")):
+        joined = torch.empty_like(expected[i])
+        for rank, mine in enumerate(parts):
+            joined[:, :, mine] = found[rank][i]
+        figures[name] = difference(name, joined, expected[i], most)
+    return figures
+
+
+def experts(job: Job) -> Figures:
+    """Grouped products, also of experts without a token, against a loop; the gradients of those are
+    exactly 0."""
+    import torch
+
+    from kempner.model.moe import one_by_one, through_experts
+
+    torch.manual_seed(0)
+    load, inner, outer = [5, 0, 7, 0], 64, 128
+    made = [(sum(load), outer), (4, inner, outer), (4, outer, inner), (4, inner, outer)]
+    tensors = [torch.randn(shape, device=job.device, dtype=torch.bfloat16) * 0.1 for shape in made]
+    counts = torch.tensor(load, device=job.device)
+    results = []
+    for product in (through_experts, one_by_one):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        y = product(leaves[0], counts, *leaves[1:])
+        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)])
+    names = ("output", "dx", "dw1", "dw2", "dw3")
+    figures = {
+        name: difference(name, a, b, 2e-2) for name, a, b in zip(names, *results, strict=True)
+    }
+    idle = [float(grad[1::2].abs().max()) for grad in results[0][2:]]
+    if any(idle):
+        raise Failed(f"experts without a token have gradients: {idle}")
+    return figures
+
+
+def muon(job: Job) -> Figures:
+    """Newton-Schulz in bf16 against fp32."""
+    import torch
+
+    from kempner.optim.muon import orthogonalise
+
+    torch.manual_seed(0)
+    size = 64 if job.quick else 1024
+    matrix = torch.randn(size, 2 * size, device=job.device)
+    found = orthogonalise(matrix.bfloat16())
+    return {"difference": difference("orthogonalise", found, orthogonalise(matrix), 5e-2)}
+
+
+def update(job: Job) -> Figures:
+    """Weights and moments in bf16: the compiled update against the eager one."""
+    import torch
+    from torch import nn
+
+    from kempner.optim.build import build_optimizer
+    from kempner.optim.config import OptimizerConfig
+
+    results = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(256, 128, device=job.device, dtype=torch.bfloat16)
+        optimizer = build_optimizer(model, OptimizerConfig(moments="bf16"))
+        if compiled and not optimizer.compiled:
+            raise Failed("the update is not compiled: there is no C compiler, or no Python.h")
+        optimizer.compiled = compiled
+        for _ in range(STEPS):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        results.append(model.weight.detach())
+    same = float((results[0] == results[1]).float().mean())
+    difference("the update", *results, 2e-3)
+    return {"equal_weights": same}
+
+
+def generation(job: Job) -> Figures:
+    """32 tokens of the run that check `save` has left, and the time of each."""
+    from kempner.generate.config import Sampling
+    from kempner.generate.engine import Engine, Request
+    from kempner.load import load
+
+    loaded = load(str(job.work / "unbroken"), job.device)
+    engine = Engine[Request](loaded.model, loaded.words.tokenizer.vocab_size, loaded.window, 1)
+    request = Request(0, [*loaded.words.begin, *b"def "], Sampling(temperature=0, max_tokens=32))
+    seconds = []
+    while len(request.new) < 32:
+        began = time.perf_counter()
+        if engine.requests:
+            engine.step()
+        else:
+            engine.join([request])
+        seconds.append(time.perf_counter() - began)  # tokens are on the host by now
+    later = sorted(seconds[8:])
+    return {
+        "tokens": len(request.new),
+        "first_ms": 1e3 * seconds[0],
+        "ms_per_token": 1e3 * later[len(later) // 2],
+        "slowest_ms": 1e3 * later[-1],
+    }
