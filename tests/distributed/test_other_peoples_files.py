@@ -381,6 +381,7 @@ READ = {
     "rl.inference.urls": "not a path", "rl.inference.args": "words for an engine",
     "data.sources[].name": "a name", "data.sources[].column": "a name",
     "eval.sets[].name": "a name", "rl.env[].name": "a name", "optimizer.groups[].names": "names",
+    "freeze.stages[].patterns": "names",
     "trackers.wandb_project": "a name",
     "rl.sampling.stop": "text", "bench.compare": "words for train.py",
 }  # fmt: skip
