@@ -64,6 +64,7 @@ LAYERS = (
         "recorder",
         "inspection",
         "harness",
+        "activations",
     },
     {"program"},
 )
