@@ -44,6 +44,7 @@ from kempner.evaluate import validate
 from kempner.lowcomm.opening import open_replicas
 from kempner.optim.build import published_weights
 from kempner.optim.config import learning_rate
+from kempner.optim.freezing import Freezer
 from kempner.parallel.build import build_model
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
@@ -71,7 +72,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress, loader), NonFinite(cfg.resilience)
-    work = BlockClock(model, device, layout.blocks_apart)
+    work, freezer = BlockClock(model, device, layout.blocks_apart), Freezer(model, cfg.freeze)
     stragglers = Stragglers(run.hosts, device, run.announce)
     watchdog = start_watchdog(cfg, run, layout, replicas)
     stop.begin(
@@ -101,7 +102,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             break
         sums = {
             **layout.once(sums),
-            "grad_norm_sq": layout.norm_sq(model.parameters()),
+            "grad_norm_sq": layout.norm_sq(freezer.trained(progress.step)),
             "work": stragglers.contribution(work.take() + recorder.clock.last["data"]),
             "step_time": 0.0 if run.world.rank else watchdog.step_time,
             **stop.take_flags(),
@@ -110,7 +111,12 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
             cfg.schedule, cfg.optimizer.lr, progress.step, cfg.train.max_steps
         )
         numbers = update(
-            optimizer, reduce_step(sums, layout), step_tokens, lr, cfg.train.grad_clip, loader.phase
+            optimizer,
+            reduce_step(sums, layout),
+            step_tokens,
+            lr,
+            cfg.train.grad_clip,
+            loader.phase + freezer.phase(progress.step),
         )
         progress = progress.after_step(loader.position, step_tokens)
         pending.append(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kempner.front_door import how_to_run
+from kempner.hf.tensors import tensor_shapes
 from kempner.lowcomm import config as lowcomm
 from kempner.optim.config import CONSTANT
 from kempner.resilience.config import ResilienceConfig
@@ -66,7 +67,8 @@ def problems(cfg: RunConfig) -> list[str]:
             f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
             "none, or a GPU"
         )
-    found += _loss_problems(cfg) + _fp8_problems(cfg) + _block_problems(cfg) + _spike_problems(cfg)
+    found += _loss_problems(cfg) + _fp8_problems(cfg) + _freeze_problems(cfg)
+    found += _block_problems(cfg) + _spike_problems(cfg)
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
     found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
@@ -95,6 +97,25 @@ def _loss_problems(cfg: RunConfig) -> list[str]:
         other = "rl.env" if cfg.rl.on else f"preference.loss = {loss}"
         found.append(f"train.z_loss = {cfg.train.z_loss}: is not built for {other}; leave it out")
     return found
+
+
+def _freeze_problems(cfg: RunConfig) -> list[str]:
+    if not cfg.freeze.stages:
+        return []
+    others = {
+        "optimizer.name = schedule_free, which averages all weights alike": (
+            cfg.optimizer.name == "schedule_free"
+        ),
+        f"lora.rank = {cfg.lora.rank}, which trains adapters alone": cfg.lora.rank > 0,
+        "lowcomm, whose outer steps move all weights": cfg.lowcomm.on,
+        "rl.env": cfg.rl.on,
+    }
+    found = [
+        f"freeze.stages: not built for {other}; leave one of the two out"
+        for other, asked in others.items()
+        if asked
+    ]
+    return found + cfg.freeze.unused(list(tensor_shapes(cfg.model)))
 
 
 def _spike_problems(cfg: RunConfig) -> list[str]:

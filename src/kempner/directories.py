@@ -67,6 +67,7 @@ class Kind(enum.Enum):
     MODEL = "a model"
     EXPORT = "an unfinished export of a model"
     IMPORT = "an unfinished import of a model"
+    ACTIVATIONS = "activations of a model"
     STAGE = "a job's copies on a disk of its node"
     OTHER = "a directory of other files"
 

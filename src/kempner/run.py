@@ -17,7 +17,7 @@ from kempner.data.stages import Stage, ramp_problems, stage_at, stages
 from kempner.lowcomm.config import LowcommConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
-from kempner.optim.config import OptimizerConfig, ScheduleConfig
+from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.preference.config import PreferenceConfig
 from kempner.profiling import ProfileConfig
@@ -241,6 +241,7 @@ class RunConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    freeze: FreezeConfig = field(default_factory=FreezeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     lowcomm: LowcommConfig = field(default_factory=LowcommConfig)

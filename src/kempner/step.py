@@ -143,7 +143,8 @@ def update(
     phase: int = 0,
 ) -> Numbers:
     """Change the weights, unless this step was not finite on some rank, or a spike; returns what
-    the host is told of the step. `phase`: of the data."""
+    the host is told of the step. `phase`: of the data, and of what is
+    frozen."""
     numbers = guard_update(optimizer, sums, step_tokens, grad_clip, phase)
     set_learning_rate(optimizer, lr)
     optimizer.step()

@@ -178,6 +178,12 @@ DOORS = {
         ],
         own=("run",),
     ),
+    "activations.py --out": Door(
+        lambda place, _, shared: [
+            "scripts/activations.py", f"{shared}/run", f"{shared}/data", "--layers=0",
+            f"--out={place}",
+        ]
+    ),
     "serve.py --publish": Door(
         lambda place, _, shared: [
             "scripts/serve.py", f"{shared}/run", "--check", f"--publish={place.parent}"
@@ -381,6 +387,7 @@ READ = {
     "rl.inference.urls": "not a path", "rl.inference.args": "words for an engine",
     "data.sources[].name": "a name", "data.sources[].column": "a name",
     "eval.sets[].name": "a name", "rl.env[].name": "a name", "optimizer.groups[].names": "names",
+    "freeze.stages[].patterns": "names",
     "trackers.wandb_project": "a name",
     "rl.sampling.stop": "text", "bench.compare": "words for train.py",
 }  # fmt: skip
@@ -391,6 +398,9 @@ WRITTEN = {
 }
 # Words of the programs' command lines, by file.
 ARGUMENTS = {
+    "activations.py model": "read", "activations.py data": "read",
+    "activations.py --layers": "numbers", "activations.py --steps": "numbers",
+    "activations.py --parts": "names", "activations.py --out": "activations.py --out",
     "convert.py source": "read", "convert.py run": "convert.py import RUN",
     "convert.py out": "convert.py export DIR", "convert.py --max-shard-size": "not a path",
     "convert.py directory": "read", "convert.py name": "a name on the hub",

@@ -65,6 +65,7 @@ LAYERS = (
         "recorder",
         "inspection",
         "harness",
+        "activations",
     },
     {"program"},
 )

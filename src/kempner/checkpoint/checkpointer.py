@@ -175,13 +175,12 @@ class Checkpointer:
     def _prepare(self) -> None:
         with contextlib.suppress(TypeError):  # the save says what cannot be stored
             shared, own = collect(self.providers)
-            self._build(layout.make_table(shared, own, self.world_size), shared)
+            table = layout.make_table(shared, own, self.world_size)
+            self._build(table, self._of_all_stages(table), shared)
 
-    def _build(self, table: Table, state: dict[str, Tensor]) -> None:
-        """Plan and allocate for this table, in the background."""
+    def _build(self, table: Table, whole: Table, state: dict[str, Tensor]) -> None:
+        """Plan and allocate for this table, in the background. `whole`: of all stages."""
         self._unpin()
-        if table != self._table:
-            self._whole = self._of_all_stages(table)
         on_gpu = (local(tensor).device for tensor in state.values() if tensor.is_cuda)
         device = next(on_gpu, None)
 
@@ -189,10 +188,10 @@ class Checkpointer:
             image = Image(plan_file(table, self.rank), device, self.log)
             return image, dcp_metadata(whole, self.world_size) if self.rank == 0 else None
 
-        whole = self._whole
-        self._table, self._built = table, self._background.submit(build)
+        self._table, self._whole, self._built = table, whole, self._background.submit(build)
 
     def _of_all_stages(self, table: Table) -> Table:
+        """At each save: the tensors of one stage may become others while those of another stay."""
         if self._firsts is None or self.rank != self._held_by.start:
             return table
         tables: list[Any] = [None] * dist.get_world_size(self._firsts)
@@ -208,8 +207,10 @@ class Checkpointer:
         try:
             shared, own = collect(self.providers)
             table = layout.make_table(shared, own, self.world_size)
-            if table != self._table or self._built is None or self._built.exception():
-                self._build(table, shared)
+            whole = self._of_all_stages(table)
+            known = table == self._table and whole == self._whole
+            if not known or self._built is None or self._built.exception():
+                self._build(table, whole, shared)
             assert self._built is not None
             self._built.result()[0].stage(shared | own)
         except Exception as error:

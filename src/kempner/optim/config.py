@@ -1,13 +1,15 @@
-"""The [optimizer] and [schedule] sections, and the schedule itself: plain arithmetic."""
+"""The [optimizer], [freeze] and [schedule] sections, and the schedule itself: plain arithmetic."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from kempner.config.option import REQUIRED, option
+from kempner.config.values import did_you_mean
 
 
 class StateNames(NamedTuple):
@@ -82,6 +84,55 @@ class OptimizerConfig:
                 "which must be over 0"
             )
         return found
+
+
+@dataclass(frozen=True)
+class FreezeStage:
+    patterns: tuple[str, ...] = option(
+        REQUIRED,
+        "names of parameters, or of what they are in, such as 'embed' or 'blocks.[0-3]'; * is any "
+        "text",
+    )
+    from_step: int = option(0, "steps that train them before", minimum=0)
+    until_step: int | None = option(
+        None, "the number of steps after which they are trained again; unset: never", minimum=1
+    )
+
+    def covers(self, step: int) -> bool:
+        """Whether the update that follows `step` others leaves the parameters as they are."""
+        return self.from_step <= step and (self.until_step is None or step < self.until_step)
+
+    def matches(self, name: str) -> bool:
+        """Whether the name of a parameter, or of a module that it is in, fits a pattern."""
+        words = name.split(".")
+        wholes = [".".join(words[:n]) for n in range(1, len(words) + 1)]
+        return any(fnmatchcase(whole, each) for whole in wholes for each in self.patterns)
+
+
+@dataclass(frozen=True)
+class FreezeConfig:
+    stages: tuple[FreezeStage, ...] = option(
+        (), "parameters that some steps leave as they are; [[freeze.stages]] in a file"
+    )
+
+    def problems(self) -> list[str]:
+        return [
+            f"freeze.stages[{i}].until_step = {stage.until_step}: must be over from_step = "
+            f"{stage.from_step}"
+            for i, stage in enumerate(self.stages)
+            if stage.until_step is not None and stage.until_step <= stage.from_step
+        ]
+
+    def unused(self, names: Sequence[str]) -> list[str]:
+        """What is wrong with patterns that fit none of the parameters of a model."""
+        return [
+            f"freeze.stages[{i}].patterns: {pattern} fits no parameter of this model"
+            f"{did_you_mean(pattern, places)}; the names are such as {', '.join(names[:3])}"
+            for i, stage in enumerate(self.stages)
+            for pattern in stage.patterns
+            if not any(FreezeStage((pattern,)).matches(name) for name in names)
+            for places in [[*names, *{name.rpartition(".")[0] for name in names}]]
+        ]
 
 
 @dataclass(frozen=True)

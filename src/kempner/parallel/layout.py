@@ -211,6 +211,7 @@ class Layout:
         from torch.distributed.tensor import DTensor
 
         by_copies: dict[int, list[Tensor]] = {}
+        parameters = list(parameters)
         for parameter in parameters:
             if (grad := parameter.grad) is not None:
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -219,6 +220,8 @@ class Layout:
             torch.stack(torch._foreach_norm(grads)).square().sum() / copies
             for copies, grads in by_copies.items()
         ]
+        if not parts:  # all that this stage of a pipeline has is frozen
+            return torch.zeros((), device=parameters[0].device)
         return torch.stack(parts).sum()
 
     def copies(self, tensor: Tensor) -> int:

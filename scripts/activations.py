@@ -1,0 +1,153 @@
+"""Write what a model computes inside to disk: its residual stream after some blocks, for the first
+samples of prepared data, from one checkpoint or several.
+
+    python scripts/activations.py runs/7b data/corpus --layers 0,15,-1 --out activations/7b
+    python scripts/activations.py runs/7b data/corpus --layers all --steps all --out activations/all
+
+DIR has a folder for each checkpoint, with shards in safetensors: blocks.N.stream, of shape
+[samples, tokens, width], and beside it `tokens`, `sample`, and the `document` of the split and the
+`position` in it of each token. Memory holds the model and a few shards of 256 MiB. Started again
+after it was killed, it makes the shards that are missing. Exit code 0, or 2 on bad input.
+"""
+
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path.insert(0, os.path.dirname(__file__))  # PYTHONSAFEPATH leaves it out
+    import first
+
+    first.begin()  # before anything that may be missing or slow
+
+import argparse
+from pathlib import Path
+
+from kempner.activations import PARTS, SHARD_BYTES, Record, begin, extract
+from kempner.checkpoint import commit, named
+from kempner.config import toml
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.data.dataset import TokenDataset
+from kempner.files import step_of
+from kempner.front_door import run_program
+from kempner.hf.source import held
+from kempner.load import Loaded, load
+
+
+def main(argv: list[str]) -> None:
+    options = parse(argv)
+    for name in models(options.model, options.steps):
+        write(options, name)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argument_parser("activations.py", __doc__)
+    add = parser.add_argument
+    add("model", metavar="RUN", help="RUN[@STEP], a checkpoint, or a Hugging Face directory")
+    add("data", metavar="DATA", help="directory of token shards, made by prepare_data.py")
+    add("--layers", required=True, help="blocks from 0, from the end as -1; commas between; or all")
+    add("--out", required=True, type=Path, metavar="DIR", help="directory for the shards")
+    add("--steps", metavar="STEPS", help="checkpoints of the run: 0,1,2,4, or all that it has")
+    given = "stream after the block, and what attention and ffn add to it (default: stream)"
+    add("--parts", default="stream", metavar="PARTS", help=given)
+    add("--split", default="val", choices=("train", "val"), help="of the data (default: val)")
+    add("--samples", type=int, default=256, help="the first so many (default: 256); 0: all")
+    add("--batch", type=int, default=8, help="samples at a time (default: 8)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
+    options = parser.parse_args(argv)
+    for name, least in (("samples", 0), ("batch", 1)):
+        value = getattr(options, name)
+        if value < least:
+            parser.error(f"--{name} {value}: must be at least {least}")
+    options.parts = options.parts.split(",")
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"--parts {unknown[0]}: must be of {', '.join(PARTS)}, with commas between")
+    return options
+
+
+def models(name: str, steps: str | None) -> list[str]:
+    """The checkpoints, as names for load()."""
+    if steps is None:
+        return [name]
+    if steps != "all":
+        numbers = _numbers("--steps", steps)
+        return [f"{name}@{number}" for number in numbers]
+    there = commit.complete(named.find(name).parent)
+    return [f"{name}@{step_of(path.name)}" for path in sorted(there)]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{option} {text}: must be whole numbers with commas between, such as 0,1, or all"
+        ) from None
+
+
+def layers_of(text: str, count: int) -> list[int]:
+    """The numbers of blocks, in order."""
+    if text == "all":
+        return list(range(count))
+    numbers = _numbers("--layers", text)
+    wrong = [number for number in numbers if not -count <= number < count]
+    if wrong:
+        raise ConfigError(
+            f"--layers {wrong[0]}: the model has {count} blocks, 0 to {count - 1}, or -1 for the "
+            "last"
+        )
+    return sorted({number % count for number in numbers})
+
+
+def check_data(path: str, data: TokenDataset, loaded: Loaded) -> None:
+    """Is it plain text, in the tokens of the model? Raises ConfigError."""
+    if data.sidecar.kind != "text":
+        raise ConfigError(f"{path}: is of the kind {data.sidecar.kind}; give data of plain text")
+    if data.sidecar.tokenizer["hash"] != loaded.words.tokenizer.describe()["hash"]:
+        raise ConfigError(
+            f"{path}: its tokenizer is not that of {loaded.about}, so that its tokens mean another "
+            f"text; prepare it with --tokenizer {loaded.words.folder}"
+        )
+
+
+def write(options: argparse.Namespace, name: str) -> None:
+    """The shards of one checkpoint."""
+    with held(name) as source:
+        folder, identity, config = "model", str(source.path), {}
+        if source.is_checkpoint:
+            folder, identity = source.path.name, commit.read_manifest(source.path)["run"]
+            config = toml.loads((source.path / "config.toml").read_text()).get("data", {})
+        loaded = load(name, options.device)
+    model, cfg = loaded.model, loaded.model.cfg
+    mask = config.get("document_mask", False)
+    data = TokenDataset.open(
+        options.data, options.split, loaded.window, cfg.vocab_size, separate=mask
+    )
+    check_data(options.data, data, loaded)
+    layers, parts = layers_of(options.layers, cfg.n_layers), options.parts
+    dtype = model.embed.weight.dtype
+    size = len(layers) * len(parts) * loaded.window * cfg.dim * dtype.itemsize
+    record = Record(
+        model=identity,
+        data=str(options.data),
+        split=options.split,
+        tokens=data.identity()["tokens"],
+        samples=min(options.samples or len(data), len(data)),
+        seq_len=loaded.window,
+        document_mask=mask,
+        reset_positions=config.get("reset_positions", True),
+        layers=layers,
+        parts=parts,
+        dim=cfg.dim,
+        dtype=str(dtype).removeprefix("torch."),
+        shard=max(1, SHARD_BYTES // size),
+    )
+    begin(options.out, record)
+    print(f"{loaded.about}: {record.samples} samples, {len(record.shards)} shards", flush=True)
+    for number, there in extract(model, data, record, options.out / folder, options.batch):
+        print(f"{folder} shard {number} {'was there' if there else 'is durable'}", flush=True)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,42 @@
+"""Parameters that some steps leave as they are, by name.
+
+Their gradients are thrown away before the norm of all gradients is taken, so that they have no part
+in it, nor in clipping; and an optimizer does not touch a parameter without a gradient, nor its
+state. So nothing about the model, its sharding or its compilation differs from one step to the
+next, and a resumed run follows from the number of its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from kempner.optim.config import FreezeConfig
+from kempner.parallel.build import parameter_names
+
+
+class Freezer:
+    """Of a model; a stage of a pipeline has some of its parameters."""
+
+    def __init__(self, model: nn.Module, cfg: FreezeConfig) -> None:
+        self._model, stages, named = model, cfg.stages, parameter_names(model)
+        self._stages = [
+            (stage, [p for name, p in named.items() if stage.matches(name)]) for stage in stages
+        ]
+        borders = {stage.from_step for stage in stages} | {stage.until_step for stage in stages}
+        self._borders = borders - {None}
+
+    def trained(self, step: int) -> Iterator[nn.Parameter]:
+        """The parameters, after a backward pass: those that the update after `step` others leaves
+        as they are have no gradient any more."""
+        for stage, parameters in self._stages:
+            if stage.covers(step):
+                for parameter in parameters:
+                    parameter.grad = None
+        return self._model.parameters()
+
+    def phase(self, step: int) -> int:
+        """A number that grows where other parameters are trained than before, and the norm of the
+        gradients has another level."""
+        return sum(border is not None and border <= step for border in self._borders)
