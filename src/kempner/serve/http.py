@@ -326,12 +326,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def _news(self, job: Job) -> Iterator[News]:
         """Up to the end of all texts. Raises ClientGone, Unavailable."""
-        left = len(job.texts)
+        left, looked = len(job.texts), time.monotonic()
         while left:
+            if time.monotonic() >= looked + LOOK_S:  # also while one text after another ends
+                self._look()
+                looked = time.monotonic()
             try:
                 news = job.news.get(timeout=LOOK_S)
             except Empty:
-                self._look()
                 continue
             if isinstance(news, Unavailable):
                 raise news
