@@ -32,7 +32,7 @@ from kempner.rl.transfer import Gone
 from kempner.serve import http
 from kempner.serve.http import Server
 from kempner.serve.weights import Lease, first_version
-from kempner.serve.worker import Worker
+from kempner.serve.worker import Job, News, Worker
 from tests.conftest import load_program
 from tests.pages import blocks
 from tests.served import Client, make_model
@@ -342,6 +342,24 @@ def test_a_client_that_goes_away_frees_its_slots(engine: Client, stream: bool) -
         until(lambda: engine.busy() == 0)
     assert engine.figures()['texts_total{finish_reason="abort"}'] >= 6
     assert len(engine.complete(PROMPT, temperature=0)[0]["token_ids"]) == 16
+
+
+def test_a_client_that_goes_away_is_noticed_while_texts_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often one of them does."""
+    monkeypatch.setattr(http, "LOOK_S", 0.0)
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    handler, job = http.Handler.__new__(http.Handler), Job(False)
+    handler.connection = ours
+    nothing: Any = None
+    job.texts = [nothing] * 100
+    for _ in job.texts:
+        job.news.put(News(nothing, "", 1, "stop"))
+    with ours, pytest.raises(http.ClientGone):
+        list(handler._news(job))
+    assert job.news.qsize() > 90
 
 
 def test_paused_texts_go_on_where_they_were(engine: Client) -> None:

@@ -64,6 +64,10 @@ class Waiter:
         assert self.member is not None
         return self.member.engine
 
+    def asks_more(self, other: Waiter) -> bool:
+        """Or as much."""
+        return self.size >= other.size and self.least >= other.least
+
     def choose(self, members: Iterable[Member], capacity: float) -> Member | None:
         """Take the one with the least work, where one has room, and wake the request."""
         free = [

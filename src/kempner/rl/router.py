@@ -123,6 +123,7 @@ class Router:
             with self._change:
                 if oldest >= least:
                     self._learn([len(text.token_ids) for text in texts])
+                    self._hand_out()
                     return found
                 # It was started again with older weights, between a beat and this request.
                 if member.life == life:
@@ -152,12 +153,17 @@ class Router:
             return
         capacity = self._slots / self._held + self._queued
         alive = [each for each in self._members.values() if each.alive]
+        room = any(each.load == 0 or each.load < capacity for each in alive)
         left: deque[Waiter] = deque()
-        for waiter in self._waiting:
-            member = waiter.choose(alive, capacity)
-            if member is None:
+        refused: list[Waiter] = []  # whoever asks for as much, or more, gets none either
+        while self._waiting and room:
+            waiter = self._waiting.popleft()
+            if any(waiter.asks_more(each) for each in refused):
                 left.append(waiter)
-        self._waiting = left
+            elif waiter.choose(alive, capacity) is None:
+                left.append(waiter)
+                refused.append(waiter)
+        self._waiting.extendleft(reversed(left))
 
     def _learn(self, lengths: Sequence[int]) -> None:
         """A request ends with its longest sample; the slots of the others are free before."""
@@ -286,6 +292,7 @@ class Router:
                 return
             if not member.alive:
                 self._say(f"{member.name} at {engine.url}: taken, with weights {version}")
+            known = member.alive, member.version
             member.account()
             member.alive, member.why = True, ""
             if (member.version, member.updating) == before:  # not if an update was done meanwhile
@@ -293,7 +300,8 @@ class Router:
             target, body = self._target
             begin = not member.updating and member.version < target
             member.updating = member.updating or begin
-            self._hand_out()
+            if known != (True, member.version):
+                self._hand_out()
         if begin:
             work = (member, engine, member.life, target, body)
             threading.Thread(target=self._update, args=work, daemon=True).start()
