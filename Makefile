@@ -152,5 +152,5 @@ endif
 	touch $@
 
 .venv/dev: .venv/lint
-	@$(PIP) -e '.[plot,data,ray,tensorboard,wandb,eval,fp8,optuna,rl-envs,dev,lint]'
+	@$(PIP) -e '.[plot,data,ray,tensorboard,wandb,eval,fp8,optuna,rl-envs,rl-math,dev,lint]'
 	touch $@

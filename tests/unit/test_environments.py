@@ -154,16 +154,48 @@ def test_what_is_nearly_right_has_a_part_of_the_reward() -> None:
         ("-3", "it is -3", 1.0),
         ("Zürich", "It is\nzürich.", 1.0),
         ("Zürich", "#### Bern", 0.0),
+        ("Zürich", "\\boxed{hcirüZ}", 0.0),  # no product of letters
+        ("18", "#### 18 eggs in 3 days", 1.0),
+        ("18", "#### 3 days for 18 eggs", 0.0),
+        (r"\frac{1}{2}", r"so \boxed{\frac{1}{2}}.", 1.0),
+        (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
+        ("1/2", r"\boxed{\dfrac{1}{2}}", 1.0),
+        ("0.5", r"\boxed{-\frac{1}{2}}", 0.0),
+        ("5", r"\boxed{5 \text{ apples}}", 1.0),
+        ("5", r"\boxed{5^\circ}", 1.0),
+        ("3", r"\boxed{2\sqrt{3}}", 0.0),
+        ("12", r"\boxed{3 \cdot 4", 0.0),  # cut
+        (r"x^{2}+1", r"first \boxed{7}, then \boxed{x^{2}+1}", 1.0),
+        (r"2\sqrt{3}", r"$\boxed{2 \sqrt{3}}$", 1.0),
+        (r"2\sqrt{3}", r"\boxed{\sqrt{3}}", 0.0),
+        (r"\left(3, \frac{\pi}{2}\right)", r"\boxed{(3,\dfrac{\pi}{2})}", 1.0),
+        (r"Thus \boxed{\frac{a}{b}} is it.", r"\boxed{\frac{a}{b}}", 1.0),  # a solution
     ],
 )
 def test_answers_in_a_file(tmp_path: Path, answer: str, completion: str, reward: float) -> None:
     path = tmp_path / "qa.jsonl"
-    path.write_text(json.dumps({"prompt": "?", "answer": f"Because.\n#### {answer}"}) + "\n\n")
+    answer = answer if "boxed" in answer else f"Because.\n#### {answer}"
+    path.write_text(json.dumps({"prompt": "?", "answer": answer}) + "\n\n")
     env = make("qa", json.dumps({"file": str(path)}))
     task = Tasks(EnvConfig("qa", args=json.dumps({"file": str(path), "held_out": 1})), 0).task(
         0, held_out=True
     )
     assert env.score(task, completion) == reward
+
+
+def test_formulas_are_the_same_in_other_words(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    path = tmp_path / "qa.jsonl"
+    for answer, completion, reward in [
+        (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1.0),
+        ("x^2+1", r"\boxed{1+x^{2}}", 1.0),
+        ("x^2+1", r"\boxed{x^2-1}", 0.0),
+        ("4", r"\boxed{\sqrt{16}}", 1.0),
+        ("4", r"\boxed{\sqrt{", 0.0),
+    ]:
+        path.write_text(json.dumps({"prompt": "?", "answer": answer}))
+        env = make("qa", json.dumps({"file": str(path)}))
+        assert env.score(Task("?", answer), completion) == reward, completion
 
 
 def test_tests_of_a_file(tmp_path: Path) -> None:

@@ -124,3 +124,28 @@ def test_memory_is_counted_whatever_holds_it(scorer: Scorer, code: str, why: str
 def test_gpus_are_not_seen(scorer: Scorer) -> None:
     code = "import os; result = float(os.environ['CUDA_VISIBLE_DEVICES'] == '')"
     assert run(scorer, code) == Score(1.0)
+
+
+def test_the_orchestrator_ends_before_anything_is_sampled(tmp_path: Path) -> None:
+    """As bad input, with the way out."""
+    (tmp_path / "rl.toml").write_text('[[rl.env]]\nid = "code"\n')
+    words = [
+        sys.executable, str(ROOT / "scripts/orchestrate.py"), str(tmp_path / "rl.toml"),
+        f"--run.dir={tmp_path / 'run'}", "--rl.tokenizer=bytes", "--model.vocab_size=257",
+        "--train.seq_len=512", "--rl.inference.urls=['http://127.0.0.1:9']",
+    ]  # fmt: skip
+    code = (
+        "import os, sys\nfrom tests.refused_calls import *\n"
+        "system_calls.install({NUMBERS['unshare']: errno.EPERM})\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2, done.stderr
+    assert 'rl.env "code": runs programs' in done.stderr and "`unsafe = true`" in done.stderr

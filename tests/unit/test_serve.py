@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from kempner.config.option import ConfigError
+from kempner.generate import sampling
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
@@ -492,10 +493,70 @@ def test_an_engine_that_fails_says_so_to_all(
         raise MemoryError("no more")
 
     monkeypatch.setattr(worker.texts.engine, "step", fail)
-    for _ in range(2):
+    for _ in range(4):
         refused = engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)
         assert "the engine has failed" in refused["error"]["message"]
     assert worker.exit_code == 1 and "MemoryError: no more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["step", "join"])
+def test_a_turn_that_fails_once_ends_its_requests_alone(
+    engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: Any, call: str
+) -> None:
+    before = engine.complete(PROMPT, seed=1)
+    right = getattr(worker.texts.engine, call)
+
+    def fail(*words: Any) -> Any:
+        monkeypatch.setattr(worker.texts.engine, call, right)
+        right(*words)
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(worker.texts.engine, call, fail)
+    refused = engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)
+    assert "the engine has failed" in refused["error"]["message"]
+    after = engine.complete(PROMPT, seed=1)
+    assert [c["token_ids"] for c in after] == [c["token_ids"] for c in before]
+    assert worker.exit_code == 0 and "MemoryError: no more" in capsys.readouterr().err
+
+
+def test_logits_that_are_no_numbers_end_their_text_alone(
+    engine: Client, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = sampling.draw
+
+    def spoilt(logits: torch.Tensor, how: Sampling, uniform: torch.Tensor) -> Any:
+        rows = logits.clone()
+        rows[0] = float("nan")
+        return draw(rows, how, uniform)
+
+    engine.ask("/pause", {})
+    with ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(engine.send, "/v1/completions", {"prompt": [p] * 4, "seed": 1})
+            for p in (40, 50)
+        ]
+        until(lambda: engine.figures()["requests_waiting"] == 2)
+        monkeypatch.setattr("kempner.generate.sampling.draw", spoilt)
+        right = worker.texts.engine.leave
+
+        def leave(text: Text) -> None:
+            monkeypatch.setattr("kempner.generate.sampling.draw", draw)
+            right(text)
+
+        monkeypatch.setattr(worker.texts.engine, "leave", leave)
+        engine.ask("/resume", {})
+        answers = [each.result() for each in asked]
+    assert sorted(each.status for each in answers) == [200, 503]
+    bad = next(each for each in answers if each.status == 503)
+    assert "not a number" in json.loads(bad.read())["error"]["message"]
+    assert worker.exit_code == 0
+
+
+def test_random_numbers_are_drawn_when_they_are_needed() -> None:
+    how = Sampling(seed=3, max_tokens=10**12)
+    numbers = sampling.Uniforms(how, 1)
+    generator = torch.Generator().manual_seed(3 * 1_000_003 + 1)
+    assert [numbers[i] for i in range(300)] == torch.rand(300, generator=generator).tolist()
 
 
 def test_figures(engine: Client) -> None:

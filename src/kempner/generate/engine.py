@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kempner.generate.config import Sampling
-from kempner.generate.sampling import draw_rows, uniforms
+from kempner.generate.sampling import Uniforms, draw_rows
 from kempner.model.cache import KVCache, Rows, whole_blocks
 from kempner.model.decoder import Decoder
 
@@ -24,7 +24,7 @@ class Request:
         self.new: list[int] = []
         self.logprobs: list[float] = []  # of each new token: see draw()
         self.versions: list[int] = []  # of the weights that have drawn them, each once, in order
-        self.uniforms = uniforms(sampling, number)
+        self.uniforms = Uniforms(sampling, number)
 
     def context(self, window: int) -> tuple[int, ...]:
         """What the model reads when the request joins: all tokens, or, where they would leave no
@@ -139,6 +139,12 @@ class Engine(Generic[R]):
         if last is not request:
             self.requests[row] = last
             self._held[row] = self._held[len(self.requests)]
+
+    def clear(self) -> None:
+        """A step has failed: whatever it has left in rows is nobody's."""
+        self.requests.clear()
+        self.cache.lengths.clear()
+        self.forget()
 
     def forget(self) -> None:
         """The weights have changed: nothing that the cache holds is theirs."""

@@ -10,17 +10,28 @@ from torch import Tensor
 
 from kempner.generate.config import Sampling
 
+DRAWN = 64  # random numbers at a time
 
-def uniforms(sampling: Sampling, number: int) -> list[float]:
-    """One random number in [0, 1) for each token that text `number` may get.
+
+class Uniforms:
+    """Random numbers in [0, 1), one for each token of text `number`, drawn as they are needed: few
+    texts get the tokens that they may have.
 
     A row draws from its own numbers, so that its text does not depend on the other prompts of the
     batch, nor on when they join and leave.
     """
-    seed = (sampling.seed * 1_000_003 + number) % 2**63
-    generator = torch.Generator().manual_seed(seed)
-    numbers: list[float] = torch.rand(sampling.max_tokens, generator=generator).tolist()
-    return numbers
+
+    def __init__(self, sampling: Sampling, number: int) -> None:
+        self._seed = (sampling.seed * 1_000_003 + number) % 2**63
+        self._generator: torch.Generator | None = None
+        self._drawn: list[float] = []
+
+    def __getitem__(self, token: int) -> float:
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(self._seed)
+        while token >= len(self._drawn):
+            self._drawn += torch.rand(DRAWN, generator=self._generator).tolist()
+        return self._drawn[token]
 
 
 def draw_rows(
@@ -56,6 +67,8 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     total = chances.cumsum(-1)  # [B, V or k]
     at = uniform.to(total).unsqueeze(1) * total[:, -1:] * (1 - 1e-6)
     drawn = torch.searchsorted(total, at, right=True)  # [B, 1]
+    # Logits that are NaN give an index past the end, and a log-probability that is NaN.
+    drawn = drawn.clamp(max=chances.shape[1] - 1)
     logprobs = (chances.gather(1, drawn).squeeze(1) / chances.sum(-1)).log()
     return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1), logprobs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections import Counter
@@ -21,6 +22,7 @@ from kempner.serve.protocol import Asked
 from kempner.serve.weights import Refused
 
 T = TypeVar("T")
+MOST_FAILURES = 3
 
 
 class Unavailable(Exception):
@@ -72,6 +74,7 @@ class Worker:
         self._parts: dict[Text, list[str]] = {}
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ended = ""  # why no more is taken
+        self._failures = 0  # turns that have failed since a text has ended as it should
         self._lock = threading.Lock()  # nothing is put into the inbox after the end
 
     @property
@@ -145,16 +148,41 @@ class Worker:
             while not self._ended:
                 self._answer_calls()
                 if self.texts.busy and not self.paused:
-                    for text, grown in self.texts.turn():
-                        self._tell(text, grown)
-        except Exception:  # out of memory, for example: no text can go on
+                    self._turn()
+        except Exception:
             traceback.print_exc()
-            self.exit_code = 1
-            self.end("the engine has failed; see its log")
+            self._fail_for_good()
         self._refuse_all(self._ended)
         with self._lock:  # what has come before the end
             while not self._inbox.empty():
                 self._inbox.get()[1].set_exception(Unavailable(self._ended))
+
+    def _turn(self) -> None:
+        """A token for each text. What fails is refused, and the others go on; where no text ends
+        between MOST_FAILURES of them, as with weights that are no numbers, nobody can be served."""
+        failed: list[Text] = []
+        try:
+            for text, grown in self.texts.turn():
+                if math.isnan(text.logprobs[-1]):
+                    failed.append(text)
+                else:
+                    self._tell(text, grown)
+            why = "the model's output for this text is not a number"
+        except Exception:  # out of memory, for example
+            traceback.print_exc()
+            self.texts.engine.clear()
+            failed = [text for text in self._jobs if text not in self.texts.waiting]
+            why = "the engine has failed; see its log"
+        for job in {self._jobs[text] for text in failed if text in self._jobs}:
+            self._drop(job)
+            job.news.put(Unavailable(why))
+        self._failures += bool(failed)
+        if self._failures >= MOST_FAILURES:
+            self._fail_for_good()
+
+    def _fail_for_good(self) -> None:
+        self.exit_code = 1
+        self.end("the engine has failed; see its log")
 
     def _answer_calls(self) -> None:
         """All that wait; without work it waits for one."""
@@ -196,6 +224,7 @@ class Worker:
         parts.append(grown)
         if text.finish:
             self.finished[text.finish] += 1
+            self._failures = 0
             del self._jobs[text], self._parts[text]
         if job.stream or text.finish:
             told = grown if job.stream else "".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
@@ -14,7 +15,10 @@ from kempner.config.option import ConfigError
 from kempner.rl.environments.protocol import Environment, Task
 
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-MARKS = (re.compile(r"####\s*(.+)"), re.compile(r"\\boxed\{([^{}]*)\}"))
+MARK = re.compile(r"####\s*(.+)")
+FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\^\{?\\circ\}?|\\[,!;: $%]")
+FORMULA = re.compile(r"[\d\\^=]")  # a text with none of these is words
 
 
 class Qa(Environment):
@@ -36,27 +40,64 @@ class Qa(Environment):
         return Task(prompt, marked(str(answer)) or str(answer).strip())
 
     def score(self, task: Task, completion: str) -> float:
-        wanted = value(task.answer)
+        wanted, given = value(task.answer), marked(completion)
         if wanted is None:
             lines = completion.strip().splitlines()
-            given = marked(completion) or (lines[-1] if lines else "")
-            return float(plain(given) == plain(task.answer))
-        numbers = NUMBER.findall(marked(completion) or completion)
-        return float(bool(numbers) and value(numbers[-1]) == wanted)
+            text = (lines[-1] if lines else "") if given is None else given
+            return float(plain(text) == plain(task.answer) or same(text, task.answer))
+        found = value(given or "")
+        if given is not None and found is None and "\\" in UNITS.sub("", given):  # a formula
+            return float(same(given, task.answer))
+        numbers = NUMBER.findall(completion if given is None else given)
+        if found is None and numbers:  # "#### 18 eggs in 3 days" begins with the answer
+            found = value(numbers[0 if MARK.search(completion) else -1])
+        return float(found == wanted)
 
 
 def marked(text: str) -> str | None:
     """The last of what is marked as the answer."""
-    found = [hits[-1] for mark in MARKS if (hits := mark.findall(text))]
-    return found[0].strip() if found else None
+    found = MARK.findall(text)
+    return found[-1].strip() if found else boxed(text)
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed{} has, with the braces in it; None: there is none, or it has no end."""
+    _, mark, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for at, letter in enumerate(rest if mark else ""):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return rest[:at].strip()
+    return None
 
 
 def value(text: str) -> Fraction | None:
-    """Of a number as people write it: $1,000.50, 3/4, 12%."""
+    """Of a number as people write it: $1,000.50, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}."""
+    text = FRACTION.sub(r"\1\2/\3", UNITS.sub("", text))
     try:
         return Fraction(re.sub(r"[$,%\s]", "", text).rstrip("."))
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def same(given: str, wanted: str) -> bool:
+    """Are they the same formula? By math_verify where it is installed, else letter by letter."""
+    if not FORMULA.search(wanted):
+        return False
+    if bare(given) == bare(wanted):
+        return True
+    try:
+        package = importlib.import_module("math_verify")
+    except ImportError:
+        return False
+    # Its own limits are signals; that of a reward ends the process.
+    read = [package.parse(f"${text}$", parsing_timeout=None) for text in (wanted, given)]
+    return bool(package.verify(*read, timeout_seconds=None))
+
+
+def bare(text: str) -> str:
+    text = UNITS.sub("", text).replace("\\left", "").replace("\\right", "")
+    return re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"[\s$]", "", text)).rstrip(".")
 
 
 def plain(text: str) -> str:
