@@ -3,6 +3,7 @@
 # make test           all tests, also on a real Slurm of several hosts (as root on Debian, installs Slurm)
 # make soak           the tests that are too slow for every day, and runs that survive 20 to 40 random faults each
 # make test-vllm      what needs vLLM: its build for CPUs, in an environment of its own (3.4 GB)
+# make gpu-path       the path of a GPU without one, by the build of torch for CUDA, in an environment of its own (5 GB)
 # make check          the linters: ruff, mypy, shellcheck, shfmt
 # make gpu-check      check and measure the trainer on this machine's GPUs in up to 15 minutes
 # make pictures       the pictures of the pages, as far as they take minutes (root: some need the test bed)
@@ -18,7 +19,7 @@
 #
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
 # gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
-.PHONY: train rl test test-vllm soak check gpu-check pictures cluster cluster-down FORCE
+.PHONY: train rl test test-vllm gpu-path soak check gpu-check pictures cluster cluster-down FORCE
 .ONESHELL:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -79,6 +80,17 @@ test-vllm: .venv/dev .venv-vllm/ready
 	(about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)\n")
 	END
 	$$pip -r .venv-vllm/requirements.txt
+	touch $@
+
+gpu-path: .venv-gpu-path/ready
+	@PYTHONPATH=src .venv-gpu-path/bin/python -m pytest -n 0 tests/gpu_path $(ARGS)
+
+# "===": where pip also finds a build for CPUs, which calls itself 2.13.0+cpu, "==" would take that.
+.venv-gpu-path/ready: pyproject.toml constraints.txt
+	@[[ -x .venv-gpu-path/bin/pip ]] || $(PYTHON) -m venv .venv-gpu-path
+	torch=$$(sed -n 's/^torch==/torch===/p' constraints.txt)
+	.venv-gpu-path/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$torch" \
+	    -e '.[data,fp8]' pytest pytest-timeout pytest-xdist
 	touch $@
 
 soak: .venv/dev

@@ -31,9 +31,9 @@ from kempner.config.command_line import help_text, parse_command
 from kempner.config.option import ConfigError
 from kempner.configure import check_directories, load_config
 from kempner.front_door import run_program
+from kempner.planner.placement import Placement, engine_words, place
 from kempner.ray.programs import programs, ranks
 from kempner.rl.exchange import Exchange
-from kempner.rl.placement import Placement, engine_words, place
 from kempner.run import RunConfig
 
 SCRIPTS = Path(__file__).resolve().parent

@@ -1,1 +1,26 @@
-"""The path of a GPU, tested without one."""
+"""The path of a GPU, tested without one, in about a minute of one core.
+
+test_groups    process groups as NCCL's are made, a device bound: every product of pp, dp_replicate,
+               dp_shard, cp, tp and ep of 2, 3, 4 and 6 ranks, of 8 those of three axes of 2; the
+               meshes, an all-reduce in each group, and for axes of 2 the model, the optimizer and
+               the checkpointer
+test_step      two steps (forward, loss, backward, sums, update, the numbers one step late) on
+               tensors that say that they are on a GPU: no mixed devices, no operator without a
+               kernel for CUDA, no wait of the host: tied weights, biases, windows, documents,
+               norms, experts, each optimizer, recomputation, LoRA, DPO, reward models, RL's loss;
+               generation, where the host may wait as GENERATION there names
+test_kernels   branches that only a GPU takes, with CPU kernels for their operators, against the
+               plain ones, gradients too: variable-length attention, flash attention in a ring of 2
+               and 4, grouped products of experts without a token
+test_compiled  one graph a block, no graph break, and how often it is compiled: once, or twice
+               with a ramp or packed documents, once more for a validation
+test_host      what forks, CUDA before a fork, the allocator's setting, sizes that fp8 and the ring
+               refuse
+
+`make gpu-path` runs the same with the build of torch for CUDA. There the dispatcher says which
+operators have a kernel; the CPU build goes by native_functions.yaml.
+
+Not told without a GPU: what a kernel computes, which one scaled_dot_product_attention takes,
+flex_attention (capped scores), _scaled_mm itself, streams (both offloads, FSDP's own), whether NCCL
+connects, memory, time.
+"""

@@ -35,7 +35,10 @@ waits: list[str] = []
 def note(what: str) -> None:
     """With the kit's function that asked."""
     frame: Any = sys._getframe(1)
-    while frame is not None and "/kempner/" not in frame.f_code.co_filename:
+    while frame is not None and (
+        "/kempner/" not in frame.f_code.co_filename
+        or frame.f_code.co_name.startswith("<")  # a comprehension, a frame only before 3.12
+    ):
         frame = frame.f_back
     code = frame.f_code if frame is not None else SimpleNamespace(co_filename="?", co_name="?")
     waits.append(f"{Path(code.co_filename).name}: {code.co_name}: {what}")

@@ -98,7 +98,7 @@ def rollouts() -> MicroBatch:
 
 
 # What the first step alone puts on the GPU.
-FIRST = {"spikes.py: <dictcomp>: to": "the state of the spikes"}
+FIRST = {"spikes.py: judge: to": "the state of the spikes"}
 
 
 def train(

@@ -17,8 +17,8 @@ from kempner.history import loop_bench
 from kempner.model.config import ModelConfig
 from kempner.planner.cost import GPUS
 from kempner.planner.engine import engine_memory
+from kempner.planner.placement import Placement, describe, engine_words, main, place
 from kempner.rl.config import DeploymentConfig, InferenceConfig
-from kempner.rl.placement import Placement, describe, engine_words, main, place
 from tests.conftest import ROOT
 from tests.unit.test_report import report, rows, step_line, write_run
 
@@ -148,15 +148,15 @@ def test_7b_toml_fits_the_usual_models(
         "rl": {"deployment": deployment, "inference": config["rl"]["inference"]},
         "train": config["train"] | {"deterministic": False}, "model": asdict(model),
     }  # fmt: skip
-    monkeypatch.setattr("kempner.rl.placement.loads", lambda text: values)
+    monkeypatch.setattr("kempner.planner.placement.loads", lambda text: values)
     words = ["--nodes=4", "--tasks=8", "--gpus=8", "--names=a,b,c,d"]
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "engines 8 to 15 (vllm, 1 GPU(s) each): on d" in said
     assert "--max-model-len=4096" in said and "memory of an engine" in said
-    values["rl"]["inference"] = {"slots": 1000}
-    assert main(words) == (2 if gib > 3 else 0)
+    values["rl"]["inference"] = {"slots": 2000}
+    assert main(words) == 2
     said = capsys.readouterr().err
     assert re.search(r"no GPU has so much .*--rl.inference.slots=\d+ or less", said)
 

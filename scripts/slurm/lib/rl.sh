@@ -41,7 +41,7 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     if ((code == 0)); then
         [[ $KP_TOML != *$'\ndevice = "cpu"'* ]] || kp_in_job || KP_GPUS=0
         names=$(kp_rl_names)
-        line=$(kp_python_of kempner.rl.placement "$KP_MODULE" kempner.rl.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
+        line=$(kp_python_of kempner.planner.placement "$KP_MODULE" kempner.planner.placement --nodes "$KP_NODES" --tasks "$KP_TASKS" --gpus "$KP_GPUS" \
             --names "$names" <<<"$KP_TOML") || code=$?
     fi
     if ((code != 0)); then
@@ -53,7 +53,7 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     line=${line#*kempner-answer$'\n'} line=${line%$'\n'kempner-answer*} line=${line%$'\n'} # see kp_values
     mapfile -t values <<<"${line%%$'\n--'*}"
     [[ ${values[0]} =~ ^[0-9]+(\ -?[0-9]+){5}$ && ${values[1]:-} =~ ^[0-9]+(\ [0-9]+){3}$ ]] ||
-        kp_die "kempner.rl.placement has answered '${values[0]}': see what $KP_PYTHON prints"
+        kp_die "kempner.planner.placement has answered '${values[0]}': see what $KP_PYTHON prints"
     read -r KP_NODES KP_TASKS KP_ENGINES KP_ON_NODE KP_ENGINE_NODE tasks <<<"${values[0]}"
     read -r KP_TP KP_SLOTS KP_ENGINE_RESTARTS KP_MAX_STEPS <<<"${values[1]}"
     KP_ENGINE_KIND=${values[2]} KP_PLACEMENT=("${values[@]:3}")

@@ -1,6 +1,6 @@
 """Which nodes and GPUs of a job train, and which have engines. No torch.
 
-    python -m kempner.rl.placement --nodes N --tasks T --gpus G --names A,B < CONFIG.toml
+    python -m kempner.planner.placement --nodes N --tasks T --gpus G --names A,B < CONFIG.toml
 
 prints, for the batch script, the numbers of a Placement, other values that it needs, and a text for
 its log. Exit code 2 when the job does not fit.
@@ -142,7 +142,7 @@ def describe(
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m kempner.rl.placement")
+    parser = argparse.ArgumentParser("python -m kempner.planner.placement")
     for name in ("nodes", "tasks", "gpus"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--names", required=True, help="of the nodes, with commas")
