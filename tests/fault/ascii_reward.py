@@ -10,6 +10,8 @@ from kempner.rl.environments.protocol import Environment, Task
 class Ascii(Environment):
     """The share of ASCII characters; `what` is what the reward of one completion in eight does."""
 
+    runs_code = False
+
     def __init__(self, what: str = "") -> None:
         self.what = what
 
