@@ -27,7 +27,7 @@ from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_oth
 from kempner.front_door import complain, how_to_run, list_problems, run_program
 from kempner.gpu import driver
 from kempner.hf.families import family_of
-from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer
+from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer, tokenizer_of_file
 from kempner.hf.stored import check_source
 from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 from kempner.optim.config import learning_rate
@@ -362,8 +362,13 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
         return []
     found = []
     for one in cfg.data.mixed:
-        if has_sidecar(one) and not _same_ids(one.path, own):
-            theirs = open_sidecar(one.path).tokenizer
+        theirs = None
+        if has_sidecar(one):
+            file = Path(one.path).expanduser() / TOKENIZER
+            theirs = {**open_sidecar(one.path).tokenizer, "file": str(file)}
+        elif (file := Path(one.tokenizer).expanduser()).is_file():  # text that is streamed
+            theirs = tokenizer_of_file(file)
+        if theirs is not None and not _same_ids(theirs, own):
             of_bytes = own["kind"] == "bytes"
             given = "bytes" if of_bytes else own["file"]
             fix = f"prepare the data again with --tokenizer {given}"
@@ -376,14 +381,12 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
     return found
 
 
-def _same_ids(data: str, own: Mapping[str, str]) -> bool:
-    """Whether token ids mean the same in a data set and to weights with the tokenizer `own`. The
-    file may differ: a tool has written it again, or it has more tokens, of a chat template."""
-    theirs = open_sidecar(data).tokenizer
+def _same_ids(theirs: Mapping[str, str], own: Mapping[str, str]) -> bool:
+    """Whether token ids mean the same to two tokenizers. The files may differ: a tool has written
+    one again, or it has more tokens, of a chat template."""
     if theirs["hash"] == own["hash"] or "bytes" in (theirs["kind"], own["kind"]):
         return theirs["hash"] == own["hash"]
-    file = Path(data).expanduser() / TOKENIZER
-    return agree(read_vocabulary(file), read_vocabulary(Path(own["file"])))
+    return agree(*(read_vocabulary(Path(each["file"])) for each in (theirs, own)))
 
 
 def _shown(tokenizer: Mapping[str, str]) -> str:

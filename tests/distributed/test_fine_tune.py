@@ -211,17 +211,24 @@ def test_data_of_another_tokenizer_are_refused(work: Path) -> None:
         vocab = content["model"]["vocab"]
         vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
 
-    def check(model: str) -> subprocess.CompletedProcess[str]:
-        words = ["configs/train/sft.toml", f"--model.init_from={model}", "--run.dir=runs/other"]
+    def check(model: str, *words: str) -> subprocess.CompletedProcess[str]:
+        words = (*words, f"--model.init_from={model}", "--run.dir=runs/other")
         return subprocess.run(
             [sys.executable, "scripts/train.py", *words, "--check"],
             cwd=work, env=clean_env(), capture_output=True, text=True, timeout=120,
         )  # fmt: skip
 
-    done = check(another_tokenizer(work, "swapped", swap))
-    assert done.returncode == 2 and "so that a token id means another text" in done.stderr
-    written_again = check(another_tokenizer(work, "again", lambda content: content))
-    assert written_again.returncode == 0, written_again.stderr
+    swapped = another_tokenizer(work, "swapped", swap)
+    again = another_tokenizer(work, "again", lambda content: content)
+    file = "models/llama/tokenizer.json"
+    streamed = f"""[{{path = "pairs.jsonl", column = "prompt", tokenizer = "{file}"}}]"""
+    of_texts = ("--train.seq_len=32", "--train.global_batch=2", f"--data.sources={streamed}")
+    for words in (("configs/train/sft.toml",), of_texts):
+        done = check(swapped, *words)
+        assert done.returncode == 2, done.stderr
+        assert "so that a token id means another text" in done.stderr
+        done = check(again, *words)
+        assert done.returncode == 0, done.stderr
 
 
 def test_an_export_has_the_tokens_that_its_data_have(work: Path) -> None:

@@ -144,8 +144,11 @@ def source_tokenizer(source: Source) -> dict[str, str] | None:
     file = source.carried / TOKENIZER
     if is_of_bytes(source.carried):
         return dict(BYTES)
-    if not file.is_file():
-        return None
+    return tokenizer_of_file(file) if file.is_file() else None
+
+
+def tokenizer_of_file(file: Path) -> dict[str, str]:
+    """The same of a tokenizer.json."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     name = "/".join(file.parts[-2:])
     return {"name": name, "kind": TOKENIZER, "hash": f"sha256:{digest}", "file": str(file)}
