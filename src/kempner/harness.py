@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -146,6 +147,9 @@ def evaluate(
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
+    # Else it forks for the standard errors, and waits for ever for a process that does not end of
+    # SIGTERM, as a copy of this one may not. It has one piece of work for these processes.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     manager = _manager(tasks, list(include))
     found = simple_evaluate(
         model,

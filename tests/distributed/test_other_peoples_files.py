@@ -410,6 +410,7 @@ ARGUMENTS = {
     "generate.py source": "read", "generate.py --prompts": "read",
     "prepare_data.py inputs": "read", "prepare_data.py --out": "prepare_data.py --out",
     "prepare_data.py --tokenizer": "read", "prepare_data.py --eod": "text",
+    "prepare_data.py --bos": "text",
     "prepare_data.py --text-key": "a name",
     "report.py runs": "its own names in a run: report.png, timeline.png, report.html",
     "report.py --out": "report.py --out", "report.py --html": "report.py --html",
@@ -447,7 +448,7 @@ VARIABLES = {
     "STAGE_ENVIRONMENT": "0 or 1", "CONTAINER": "read", "MOUNTS": "what the container sees",
     "CONTAINER_RUNTIME": "a name", "SECRETS": "read", "MAIL": "addresses", "NOTIFY": "run",
     "WEBHOOK": "a URL", "PAGE": "a number", "SRUN": "options of srun", "MPI": "a name",
-    "NPROC": "a number", "NUMA": "0 or 1", "MAX_WAIT": "a number",
+    "NPROC": "a number", "NUMA": "0 or 1", "MAX_WAIT": "a number", "PORTS": "two numbers",
     "ORCHESTRATE": "run", "SERVE": "run", "SERVE_TOKEN": "a token", "VLLM": "run",
 }  # fmt: skip
 

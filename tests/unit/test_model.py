@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kempner.config.loading import load
+from kempner.config.toml import loads
 from kempner.data.source import IGNORE
 from kempner.hf.families import family_of
 from kempner.hf.tensors import tensor_shapes
@@ -36,9 +37,9 @@ COUNTS = {
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_configuration_loads_and_has_the_parameters_of_its_name(path: Path) -> None:
-    cfg = load(RunConfig, [path], [])
-    if cfg.model.init_from is not None:
+    if "init_from" in loads(path.read_text()).get("model", {}):
         return  # its shape is that of its weights
+    cfg = load(RunConfig, [path], [])
     with torch.device("meta"):
         built = sum(p.numel() for p in Decoder(cfg.model).parameters())
     assert built == cfg.model.count_parameters() == COUNTS[path.stem]

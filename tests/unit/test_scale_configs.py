@@ -20,7 +20,7 @@ MACHINES = re.compile(r"# .* on (\d+) nodes? of (\d+) (\w+)[.:,]")
 SHIPPED = [
     path
     for path in sorted(FOLDER.parent.glob("[st][cr]a*/*.toml"))
-    if path.stem not in ("sft", "dpo", "7b-memory-tight")
+    if path.stem not in ("sft", "sft-moe", "dpo", "7b-memory-tight")
 ]
 # Replicas and shards, in the worlds that the files are for.
 MESHES = {

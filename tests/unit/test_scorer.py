@@ -233,7 +233,7 @@ def test_threads_share_the_processes() -> None:
 
 
 def test_a_program_that_hangs_forks_or_writes_much_has_the_reward_0() -> None:
-    env = Tasks(EnvConfig("code", args='{"seconds": 1.0}', memory=128, unsafe=True), 0)
+    env = Tasks(EnvConfig("code", args='{"seconds": 1.0}', memory=512, unsafe=True), 0)
     task = env.task(0)
     with contextlib.closing(Scorer(1)) as scorer:
         for program in (
