@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import argparse
 from pathlib import Path
 
-from kempner.activations import PARTS, SHARD_BYTES, Record, begin, extract
+from kempner.activations import PARTS, SHARD_BYTES, Record, extract, start_output
 from kempner.checkpoint import commit, named
 from kempner.config import toml
 from kempner.config.command_line import argument_parser
@@ -143,7 +143,7 @@ def write(options: argparse.Namespace, name: str) -> None:
         dtype=str(dtype).removeprefix("torch."),
         shard=max(1, SHARD_BYTES // size),
     )
-    begin(options.out, record)
+    start_output(options.out, record)
     print(f"{loaded.about}: {record.samples} samples, {len(record.shards)} shards", flush=True)
     for number, there in extract(model, data, record, options.out / folder, options.batch):
         print(f"{folder} shard {number} {'was there' if there else 'is durable'}", flush=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kempner.model.attention import Documents as Packed
+    from kempner.model.attention import Documents
     from kempner.model.decoder import Decoder
 
 RECORD = "activations.json"
@@ -75,7 +75,7 @@ class Record:
         return [(start, min(start + self.shard, self.samples)) for start in starts]
 
 
-def begin(out: Path, record: Record) -> None:
+def start_output(out: Path, record: Record) -> None:
     """Make the directory, or see that it is of the same record. Raises ConfigError."""
     refuse_others(out, "--out", (Kind.ACTIVATIONS,), "give another directory")
     try:
@@ -107,7 +107,7 @@ def extract(
     for torn in folder.glob(".*.new"):  # of a killed process
         torn.unlink()
     wanted = Wanted(record.layers, record.parts)
-    where = Documents(data.sidecar.eod)
+    where = DocumentNumbers(data.sidecar.eod)
     for number, (start, end) in enumerate(record.shards):
         path = folder / f"{number:05d}.safetensors"
         if there := path.exists():
@@ -125,13 +125,13 @@ def _shard(
     data: TokenDataset,
     samples: tuple[int, int],
     wanted: Wanted,
-    where: Documents,
+    where: DocumentNumbers,
     batch: int,
     reset_positions: bool,
 ) -> dict[str, Tensor]:
     import torch
 
-    from kempner.model.attention import Documents as Packed
+    from kempner.model.attention import Documents
 
     found: dict[str, list[Tensor]] = {}
     start, end = samples
@@ -140,12 +140,12 @@ def _shard(
         documents, positions = where.follow(rows.inputs)
         packed = None
         if rows.documents is not None:
-            packed = Packed.of(torch.from_numpy(rows.documents), reset_positions)
+            packed = Documents.of(torch.from_numpy(rows.documents), reset_positions)
         parts = {
             "tokens": torch.from_numpy(rows.inputs).int(),
             "document": torch.from_numpy(documents),
             "position": torch.from_numpy(positions),
-            **activations(model, rows.inputs, packed, wanted),
+            **run_blocks(model, rows.inputs, packed, wanted),
         }
         for name, part in parts.items():
             found.setdefault(name, []).append(part)
@@ -153,7 +153,7 @@ def _shard(
     return {"sample": torch.arange(start, end), **whole}
 
 
-class Documents:
+class DocumentNumbers:
     """Where tokens stand in the documents of a split, whose samples follow each other."""
 
     def __init__(self, eod: int) -> None:
@@ -174,8 +174,8 @@ class Documents:
         return documents.reshape(inputs.shape), positions.reshape(inputs.shape)
 
 
-def activations(
-    model: Decoder, inputs: Any, packed: Packed | None, wanted: Wanted
+def run_blocks(
+    model: Decoder, inputs: Any, packed: Documents | None, wanted: Wanted
 ) -> dict[str, Tensor]:
     """Of inputs int64 [B, T], by the names of `wanted`, [B, T, D] each, on the CPU. Blocks after
     the last of its layers do not run."""

@@ -8,16 +8,19 @@ controller): then the answer is None, and nothing depends on it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import math
 import os
 import re
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+SIOCGIFADDR = 0x8915
 LAST_STEP = 0xFFFFFF00  # higher numbers are those of steps with a name
 # Slurm's commands read these as options: with SQUEUE_STATES=PENDING a job that runs is not there.
 OPTIONS = re.compile(r"(SQUEUE|SINFO|SACCT|SCONTROL|SCANCEL)_|SLURM_(TIME_FORMAT|BITSTR_LEN)$")
@@ -68,6 +71,18 @@ def own_address() -> str:
         if not address.startswith("127."):
             return address
     return socket.gethostname()
+
+
+def fast_address() -> str | None:
+    """The IPv4 address of this host on the fast network: that of the first interface that
+    lib/network.sh has chosen for gloo. None where none is named, or it has no such address."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None
 
 
 def plain_environment() -> dict[str, str]:

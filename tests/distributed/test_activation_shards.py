@@ -105,14 +105,14 @@ def test_they_are_those_that_hooks_see_and_lead_back_to_the_text(
 
 
 def test_documents_are_numbered_across_samples_and_shards() -> None:
-    from kempner.activations import Documents as Numbered
+    from kempner.activations import DocumentNumbers
 
     rng = np.random.default_rng(0)
     stream = rng.integers(0, 4, 240)  # 3 ends a document, also twice in a row
     ends = np.cumsum(stream == 3) - (stream == 3)
     begins = [max([0, *(np.flatnonzero(stream[:i] == 3) + 1)]) for i in range(240)]
     for size in (240, 8, 1):
-        where = Numbered(3)
+        where = DocumentNumbers(3)
         parts = [where.follow(part) for part in stream.reshape(-1, size, 1)]
         documents, positions = (np.concatenate([p[i].ravel() for p in parts]) for i in (0, 1))
         assert (documents == ends).all() and (positions == np.arange(240) - begins).all()

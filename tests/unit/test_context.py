@@ -4,7 +4,6 @@ the loss, and every gradient; and each has the same work."""
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,10 +34,9 @@ from kempner.parallel.context import (
     split_context,
     ulysses_attention,
 )
+from tests.ranks import told_by_ranks
 
 ROOT = Path(__file__).parents[2]
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kempner.parallel.context"])
 WORLD, ROWS, LENGTH = 4, 2, 48
 ULYSSES = "--distributed.cp_method=ulysses"
 
@@ -175,17 +173,7 @@ def one_of_four(rank: int, store: str, said: Any) -> None:
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """The largest error of any of four ranks, by case."""
-    said, store = CONTEXT.Queue(), str(tmp_path_factory.mktemp("context") / "store")
-    ranks = [CONTEXT.Process(target=one_of_four, args=(r, store, said)) for r in range(WORLD)]
-    for process in ranks:
-        process.start()
-    try:
-        told = [said.get(timeout=90) for _ in ranks]
-        for process in ranks:
-            process.join(30)
-    finally:
-        for process in ranks:
-            process.kill()
+    told = told_by_ranks(one_of_four, WORLD, tmp_path_factory.mktemp("context") / "store")
     return {name: max(each[name] for each in told) for name in told[0]}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from kempner.parallel.build import build_model, parameter_names
 from kempner.parallel.layout import build_layout
 from kempner.run import RunConfig
 from kempner.step import StepSums, forward_backward
+from tests.ranks import told_by_ranks
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kempner.parallel.build"])
 WORLD, PASSES, LENGTH, CPU = 2, 64, 16, torch.device("cpu")
 SHAPE = [
     "--model.vocab_size=64", "--model.dim=32", "--model.n_layers=1", "--model.n_heads=4",
@@ -85,17 +83,7 @@ def one_of_two(rank: int, store: str, said: Any) -> None:
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    said, store = CONTEXT.Queue(), str(tmp_path_factory.mktemp("sums") / "store")
-    ranks = [CONTEXT.Process(target=one_of_two, args=(r, store, said)) for r in range(WORLD)]
-    for process in ranks:
-        process.start()
-    try:
-        told = [said.get(timeout=90) for _ in ranks]
-        for process in ranks:
-            process.join(30)
-    finally:
-        for process in ranks:
-            process.kill()
+    told = told_by_ranks(one_of_two, WORLD, tmp_path_factory.mktemp("sums") / "store")
     assert told[0] == told[1]
     return dict(told[0])
 

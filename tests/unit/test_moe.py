@@ -16,9 +16,9 @@ from kempner.data.config import DataConfig
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.model.moe import (
+    ExpertRouter,
     Experts,
     MixtureOfExperts,
-    Router,
     balance_loss,
     has_grouped_mm,
     one_by_one,
@@ -104,7 +104,7 @@ def test_a_router_multiplies_in_fp32() -> None:
     """Of numbers in bf16, too, with the gradients of that product; and in fp32 as any layer."""
     for dtype in (torch.bfloat16, torch.float32):
         torch.manual_seed(0)
-        router = Router(64, 32, bias=False).to(dtype)
+        router = ExpertRouter(64, 32, bias=False).to(dtype)
         x = torch.randn(3, 5, 64).to(dtype).requires_grad_()
         logits, along = router(x), torch.randn(3, 5, 32)
         exact = [tensor.detach().double().requires_grad_() for tensor in (x, router.weight)]

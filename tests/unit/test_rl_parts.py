@@ -18,8 +18,8 @@ from kempner.rl.environments.protocol import Reply, Task
 from kempner.rl.exchange import Exchange
 from kempner.rl.groups import Group, Place, Rollout, seed_of
 from kempner.rl.packing import Sample, pack, tokens_that_count
-from kempner.rl.publish import deal
-from kempner.rl.transfer import _token, own_address
+from kempner.rl.publish import writers_of
+from kempner.rl.transfer import Offer, _token
 from tests.served import make_model
 
 KEY = "the same prompt"
@@ -234,7 +234,7 @@ def test_weights_go_over_the_network_that_was_chosen(monkeypatch: pytest.MonkeyP
         ("", "management"),
     ):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-        assert own_address() == expected
+        assert Offer("key").address.rpartition(":")[0] == expected
 
 
 def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_token_of_ones_own_where_rl_sh_has_made_none(tmp_path: Path) -> None:
 def test_writers_of_a_version_have_their_tensors_by_turns() -> None:
     """However far the model has been gathered, each writer has had its share of the bytes."""
     sizes = {f"{layer}.{i}": size for layer in range(8) for i, size in enumerate((9, 30, 1, 60, 2))}
-    writer = deal(sizes, [0, 2, 5])
+    writer = writers_of(sizes, [0, 2, 5])
     had = dict.fromkeys((0, 2, 5), 0)
     for name, size in sizes.items():
         had[writer[name]] += size

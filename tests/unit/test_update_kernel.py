@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import STATE, OptimizerConfig
-from kempner.optim.kernels import in_lines, lines
+from kempner.optim.kernels import in_lines, line_places
 from kempner.optim.optimizer import Optimizer
 from kempner.optim.rounding import hashed, hashed_at
 
@@ -140,7 +140,7 @@ def test_parts_of_a_tensor_are_rounded_as_the_whole(box: tuple[tuple[int, int], 
     shape, step = torch.Size((6, 4, 5)), torch.tensor(7.0)
     assert in_lines(shape, box) == (box != ((0, 6), (1, 2), (3, 2)))
     if in_lines(shape, box):
-        length, gap, first = lines(shape, box)
+        length, gap, first = line_places(shape, box)
         at = torch.arange(math.prod(size for _, size in box), dtype=torch.int32)
         found = hashed_at(first + at + at // length * gap, step, torch.tensor(3, dtype=torch.int32))
         assert torch.equal(found, hashed(shape, box, step, salt=3).flatten())

@@ -32,7 +32,7 @@ def kind_of_compression(path: Path) -> str:
     return suffix if suffix in READ + ARCHIVES else ""
 
 
-def why_not(path: Path) -> str:
+def unreadable(path: Path) -> str:
     """What keeps a compressed file from being read, with the fix; "" for nothing."""
     inner = Path(path.stem).suffix.lower()
     if path.suffix.lower() in ARCHIVES or inner == ".tar":
@@ -47,7 +47,7 @@ def why_not(path: Path) -> str:
     return ""
 
 
-def lines(path: str) -> Iterator[bytes]:
+def read_lines(path: str) -> Iterator[bytes]:
     """Without their ends. Raises DataError."""
     with _opened(path) as file:
         for line in file:
@@ -97,7 +97,7 @@ def _open(path: str) -> Any:
     if suffix == ".xz":
         return lzma.open(path)
     zstd = _zstd()
-    assert zstd is not None, "why_not() was not asked"
+    assert zstd is not None, "unreadable() was not asked"
     if zstd.__name__ == ZSTD:
         return io.BufferedReader(_Frames(path, zstd), BLOCK * 8)
     return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: WINDOW_LOG})

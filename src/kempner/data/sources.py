@@ -91,14 +91,14 @@ def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None
             paths = _walk(top, ("__pycache__",), exclude, left_out, problems)
             for path in sorted(paths):
                 name = str(path.relative_to(top))
-                if why := compressed.kind_of_compression(path) and compressed.why_not(path):
+                if why := compressed.kind_of_compression(path) and compressed.unreadable(path):
                     problems.append(f"{path}: {why}, or name the inputs without it")
                 found.setdefault(os.path.realpath(path), _source(path, name, named=False))
         elif not top.exists():
             problems.append(f"{given}: no such file or directory")
         elif not top.is_file():
             problems.append(f"{given}: not a regular file")
-        elif why := compressed.kind_of_compression(top) and compressed.why_not(top):
+        elif why := compressed.kind_of_compression(top) and compressed.unreadable(top):
             problems.append(f"{given}: {why}")
         else:
             found[os.path.realpath(top)] = _source(top, top.name, named=True)
@@ -321,7 +321,7 @@ def _lines(piece: Piece, lines: Lines) -> Iterator[bytes]:
         lines.count = data.count(b"\n")
         yield from data.split(b"\n")
         return
-    for line in compressed.lines(piece.source.path):
+    for line in compressed.read_lines(piece.source.path):
         yield line if lines.count else line.removeprefix(BOM)
         lines.count += 1
 

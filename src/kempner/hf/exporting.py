@@ -212,7 +212,7 @@ def header_of(
     at = 0
     for ours, whole in shapes.items():
         for name, shape in parts(names[ours], whole).items():
-            own = dtype_of(ours, dtype)
+            own = published_dtype(ours, dtype)
             header[name] = {
                 "dtype": HEADER_DTYPES[own],
                 "shape": shape,
@@ -223,7 +223,7 @@ def header_of(
     return len(text).to_bytes(8, "little") + text
 
 
-def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+def published_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """That of a tensor in a model of `dtype`: rounded to 8 bits a router's bias would choose other
     experts. These tensors come first in a file, so that the data are aligned."""
     return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
@@ -245,7 +245,7 @@ class _Reader:
         shapes = tensor_shapes(ModelConfig(**self.manifest["fixed"]["model"]))
         self.shapes = {name: torch.Size(shapes[name]) for name in names}
         self.sizes = {
-            name: shape.numel() * dtype_of(name, dtype).itemsize
+            name: shape.numel() * published_dtype(name, dtype).itemsize
             for name, shape in self.shapes.items()
         }
         size = min(sum(self.sizes.values()), max(READ_BYTES, *self.sizes.values()))
@@ -258,7 +258,7 @@ class _Reader:
             buffer, at, targets = self.buffers[0], 0, {}
             self.buffers.reverse()
             for name in group:
-                part = buffer[at : at + self.sizes[name]].view(dtype_of(name, self.dtype))
+                part = buffer[at : at + self.sizes[name]].view(published_dtype(name, self.dtype))
                 targets[name] = part.view(self.shapes[name])
                 at += self.sizes[name]
             self._fill(targets)

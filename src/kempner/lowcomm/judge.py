@@ -21,19 +21,17 @@ leaves: it is to be started again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import selectors
 import signal
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kempner import peers, process_group
+from kempner import peers, process_group, slurm
 from kempner.config.command_line import argument_parser
 from kempner.files import LineFile, write_atomic
 from kempner.front_door import run_program
@@ -42,7 +40,6 @@ from kempner.lowcomm.config import SILENCE_S
 from kempner.lowcomm.door import FIRST, GONE, HERE, is_name, slot_of
 from kempner.port_range import store_server
 
-SIOCGIFADDR = 0x8915
 LONGEST = 1 << 16  # bytes of a line
 
 
@@ -205,16 +202,6 @@ def _say(line: str) -> None:
         os.write(1, f"{line}\n".encode(errors="backslashreplace"))
 
 
-def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface of this host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
-        except OSError:
-            return None
-
-
 def main(argv: list[str]) -> None:
     parser = argument_parser("python -m kempner.lowcomm.judge", __doc__)
     parser.add_argument("note", type=Path, help="where to publish the address")
@@ -226,8 +213,7 @@ def main(argv: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # the replicas need it until they have saved
     process_group.allow_open_files()  # each rank holds two
     # The network that the replicas use first: a replica whose cable there is cut falls silent.
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    fast = address_of(interface) if interface else None
+    fast = slurm.fast_address()
     addresses = dict.fromkeys([*([fast] if fast else []), *(given.address or ["localhost"])])
     note, parent = given.note, os.getppid()
     # The script that started us ends the step then.

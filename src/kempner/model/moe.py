@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.router = Router(cfg.dim, cfg.n_experts, bias=False)
+        self.router = ExpertRouter(cfg.dim, cfg.n_experts, bias=False)
         # A buffer, not a parameter: it has no gradient, and FSDP neither cuts nor rounds it.
         bias = torch.zeros(cfg.n_experts) if cfg.router_bias else None
         self.register_buffer("router_bias", bias)
@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
         return scores, chosen, weights * cfg.router_scale, squares
 
 
-class Router(nn.Linear):
+class ExpertRouter(nn.Linear):
     """Of x [..., D] the logits [..., E], in fp32 whatever the others are in: rounded to bf16, with
     128 experts one token in 25 would get other ones, and 7 % have a tie for the last place."""
 

@@ -49,7 +49,7 @@ class Kernels:
         if not weight.numel():
             return
         if (integers := self._integers.get(p)) is None:
-            rows = lines(whole.shape, own_box(whole, self._rank))
+            rows = line_places(whole.shape, own_box(whole, self._rank))
             integers = torch.tensor([SALTS * self._numbers[p], *rows], dtype=torch.int32)
             integers = self._integers[p] = integers.to(weight.device)
         values = group["lr"], group["weight_decay"], group["eps"], *group["betas"]
@@ -59,7 +59,7 @@ class Kernels:
         kernel(weight.view(-1), grad.view(-1), flat, floats, integers, *guard)
 
 
-def lines(shape: torch.Size, box: Box) -> tuple[int, int, int]:
+def line_places(shape: torch.Size, box: Box) -> tuple[int, int, int]:
     """Where the elements of a part stand in the whole tensor, whose lines are cut at most once:
     (length, gap, first): element i is at first + i + i // length * gap, as int32, which may wrap
     around."""
@@ -75,7 +75,7 @@ def lines(shape: torch.Size, box: Box) -> tuple[int, int, int]:
 
 
 def in_lines(shape: torch.Size, box: Box) -> bool:
-    """Whether lines() has the part: before the last dim that is cut only the first may be cut."""
+    """Whether line_places() has the part: before the last dim that is cut only the first may be."""
     cut = [dim for dim, part in enumerate(box) if part != (0, shape[dim])]
     small = math.prod(length for _, length in box) < MOST
     return small and (len(cut) < 2 or (len(cut) == 2 and cut[0] == 0))

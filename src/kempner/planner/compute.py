@@ -37,7 +37,7 @@ def computation(
         "other kernels": pointwise(cfg, axes, tokens) / (MEMORY * rate),
         "loss": loss(cfg, axes, tokens, passes) / (MEMORY * rate),
         "FSDP's copies": copies(cfg, axes, passes) / (MEMORY * rate),
-        "update": update(cfg, axes) / (MEMORY * rate),
+        "update": update_bytes(cfg, axes) / (MEMORY * rate),
         "gaps": GAP * cfg.model.n_layers / axes.pp * passes,
     }
     shared = SHARED if world_size > 1 else 1.0
@@ -127,7 +127,7 @@ def copies(cfg: RunConfig, axes: Axes, passes: float) -> float:
     return (each + (0 if cfg.lora.rank else reduce)) * whole_model(cfg, axes)
 
 
-def update(cfg: RunConfig, axes: Axes) -> float:
+def update_bytes(cfg: RunConfig, axes: Axes) -> float:
     """Bytes: weights and state are read and written, gradients read for the norm and the update."""
     held = weights(cfg, axes, gpu=True)
     return 2 * (2 * held["gradients"] + held["optimizer"])

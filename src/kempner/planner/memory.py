@@ -180,7 +180,7 @@ class Gathered:
         model, how = cfg.model, cfg.distributed
         table = model.vocab_size * model.dim / axes.tp
         root = table  # an embedding of its own is freed before the output layer is gathered
-        block = max(whole_blocks(cfg, axes))
+        block = max(kept_of_blocks(cfg, axes))
         reduce = 0 if cfg.lora.rank else compute + FP32
         blocks = block * (1 if axes.shard * axes.cp == 1 else 2)
         stays = 0.0
@@ -204,13 +204,13 @@ def whole_model(cfg: RunConfig, axes: Axes) -> float:
     """Parameters of a stage that FSDP would make whole on a rank, with embedding and output."""
     model = cfg.model
     tables = model.vocab_size * model.dim / axes.tp * (2 - model.tie_embeddings)
-    with_experts, without = whole_blocks(cfg, axes)
+    with_experts, without = kept_of_blocks(cfg, axes)
     mixtures = len(model.mixtures)
     blocks = mixtures * with_experts + (model.n_layers - mixtures) * without
     return tables + blocks / axes.pp
 
 
-def whole_blocks(cfg: RunConfig, axes: Axes) -> tuple[float, float]:
+def kept_of_blocks(cfg: RunConfig, axes: Axes) -> tuple[float, float]:
     """Parameters of a block that FSDP makes whole on a rank, with experts (of these its own alone)
     and without; 0 where the model has no such block."""
     model, mixtures = cfg.model, len(cfg.model.mixtures)

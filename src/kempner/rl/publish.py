@@ -42,7 +42,7 @@ AT_ONCE = 1 << 24  # bytes that are written while more are gathered
 BESIDE = "beside"  # in the attempt's directory: what each version has beside its tensors
 
 
-def deal(sizes: dict[str, int], writers: list[int]) -> dict[str, int]:
+def writers_of(sizes: dict[str, int], writers: list[int]) -> dict[str, int]:
     """Tensors by the rank that writes them: each goes to the one with the fewest bytes. They are
     gathered in this order, so all write at once; with a part of the model each, one would write
     while the others wait for theirs."""
@@ -77,7 +77,7 @@ class DirectoryPublisher:
         self._bytes = sum(sizes.values())
         count = min(WRITERS, self._ranks.size, len(sizes))
         writers = [i * self._ranks.size // count for i in range(count)]
-        self._writer = deal(sizes, writers)
+        self._writer = writers_of(sizes, writers)
         used = sorted(set(self._writer.values()))
         files = [f"model-{i:05d}-of-{len(used):05d}.safetensors" for i in range(1, len(used) + 1)]
         self._files = dict(zip(used, [SINGLE] if len(used) == 1 else files, strict=True))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import select
 import shutil
 import socket
@@ -42,7 +41,6 @@ from kempner.checkpoint.layout import (
 from kempner.checkpoint.ranks import Ranks
 from kempner.checkpoint.writer import local
 from kempner.files import write_atomic
-from kempner.lowcomm.judge import address_of
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
 from kempner.rl.exchange import Exchange
@@ -251,19 +249,12 @@ def pack(
     return parts
 
 
-def own_address() -> str:
-    """Of this host on the fast network, which lib/network.sh has chosen for gloo; where none is
-    named, the one that the other hosts of the job reach."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    return (address_of(interface) if interface else None) or slurm.own_address()
-
-
 class Offer:
     """What one rank sends of one version to whoever asks, until it is withdrawn."""
 
     def __init__(self, token: str) -> None:
         self._entrance = peers.Entrance(peers.listen(), token)
-        self.address = f"{own_address()}:{self._entrance.port}"
+        self.address = f"{slurm.fast_address() or slurm.own_address()}:{self._entrance.port}"
         self.version: int | None = None
         self._parts = list[Tensor]()
         self._sending, self._changed = 0, threading.Condition()

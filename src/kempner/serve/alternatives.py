@@ -19,7 +19,7 @@ class Looked(NamedTuple):
 
 
 @torch.inference_mode()
-def look(model: Decoder, vocab_size: int, ids: list[int], top: int) -> Looked:
+def look_at(model: Decoder, vocab_size: int, ids: list[int], top: int) -> Looked:
     """By the model's own distribution, at temperature 1 and without filters."""
     found = Looked([], [])
     if len(ids) < 2:

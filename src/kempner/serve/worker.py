@@ -17,7 +17,7 @@ from kempner.generate.texts import Text, Texts
 from kempner.load import Loaded
 from kempner.model.decoder import Decoder
 from kempner.serve import weights
-from kempner.serve.alternatives import Looked, look
+from kempner.serve.alternatives import Looked, look_at
 from kempner.serve.protocol import Asked
 from kempner.serve.weights import Refused
 
@@ -101,7 +101,7 @@ class Worker:
         """At each token of a text and its prompt, in one pass more."""
         engine = self.texts.engine
         ids = [*text.prompt, *text.new]
-        return self.call(lambda: look(engine.model, engine.vocab_size, ids, top))
+        return self.call(lambda: look_at(engine.model, engine.vocab_size, ids, top))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.call(lambda: self.words.tokenizer.decode(ids))

@@ -65,7 +65,7 @@ class Code(Environment):
     def score(self, task: Task, completion: str) -> float:
         blocks = BLOCK.findall(completion)
         tests = compile(task.answer, "tests", "exec", dont_inherit=True)
-        with Program(blocks[-1] if blocks else completion, self.seconds) as program:
+        with ModelProgram(blocks[-1] if blocks else completion, self.seconds) as program:
             return float(program.passes(tests))
 
 
@@ -73,14 +73,14 @@ class Over(BaseException):
     """The program has ended, or is late: no `except Exception` of the tests goes on after it."""
 
 
-class Program:
+class ModelProgram:
     """A program in a process of its own, as tests see it. They run in ours: what they compare with,
     and whether they hold, is nowhere where the program could read or change it."""
 
     def __init__(self, source: str, seconds: float) -> None:
         self._source, self._end = source, time.monotonic() + seconds
 
-    def __enter__(self) -> Program:
+    def __enter__(self) -> ModelProgram:
         theirs, self._requests = os.pipe()
         self._answers, ours = os.pipe()
         self._process = subprocess.Popen(
@@ -152,11 +152,11 @@ class Program:
         return _Reader(io.BytesIO(text), self).load()
 
 
-class Kept:
+class KeptObject:
     """What the program has, and cannot send: a function, a class, an object. It has no value here:
     it equals nothing, and is neither true nor false."""
 
-    def __init__(self, program: Program, number: int) -> None:
+    def __init__(self, program: ModelProgram, number: int) -> None:
         self._program, self._number = program, number
 
     def __call__(self, *args: object, **named: object) -> Any:
@@ -191,12 +191,12 @@ class NotPlain(TypeError):
 
 
 class _Writer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, program: Program) -> None:
+    def __init__(self, file: io.BytesIO, program: ModelProgram) -> None:
         super().__init__(file, 5)
         self._program = program
 
     def persistent_id(self, value: Any) -> int | None:
-        if type(value) is Kept:
+        if type(value) is KeptObject:
             return value._number
         if type(value) not in run_program.PLAIN and value is not complex:
             raise NotPlain(f"tests: a program cannot be handed a {type(value).__name__}")
@@ -206,7 +206,7 @@ class _Writer(pickle.Pickler):
 class _Reader(pickle.Unpickler):
     """Makes values of the plain types, and nothing else."""
 
-    def __init__(self, file: io.BytesIO, program: Program) -> None:
+    def __init__(self, file: io.BytesIO, program: ModelProgram) -> None:
         super().__init__(file)
         self._program = program
 
@@ -215,7 +215,7 @@ class _Reader(pickle.Unpickler):
             return complex
         raise pickle.UnpicklingError(f"{module}.{name}")
 
-    def persistent_load(self, number: Any) -> Kept:
+    def persistent_load(self, number: Any) -> KeptObject:
         if type(number) is not int:
             raise pickle.UnpicklingError("no number")
-        return Kept(self._program, number)
+        return KeptObject(self._program, number)

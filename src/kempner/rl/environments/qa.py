@@ -84,7 +84,7 @@ def same(given: str, wanted: str) -> bool:
     """Are they the same formula? By math_verify where it is installed, else letter by letter."""
     if not FORMULA.search(wanted):
         return False
-    if bare(given) == bare(wanted):
+    if without_marks(given) == without_marks(wanted):
         return True
     try:
         package = importlib.import_module("math_verify")
@@ -95,7 +95,7 @@ def same(given: str, wanted: str) -> bool:
     return bool(package.verify(*read, timeout_seconds=None))
 
 
-def bare(text: str) -> str:
+def without_marks(text: str) -> str:
     text = UNITS.sub("", text).replace("\\left", "").replace("\\right", "")
     return re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"[\s$]", "", text)).rstrip(".")
 

@@ -36,7 +36,7 @@ class Stays:
         self.value = value
 
 
-class Writer(pickle.Pickler):
+class ValueWriter(pickle.Pickler):
     def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
         super().__init__(file, 5)
         self.kept = kept
@@ -49,7 +49,7 @@ class Writer(pickle.Pickler):
         return len(self.kept) - 1
 
 
-class Reader(pickle.Unpickler):
+class ValueReader(pickle.Unpickler):
     def __init__(self, text: bytes, kept: list[Any]) -> None:
         super().__init__(io.BytesIO(text))
         self.kept = kept
@@ -66,13 +66,13 @@ def main(requests: int, answers: int) -> None:
 
     def send(kind: str, value: Any) -> None:
         file = io.BytesIO()
-        Writer(file, kept).dump((kind, value))
+        ValueWriter(file, kept).dump((kind, value))
         answer.write(LENGTH.pack(file.tell()) + file.getvalue())
         answer.flush()
 
     def receive() -> Any:
         (length,) = LENGTH.unpack(asked.read(LENGTH.size))
-        return Reader(asked.read(length), kept).load()
+        return ValueReader(asked.read(length), kept).load()
 
     source = receive()
     module = types.ModuleType("__main__")
