@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,10 +24,12 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     for name in ("KEMPNER_MAIL", "KEMPNER_NOTIFY", "KEMPNER_WEBHOOK"):
         monkeypatch.delenv(name, raising=False)
     clock = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(
-        watch.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    stand_in = SimpleNamespace(  # the module's own: threads of other tests sleep by time.sleep
+        time=time.time,
+        monotonic=lambda: clock[0],
+        sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds),
     )
+    monkeypatch.setattr(watch, "time", stand_in)
 
     def run(path: Path, every: int | None, *acts: Callable[[], object]) -> None:
         def parents() -> Iterator[int]:
@@ -37,7 +40,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
             yield 1
 
         found = parents()
-        monkeypatch.setattr(watch.os, "getppid", lambda: next(found))
+        monkeypatch.setattr(watch, "os", SimpleNamespace(getppid=lambda: next(found)))
         watch.main(path, every)
         assert next(found, None) is None, "it has ended before its parent"
 
