@@ -16,6 +16,7 @@ from typing import Any
 
 TOKEN = "secret"
 END = 256  # of the bytes tokenizer
+SCORE = -0.25  # of each token
 LOST = "lost"  # what a fault gives back to break the connection
 
 Fault = Callable[["FakeEngine", str], int | str | None]
@@ -133,6 +134,11 @@ class Handler(BaseHTTPRequestHandler):
                 body = json.loads(Path(body["manifest"]).read_text())
             engine.version, engine.said = body["version"], None
             engine.updates.append(engine.version)
+        if self.path == "/score":
+            found = [SCORE] * (len(body["tokens"]) - 1)
+            version = engine.version if engine.said is None else engine.said
+            self._say(200, {"logprobs": found, "weight_version": version})
+            return
         if self.path == "/metrics":
             text = f"kempner_prefill_tokens_total 0\nkempner_generated_tokens_total {engine.tokens}"
             self._send(200, f"{text}\n".encode())

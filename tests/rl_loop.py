@@ -25,6 +25,7 @@ from kempner.run import RunConfig
 from tests.fake_engine import TOKEN, FakeEngine
 
 RANKS = 2
+OWN = -0.75  # log-probabilities by the trainer
 ENVIRONMENTS = Path(__file__).with_name("rl_envs.py")
 
 
@@ -129,6 +130,8 @@ class Loop:
             files = [load_file(self.exchange.rollouts(step) / name) for name in names]
             self.handed.append(Handed(batch, files))
             time.sleep(self.trains)
+            if batch.scored:
+                self.exchange.hand_back(step, np.full(self.cfg.train.seq_len, OWN, np.float32))
             manifests = self.exchange.weights.glob("v*/manifest.json")
             self.seen.append({int(path.parent.name[1:]) for path in manifests})
             self.publish(step)

@@ -78,7 +78,8 @@ def hand_over(exchange: Exchange, step: int, ranks: int, seq_len: int, count: in
         save_file(mine, folder / f"rank_{rank}.safetensors")
     tokens = sum(len(logprobs) for _, logprobs, _ in drawn)
     metrics = {"reward": step / 100, "samples": count}
-    exchange.hand_over(Batch(step, tokens, metrics, {"position": step}))
+    state = {"position": step}
+    exchange.hand_over(Batch(step, tokens, metrics, state, scored=old == len(rows)))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from kempner.rl.exchange import Exchange
 from tests.conftest import ROOT, clean_env, start_train, status
 from tests.distributed.runs import state
-from tests.scripted import lines, orchestrator, wait_for
+from tests.scripted import arrays, lines, orchestrator, samples, wait_for
 
 STEPS = 6
 WORDS = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2",
@@ -94,6 +94,28 @@ def test_samples_of_older_weights_are_no_mismatch(place: Path) -> None:
     assert there == [(True, False), (True, True), (False, True)] * 2
     both = [line for line in lines(place / "one") if "mismatch" in line and "drift" in line]
     assert all(line["mismatch"] < 0.7 < line["drift"] for line in both)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_trainer_says_what_it_computes_for_the_first_row(place: Path, mesh: str) -> None:
+    """Of the batches that ask for it, with the weights before the step."""
+    from kempner.load import load
+
+    exchange = Exchange(place / mesh)
+    for step in (3, 6):
+        found = exchange.handed_back(step)
+        before = load(str(exchange.version(step - 1)), "cpu").model
+        assert found is not None and len(found) == 32
+        row = arrays([samples(step, 8)[:2]], 32)
+        at = 0
+        for tokens, _, _ in samples(step, 8)[:2]:
+            logits = before(torch.tensor([tokens[:-1]]))[0, :, :257].float().log_softmax(-1)
+            for place_of, token in enumerate(tokens[1:], at):
+                if row["targets"][0, place_of] != -100:
+                    expected = float(logits[place_of - at, token])
+                    assert found[place_of] == pytest.approx(expected, abs=2e-5)
+            at += len(tokens) - 1
+    assert not list(exchange.scores.iterdir())
 
 
 @pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])

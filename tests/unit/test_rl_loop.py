@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from benchmarks import rl_lengths
-from kempner.rl import engines, orchestrator, router
+from kempner.rl import engines, mismatch, orchestrator, router
 from kempner.rl.batches import Failed
 from kempner.rl.config import RlConfig
 from kempner.rl.engines import Rejected
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Task
 from kempner.rl.orchestrator import Orchestrator
-from tests.fake_engine import END, LOST, FakeEngine, Fault
-from tests.rl_loop import Handed, Loop, config
+from tests.fake_engine import END, LOST, SCORE, FakeEngine, Fault
+from tests.rl_loop import OWN, Handed, Loop, config
 
 Make = Callable[..., FakeEngine]
 
@@ -365,6 +365,30 @@ def test_what_cannot_be_trained_any_more_is_cancelled_and_asked_again(
     asked = [body["prompt"] for body in engine.requests]
     assert asked.count(first.slow["prompt"]) >= 2
     assert all(each.batch.metrics["length_trained"] > 0 for each in handed)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_an_engine_scores_a_batch_without_samples_of_the_newest_weights(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
+    """The distance is a part of later batches, where the weights are those that train the batch."""
+    engine = make()
+    monkeypatch.setattr(mismatch, "KEPT", 5)
+    loop = Loop(config(tmp_path, steps=12, max_async=2), [engine], trains=0.3)
+    if not right:
+        engine.fault = lambda at, path: setattr(at, "said", 99 if path == "/score" else None)
+    handed = loop.run()
+    said = [batch.metrics["mismatch"] for batch, _ in handed if "mismatch" in batch.metrics]
+    assert sum(each.batch.scored for each in handed) >= 3
+    assert all(each.batch.scored == (newest(each) < each.batch.step - 1) for each in handed)
+    assert not right or len(said) >= 2
+    assert said == [SCORE - OWN] * (len(said) if right else 0)
+    assert len(list(loop.exchange.scores.iterdir())) <= 5
+
+
+def newest(handed: Handed) -> int:
+    """Version of any of its samples."""
+    return max(int(arrays["versions"][arrays["targets"] != -100].max()) for arrays in handed.ranks)
 
 
 def test_the_default_of_max_async_does_not_select_short_answers() -> None:

@@ -363,6 +363,25 @@ def test_a_client_that_goes_away_is_noticed_while_texts_end(
     assert job.news.qsize() > 90
 
 
+def test_scores_are_those_of_the_distribution_that_samples_are_drawn_from(engine: Client) -> None:
+    """What a trainer compares: tokens that were sampled before, at the temperature of then."""
+    (choice,) = engine.complete(PROMPT, max_tokens=20, temperature=0.7, seed=3, logprobs=0)
+    tokens = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    answer = engine.ask("/score", {"tokens": tokens, "temperature": 0.7})
+    assert answer["weight_version"] == 0 and len(answer["logprobs"]) == len(tokens) - 1
+    sampled = choice["logprobs"]["token_logprobs"]
+    assert answer["logprobs"][-len(sampled) :] == pytest.approx(sampled, abs=1e-4)
+    for body, why in (
+        ({}, "tokens: is required"),
+        ({"tokens": [1, "a"]}, "tokens: is required"),
+        ({"tokens": [10**6]}, "tokens: token ids must be from 0 to"),
+        ({"tokens": [1] * 10**4}, "the window"),
+        ({"tokens": [1, 2], "temperature": 0}, "temperature = 0: must be a number"),
+        ({"tokens": [1, 2], "top_p": 1}, "top_p"),
+    ):
+        assert why in engine.ask("/score", body, 400)["error"]["message"]
+
+
 def test_paused_texts_go_on_where_they_were(engine: Client) -> None:
     expected = engine.complete(PROMPT, max_tokens=100, seed=2)
     with ThreadPoolExecutor(1) as pool:

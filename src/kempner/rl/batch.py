@@ -29,6 +29,9 @@ class Rollouts(MicroBatch):
     logprobs: Tensor = field(kw_only=True)  # fp32 [B, T], of the targets, by the sampler
     advantages: Tensor = field(kw_only=True)  # fp32 [B, T]
     fresh: Tensor = field(kw_only=True)  # bool [B, T]: sampled with the newest weights
+    own: list[Tensor] | None = field(kw_only=True)
+    """The loss appends the model's own log-probabilities of the first row's targets, fp32 [T];
+    None: nobody asks for them."""
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Rollouts:
         return Rollouts(
@@ -38,6 +41,7 @@ class Rollouts(MicroBatch):
             logprobs=change(self.logprobs),
             advantages=change(self.advantages),
             fresh=change(self.fresh),
+            own=self.own,
         )
 
 
@@ -56,8 +60,10 @@ def read(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
     return {**arrays, "fresh": arrays["versions"] == newest}
 
 
-def micro_batches(arrays: dict[str, Tensor], rows: int | None, pin: bool) -> Iterator[Rollouts]:
-    """Of at most so many rows each; None: all in one."""
+def micro_batches(
+    arrays: dict[str, Tensor], rows: int | None, pin: bool, own: list[Tensor] | None = None
+) -> Iterator[Rollouts]:
+    """Of at most so many rows each; None: all in one. `own`: for the first of them."""
     count = len(arrays["inputs"])
     for at in range(0, count, rows or count):
         part = {name: tensor[at : at + (rows or count)] for name, tensor in arrays.items()}
@@ -68,5 +74,6 @@ def micro_batches(arrays: dict[str, Tensor], rows: int | None, pin: bool) -> Ite
             logprobs=part["logprobs"],
             advantages=part["advantages"],
             fresh=part["fresh"],
+            own=None if at else own,
         )
         yield batch._map(lambda tensor: tensor.pin_memory()) if pin else batch

@@ -22,6 +22,7 @@ from kempner.generate.config import Sampling
 BEAT_S = 3.0  # the longest that an engine may take to say that it is alive
 CONNECT_S = 10.0
 VERSION_S = 60.0  # vLLM answers what its weights are between two steps of the model
+SCORE_S = 600.0  # the longest that an engine may take to score one text
 UPDATE_S = 3600.0  # the longest that an engine may read new weights
 
 
@@ -30,6 +31,11 @@ class Completion(NamedTuple):
     logprobs: list[float]  # of each, of the distribution that it was drawn from
     versions: list[int]  # of the weights that have drawn them, each once
     finish: str  # stop or length
+
+
+class Scores(NamedTuple):
+    logprobs: list[float]  # of each token after the first one
+    version: int  # of the weights that have computed them
 
 
 class Lost(Exception):
@@ -140,6 +146,10 @@ class Engine(Protocol):
         """New weights; returns their version when they are in use."""
         ...
 
+    def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
+        """Of a text that was sampled before; None: it cannot do that."""
+        ...
+
     def tokens_read(self) -> int | None:
         """Of prompts, since it began; None: it does not count them."""
         ...
@@ -215,6 +225,15 @@ class KitEngine:
     def update(self, body: dict[str, Any]) -> int:
         named = {"run": self._run} if self._run and "path" in body else {}
         return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
+
+    def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
+        answer = self._ask("/score", {"tokens": list(tokens), "temperature": temperature}, SCORE_S)
+        if answer.get("run", "") not in ("", self._run):
+            raise Lost("it has weights of another run")
+        try:
+            return Scores(list(map(float, answer["logprobs"])), self._version_in(answer))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Lost(f"its answer is not an engine's: {error!r}") from None
 
     def words(self) -> tuple[int, list[int]]:
         """Of its tokenizer: how many tokens it has, and those that end a text."""
@@ -401,6 +420,21 @@ class VllmEngine(KitEngine):
         finally:
             self._do("/resume", {})
         return int(body["version"])
+
+    def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
+        """vLLM gives the log-probabilities of a prompt at temperature 1 alone."""
+        if temperature != 1.0:
+            return None
+        words = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(tokens), "sampling_params": words}
+        answer = self._ask("/inference/v1/generate", body, SCORE_S)
+        try:
+            (span,) = answer["choices"][0]["weight_versions"]  # of its only token
+            entries = zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
+            found = [float(entry[str(token)]["logprob"]) for token, entry in entries]
+            return Scores(found, int(span["version"]))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise Lost(f"its answer is not vLLM's: {error!r}") from None
 
     def _do(self, path: str, body: dict[str, Any]) -> None:
         self._ask(path, body, UPDATE_S)

@@ -4,6 +4,7 @@
     weights/v00000007/        a model in Hugging Face's form; manifest.json in it comes last
     weights/wanted            the orchestrator: some engine needs the newest version once more
     rollouts/step_00000008/   rank_0.safetensors ...; batch.json in it comes last
+    scores/step_00000008      the trainer: its log-probabilities of the first row, see Batch.scored
     engines/                  engine-K: the URL of each engine
     token                     what requests to engines must have, mode 600
     orchestrator, trainer     PART's sign of life; PART.full while it waits for room on a full disk
@@ -23,6 +24,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kempner.files import write_atomic
 
@@ -50,6 +54,9 @@ class Batch(NamedTuple):
     tokens: int  # targets that count, of all ranks
     metrics: dict[str, float]  # a part of the step's line in metrics.jsonl
     state: State
+    scored: bool = False
+    """The trainer hands back what its weights, before the step, say of the first row of rank 0:
+    fp32 [T]."""
 
 
 class Exchange:
@@ -57,6 +64,7 @@ class Exchange:
         # Set by rl.sh, for all of its processes; by hand there is one attempt, "0".
         self.root = Path(run_dir, "rl", os.environ.get("KEMPNER_ATTEMPT_ID", "0"))
         self.weights, self.engines = self.root / "weights", self.root / "engines"
+        self.scores = self.root / "scores"
         self.token, self.wanted = self.root / "token", self.weights / "wanted"
 
     @property
@@ -84,7 +92,23 @@ class Exchange:
         found = _read(self.rollouts(step) / "batch.json")
         return None if found is None else Batch(**found)
 
+    def hand_back(self, step: int, logprobs: NDArray[np.float32]) -> None:
+        """No step depends on it: without room it is left out."""
+        with contextlib.suppress(OSError):
+            self.scores.mkdir(exist_ok=True)
+            write_atomic(self.scores / f"step_{step:08d}", logprobs.tobytes())
+
     # --- the orchestrator ---
+
+    def handed_back(self, step: int) -> NDArray[np.float32] | None:
+        """None until it is there; afterwards it is not."""
+        path = self.scores / f"step_{step:08d}"
+        try:
+            found = np.frombuffer(path.read_bytes(), np.float32)
+            path.unlink()
+        except OSError:
+            return None
+        return found
 
     def started(self) -> Start | None:
         """None until the trainer has resumed."""

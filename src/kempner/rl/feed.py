@@ -66,6 +66,8 @@ class Feed:
         self.places = 0  # and all that are in its rows
         self.state: dict[str, Any] | None = None  # of the orchestrator after it; on rank 0
         self._metrics: dict[str, float] = {}
+        self._step = 0  # of the newest batch
+        self._own: list[torch.Tensor] | None = None  # see Rollouts; asked for on rank 0
 
     def next(self, step: int) -> list[Rollouts] | Verdict:
         """This rank's micro-batches of a step; or, when any rank was asked to leave meanwhile, the
@@ -81,10 +83,12 @@ class Feed:
         self.tokens, self._metrics = found.tokens, found.metrics
         self.position += int(found.metrics.get("samples", 0))
         self.state = found.state
+        self._step = step
+        self._own = [] if found.scored and self._ranks.rank == 0 else None
         path = self._exchange.rollouts(step) / f"rank_{self._layout.data_rank}.safetensors"
         arrays = self._ranks.on_all(lambda: read(path, self._seq_len, step - 1))
         self.places = arrays["inputs"].numel() * self._layout.data_ranks
-        return list(micro_batches(arrays, self._micro, self._pin))
+        return list(micro_batches(arrays, self._micro, self._pin, self._own))
 
     def _look(self, step: int, pause: float) -> Batch | Verdict | None:
         """Once, on all ranks, after so many seconds. Rank 0 alone looks into the directory."""
@@ -143,6 +147,8 @@ class Feed:
     def record(self, values: Mapping[str, float], lap: Mapping[str, float]) -> dict[str, Any]:
         """For the line of the newest batch's step: what the orchestrator has said of it, and what
         the trainer has. `values`: the sums of the step; `lap`: its seconds."""
+        if self._own:
+            self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
         tokens, fresh = max(1.0, values["tokens"]), values["fresh_tokens"]
         distance = {  # nobody has the weights any more that the others were sampled with
             "mismatch": (values["fresh_sum"], fresh),

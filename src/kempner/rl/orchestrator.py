@@ -26,6 +26,7 @@ from kempner.rl.engines import Closed, Flight
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, Exchange, Start, State
 from kempner.rl.groups import Group, Place
+from kempner.rl.mismatch import Mismatch
 from kempner.rl.rollout import Sampler
 from kempner.rl.router import Router
 from kempner.rl.samples import SampleLog, figures, mean
@@ -56,6 +57,7 @@ class Orchestrator:
         self._again: deque[Place] = deque()  # asked before, and not trained
         self._flying: dict[Flight, Place] = {}  # asked, and not here
         self._cancelled = 0  # groups since the last batch
+        self._mismatch = Mismatch(exchange, router, cfg.rl_sampling.temperature)
         self._groups = Groups(cfg.rl, cfg.rl_sampling.max_tokens, say)
         self._step = 0  # whose batch was handed over last
         self._newest = -1  # version
@@ -70,6 +72,7 @@ class Orchestrator:
         self._begin(start)
         while self._step < self._cfg.train.max_steps:
             self._look()
+            self._mismatch.look()
             self._take()
             chosen = self._groups.chosen(self._step + 1, self._ahead(), len(self._flying))
             self._ask_again(self._groups.again)
@@ -254,7 +257,7 @@ class Orchestrator:
         come, stale = self._groups.next_batch(chosen)
         self._curriculum.learn(come)
         metrics = figures(come, chosen, self._step, stale, self._cancelled)
-        metrics |= self._router.figures()
+        metrics |= self._router.figures() | self._mismatch.take()
         self._cancelled = 0
         self._cancel()
         arrays = packing.pack(
@@ -266,13 +269,16 @@ class Orchestrator:
             self._cfg.train.micro_batch or 1,
         )
         tokens = packing.tokens_that_count(arrays)
-        batch = Batch(self._step, tokens, metrics, self._state())
+        newest = max(each.oldest for group in chosen for each in group.scored)
+        batch = Batch(self._step, tokens, metrics, self._state(), scored=newest < self._step - 1)
 
         def write() -> None:
             packing.write(self._exchange.rollouts(batch.step), arrays)
             self._exchange.hand_over(batch)
 
         self._write(f"batch of step {self._step}", write)
+        if batch.scored:
+            self._mismatch.add(batch.step, arrays[0])
         self._log.add(self._step, chosen)
 
     def _write(self, what: str, write: Callable[[], None]) -> None:

@@ -191,6 +191,13 @@ class Router:
         with self._change:
             return [each.engine for each in self._members.values() if each.alive]
 
+    def with_version(self, version: int) -> Engine | None:
+        """One that has exactly this version; the one with the least work."""
+        with self._change:
+            found = [each for each in self._members.values() if each.alive and not each.updating]
+            found = [each for each in found if each.version == version]
+            return min(found, key=lambda each: each.load).engine if found else None
+
     def figures(self) -> dict[str, float]:
         """Since the last call."""
         with self._change:

@@ -19,15 +19,17 @@ class Looked(NamedTuple):
 
 
 @torch.inference_mode()
-def look_at(model: Decoder, vocab_size: int, ids: list[int], top: int) -> Looked:
-    """By the model's own distribution, at temperature 1 and without filters."""
+def look_at(
+    model: Decoder, vocab_size: int, ids: list[int], top: int, temperature: float = 1.0
+) -> Looked:
+    """By the model's distribution at this temperature, without filters."""
     found = Looked([], [])
     if len(ids) < 2:
         return found
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     logits = model(tokens[:, :-1])[0, :, :vocab_size]  # [T - 1, V]
     for start in range(0, len(ids) - 1, CHUNK):
-        logprobs = logits[start : start + CHUNK].float().log_softmax(-1)
+        logprobs = (logits[start : start + CHUNK].float() / temperature).log_softmax(-1)
         target = tokens[0, 1:][start : start + CHUNK]
         found.values.extend(logprobs.gather(1, target.unsqueeze(1)).squeeze(1).tolist())
         values, names = logprobs.topk(min(top, vocab_size))

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kempner.port_range import bind_allowed
-from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read
+from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read, read_ids
 from kempner.serve.weights import Lease, Refused
 from kempner.serve.worker import Job, News, Unavailable, Worker
 
@@ -279,6 +279,17 @@ class Handler(BaseHTTPRequestHandler):
 
     # --- texts ---
 
+    def score(self, body: bytes) -> None:
+        """What the engine's own weights say of a text that others have sampled."""
+        fields, worker = Fields(body), self.server.worker
+        ids = read_ids(fields.take("tokens"), "tokens", worker.words.tokenizer.vocab_size)
+        temperature = fields.number("temperature", 1.0, 1e-6, 100, float)
+        fields.end()
+        if len(ids) > worker.window:
+            raise BadRequest(f"tokens: {len(ids)} are more than {worker.window}, the window")
+        logprobs, version = worker.score(ids, temperature)
+        self._say(200, {"logprobs": logprobs, "weight_version": version} | self._run())
+
     def completions(self, body: bytes) -> None:
         self._complete(body, chat=False)
 
@@ -375,4 +386,5 @@ POST: dict[str, Callable[[Handler, bytes], None]] = {
     "/pause": Handler.pause,
     "/resume": Handler.resume,
     "/update_weights": Handler.update_weights,
+    "/score": Handler.score,
 }

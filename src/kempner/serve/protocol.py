@@ -220,14 +220,18 @@ def read_prompts(given: Any, words: Words, encode: Callable[..., Any]) -> list[l
         if isinstance(one, str):
             prompts.append(encode(words.prompt, one))
         elif is_ids(one):
-            if not all(0 <= token < words.tokenizer.vocab_size for token in one):
-                raise BadRequest(
-                    f"prompt: token ids must be from 0 to {words.tokenizer.vocab_size - 1}"
-                )
-            prompts.append(one)
+            prompts.append(read_ids(one, "prompt", words.tokenizer.vocab_size))
         else:
             raise BadRequest("prompt: must be a text, a list of token ids, or a list of either")
     return prompts
+
+
+def read_ids(value: Any, name: str, vocab_size: int) -> list[int]:
+    if not is_ids(value):
+        raise BadRequest(f"{name}: is required (a list of token ids)")
+    if not all(0 <= token < vocab_size for token in value):
+        raise BadRequest(f"{name}: token ids must be from 0 to {vocab_size - 1}")
+    return list(value)
 
 
 def is_ids(value: Any) -> bool:

@@ -103,6 +103,19 @@ class Worker:
         ids = [*text.prompt, *text.new]
         return self.call(lambda: look_at(engine.model, engine.vocab_size, ids, top))
 
+    def score(self, ids: list[int], temperature: float) -> tuple[list[float], int]:
+        """The log-probability of each token after the first one, and the version of the weights
+        that have computed it."""
+        engine = self.texts.engine
+
+        def look() -> tuple[list[float], int]:
+            if self.broken:
+                raise Unavailable(self.broken)
+            looked = look_at(engine.model, engine.vocab_size, ids, 0, temperature)
+            return looked.values, self.version
+
+        return self.call(look)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.call(lambda: self.words.tokenizer.decode(ids))
 
