@@ -118,6 +118,8 @@ def test_what_follows_from_the_keys() -> None:
     assert model_values(sliding, "config.json")["sliding_window"] == 32768
     assert model_values(MISTRAL_V01, "config.json")["sliding_window"] == 4096
     assert model_values(MISTRAL_V01 | {"sliding_window": None}, "")["sliding_window"] is None
+    unknown = MIXTRAL_8X7B | {"sliding_window": 4096, "use_sliding_window": False}
+    assert model_values(unknown, "")["sliding_window"] == 4096  # transformers has no such key
 
 
 GLM: dict[str, Any] = {
@@ -314,6 +316,8 @@ def test_a_model_that_transformers_does_not_have_is_refused() -> None:
         family_of(ModelConfig(n_experts=4, router_normalize=False))
     with pytest.raises(ConfigError, match="moe_frequency = 2: of the supported models"):
         family_of(ModelConfig(n_experts=4, moe_frequency=2))
+    with pytest.raises(ConfigError, match="moe_frequency = 2: the one model of transformers"):
+        family_of(ModelConfig(**GLM, moe_frequency=2))
     with pytest.raises(ConfigError, match="post_norms: no model of transformers"):
         family_of(ModelConfig(post_norms=True))
     with pytest.raises(ConfigError, match="caps its attention scores"):

@@ -275,9 +275,10 @@ def _window(config: Config) -> int | None:
     """Tokens of the sliding window, None without one."""
     if config["model_type"] == "mistral":
         return config["sliding_window"]  # type: ignore[no-any-return]
-    if config["model_type"] in ("mixtral", "qwen3_moe"):
-        used = config.get("use_sliding_window", config["model_type"] == "mixtral")
-        return config.get("sliding_window") if used else None
+    if config["model_type"] == "mixtral":  # it knows no use_sliding_window
+        return config.get("sliding_window")
+    if config["model_type"] == "qwen3_moe":
+        return config.get("sliding_window") if config.get("use_sliding_window") else None
     used = config["model_type"] not in NO_WINDOW and config.get("use_sliding_window", False)
     everywhere = used and "full_attention" not in _layer_types(config)
     return config["sliding_window"] if everywhere else None
@@ -375,6 +376,7 @@ def _glm_of(cfg: ModelConfig) -> str:
         "shared_experts": (cfg.shared_experts > 0, "at least 1"),
         "n_experts": (cfg.n_experts > 1, "at least 2"),
         "sliding_window": (cfg.sliding_window is None, "none"),
+        "moe_frequency": (cfg.moe_frequency == 1, "1"),
     }
     found = [
         f"model.{name} = {shown(getattr(cfg, name))}: the one model of transformers with such a "
