@@ -170,6 +170,36 @@ def test_what_is_nearly_right_has_a_part_of_the_reward() -> None:
         (r"2\sqrt{3}", r"\boxed{\sqrt{3}}", 0.0),
         (r"\left(3, \frac{\pi}{2}\right)", r"\boxed{(3,\dfrac{\pi}{2})}", 1.0),
         (r"Thus \boxed{\frac{a}{b}} is it.", r"\boxed{\frac{a}{b}}", 1.0),  # a solution
+        ("-3", "#### \u22123", 1.0),
+        ("-3", "it is \u22123", 1.0),
+        ("-0.5", r"\boxed{-\dfrac12}", 1.0),
+        ("10,000", r"\boxed{10{,}000}", 1.0),
+        ("10000", r"\boxed{10\,000}", 1.0),
+        ("10000", "#### 10 000", 1.0),
+        ("1234", "#### 1,234", 1.0),
+        ("12", "1,2", 0.0),
+        ("10000", "#### 100,00", 0.0),
+        ("1234", r"\boxed{(1,234)}", 0.0),  # a pair
+        ("(1,234)", r"\boxed{(1, 234)}", 1.0),
+        ("1000", "1e3", 1.0),
+        ("1000", "#### 1.0e3", 1.0),
+        ("1", "#### 1e999999999", 0.0),  # takes no time
+        ("7/2", r"\boxed{3\frac{1}{2}}", 1.0),
+        ("-3.5", r"\boxed{-3\frac12}", 1.0),
+        ("12", r"\boxed{12 \text{ cm}^2}", 1.0),
+        ("Evelyn", r"\boxed{\text{Evelyn}}", 1.0),
+        (r"\text{Evelyn}", r"\boxed{Evelyn}", 1.0),
+        ("A", r"\boxed{\text{(A)}}", 1.0),
+        ("B", r"\boxed{\text{(A)}}", 0.0),
+        ("7", r"\boxed{x=7}", 1.0),
+        ("50", r"\boxed{50\%}", 1.0),
+        ("2024", "In 2024-05 we had 2024", 1.0),
+        ("5", "#### --5", 0.0),
+        ("5", "so **5**", 1.0),
+        ("5", "it is 5,", 1.0),
+        ("2", "2.0000000001", 0.0),
+        ("18", "#### 18 (eggs)", 1.0),
+        ("1", "9" * 100_000, 0.0),
     ],
 )
 def test_answers_in_a_file(tmp_path: Path, answer: str, completion: str, reward: float) -> None:
@@ -192,6 +222,11 @@ def test_formulas_are_the_same_in_other_words(tmp_path: Path) -> None:
         ("x^2+1", r"\boxed{x^2-1}", 0.0),
         ("4", r"\boxed{\sqrt{16}}", 1.0),
         ("4", r"\boxed{\sqrt{", 0.0),
+        ("1000", r"\boxed{10^3}", 1.0),
+        ("x=7", r"\boxed{7}", 1.0),
+        (r"\{1,2\}", r"\boxed{\{2,1\}}", 1.0),
+        ("(1,2)", r"\boxed{(2,1)}", 0.0),
+        ("1", r"\boxed{\sum_{i=1}^{1000000000} 1/i}", 0.0),  # is not left out
     ]:
         path.write_text(json.dumps({"prompt": "?", "answer": answer}))
         env = make("qa", json.dumps({"file": str(path)}))

@@ -14,11 +14,21 @@ from typing import Any
 from kempner.config.option import ConfigError
 from kempner.rl.environments.protocol import Environment, Task
 
-NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"  # commas stand before groups of three, or are no part of it
+NUMBER = re.compile(rf"-?\$?{DIGITS}(?:\.\d+)?(?:[eE][+-]?\d+|/\d+)?")
+WHOLE = re.compile(rf"[+-]?{DIGITS}?(?:\.\d*)?(?:[eE][+-]?\d{{1,2}}|/\d+)?")
+GROUPS = re.compile(r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?!\d)")
 MARK = re.compile(r"####\s*(.+)")
-FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
-UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\^\{?\\circ\}?|\\[,!;: $%]")
+FRACTION = re.compile(r"(?<!\d)(-?)\\[dt]?frac *(?:\{(-?\d+)\}|(\d)) *(?:\{(\d+)\}|(\d))")
+MIXED = re.compile(r"(-?)(\d{1,9}) *\\[dt]?frac *(?:\{(\d{1,9})\}|(\d)) *(?:\{(\d{1,9})\}|(\d))")
+SIGNS = str.maketrans({"\u2212": "-", "\u2011": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
+UNITS = re.compile(
+    r"\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^(?:\d|\{\d\}))?|\^\{?\\circ\}?|\\[,!;: $%]"
+)
+WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
+LETTER = re.compile(r"\(([a-z])\)")  # of several choices
 FORMULA = re.compile(r"[\d\\^=]")  # a text with none of these is words
+MATH_S = 2  # that math_verify may take to read a formula, or to compare two
 
 
 class Qa(Environment):
@@ -40,14 +50,19 @@ class Qa(Environment):
         return Task(prompt, marked(str(answer)) or str(answer).strip())
 
     def score(self, task: Task, completion: str) -> float:
+        completion = completion.translate(SIGNS)
         wanted, given = value(task.answer), marked(completion)
         if wanted is None:
             lines = completion.strip().splitlines()
             text = (lines[-1] if lines else "") if given is None else given
             return float(plain(text) == plain(task.answer) or same(text, task.answer))
         found = value(given or "")
-        if given is not None and found is None and "\\" in UNITS.sub("", given):  # a formula
-            return float(same(given, task.answer))
+        if given is not None and found is None:
+            bare = UNITS.sub("", given).strip()
+            if bare.startswith(("(", "[", "{", "\\{")):  # a pair, an interval, a set
+                return 0.0
+            if re.search(r"[\\^]", bare):  # a formula
+                return float(same(given, task.answer))
         numbers = NUMBER.findall(completion if given is None else given)
         if found is None and numbers:  # "#### 18 eggs in 3 days" begins with the answer
             found = value(numbers[0 if MARK.search(completion) else -1])
@@ -72,10 +87,19 @@ def boxed(text: str) -> str | None:
 
 
 def value(text: str) -> Fraction | None:
-    """Of a number as people write it: $1,000.50, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}."""
-    text = FRACTION.sub(r"\1\2/\3", UNITS.sub("", text))
+    """Of a number as people write it: $1,000.50, 1e3, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}^2,
+    10{,}000, 3\\frac{1}{2}."""
+    text = UNITS.sub("", text.translate(SIGNS).replace("{,}", ","))
+    if mixed := MIXED.fullmatch(text.strip(" $.")):
+        sign, whole, *parts = mixed.groups("")
+        above, below = int(parts[0] or parts[1]), int(parts[2] or parts[3])
+        found = int(whole) + Fraction(above, below) if below else None
+        return -found if found and sign else found
+    text = FRACTION.sub(lambda m: f"{m[1]}{m[2] or m[3]}/{m[4] or m[5]}", text)
+    text = GROUPS.sub(lambda m: m[1] + m[2].replace(" ", ""), text.strip())
+    text = re.sub(r"[$%\s]", "", text).rstrip(".,")
     try:
-        return Fraction(re.sub(r"[$,%\s]", "", text).rstrip("."))
+        return Fraction(text.replace(",", "")) if WHOLE.fullmatch(text) else None
     except (ValueError, ZeroDivisionError):
         return None
 
@@ -90,9 +114,10 @@ def same(given: str, wanted: str) -> bool:
         package = importlib.import_module("math_verify")
     except ImportError:
         return False
-    # Its own limits are signals; that of a reward ends the process.
-    read = [package.parse(f"${text}$", parsing_timeout=None) for text in (wanted, given)]
-    return bool(package.verify(*read, timeout_seconds=None))
+    # A formula that takes too long is not the answer: its limits, which are signals, say no. The
+    # limit of a reward would end the process, and leave the sample out.
+    read = [package.parse(f"${text}$", parsing_timeout=MATH_S) for text in (wanted, given)]
+    return bool(package.verify(*read, timeout_seconds=MATH_S))
 
 
 def without_marks(text: str) -> str:
@@ -101,7 +126,9 @@ def without_marks(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    return " ".join(text.casefold().strip(" .\n\"'").split())
+    text = WORDS.sub(r"\1", text).casefold().strip(" .\n\"'$*")
+    choice = LETTER.fullmatch(text)
+    return choice[1] if choice else " ".join(text.split())
 
 
 def read_rows(
