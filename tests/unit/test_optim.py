@@ -200,6 +200,14 @@ def test_norm_of_a_rank_with_empty_shards() -> None:
     assert copies(1).norm_sq([full, empty, unused]) == 36.0
 
 
+def test_the_norm_of_gradients_in_bf16_is_not_rounded_to_bf16() -> None:
+    weight = torch.nn.Parameter(torch.zeros(300, 300, dtype=torch.bfloat16))
+    weight.grad = torch.randn(300, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = copies(1).norm_sq([weight])
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(weight.grad.double().square().sum().item(), rel=1e-5)
+
+
 def test_a_group_keeps_its_multiple_of_the_learning_rate() -> None:
     optimizer = build_optimizer(nn.Linear(4, 4), OptimizerConfig(lr=1e-2))
     optimizer.param_groups[1]["lr_scale"] = 0.1

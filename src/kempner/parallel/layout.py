@@ -217,7 +217,7 @@ class Layout:
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
                 by_copies.setdefault(self.copies(grad), []).append(local)
         parts = [
-            torch.stack(torch._foreach_norm(grads)).square().sum() / copies
+            torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum() / copies
             for copies, grads in by_copies.items()
         ]
         if not parts:  # all that this stage of a pipeline has is frozen
