@@ -29,7 +29,7 @@ class Rollouts(MicroBatch):
     logprobs: Tensor = field(kw_only=True)  # fp32 [B, T], of the targets, by the sampler
     advantages: Tensor = field(kw_only=True)  # fp32 [B, T]
     fresh: Tensor = field(kw_only=True)  # bool [B, T]: sampled with the newest weights
-    own: list[Tensor] | None = field(kw_only=True)
+    own: list[Tensor] | None = field(default=None, kw_only=True)
     """The loss appends the model's own log-probabilities of the first row's targets, fp32 [T];
     None: nobody asks for them."""
 
