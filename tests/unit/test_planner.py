@@ -16,8 +16,8 @@ from kempner.configure import check_world, load_config
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import STATE
-from kempner.planner.cost import GPUS, time, traffic, utilisation
-from kempner.planner.memory import memory, optimizer_state
+from kempner.planner.cost import GPUS, host_memory, time, traffic, utilisation
+from kempner.planner.memory import GIB, memory, optimizer_state
 from kempner.planner.out_of_memory import advice
 from kempner.planner.search import best, changed_by, changes
 from kempner.run import RunConfig
@@ -219,6 +219,28 @@ def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
     assert steps == sorted(steps) and steps[0] < time(cfg, 16, 8, GPUS["H100"]).step
     # Nothing fits 7 B on one GPU of 44 GiB: 16 bytes a parameter are 100 GiB.
     assert not best(cfg, 1, 1, GPUS["L40S"], check_world)
+
+
+def test_offloading_must_fit_the_host_and_a_search_does_not_depend_on_where_it_begins() -> None:
+    """A million tokens on 16 GPUs: what the blocks keep is terabytes of a node."""
+    long = ("--train.seq_len=1048576", "--model.max_seq_len=1048576",
+            "--train.global_batch_tokens=16777216", "--train.micro_batch=1")  # fmt: skip
+    cfg = load_config([SEVEN], long)
+    all_kept = load_config([SEVEN], [*long, "--train.offload_activations=2", "--distributed.cp=4"])
+    assert host_memory(cfg, 16, 8) == 0.0
+    numbers = 22.75 * 4096 * (1048576 / 4) * 32  # of a rank
+    assert host_memory(all_kept, 16, 8) == pytest.approx(8 * numbers, rel=0.02)
+    found = best(cfg, 16, 8, GPUS["H200"], check_world)
+    for each in found:
+        assert host_memory(changed_by(cfg, each.overrides), 16, 8) <= 900 * GIB
+    again = best(changed_by(cfg, found[0].overrides), 16, 8, GPUS["H200"], check_world)
+    assert [each.time.step for each in again] == [each.time.step for each in found]
+    assert not best(cfg, 16, 8, GPUS["H200"], check_world, host=0.0)
+
+
+def test_proposals_differ() -> None:
+    found = best(load_config([SEVEN], []), 16, 8, GPUS["H100"], check_world)
+    assert len({(round(each.time.step, 2), round(each.memory.peak / GIB)) for each in found}) == 3
 
 
 def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
