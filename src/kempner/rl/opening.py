@@ -173,7 +173,7 @@ def make_engine(
 ) -> KitEngine:
     if cfg.rl_inference.engine == "vllm":
         # Asynchronous, samples depend on timing whatever their seeds.
-        return VllmEngine(url, token, ends, cfg.rl.max_async == 0)
+        return VllmEngine(url, token, ends, cfg.rl.max_async == 0, run)
     return KitEngine(url, token, run)
 
 
