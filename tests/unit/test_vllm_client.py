@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -243,6 +245,52 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Pat
         (tmp_path / "token").chmod(mode)
         assert vllm_engine.main(given) == 2
         assert "must have a token, and mode 600" in capsys.readouterr().err
+
+
+FAKE = """#!{python}
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.send_response(200)
+        self.end_headers()
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("0.0.0.0", port), Handler).serve_forever()
+"""
+
+
+def test_its_port_is_of_the_range_that_a_firewall_opens(tmp_path: Path) -> None:
+    """And nobody of ours takes it while vLLM starts."""
+    python, token, published = tmp_path / "python", tmp_path / "token", tmp_path / "engine-0"
+    python.write_text(FAKE.format(python=sys.executable))
+    python.chmod(0o700)
+    token.touch(0o600)
+    token.write_text("secret")
+    (tmp_path / "v00000003").mkdir()
+    (tmp_path / "v00000003/manifest.json").write_text("{}")
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "kempner.rl.vllm_engine", f"--weights={tmp_path}"]
+    command += [f"--publish={tmp_path}", f"--token-file={token}"]
+    env = {**os.environ, "KEMPNER_VLLM": str(python), "KEMPNER_PORTS": f"{port}-{port}"}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 60
+        while not published.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        url = published.read_text()
+        done = subprocess.run(
+            [*command, f"--publish={tmp_path / 'other'}"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0 and url == f"http://127.0.0.1:{port}\n"
+    assert done.returncode == 2 and "none of these ports is free" in done.stderr
 
 
 def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from kempner.config.option import ConfigError
 from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
 from kempner.front_door import run_program
+from kempner.port_range import bind_allowed
 from kempner.rl.engines import CHANGES, LEASE
 from kempner.serve.lease import RUN, Lease, Refused
 from kempner.signals import leave_event
@@ -117,9 +118,12 @@ def main(argv: list[str]) -> int:
         refuse_other_file(place, "--publish", ("http://",))
     except ConfigError as error:
         return fail(str(error))
-    with socket.socket() as probe:
-        probe.bind(("", options.port))
-        port = probe.getsockname()[1]
+    held = socket.socket()  # up to the end of this process, so that no other of ours takes its port
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does, which binds it, too
+    try:
+        port = options.port or bind_allowed(held)
+    except OSError as error:
+        return fail(error.strerror or str(error))
     command = [python, "-m", "vllm.entrypoints.cli.main", *words(found, options, port), *more]
     process = subprocess.Popen(command, env=environment(token), start_new_session=True)
     try:
