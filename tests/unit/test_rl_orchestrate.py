@@ -69,6 +69,18 @@ def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
         assert text in done.stderr
 
 
+def test_an_environment_without_any_task_is_told_at_once(tmp_path: Path) -> None:
+    for env, said in (
+        ("AllHoles", "none of the first 32 tasks can be asked: task 0: KeyError: 'answer'"),
+        ("NotMade", "KeyError: 'HOME'"),
+    ):
+        given = words(tmp_path, "--check")
+        file = tmp_path / "rl.toml"
+        file.write_text(file.read_text().replace("Digits", env))
+        done = run(given)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
 def problems(folder: Path, *urls: str, **more: object) -> str:
     """Of a check with engines that run already."""
     cfg = rl_loop.config(folder)
