@@ -96,7 +96,7 @@ class Run:
         words = [*words, f"--weights={place.weights.resolve()}", "--host=0.0.0.0", "--port=0"]
         words += [f"--token-file={place.token.resolve()}", f"--publish={place.engines.resolve()}"]
         train = self.cfg.train
-        words.append(f"--slots={inference.slots}")
+        words.append(f"--slots={inference.resolved_slots}")
         words += engine_words(inference, train.seq_len, train.deterministic)
         if inference.engine == "kit":
             words.append(f"--device={self.cfg.distributed.device}")

@@ -77,8 +77,8 @@ def test_describe() -> None:
     assert describe(placement, inference, 8, ["a", "b", "c", "d"]) == [
         "trainer: 8 task(s) on a, b each",
         "orchestrator: on a",
-        "engines 0 to 1 (kit, 4 GPU(s) each): on c",
-        "engines 2 to 3 (kit, 4 GPU(s) each): on d",
+        "engines 0 to 1 (kit, 16 slots, 4 GPU(s) each): on c",
+        "engines 2 to 3 (kit, 16 slots, 4 GPU(s) each): on d",
     ]
 
 
@@ -153,8 +153,13 @@ def test_7b_toml_fits_the_usual_models(
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "engines 8 to 15 (vllm, 1 GPU(s) each): on d" in said
+    assert "engines 8 to 15 (vllm, 256 slots, 1 GPU(s) each): on d" in said
     assert "--max-model-len=4096" in said and "memory of an engine" in said
+    values["rl"]["inference"] = {"engine": "vllm", "slots": "none"}
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "(vllm, 128 slots, 1 GPU(s) each): on d" in said
+    assert "\n1 128 3 " in said  # for the batch script
     values["rl"]["inference"] = {"slots": 2000}
     assert main(words) == 2
     said = capsys.readouterr().err

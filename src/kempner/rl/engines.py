@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from kempner.generate.config import Sampling
 from kempner.serve.lease import RUN
 
+SLOTS = {"kit": 16, "vllm": 128}  # where the configuration gives none
 BEAT_S = 3.0  # the longest that an engine may take to say that it is alive
 CONNECT_S = 10.0
 VERSION_S = 60.0  # vLLM answers what its weights are between two steps of the model

@@ -167,9 +167,9 @@ def open_router(
     def make(url: str) -> Engine:
         return make_engine(cfg, url, token(), ends, exchange.run)
 
-    queued = QUEUED * cfg.rl.group_size
+    slots, queued = inference.resolved_slots, QUEUED * cfg.rl.group_size
     silence = inference.timeout
-    return Router(find, make, inference.slots, queued, say, silence, silence if urls else None)
+    return Router(find, make, slots, queued, say, silence, silence if urls else None)
 
 
 def make_engine(

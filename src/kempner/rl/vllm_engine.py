@@ -34,7 +34,7 @@ from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
 from kempner.front_door import run_program
 from kempner.port_range import bind_allowed
-from kempner.rl.engines import CHANGES, LEASE
+from kempner.rl.engines import CHANGES, LEASE, SLOTS
 from kempner.serve.lease import RUN, Lease, Refused
 from kempner.signals import leave_event
 
@@ -153,7 +153,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=SLOTS["vllm"])
     return parser.parse_known_args(argv)
 
 
