@@ -111,6 +111,10 @@ def test_servers_that_are_no_engines_of_this_run_are_refused(
     assert "257 tokens, of which [2] end a text" in problems(tmp_path, engine.url)
     done = run(words(tmp_path, f"--rl.inference.urls=['{nobody}']", "--check"))
     assert done.returncode == 2 and "start it first" in done.stderr
+    engine.fault, engine.run = lambda engine, path: None, "/runs/other/rl/7.0"
+    done = run(words(tmp_path, f"--rl.inference.urls=['{engine.url}']", "--check"))
+    assert done.returncode == 2 and f"{engine.url}: it has weights of another run" in done.stderr
+    assert "/runs/other/rl/7.0, which uses it; end that run, or start another" in done.stderr
 
 
 @pytest.mark.parametrize(
