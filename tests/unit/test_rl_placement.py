@@ -178,7 +178,7 @@ def rewarded(tmp_path: Path) -> Path:
         return step_line(
             step, loss=0.01, reward=step / 10, length=3.0, truncated=0.25, staleness=0.5,
             mismatch=1e-5, wait=0.1, engine_idle=0.2, engines=2, engine_tokens_per_s=100.0,
-            dropped_stale=1, failed_rewards=0, samples=8 * step,
+            dropped_stale=1, cancelled=2, failed_rewards=0, samples=8 * step,
         )  # fmt: skip
 
     return write_run(tmp_path / "run", "".join(map(line, range(1, 7))))
@@ -190,7 +190,7 @@ def test_the_report_has_rewards(rewarded: Path) -> None:
     assert table["reward, first"] == "0.1000 at step 1"
     assert table["reward, best"] == "0.6000 at step 6"
     assert table["sampled tokens, mean"] == "3.0; 25.0% cut"
-    assert table["versions behind, mean"] == "0.50; 6 groups dropped"
+    assert table["versions behind, mean"] == "0.50; 18 groups dropped, 12 of them unfinished"
     assert (table["the trainer waits"], table["the engines are idle"]) == ("10.0%", "20.0%")
     assert (rewarded / "report.png").exists()
 
