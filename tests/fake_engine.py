@@ -31,6 +31,7 @@ class FakeEngine(ThreadingHTTPServer):
         """`delay`: the longest of a completion, in seconds."""
         super().__init__(("127.0.0.1", 0), Handler)
         self.fault, self.delay, self.version = fault or (lambda engine, path: None), delay, version
+        self.run = ""  # which uses it
         self.said: int | None = None  # version that texts claim, in place of the real one
         self.requests: list[dict[str, Any]] = []  # bodies of completions
         self.updates: list[int] = []
@@ -144,6 +145,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, f"{text}\n".encode())
             return
         more = {"data": [{"vocab_size": 257, "ends": [END]}]} if self.path == "/v1/models" else {}
+        more |= {"run": engine.run, "leased": True} if engine.run else {}
         self._say(200, {"weight_version": engine.version} | more)
 
     def _say(self, code: int, content: dict[str, Any]) -> None:

@@ -471,6 +471,20 @@ def test_a_task_that_raises_is_counted_and_replaced(
         Loop(config(tmp_path / "b", steps=20), [make()]).run()
 
 
+@pytest.mark.parametrize("env", ["Holes", "Drawn"])
+def test_a_start_with_tasks_that_raise(make: Make, tmp_path: Path, env: str) -> None:
+    """In the file of the user's own environment. In an evaluation such a task counts as 0."""
+    cfg = config(tmp_path, env, steps=3, eval_interval=3, eval_samples=40, refill=6)
+    loop = Loop(cfg, [make()])
+    handed = loop.run()
+    assert all(each.batch.metrics["samples"] == 12 for each in handed)
+    assert sum(each.batch.metrics["broken_tasks"] for each in handed) > 0
+    assert sum("is broken: " in line for line in loop.lines) == 1, loop.lines
+    if env == "Drawn":  # of a list, what raises is not held out
+        line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+        assert line["eval/Drawn/failed"] == 4.0
+
+
 def test_samples_are_recorded_and_those_of_lost_steps_removed(make: Make, tmp_path: Path) -> None:
     cfg = config(tmp_path, steps=3)
     whole = Loop(cfg, [make()]).run()

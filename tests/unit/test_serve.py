@@ -32,7 +32,8 @@ from kempner.rl.engines import Busy, KitEngine, Leased, Lost, Rejected
 from kempner.rl.transfer import Gone
 from kempner.serve import http
 from kempner.serve.http import Server
-from kempner.serve.weights import Lease, first_version
+from kempner.serve.lease import Lease
+from kempner.serve.weights import first_version
 from kempner.serve.worker import Job, News, Worker
 from tests.conftest import load_program
 from tests.pages import blocks

@@ -18,15 +18,14 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kempner.port_range import bind_allowed
+from kempner.serve.lease import RUN, Lease, Refused
 from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read, read_ids
-from kempner.serve.weights import Lease, Refused
 from kempner.serve.worker import Job, News, Unavailable, Worker
 
 MOST_BYTES = 64 << 20  # of a request
 LOOK_S = 0.5  # between two looks whether a client is still there
 SILENT_S = 60.0  # a client that neither sends nor takes anything for so long is gone
 MOST_STRANGERS = 256  # connections that have not been allowed anything; of more, the oldest ends
-RUN = "X-Kempner-Run"  # header: which run asks
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
 

@@ -18,8 +18,8 @@ from kempner.load import Loaded
 from kempner.model.decoder import Decoder
 from kempner.serve import weights
 from kempner.serve.alternatives import Looked, look_at
+from kempner.serve.lease import Refused
 from kempner.serve.protocol import Asked
-from kempner.serve.weights import Refused
 
 T = TypeVar("T")
 MOST_FAILURES = 3
