@@ -31,6 +31,7 @@ from kempner.load import load
 from kempner.rl.engines import Busy, KitEngine, Leased, Lost, Rejected
 from kempner.rl.transfer import Gone
 from kempner.serve import http
+from kempner.serve.alternatives import look_at
 from kempner.serve.http import Server
 from kempner.serve.weights import Lease, first_version
 from kempner.serve.worker import Job, News, Worker
@@ -169,9 +170,9 @@ def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> No
     (choice,) = found["choices"]
     model, words, *_ = load(str(folder), "cpu")
     ids = choice["token_ids"]
-    logits = model(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1, :259]
-    assert ids == logits.argmax(-1).tolist()[: len(ids)] and len(set(ids)) > 5
-    expected = logits.log_softmax(-1).amax(-1).tolist()
+    logits = model(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1]
+    assert ids == logits[:, :259].argmax(-1).tolist()[: len(ids)] and len(set(ids)) > 5
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1).tolist()
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
     assert choice["logprobs"]["tokens"][0] == f"token_id:{ids[0]}"
     assert choice["text"] == words.tokenizer.decode(ids)
@@ -180,6 +181,28 @@ def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> No
     assert engine.complete(words.tokenizer.decode(PROMPT), max_tokens=20, temperature=0) == [
         choice | {"logprobs": None}
     ]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_vocabulary_that_is_padded(tmp_path: Path, temperature: float) -> None:
+    """Most published models have more rows than their tokenizers have tokens. The engine draws none
+    of those, and the probability of a token is that of the whole model, as a trainer has it."""
+    loaded = load(str(make_model(tmp_path, vocab_size=320)), "cpu")
+    worker = Worker(loaded, 2, WINDOW, QUEUE)
+    engine = worker.texts.engine
+    whole = Text(0, PROMPT, Sampling(temperature, max_tokens=30), loaded.words.tokenizer, set())
+    cut = Text(1, PROMPT, Sampling(temperature, top_k=1), loaded.words.tokenizer, set())
+    engine.join([whole, cut])
+    while len(whole.new) < 30:
+        engine.step()
+    assert max(whole.new) < 259 and cut.logprobs == pytest.approx([0.0] * len(cut.new))
+    ids = [*PROMPT, *whole.new]
+    logits = loaded.model(torch.tensor([ids[:-1]]))[0] / temperature
+    own = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).tolist()
+    assert whole.logprobs == pytest.approx(own[len(PROMPT) - 1 :], abs=1e-4)
+    looked = look_at(loaded.model, engine.vocab_size, ids, 5, temperature)
+    assert looked.values == pytest.approx(own, abs=1e-4)
+    assert max(max(top) for top in looked.tops) < 259
 
 
 def test_samples_depend_on_their_seed_alone(engine: Client) -> None:
@@ -543,10 +566,10 @@ def test_logits_that_are_no_numbers_end_their_text_alone(
 ) -> None:
     draw = sampling.draw
 
-    def spoilt(logits: torch.Tensor, how: Sampling, uniform: torch.Tensor) -> Any:
+    def spoilt(logits: torch.Tensor, how: Sampling, uniform: torch.Tensor, size: int) -> Any:
         rows = logits.clone()
         rows[0] = float("nan")
-        return draw(rows, how, uniform)
+        return draw(rows, how, uniform, size)
 
     engine.ask("/pause", {})
     with ThreadPoolExecutor(2) as pool:
