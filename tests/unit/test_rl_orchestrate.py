@@ -101,6 +101,18 @@ def test_servers_that_are_no_engines_of_this_run_are_refused(
     assert done.returncode == 2 and "start it first" in done.stderr
 
 
+def test_a_job_that_is_started_again_waits_for_the_engine_of_another_run(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the engine before, and bad input would end it for good."""
+    monkeypatch.setenv("KEMPNER_SERVE_TOKEN", TOKEN)
+    engine.holder = "/runs/other#1"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert "another run, /runs/other#1, which uses it; end" in problems(tmp_path, engine.url)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert problems(tmp_path, engine.url) == ""
+
+
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:80", "https://x:1", "http://x", "http://x:y", "http://x:1/v1"]
 )

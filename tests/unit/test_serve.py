@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -28,14 +29,14 @@ from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import load
-from kempner.rl.engines import Busy, KitEngine, Leased, Lost, Rejected
+from kempner.rl.engines import Busy, KitEngine, Leased, Lost
 from kempner.rl.transfer import Gone
 from kempner.serve import http
 from kempner.serve.alternatives import look_at
 from kempner.serve.http import Server
 from kempner.serve.weights import Lease, first_version
 from kempner.serve.worker import Job, News, Worker
-from tests.conftest import load_program
+from tests.conftest import ROOT, load_program
 from tests.pages import blocks
 from tests.served import Client, make_model
 
@@ -313,6 +314,7 @@ def test_other_bad_requests(engine: Client) -> None:
         ("/v1/chat/completions", {"messages": []}, "must be a list of messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "content of each"),
         ("/update_weights", {}, "path: is required"),
+        ("/release", {}, "run: is required"),
         ("/update_weights", {"path": "/gone"}, "/gone: "),
     ]:
         assert problem in engine.ask(path, body, code=400)["error"]["message"]
@@ -424,22 +426,41 @@ def test_two_runs_do_not_share_an_engine(
 ) -> None:
     """Their versions are told apart; the second one is refused, with the reason, as long as the
     first one asks how the engine is."""
-    first, second = (
+    first, second, resumed = (
         KitEngine(f"http://127.0.0.1:{engine.port}", engine.token, run)
-        for run in ("/runs/a", "/runs/b")
+        for run in ("/runs/a#7.0", "/runs/b#8.0", "/runs/a#7.1")
     )
     assert first.update({"path": str(folder), "version": 5}) == first.version() == 5
-    with pytest.raises(Leased, match="another run, /runs/a, which uses it"):
+    with pytest.raises(Leased, match=r"another run, /runs/a#7\.0, which uses it"):
         second.version()
-    with pytest.raises(Rejected, match="the weights of the run /runs/a, which uses it; end that"):
+    with pytest.raises(Leased, match="the weights of the run /runs/a, which uses it; end that"):
         second.update({"path": str(folder), "version": 7})
     with pytest.raises(Lost, match="weights of another run, /runs/a"):
         second.complete([PROMPT], 1, Sampling(max_tokens=2))
     assert first.complete([PROMPT], 1, Sampling(max_tokens=2))[0][0].versions == [5]
-    monkeypatch.setattr(Lease, "held", False)
+    # Another attempt of the same run is no stranger.
+    with pytest.raises(Busy, match="weights of another run") as busy:
+        resumed.version()
+    assert not isinstance(busy.value, Leased)
+    assert resumed.update({"path": str(folder), "version": 5}) == resumed.version() == 5
+    first.release()  # it holds nothing any more
+    with pytest.raises(Leased):
+        second.version()
+    resumed.release()
     assert second.update({"path": str(folder), "version": 7}) == second.version() == 7
+    with pytest.raises(Leased):
+        resumed.update({"path": str(folder), "version": 7})
+    monkeypatch.setattr(Lease, "SECONDS", -1.0)
+    assert second.version() == 7
     with pytest.raises(Busy, match="weights of another run, /runs/b"):
-        first.version()
+        resumed.version()
+    assert resumed.update({"path": str(folder), "version": 9}) == 9
+
+
+def test_an_engine_waits_for_an_orchestrator_as_long_as_its_job_does() -> None:
+    watch = (ROOT / "scripts/slurm/lib/rl_watch.sh").read_text()
+    (silent,) = re.findall(r"KP_ORCHESTRATOR_SILENT_S=(\d+)", watch)
+    assert int(silent) + 30 < Lease.SECONDS
 
 
 def test_new_weights(engine: Client, folder: Path, other: Path) -> None:

@@ -154,6 +154,10 @@ class Engine(Protocol):
         """Of prompts, since it began; None: it does not count them."""
         ...
 
+    def release(self) -> None:
+        """The run has ended: others may have it."""
+        ...
+
     def abort(self) -> None: ...
 
 
@@ -164,7 +168,8 @@ class KitEngine:
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
     def __init__(self, url: str, token: str, run: str = "") -> None:
-        """`run`: an engine that has weights of another one is none of this run's."""
+        """`run`: see Exchange.run; an engine with weights of another attempt has to be given those
+        of this one first."""
         self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -225,6 +230,9 @@ class KitEngine:
     def update(self, body: dict[str, Any]) -> int:
         named = {"run": self._run} if self._run and "path" in body else {}
         return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
+
+    def release(self) -> None:
+        self._ask("/release", {"run": self._run}, BEAT_S)
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         answer = self._ask("/score", {"tokens": list(tokens), "temperature": temperature}, SCORE_S)
@@ -421,6 +429,9 @@ class VllmEngine(KitEngine):
             self._do("/resume", {})
         return int(body["version"])
 
+    def release(self) -> None:
+        """No run has it for itself."""
+
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         """vLLM gives the log-probabilities of a prompt at temperature 1 alone."""
         if temperature != 1.0:
@@ -453,6 +464,8 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
         why = text[:200].decode(errors="replace")
     if code == 503:
         raise Busy(why)
+    if code == 409:
+        raise Leased(why)
     if code in (400, 422):
         raise Rejected(f"{path}: {why}")
     raise Lost(f"{path}: {code} {why}")

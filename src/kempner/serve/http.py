@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from kempner.port_range import bind_allowed
 from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read, read_ids
-from kempner.serve.weights import Lease, Refused
+from kempner.serve.weights import Lease, Leased, Refused
 from kempner.serve.worker import Job, News, Unavailable, Worker
 
 MOST_BYTES = 64 << 20  # of a request
@@ -205,9 +205,10 @@ class Handler(BaseHTTPRequestHandler):
         worker = self.server.worker
         if worker.broken:
             raise Unavailable(worker.broken)
-        self.server.lease.renew(self.headers.get(RUN, ""))
+        run = self.headers.get(RUN, "")
+        self.server.lease.renew(run)
         about: Json = {"status": "paused" if worker.paused else "ok"}
-        about |= {"leased": True} if self.server.lease.held else {}
+        about |= {"leased": True} if self.server.lease.held(run) else {}
         self._say(200, about | self._version())
 
     def _version(self) -> Json:
@@ -258,6 +259,13 @@ class Handler(BaseHTTPRequestHandler):
         self.server.worker.pause(False)
         self._say(200, {"paused": False} | self._version())
 
+    def release(self, body: bytes) -> None:
+        """A run has ended: others may have the engine at once."""
+        fields = Fields(body)
+        self.server.lease.release(fields.text("run"))
+        fields.end()
+        self._say(200, self._version())
+
     def update_weights(self, body: bytes) -> None:
         fields = Fields(body)
         manifest = fields.take("manifest")
@@ -273,6 +281,9 @@ class Handler(BaseHTTPRequestHandler):
                 if self.server.lease.take(run):
                     worker.refuse("this engine gets weights of another run")
                 worker.update(path, version)
+        except Leased as problem:
+            self._say(409, error(409, str(problem)))
+            return
         except Refused as problem:
             raise BadRequest(str(problem)) from None
         self._say(200, self._version())
@@ -386,5 +397,6 @@ POST: dict[str, Callable[[Handler, bytes], None]] = {
     "/pause": Handler.pause,
     "/resume": Handler.resume,
     "/update_weights": Handler.update_weights,
+    "/release": Handler.release,
     "/score": Handler.score,
 }
