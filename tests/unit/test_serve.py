@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -22,12 +23,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kempner.config.option import ConfigError
 from kempner.generate import sampling
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
+from kempner.hf.load import not_finite
+from kempner.hf.source import find
 from kempner.load import load
 from kempner.rl.engines import Busy, KitEngine, Leased, Lost
 from kempner.rl.transfer import Gone
@@ -500,6 +504,22 @@ def test_weights_of_another_model_change_nothing(engine: Client, tmp_path: Path)
     assert engine.complete(PROMPT, temperature=0) == before
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_change_nothing(
+    engine: Client, tmp_path: Path, value: float
+) -> None:
+    """Every text would fail, and after three of them the engine."""
+    before = engine.complete(PROMPT, temperature=0)
+    bad = make_model(tmp_path / "bad", seed=1)
+    tensors = load_file(bad / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][7, 5] = value
+    save_file(tensors, bad / "model.safetensors", {"format": "pt"})
+    refused = engine.ask("/update_weights", {"path": str(bad)}, code=400)["error"]["message"]
+    assert "model.layers.1.mlp.up_proj.weight has values that are not finite" in refused
+    assert engine.complete(PROMPT, temperature=0) == before
+    assert not_finite(find(str(bad))) and not not_finite(find(str(make_model(tmp_path / "good"))))
+
+
 def test_half_of_the_weights_serve_nobody(
     engine: Client, worker: Worker, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,13 +545,13 @@ def test_weights_from_the_ranks_of_a_trainer(
     """A version that nobody offers changes nothing; after half of one it serves nobody."""
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps({"version": 4, "transport": "direct"}))
-    before, told = engine.complete(PROMPT, temperature=0), []
+    before, told, value = engine.complete(PROMPT, temperature=0), [], -1.0
 
     def receive(problem: Exception | None, model: Any, facts: Any, token: str) -> None:
         told.append((facts["version"], token))
         if problem:
             raise problem
-        model.embed.weight.data.neg_()
+        model.embed.weight.data.mul_(value)
 
     def update(problem: Exception | None, code: int) -> Any:
         monkeypatch.setattr("kempner.rl.transfer.receive", partial(receive, problem))
@@ -545,6 +565,8 @@ def test_weights_from_the_ranks_of_a_trainer(
     assert update(None, 200) == {"weight_version": 4} and set(told) == {(4, "secret")}
     (after,) = engine.complete(PROMPT, temperature=0)
     assert after["weight_versions"] == [4] and after["token_ids"] != before[0]["token_ids"]
+    value = math.inf
+    assert "embed.weight is not finite" in update(None, 503)["error"]["message"]
     refused = engine.ask("/update_weights", {"manifest": "/gone"}, code=400)
     assert "/gone" in refused["error"]["message"]
 
@@ -613,6 +635,21 @@ def test_logits_that_are_no_numbers_end_their_text_alone(
     bad = next(each for each in answers if each.status == 503)
     assert "not a number" in json.loads(bad.read())["error"]["message"]
     assert worker.exit_code == 0
+
+
+def test_a_model_that_says_nothing_but_nan_ends_its_engine(
+    engine: Client, worker: Worker, capsys: Any
+) -> None:
+    """Its log says why."""
+    worker.texts.engine.model.norm.weight.data.fill_(math.nan)
+    for _ in range(3):
+        assert (
+            "not a number"
+            in engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)["error"]["message"]
+        )
+    until(lambda: worker.exit_code == 1)
+    err = capsys.readouterr().err
+    assert "serve: ends after 3 failures" in err and "is not a number" in err
 
 
 def test_random_numbers_are_drawn_when_they_are_needed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -180,9 +181,10 @@ class Worker:
                     failed.append(text)
                 else:
                     self._tell(text, grown)
-            why = "the model's output for this text is not a number"
-        except Exception:  # out of memory, for example
+            why = cause = "the model's output for this text is not a number"
+        except Exception as error:  # out of memory, for example
             traceback.print_exc()
+            cause = repr(error)
             self.texts.engine.clear()
             failed = [text for text in self._jobs if text not in self.texts.waiting]
             why = "the engine has failed; see its log"
@@ -191,6 +193,12 @@ class Worker:
             job.news.put(Unavailable(why))
         self._failures += bool(failed)
         if self._failures >= MOST_FAILURES:
+            print(
+                f"serve: ends after {self._failures} failures between which no text has ended: "
+                f"{cause}",
+                file=sys.stderr,
+                flush=True,
+            )
             self._fail_for_good()
 
     def _fail_for_good(self) -> None:
