@@ -72,8 +72,8 @@ def worker(folder: Path) -> Worker:
     return Worker(load(str(folder), "cpu"), SLOTS, WINDOW, QUEUE)
 
 
-@pytest.fixture
-def engine(worker: Worker) -> Iterator[Client]:
+@contextlib.contextmanager
+def serving(worker: Worker) -> Iterator[Client]:
     server = Server("127.0.0.1", 0, "small", "secret")
     server.worker = worker
     threads = [
@@ -87,6 +87,12 @@ def engine(worker: Worker) -> Iterator[Client]:
     for thread in threads:
         thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def engine(worker: Worker) -> Iterator[Client]:
+    with serving(worker) as client:
+        yield client
 
 
 @pytest.mark.parametrize(
@@ -288,10 +294,13 @@ BAD = [
     ({"prompt": [1, 259]}, "token ids must be from 0 to 258"),
     ({"prompt": [1, True]}, "prompt: must be"),
     ({"prompt": [1] * 120}, "120 tokens of the prompt and max_tokens = 16 are more than 128"),
-    ({"max_tokens": 0}, "max_tokens = 0: must be a whole number from 1 to 128"),
+    ({"max_tokens": -1}, "max_tokens = -1: must be a whole number from 0 to 128"),
+    ({"prompt": [1] * 129, "max_tokens": 0}, "129 tokens of the prompt and max_tokens = 0 are"),
+    ({"prompt": [1] * 127, "max_tokens": 2}, "127 tokens of the prompt and max_tokens = 2 are"),
+    ({"stop": ["a", None]}, "stop = ['a', null]: must be a string or a list of strings"),
     ({"n": 1.5}, "n = 1.5: must be a whole number"),
     ({"temperature": 1e-9}, "temperature = 1e-09: must be 0, or"),
-    ({"temperature": float("nan")}, "temperature = nan: must be a number"),
+    ({"temperature": float("nan")}, "temperature = NaN: must be a number"),
     ({"top_p": -1}, "top_p = -1: must be a number from 0 to 1"),
     ({"stop": [""]}, "stop = ['']: must not be empty"),
     ({"stop": 3}, "stop = 3: must be a string"),
@@ -316,6 +325,11 @@ def test_other_bad_requests(engine: Client) -> None:
         ("/v1/completions", b"[" * 100_000, "not JSON"),
         ("/v1/completions", [1], "must be a JSON object"),
         ("/v1/chat/completions", {"messages": []}, "must be a list of messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0},
+            "max_tokens = 0: must be a whole number from 1 to 128",
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "content of each"),
         ("/update_weights", {}, "path: is required"),
         ("/release", {}, "run: is required"),
@@ -409,6 +423,32 @@ def test_scores_are_those_of_the_distribution_that_samples_are_drawn_from(engine
         ({"tokens": [1, 2], "top_p": 1}, "top_p"),
     ):
         assert why in engine.ask("/score", body, 400)["error"]["message"]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_text_is_scored(folder: Path, most: int, fixed: bool) -> None:
+    """With echo and without a token more, as OpenAI's API does it, or with one; also a text that
+    fills the window, whose next token needs no room: nothing reads it."""
+    loaded = load(str(folder), "cpu")
+    with serving(Worker(loaded, SLOTS, WINDOW, QUEUE, fixed=fixed)) as engine:
+        for length in (1, 5, WINDOW):
+            ids = [7 * n % 250 for n in range(length)]
+            words = {"max_tokens": most, "echo": True, "logprobs": 1, "temperature": 0, "n": 2}
+            for choice in engine.complete([ids, ids], **words):
+                assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", most)
+                values = choice["logprobs"]["token_logprobs"]
+                assert len(values) == length + most and values[0] is None
+                logits = loaded.model(torch.tensor([ids]))[0].log_softmax(-1)
+                own = logits[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+                assert values[1:length] == pytest.approx(own.tolist(), abs=1e-4)
+                assert len(choice["logprobs"]["top_logprobs"]) == length + most
+        (plain,) = engine.complete([1, 2], max_tokens=0)
+        assert (plain["text"], plain["token_ids"]) == ("", [])
+        asked = {"prompt": [1], "max_tokens": 0, "stream": True}
+        with engine.send("/v1/completions", asked) as raw:
+            (part,) = events(raw)
+        assert part["choices"][0]["finish_reason"] == "length"
 
 
 def test_paused_texts_go_on_where_they_were(engine: Client) -> None:

@@ -348,9 +348,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             for news in self._news(job):
-                choice = answer.choice(
-                    news.text, news.grown, news.length - 1, news.length, news.finish
-                )
+                first = max(0, news.length - 1)
+                choice = answer.choice(news.text, news.grown, first, news.length, news.finish)
                 self._event(json.dumps(answer.part | {"choices": [choice]}))
             if asked.usage:
                 usage = {"choices": [], "usage": answer.usage(job.texts)}

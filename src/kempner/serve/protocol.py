@@ -7,10 +7,10 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner.config.option import ConfigError
-from kempner.config.values import shown
 from kempner.generate.config import Sampling
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Fields:
 
 
 def cut(value: object) -> str:
-    text = shown(value)
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
@@ -142,8 +142,9 @@ def read(
     longest = max(map(len, prompts))
     most = fields.number("max_completion_tokens", None, 1, window) if chat else None
     default = max(1, window - longest) if chat else DEFAULT_TOKENS
-    most = fields.number("max_tokens", most or default, 1, window)
-    if longest + most > window:
+    most = fields.number("max_tokens", most or default, 1 if chat else 0, window)
+    # The last token is never read. Who scores a text asks for one, or for none.
+    if longest + (most if most > 1 else 0) > window:
         raise BadRequest(
             f"{longest} tokens of the prompt and max_tokens = {most} are more than {window}, the "
             "most that the model sees"
@@ -207,7 +208,8 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
         max_tokens=most,
         stop=tuple(stop),
     )
-    if problem := sampling.problem():
+    # With 0 tokens nothing is sampled.
+    if problem := (sampling if most else replace(sampling, max_tokens=1)).problem():
         raise BadRequest(f"{problem[0]} = {cut(getattr(sampling, problem[0]))}: {problem[1]}")
     return sampling
 

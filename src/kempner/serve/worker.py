@@ -230,7 +230,13 @@ class Worker:
             for _ in range(asked.n):
                 text = Text(len(job.texts), prompt, asked.sampling, tokenizer, ends)
                 job.texts.append(text)
-                self._jobs[text], self._parts[text] = job, []
+        if asked.sampling.max_tokens == 0:
+            for text in job.texts:
+                text.finish = "length"
+                job.news.put(News(text, "", 0, text.finish))
+            return
+        for text in job.texts:
+            self._jobs[text], self._parts[text] = job, []
         self.texts.waiting.extend(job.texts)
 
     def _drop(self, job: Job) -> None:
