@@ -26,24 +26,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kempner.config.option import ConfigError
+from kempner.data.tokenizer import ByteTokenizer, Piece
 from kempner.generate import sampling
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.hf.load import not_finite
 from kempner.hf.source import find
-from kempner.load import load
+from kempner.load import Words, load
 from kempner.rl.engines import Busy, KitEngine, Leased, Lost
 from kempner.rl.transfer import Gone
 from kempner.serve import http
 from kempner.serve.alternatives import look_at
 from kempner.serve.http import Server
+from kempner.serve.protocol import Answer, read
 from kempner.serve.weights import Lease, first_version
 from kempner.serve.worker import Job, News, Worker
 from tests.conftest import ROOT, load_program
 from tests.pages import blocks
 from tests.served import Client, make_model
 
+FEW = Words(ByteTokenizer(), [], set(), Path())
 PROMPT, WINDOW, SLOTS, QUEUE = [40, 69, 76, 76, 79], 128, 3, 16
 
 
@@ -185,7 +188,9 @@ def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> No
     assert ids == logits[:, :259].argmax(-1).tolist()[: len(ids)] and len(set(ids)) > 5
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1).tolist()
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
-    assert choice["logprobs"]["tokens"][0] == f"token_id:{ids[0]}"
+    (as_ids,) = engine.complete(PROMPT, max_tokens=2, temperature=0, logprobs=0,
+                                return_tokens_as_token_ids=True)  # fmt: skip
+    assert as_ids["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids[:2]]
     assert choice["text"] == words.tokenizer.decode(ids)
     assert (choice["finish_reason"], choice["prompt_token_ids"]) == ("length", PROMPT)
     assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 20, "total_tokens": 25}
@@ -214,6 +219,57 @@ def test_a_vocabulary_that_is_padded(tmp_path: Path, temperature: float) -> None
     looked = look_at(loaded.model, engine.vocab_size, ids, 5, temperature)
     assert looked.values == pytest.approx(own, abs=1e-4)
     assert max(max(top) for top in looked.tops) < 259
+
+
+def spelled(name: str) -> bytes:
+    """A token of `logprobs` as bytes."""
+    return bytes.fromhex(name[6:].replace("\\x", "")) if name[:6] == "bytes:" else name.encode()
+
+
+def test_tokens_in_log_probabilities_are_texts(engine: Client, worker: Worker) -> None:
+    """And places in the text; a part of a character is its bytes, and no alternative is lost."""
+    prompt = "a few wörds ☃, and 🦊"
+    words: dict[str, Any] = {"max_tokens": 3, "seed": 4}  # so few that no broken character is cut
+    (choice,) = engine.complete(prompt, echo=True, logprobs=5, **words)
+    found, ids = choice["logprobs"], [*choice["prompt_token_ids"], *choice["token_ids"]]
+    data = [spelled(name) for name in found["tokens"]]
+    assert b"".join(data).decode("utf-8", "replace") == choice["text"]
+    assert any(name.startswith("bytes:") for name in found["tokens"])
+    for number, begin in enumerate(found["text_offset"]):
+        before = b"".join(data[:number]).decode("utf-8", "replace")
+        assert begin == len(before.rstrip("\ufffd")) or before.endswith("\ufffd")
+        if found["tokens"][number] == "w":
+            assert choice["text"][begin] == "w"
+    assert [len(top) for top in found["top_logprobs"][1:]] == [5] * (len(ids) - 1)
+    for name, top, value in zip(*(found[key][1:] for key in (
+        "tokens", "top_logprobs", "token_logprobs")), strict=True):  # fmt: skip
+        assert name not in top or top[name] == pytest.approx(value, abs=1e-4)
+    (whole,) = engine.complete(prompt, logprobs=0, **words)
+    with engine.send(
+        "/v1/completions", {"prompt": prompt, "logprobs": 0, "stream": True, **words}
+    ) as answer:
+        parts = [event["choices"][0]["logprobs"] for event in events(answer)]
+    for key in ("tokens", "text_offset"):
+        assert [value for part in parts for value in part[key]] == whole["logprobs"][key]
+    assert whole["logprobs"]["text_offset"][0] == 0
+    messages = [{"role": "user", "content": "a few"}]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 3, **words}
+    (chat,) = engine.ask("/v1/chat/completions", body)["choices"]
+    entries = chat["logprobs"]["content"]
+    said = bytes(byte for entry in entries for byte in entry["bytes"] or ())
+    assert said.decode("utf-8", "replace") == worker.words.tokenizer.decode(chat["token_ids"])
+    for entry in (each for one in entries for each in (one, *one["top_logprobs"])):
+        if entry["bytes"] is None:  # special: it adds nothing to the text
+            assert entry["token"] == "<|endoftext|>"
+        else:
+            assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
+
+
+def test_no_alternative_is_lost_among_tokens_with_the_same_text() -> None:
+    pieces = {1: Piece(b"a", False), 2: Piece(b"\xe2\x98", False), 3: Piece(b"a", False)}
+    asked = read(b'{"prompt": [1], "logprobs": 3}', False, "m", 99, FEW, None)  # type: ignore[arg-type]
+    answer = Answer(asked, "m", lambda ids: [pieces[token] for token in ids])
+    assert answer._names([1, 2, 3, 2]) == {1: "a", 2: "bytes:\\xe2\\x98", 3: "token_id:3"}
 
 
 def test_samples_depend_on_their_seed_alone(engine: Client) -> None:

@@ -317,7 +317,9 @@ class Handler(BaseHTTPRequestHandler):
         job = Job(asked.stream)
         worker.take(asked, job)
         try:
-            (self._stream if asked.stream else self._whole)(asked, job, Answer(asked, model))
+            (self._stream if asked.stream else self._whole)(
+                asked, job, Answer(asked, model, worker.pieces)
+            )
         except (ClientGone, OSError):
             with contextlib.suppress(Unavailable):
                 worker.drop(job)

@@ -13,6 +13,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from kempner.data.tokenizer import Piece
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import Loaded
@@ -73,6 +74,7 @@ class Worker:
         self.generated = 0  # tokens
         self._jobs: dict[Text, Job] = {}
         self._parts: dict[Text, list[str]] = {}
+        self._pieces: dict[int, Piece] = {}
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ended = ""  # why no more is taken
         self._failures = 0  # turns that have failed since a text has ended as it should
@@ -116,6 +118,13 @@ class Worker:
             return looked.values, self.version
 
         return self.call(look)
+
+    def pieces(self, ids: Sequence[int]) -> list[Piece]:
+        """A tokenizer is not for two threads, but each token is looked up once."""
+        if new := {*ids} - self._pieces.keys():
+            look = self.words.tokenizer.piece
+            self.call(lambda: self._pieces.update({token: look(token) for token in new}))
+        return [self._pieces[token] for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.call(lambda: self.words.tokenizer.decode(ids))
