@@ -395,6 +395,32 @@ def test_other_bad_requests(engine: Client) -> None:
     assert "the routes are /health" in engine.ask("/v1/complete", {}, code=404)["error"]["message"]
 
 
+def test_other_methods_and_models(engine: Client) -> None:
+    """Answers are JSON, whatever is asked, and HEAD is GET without the body."""
+
+    def send(method: str, path: str, body: str | None = None) -> tuple[int, bytes, Any]:
+        connection = HTTPConnection("127.0.0.1", engine.port, timeout=60)
+        connection.request(method, path, body, {"Authorization": "Bearer secret"})
+        with contextlib.closing(connection), connection.getresponse() as answer:
+            return answer.status, answer.read(), answer.headers
+
+    for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "FOO"):
+        code, text, headers = send(method, "/health", "{}" if method != "FOO" else None)
+        assert code == (501 if method == "FOO" else 405), text
+        assert json.loads(text)["error"]["code"] == code
+        assert method == "FOO" or headers["Allow"] == "GET, HEAD"
+    assert send("PUT", "/v1/completions")[2]["Allow"] == "POST"
+    assert send("PUT", "/nowhere")[0] == 404
+    for path in ("/health", "/v1/models", "/v1/models/small", "/metrics"):
+        code, text, headers = send("HEAD", path)
+        assert (code, text) == (200, b"") and headers["Content-Length"] == str(
+            len(send("GET", path)[1])
+        )
+    assert send("HEAD", "/nowhere")[:2] == (404, b"")
+    code, text, _ = send("GET", "/v1/models/NOPE")
+    assert code == 404 and "no such model: NOPE; the model here is small" in text.decode()
+
+
 def test_strangers_are_refused(engine: Client) -> None:
     for token in ("", "wrong", "secret2"):
         stranger = Client(engine.port, token)

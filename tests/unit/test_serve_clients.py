@@ -168,6 +168,19 @@ def test_a_body_as_langchain_sends_it(plain: Client, folder: Path) -> None:
     assert asked["choices"][0]["prompt_token_ids"] == whole["choices"][0]["prompt_token_ids"]
 
 
+def test_fields_that_constrain_nothing_pass(plain: Client) -> None:
+    """Those of newer clients."""
+    body = {
+        "reasoning_effort": "low", "modalities": ["text"], "verbosity": "medium",
+        "prompt_cache_key": "a", "safety_identifier": "b",
+    }  # fmt: skip
+    assert plain.ask(CHAT, {"messages": MESSAGES, "max_tokens": 1, **body})["choices"]
+    refused = {"messages": MESSAGES, "modalities": ["text", "audio"]}
+    assert "modalities" in plain.ask(CHAT, refused, code=400)["error"]["message"]
+    for name in body:
+        assert f"`{name}`" in PAGE
+
+
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_a_value_that_changes_nothing_passes_and_another_is_refused(
     plain: Client, name: str

@@ -11,7 +11,8 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
 from typing import Any
@@ -26,6 +27,8 @@ MOST_BYTES = 64 << 20  # of a request
 LOOK_S = 0.5  # between two looks whether a client is still there
 SILENT_S = 60.0  # a client that neither sends nor takes anything for so long is gone
 MOST_STRANGERS = 256  # connections that have not been allowed anything; of more, the oldest ends
+MODEL = "/v1/models/"  # and its name
+EMPTY: Mapping[str, str] = {}
 RUN = "X-Kempner-Run"  # header: which run asks
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
@@ -126,8 +129,20 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(GET)
 
+    do_HEAD = do_GET  # _say() leaves the body out
+
     def do_POST(self) -> None:
         self._answer(POST)
+
+    def do_PUT(self) -> None:
+        self._answer({})
+
+    do_DELETE = do_PATCH = do_OPTIONS = do_PUT
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server itself refuses, as JSON."""
+        self.close_connection = True
+        self._say(code, error(code, message or explain or HTTPStatus(code).phrase))
 
     def _answer(self, routes: dict[str, Callable[[Handler, bytes], None]]) -> None:
         self.server.heads.pop(self)
@@ -136,19 +151,28 @@ class Handler(BaseHTTPRequestHandler):
                 self._allowed()
                 body = self._body()
                 path = self.path.partition("?")[0]
-                if self.command == "GET" and unquote(path) == f"/v1/models/{self.server.model}":
-                    self._say(200, self._model())
-                elif (route := routes.get(path)) is None:
-                    message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
-                    self._say(404, error(404, message))
-                else:
+                if routes is GET and path.startswith(MODEL):
+                    self.model(unquote(path).removeprefix(MODEL))
+                elif (route := routes.get(path)) is not None:
                     route(self, body)
+                else:
+                    self._no_route(path, bool(routes))
             except BadRequest as problem:
                 self._say(400, error(400, str(problem)))
             except Unavailable as problem:
                 self._say(503, error(503, str(problem)))
             except (ClientGone, OSError):
                 self.close_connection = True
+
+    def _no_route(self, path: str, known: bool) -> None:
+        """`known`: the method is one that some routes have."""
+        allowed = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
+        if known or (path not in GET | POST and not path.startswith(MODEL)):
+            message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
+            self._say(404, error(404, message))
+        else:
+            message = f"{self.command} {path[:80]}: this route takes {allowed}"
+            self._say(405, error(405, message), {"Allow": allowed})
 
     def _allowed(self) -> None:
         given = self.headers.get("Authorization", "")
@@ -178,7 +202,10 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _body(self) -> bytes:
-        if self.command == "GET":
+        if self.command in ("GET", "HEAD"):
+            return b""
+        if self.command != "POST":
+            self.close_connection = True  # what it has sent is not read
             return b""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or len(length) > 12 or int(length) > MOST_BYTES:
@@ -189,15 +216,18 @@ class Handler(BaseHTTPRequestHandler):
             raise ClientGone
         return body
 
-    def _say(self, code: int, content: Json | str) -> None:
+    def _say(self, code: int, content: Json | str, headers: Mapping[str, str] = EMPTY) -> None:
         text = content if isinstance(content, str) else json.dumps(content)
         data = text.encode()
         self.send_response(code)
         kind = "text/plain; version=0.0.4" if isinstance(content, str) else "application/json"
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     # --- what the engine is ---
 
@@ -220,6 +250,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def models(self, _: bytes) -> None:
         self._say(200, {"object": "list", "data": [self._model()]})
+
+    def model(self, name: str) -> None:
+        if name == self.server.model:
+            self._say(200, self._model())
+        else:
+            about = f"no such model: {name[:80]}; the model here is {self.server.model}"
+            self._say(404, error(404, about))
 
     def _model(self) -> Json:
         one: Json = {"id": self.server.model, "object": "model", "owned_by": "kempner"}

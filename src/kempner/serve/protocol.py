@@ -31,6 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "logit_bias": ({},),
     "min_tokens": (0,),
+    "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -43,7 +44,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-LABELS = ("metadata", "user")  # of the client's own; nothing here depends on them
+# Of the client's own, or hints to models that know them; nothing here depends on them.
+LABELS = (
+    "metadata",
+    "prompt_cache_key",
+    "reasoning_effort",
+    "safety_identifier",
+    "user",
+    "verbosity",
+)
 
 Json = dict[str, Any]
 
