@@ -118,7 +118,8 @@ def test_alternatives_are_those_of_a_full_pass(client: Any, folder: Path) -> Non
 
 @pytest.mark.soak
 def test_lm_eval(url: str, folder: Path, tmp_path: Path) -> None:
-    """Its own command, with a choice, which needs echo and log-probabilities, and a text."""
+    """Its own command, with a choice, which needs echo and log-probabilities, a text, and one that
+    is scored in windows as long as the model's."""
     rows = [{"q": "a few", "choices": [" words", " more"], "answer": n} for n in (0, 1)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = "dataset_path: json\ntest_split: test\ndoc_to_text: '{{q}}'\n"
@@ -132,11 +133,17 @@ def test_lm_eval(url: str, folder: Path, tmp_path: Path) -> None:
         "generation_kwargs: {until: ['\\n'], max_gen_toks: 5}\n"
         "metric_list: [{metric: exact_match}]\n"
     )
-    arguments = f"base_url={url}{TEXT},model={folder},tokenizer={folder},max_length=120"
+    (tmp_path / "long.jsonl").write_text(json.dumps({"q": "a few words, a few more; " * 40}))
+    (tmp_path / "long.yaml").write_text(
+        "task: long\ndataset_path: json\ntest_split: test\noutput_type: loglikelihood_rolling\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'long.jsonl'}}}}}\n"
+        "doc_to_text: ''\ndoc_to_target: '{{q}}'\nmetric_list: [{metric: bits_per_byte}]\n"
+    )
+    arguments = f"base_url={url}{TEXT},model={folder},tokenizer={folder},max_length=129"  # it takes one less
     arguments += ",tokenizer_backend=huggingface,num_concurrent=1"
     command = [
         *(sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks"),
-        *("choice,text", "--include_path", tmp_path, "--model_args", arguments),
+        *("choice,text,long", "--include_path", tmp_path, "--model_args", arguments),
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(
@@ -146,6 +153,7 @@ def test_lm_eval(url: str, folder: Path, tmp_path: Path) -> None:
     # Of two rows with the same question one is right, whatever the model.
     assert re.search(r"\|choice *\|.*\|acc *\|.*\| +0\.5\|", done.stdout), done.stdout
     assert re.search(r"\|text .*exact_match", done.stdout)
+    assert re.search(r"\|long .*bits_per_byte", done.stdout)
 
 
 def test_a_body_as_langchain_sends_it(plain: Client, folder: Path) -> None:
