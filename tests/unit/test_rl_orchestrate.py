@@ -111,10 +111,22 @@ def test_servers_that_are_no_engines_of_this_run_are_refused(
     assert "257 tokens, of which [2] end a text" in problems(tmp_path, engine.url)
     done = run(words(tmp_path, f"--rl.inference.urls=['{nobody}']", "--check"))
     assert done.returncode == 2 and "start it first" in done.stderr
-    engine.fault, engine.run = lambda engine, path: None, "/runs/other/rl/7.0"
+    engine.fault, engine.holder = lambda engine, path: None, "/runs/other#7.0"
     done = run(words(tmp_path, f"--rl.inference.urls=['{engine.url}']", "--check"))
     assert done.returncode == 2 and f"{engine.url}: it has weights of another run" in done.stderr
-    assert "/runs/other/rl/7.0, which uses it; end that run, or start another" in done.stderr
+    assert "/runs/other#7.0, which uses it; end that run, or start another" in done.stderr
+
+
+def test_a_job_that_is_started_again_waits_for_the_engine_of_another_run(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the engine before, and bad input would end it for good."""
+    monkeypatch.setenv("KEMPNER_SERVE_TOKEN", TOKEN)
+    engine.holder = "/runs/other#1"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert "another run, /runs/other#1, which uses it; end" in problems(tmp_path, engine.url)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert problems(tmp_path, engine.url) == ""
 
 
 @pytest.mark.parametrize(

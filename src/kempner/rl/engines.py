@@ -156,6 +156,10 @@ class Engine(Protocol):
         """Of prompts, since it began; None: it does not count them."""
         ...
 
+    def release(self) -> None:
+        """The run has ended: others may have it."""
+        ...
+
     def abort(self) -> None: ...
 
 
@@ -166,7 +170,8 @@ class KitEngine:
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
     def __init__(self, url: str, token: str, run: str = "") -> None:
-        """`run`: an engine that has weights of another one is none of this run's."""
+        """`run`: see Exchange.run; an engine with weights of another attempt has to be given those
+        of this one first."""
         self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -237,10 +242,12 @@ class KitEngine:
         named = {"run": self._run} if self._run and "path" in body else {}
         return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
 
+    def release(self) -> None:
+        self._ask("/release", {"run": self._run}, BEAT_S)
+
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         answer = self._ask("/score", {"tokens": list(tokens), "temperature": temperature}, SCORE_S)
-        if answer.get("run", "") not in ("", self._run):
-            raise Lost("it has weights of another run")
+        self._own(answer.get("run", ""))
         try:
             return Scores(list(map(float, answer["logprobs"])), self._version_in(answer))
         except (KeyError, TypeError, ValueError) as error:
@@ -452,6 +459,10 @@ class VllmEngine(KitEngine):
             self._do("/resume", {})
         return int(body["version"])
 
+    def release(self) -> None:
+        with contextlib.suppress(Lost):  # a vLLM that was started by hand has no lease
+            self._ask(LEASE, {}, BEAT_S)
+
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         """vLLM gives the log-probabilities of a prompt at temperature 1 alone."""
         if temperature != 1.0:
@@ -460,10 +471,10 @@ class VllmEngine(KitEngine):
         body = {"token_ids": list(tokens), "sampling_params": words}
         answer = self._ask("/inference/v1/generate", body, SCORE_S)
         try:
-            (span,) = answer["choices"][0]["weight_versions"]  # of its only token
+            (version,) = self._versions(answer["choices"][0]["weight_versions"])  # of its token
             entries = zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
             found = [float(entry[str(token)]["logprob"]) for token, entry in entries]
-            return Scores(found, int(span["version"]))
+            return Scores(found, version)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise Lost(f"its answer is not vLLM's: {error!r}") from None
 
@@ -484,6 +495,8 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
         why = text[:200].decode(errors="replace")
     if code == 503:
         raise Busy(why)
+    if code == 409:
+        raise Leased(why)
     if code in (400, 422):
         raise Rejected(f"{path}: {why}")
     raise Lost(f"{path}: {code} {why}")

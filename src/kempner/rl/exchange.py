@@ -71,8 +71,8 @@ class Exchange:
 
     @property
     def run(self) -> str:
-        """The name of this attempt for engines: each has versions of its own."""
-        return quote(str(self.root.absolute()))
+        """The name of this attempt for engines, RUN#ATTEMPT: each has versions of its own."""
+        return f"{quote(str(self.root.parent.parent.absolute()))}#{self.root.name}"
 
     # --- the trainer ---
 

@@ -93,16 +93,19 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
 
 def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     """Whether engines of this run are at rl.inference.urls. One that is silent may come; when all
-    are, nobody has started them."""
+    are, nobody has started them. A job that was started again waits for one that another run has
+    taken meanwhile, as for one that is lost."""
     problems, silent = [], []
+    again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    run = Exchange(cfg.run.dir).run
     token = os.environ.get(TOKEN, "").strip()
     for url in cfg.rl_inference.urls:
-        engine = make_engine(cfg, url, token, words.ends)
+        engine = make_engine(cfg, url, token, words.ends, run)
         try:
             engine.version()
             problem = other_words(engine, words)
         except Leased as error:
-            problem = f"{error}; end that run, or start another engine"
+            problem = "" if again else f"{error}; end that run, or start another engine"
         except Busy:
             problem = ""
         except Silent as error:

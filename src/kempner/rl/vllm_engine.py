@@ -35,7 +35,7 @@ from kempner.files import write_atomic
 from kempner.front_door import run_program
 from kempner.port_range import bind_allowed
 from kempner.rl.engines import CHANGES, LEASE, SLOTS
-from kempner.serve.lease import RUN, Lease, Refused
+from kempner.serve.lease import RUN, Lease, Leased
 from kempner.signals import leave_event
 
 TOKEN = "KEMPNER_SERVE_TOKEN"
@@ -64,6 +64,7 @@ class Allowed:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
         given = headers.get(b"authorization", b"")
+        run = headers.get(RUN.lower().encode(), b"").decode("latin-1")
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
         elif not hmac.compare_digest(given, self.wanted):
@@ -72,15 +73,16 @@ class Allowed:
             else:
                 await refuse(send, 401, "give the token of this engine: " + BEARER)
         elif scope["path"] == LEASE:
-            await say(send, 200, {"run": self.lease.run, "leased": self.lease.held})
+            if scope["method"] == "POST":  # the run has ended
+                self.lease.release(run)
+            await say(send, 200, {"run": self.lease.run, "leased": self.lease.held(run)})
         else:
-            run = headers.get(RUN.lower().encode(), b"").decode("latin-1")
             try:
                 if scope["path"] in CHANGES:
                     self.lease.take(run)
                 self.lease.renew(run)
-            except Refused as error:
-                await refuse(send, 400, str(error))
+            except Leased as error:
+                await refuse(send, 409, str(error))
             else:
                 await self.app(scope, receive, send)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -12,32 +13,43 @@ class Refused(ValueError):
     """These weights cannot be taken; the model is as it was."""
 
 
-class Lease:
-    """The run whose weights these are. It keeps the engine as long as it asks now and then how the
-    engine is; two runs at one engine would train on each other's samples."""
+class Leased(Refused):
+    """Another run uses the engine."""
 
-    SECONDS = 10.0
+
+class Lease:
+    """The attempt of a run, RUN#ATTEMPT, whose weights these are. Its run keeps the engine as long
+    as it asks now and then how the engine is; two runs at one engine would train on each other's
+    samples."""
+
+    SECONDS = 180.0  # more than rl.sh lets an orchestrator be silent, which is 120
 
     def __init__(self) -> None:
-        self.run, self._until, self._lock = "", 0.0, threading.Lock()
+        self.run, self._since, self._lock = "", -math.inf, threading.Lock()
 
-    @property
-    def held(self) -> bool:
-        return bool(self.run) and time.monotonic() < self._until
+    def held(self, run: str) -> bool:
+        """Does a run other than this one use the engine?"""
+        others = bool(self.run) and self.run.partition("#")[0] != run.partition("#")[0]
+        return others and time.monotonic() < self._since + self.SECONDS
 
     def renew(self, run: str) -> None:
         if run and run == self.run:
-            self._until = time.monotonic() + self.SECONDS
+            self._since = time.monotonic()
+
+    def release(self, run: str) -> None:
+        """It has ended."""
+        if run == self.run:
+            self._since = -math.inf
 
     def take(self, run: str) -> bool:
-        """Whether the weights were those of another run, or of none. Raises Refused."""
+        """Whether the weights were those of another attempt, or of none. Raises Leased."""
         with self._lock:
-            other = run != self.run
-            if other and self.held:
-                raise Refused(
-                    f"this engine has the weights of the run {self.run}, which uses it; end that "
-                    "run, or start another engine"
+            if self.held(run):
+                raise Leased(
+                    f"this engine has the weights of the run {self.run.partition('#')[0]}, which "
+                    f"uses it; end that run, or start another engine. A run that has died keeps "
+                    f"its engines for {self.SECONDS:.0f} s"
                 )
-            self.run = run
+            other, self.run = run != self.run, run
             self.renew(run)
             return other

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kempner.checkpoint.commit import Damaged
 from kempner.config.option import ConfigError
 from kempner.config.values import shown
-from kempner.hf.load import load_weights
+from kempner.hf.load import is_finite, load_weights, not_finite
 from kempner.hf.source import Source, held
 from kempner.hf.stored import check_source
 from kempner.model.config import OF_TRAINING, ModelConfig
@@ -33,6 +33,8 @@ def replace(model: Decoder, name: str) -> None:
         try:
             source = reading.enter_context(held(name))
             check(model, source)
+            if name := not_finite(source):
+                raise ConfigError(f"{source.path}: {name} has values that are not finite")
         except (ConfigError, Damaged, OSError) as error:
             raise Refused(str(error)) from None
         load_weights(model, model.cfg, source)
@@ -47,9 +49,13 @@ def receive(model: Decoder, manifest: str, token: str) -> int:
     try:
         facts = json.loads(Path(manifest).read_text())
         read(model, facts, token)
-        return int(facts["version"])
+        version = int(facts["version"])
     except (Gone, FileNotFoundError, KeyError, ValueError) as error:
         raise Refused(f"{manifest}: {error}") from None
+    for name, parameter in model.named_parameters():  # the old values are gone
+        if not is_finite(parameter):
+            raise OverflowError(f"{name} is not finite")
+    return version
 
 
 def check(model: Decoder, source: Source) -> None:
