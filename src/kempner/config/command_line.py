@@ -14,7 +14,7 @@ from kempner.config.option import ConfigError, Option, schema
 from kempner.config.values import shown, to_text
 
 HELP_WIDTH = 100
-MOST = {"nodes": 100_000, "gpus-per-node": 1024}  # of whole numbers: more is a typing error
+MOST = {"nodes": 100_000, "gpus-per-node": 1024, "host-memory": 100_000}  # more is a typing error
 MEANING_COLUMN = 46  # where the meaning begins; an option that is longer has it on the next line
 
 
