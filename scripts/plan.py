@@ -21,6 +21,7 @@ if __name__ == "__main__":
     first.begin()  # before anything that may be missing or slow
 
 from kempner.config.command_line import parse_command
+from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
 from kempner.front_door import run_program
 from kempner.history.tables import aligned
@@ -37,7 +38,7 @@ from kempner.planner.cost import (
 )
 from kempner.planner.engine import engine_memory
 from kempner.planner.memory import GIB, memory
-from kempner.planner.search import best
+from kempner.planner.search import best, why_none
 from kempner.run import RunConfig
 
 FLAGS = {"help": bool, "nodes": int, "gpus-per-node": int, "gpu": str, "host-memory": int}
@@ -56,6 +57,11 @@ def main(argv: list[str]) -> int:
         problems.append(f"--gpu={name}: is not known; give one of {', '.join(GPUS)}")
     host = (command.flags["host-memory"] or HOST_BYTES / GIB) * GIB
     cfg = load_config(command.files, command.overrides, problems)
+    if cfg.train.fp8 != "none" and not GPUS[name].fp8:
+        raise ConfigError(
+            f"train.fp8 = {cfg.train.fp8}: {name} does not multiply 8-bit floats; give another "
+            "--gpu, or --train.fp8=none"
+        )
     cfg.lowcomm.count(nodes * per_node, per_node)
     gpu = GPUS[name]
     where = (
@@ -86,8 +92,11 @@ def main(argv: list[str]) -> int:
         words = each.words or "(as configured)"
         rate = f"{tokens / slow:,.0f} to {tokens / fast:,.0f}"
         rows.append([f"{fast:.2f} to {slow:.2f}", rate, gib, words])
-    print(aligned(rows, 2, range(3)) if found else "none: use more GPUs, or a smaller model")
-    return 0 if found else 1
+    if found:
+        print(aligned(rows, 2, range(3)))
+        return 0
+    print(f"none: {why_none(cfg, nodes * per_node, per_node, check_world)}")
+    return 1
 
 
 def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, host: float) -> None:

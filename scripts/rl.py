@@ -40,6 +40,7 @@ from kempner.config.option import ConfigError
 from kempner.lowcomm.opening import open_replicas
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
+from kempner.port_range import BadPortRange, NoFreePort
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -153,7 +154,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         limit = cfg.distributed.start_timeout
         world = process_group.start(world, device, cfg.run.dir, limit)
         run = Run(cfg, world)
-    except ConfigError as error:
+    except (ConfigError, BadPortRange, NoFreePort) as error:
         reject(error, stop, requests.end_process)
     try:
         prepare_torch(cfg, run, device)

@@ -46,6 +46,7 @@ from kempner.optim.build import published_weights
 from kempner.optim.config import learning_rate
 from kempner.optim.freezing import Freezer
 from kempner.parallel.build import build_model
+from kempner.port_range import BadPortRange, NoFreePort
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -187,7 +188,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         world = process_group.start(world, device, run_dir, limit, replicas)
         cfg = cfg.of_replica(world.replica)
         run = Run(cfg, world)
-    except ConfigError as error:
+    except (ConfigError, BadPortRange, NoFreePort) as error:
         reject(error, stop, requests.end_process)
     try:
         prepare_torch(cfg, run, device)

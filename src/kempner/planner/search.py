@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -80,6 +81,19 @@ def best(
     return list(different.values())[:count]
 
 
+def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
+    """What to do where best() finds nothing: memory is the reason if any combination passes the
+    checks."""
+    known = problems_of(cfg)
+    _, ranks, near = one_replica(cfg, world_size, per_node)
+    for levers in candidates(cfg, ranks):
+        other = changed_by(cfg, changes(cfg, levers, ranks, near))
+        if not (problems_of(other) - known or check(other, world_size, per_node)):
+            return "use more GPUs, or a smaller model"
+    smallest = check(changed_by(cfg, {"train.micro_batch": 1}), world_size, per_node)
+    return "; ".join(smallest or check(cfg, world_size, per_node)) or "no combination is allowed"
+
+
 def changes(
     cfg: RunConfig, levers: Mapping[str, Any], world_size: int, per_node: int
 ) -> dict[str, Any]:
@@ -97,7 +111,8 @@ def changes(
 def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
     """Values for every lever that costs or saves memory, by section.key. What the axes leave of the
     ranks, those of one replica, is copies."""
-    shards = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
+    shards = sorted({*small, *(world_size // n for n in small)})
     meshes = [
         {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,
          "distributed.pp": pp, "distributed.dp_replicate": -1,

@@ -20,7 +20,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ from kempner.config.option import ConfigError
 from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
 from kempner.front_door import run_program
-from kempner.port_range import bind_allowed
+from kempner.port_range import NoFreePort, ReservedPort
 from kempner.rl.engines import CHANGES, LEASE, SLOTS
 from kempner.serve.lease import RUN, Lease, Leased
 from kempner.signals import leave_event
@@ -73,7 +72,7 @@ class Allowed:
             else:
                 await refuse(send, 401, "give the token of this engine: " + BEARER)
         elif scope["path"] == LEASE:
-            if scope["method"] == "POST":  # the run has ended
+            if scope.get("method") == "POST":  # the run has ended
                 self.lease.release(run)
             await say(send, 200, {"run": self.lease.run, "leased": self.lease.held(run)})
         else:
@@ -120,12 +119,11 @@ def main(argv: list[str]) -> int:
         refuse_other_file(place, "--publish", ("http://",))
     except ConfigError as error:
         return fail(str(error))
-    held = socket.socket()  # up to the end of this process, so that no other of ours takes its port
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does, which binds it, too
-    try:
-        port = options.port or bind_allowed(held)
+    try:  # held up to the end of this process: vLLM binds it, too, and no other of ours does
+        reserved = None if options.port else ReservedPort()
     except OSError as error:
-        return fail(error.strerror or str(error))
+        return fail(error.strerror or str(error), 1 if isinstance(error, NoFreePort) else 2)
+    port = reserved.port if reserved else options.port
     command = [python, "-m", "vllm.entrypoints.cli.main", *words(found, options, port), *more]
     process = subprocess.Popen(command, env=environment(token), start_new_session=True)
     try:
@@ -141,9 +139,9 @@ def main(argv: list[str]) -> int:
         stop(process)
 
 
-def fail(message: str) -> int:
+def fail(message: str, code: int = 2) -> int:
     print(f"vllm_engine: error: {message}", file=sys.stderr)
-    return 2
+    return code
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

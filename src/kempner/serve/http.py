@@ -18,7 +18,7 @@ from queue import Empty
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kempner.port_range import bind_allowed
+from kempner.port_range import listen
 from kempner.serve.lease import RUN, Lease, Leased, Refused
 from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read, read_ids
 from kempner.serve.worker import Job, News, Unavailable, Worker
@@ -61,7 +61,8 @@ class Server(ThreadingHTTPServer):
         if self.server_address[1]:
             socketserver.TCPServer.server_bind(self)
         else:
-            bind_allowed(self.socket, str(self.server_address[0]))
+            self.socket.close()
+            self.socket = listen(str(self.server_address[0]))
             self.server_address = self.socket.getsockname()
 
     @property
