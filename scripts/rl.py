@@ -64,7 +64,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
     optimizer, replicas = open_replicas(cfg, run.world, model)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
-    progress = resume(cfg, run, model, checkpointer, replicas)
+    progress = resume(cfg, run, layout, model, checkpointer, replicas)
     objective = open_objective(cfg, layout, model, run, device)
     exchange = Exchange(run.dir)
     publisher = open_publisher(cfg, model, exchange, device)

@@ -67,7 +67,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
     optimizer, replicas = open_replicas(cfg, run.world, model)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
-    progress = resume(cfg, run, model, checkpointer, replicas)
+    progress = resume(cfg, run, layout, model, checkpointer, replicas)
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)

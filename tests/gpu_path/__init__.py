@@ -12,8 +12,9 @@ test_step      two steps (forward, loss, backward, sums, update, the numbers one
 test_kernels   branches that only a GPU takes, with CPU kernels for their operators, against the
                plain ones, gradients too: variable-length attention, flash attention in a ring of 2
                and 4, grouped products of experts without a token
-test_compiled  one graph a block, no graph break, and how often it is compiled: once, or twice
-               with a ramp or packed documents, once more for a validation
+test_compiled  no graph break in a block, and how often it is compiled: once for training, once for
+               validation, also with ramps and packed documents; where sizes do not change, they
+               are constants
 test_host      what forks, CUDA before a fork, the allocator's setting, sizes that fp8 and the ring
                refuse
 
