@@ -22,6 +22,6 @@ test_host      what forks, CUDA before a fork, the allocator's setting, sizes th
 operators have a kernel; the CPU build goes by native_functions.yaml.
 
 Not told without a GPU: what a kernel computes, which one scaled_dot_product_attention takes,
-flex_attention (capped scores), _scaled_mm itself, streams (both offloads, FSDP's own), whether NCCL
-connects, memory, time.
+flex_attention (capped scores), streams (both offloads, FSDP's own), whether NCCL connects, memory,
+time.
 """
