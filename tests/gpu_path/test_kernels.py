@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_parts import ring_attention
 from kempner.model import decoder, moe
 from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.config import ModelConfig
-from kempner.parallel import context
 from kempner.parallel.fp8 import use_fp8
 from tests.gpu_path import kernels
 from tests.gpu_path.kernels import GPU, OnCpu, registered
@@ -88,50 +88,6 @@ def test_a_model_with_packed_documents(monkeypatch: pytest.MonkeyPatch, window: 
 # --- The ring -------------------------------------------------------------------------------------
 
 
-class Chain:
-    """A ring of n ranks in one process: what a rank gets is what the one before it has sent."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._ranks
-
-
-def ring(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ranks: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The rounds of context._Ring for all its ranks, by the functions that a GPU's rank calls."""
-    parts = [context.columns(T, r, ranks, "ring", kernels.CPU) for r in range(ranks)]
-    mine = [[x[:, :, part] for x in (q, k, v, dout)] for part in parts]
-    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
-    rounds = [(r, s, (r - s) % ranks) for r in range(ranks) for s in range(ranks)]
-    for rank, number, of in rounds:
-        queries, keys = context._parts(number, rank, T // ranks) if number else (slice(None),) * 2
-        block, block_lse, *state = context.kernel(
-            mine[rank][0][:, :, queries], *(x[:, :, keys] for x in mine[of][1:3]), not number
-        )
-        at = parts[rank][queries]
-        total = torch.logaddexp(lse[:, :, at], block_lse)
-        old, new = (lse[:, :, at] - total).exp(), (block_lse - total).exp()
-        out[:, :, at] = out[:, :, at] * old.unsqueeze(-1) + block * new.unsqueeze(-1)
-        lse[:, :, at] = total
-    grads = [torch.zeros(x.shape) for x in (q, k, v)]
-    for rank, number, of in rounds:
-        queries, keys = context._parts(number, rank, T // ranks) if number else (slice(None),) * 2
-        at, seen = parts[rank][queries], parts[of][keys]
-        found = context.kernel_backward(
-            dout[:, :, at], q[:, :, at], k[:, :, seen], v[:, :, seen],
-            out[:, :, at].to(q.dtype), lse[:, :, at], state, not number,
-        )  # fmt: skip
-        for whole, places, part in zip(grads, (at, seen, seen), found, strict=True):
-            whole[:, :, places] += part
-    return out, *grads
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_flash_attention_of_a_ring(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Its arguments, grouped heads, blocks of unequal sizes, and the state that goes back."""
@@ -142,8 +98,8 @@ def test_flash_attention_of_a_ring(monkeypatch: pytest.MonkeyPatch, ranks: int) 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     parts = {"": kernels.flash, "_backward": kernels.flash_backward}
     names = {f"_scaled_dot_product_flash_attention{end}": part for end, part in parts.items()}
-    with registered("aten", **names), torch.no_grad():
-        found = ring(*(x.detach() for x in inputs), dout, ranks)
+    with registered("aten", **names):
+        found = ring_attention(ranks, *(x.detach() for x in inputs), dout)
     for ours, plain in zip(found, want, strict=True):
         assert (ours - plain).norm() < 0.02 * plain.norm()
 
