@@ -9,6 +9,8 @@ test_step      two steps (forward, loss, backward, sums, update, the numbers one
                kernel for CUDA, no wait of the host: tied weights, biases, windows, documents,
                norms, experts, each optimizer, recomputation, LoRA, DPO, reward models, RL's loss;
                generation, where the host may wait as GENERATION there names
+test_between   gradients that wait for the last micro-batch (sync_once), rounds of replicas with
+               each compression, adapters merged for engines, a rank of experts without tokens
 test_kernels   branches that only a GPU takes, with CPU kernels for their operators, against the
                plain ones, gradients too: variable-length attention, flash attention in a ring of 2
                and 4, grouped products of experts without a token
