@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kempner import startup
+from kempner import process_group, startup
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import open_sidecar
 from kempner.data.stages import samples_between, stage_at
@@ -81,9 +81,14 @@ def slow_products(device: str, dtype: str) -> str | None:
 def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
     """The meshes over the ranks of this replica, and its place among the others."""
     from kempner.parallel.layout import build_layout
+    from kempner.resilience.watchdog import PATIENCE_S
 
     replica = world.replica, world.replicas
-    return build_layout(cfg.distributed, world.size, world.per_node, device.type, replica)
+    layout = build_layout(cfg.distributed, world.size, world.per_node, device.type, replica)
+    # Until the watchdog knows these groups: the limit that NCCL begins with, ten minutes, is also
+    # that of a start that stands still, and its end leaves no record.
+    process_group.set_timeout(max(cfg.distributed.start_timeout, PATIENCE_S), layout.groups)
+    return layout
 
 
 def open_checkpointer(
