@@ -61,11 +61,11 @@ from kempner.step import (
 
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
-    layout = open_layout(cfg, run.world, device)
+    watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
-    optimizer, replicas = open_replicas(cfg, run.world, model)
+    optimizer, replicas = open_replicas(cfg, run.world, model, watchdog.patient)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
-    progress = resume(cfg, run, model, checkpointer, replicas)
+    progress = resume(cfg, run, layout, model, checkpointer, replicas)
     objective = open_objective(cfg, layout, model, run, device)
     exchange = Exchange(run.dir)
     publisher = open_publisher(cfg, model, exchange, device)
@@ -74,7 +74,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     recorder, nonfinite = Recorder(run, device, progress, feed), NonFinite(cfg.resilience)
     work = BlockClock(model, device, layout.blocks_apart)
     stragglers = Stragglers(run.hosts, device, run.announce)
-    watchdog = start_watchdog(cfg, run, layout, replicas)
+    watchdog.begin(progress.step, layout.groups)
     feed.waiting = watchdog.patient
     stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
     with watchdog.patient():

@@ -9,11 +9,14 @@ test_step      two steps (forward, loss, backward, sums, update, the numbers one
                kernel for CUDA, no wait of the host: tied weights, biases, windows, documents,
                norms, experts, each optimizer, recomputation, LoRA, DPO, reward models, RL's loss;
                generation, where the host may wait as GENERATION there names
+test_between   gradients that wait for the last micro-batch (sync_once), rounds of replicas with
+               each compression, adapters merged for engines, a rank of experts without tokens
 test_kernels   branches that only a GPU takes, with CPU kernels for their operators, against the
                plain ones, gradients too: variable-length attention, flash attention in a ring of 2
                and 4, grouped products of experts without a token
-test_compiled  one graph a block, no graph break, and how often it is compiled: once, or twice
-               with a ramp or packed documents, once more for a validation
+test_compiled  no graph break in a block, and how often it is compiled: once for training, once for
+               validation, also with ramps and packed documents; where sizes do not change, they
+               are constants
 test_host      what forks, CUDA before a fork, the allocator's setting, sizes that fp8 and the ring
                refuse
 
@@ -21,6 +24,6 @@ test_host      what forks, CUDA before a fork, the allocator's setting, sizes th
 operators have a kernel; the CPU build goes by native_functions.yaml.
 
 Not told without a GPU: what a kernel computes, which one scaled_dot_product_attention takes,
-flex_attention (capped scores), _scaled_mm itself, streams (both offloads, FSDP's own), whether NCCL
-connects, memory, time.
+flex_attention (capped scores), streams (both offloads, FSDP's own), whether NCCL connects, memory,
+time.
 """
