@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
         headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
         path = self.path.partition("?")[0]
-        scope = {"type": "http", "path": path, "headers": headers}
+        scope = {"type": "http", "method": self.command, "path": path, "headers": headers}
         asyncio.run(self.server.door(scope, None, send))
         if sent:
             self.send(sent[1]["body"], sent[0]["status"])
