@@ -72,7 +72,7 @@ class Allowed:
             else:
                 await refuse(send, 401, "give the token of this engine: " + BEARER)
         elif scope["path"] == LEASE:
-            if scope["method"] == "POST":  # the run has ended
+            if scope.get("method") == "POST":  # the run has ended
                 self.lease.release(run)
             await say(send, 200, {"run": self.lease.run, "leased": self.lease.held(run)})
         else:
