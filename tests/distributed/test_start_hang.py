@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT, clean_env
 
-LIMIT_S = 15
+LIMIT_S = 20
 WORDS = (
     "--model.vocab_size=64", "--model.dim=32", "--model.n_layers=1", "--model.n_heads=4",
     "--model.n_kv_heads=4", "--model.ffn_dim=32", "--train.seq_len=32", "--train.global_batch=2",

@@ -1,4 +1,4 @@
-"""The path of a GPU, tested without one, in about a minute of one core.
+"""The path of a GPU, tested without one, in about a minute and a half of one core.
 
 test_groups    process groups as NCCL's are made, a device bound: every product of pp, dp_replicate,
                dp_shard, cp, tp and ep of 2, 3, 4 and 6 ranks, of 8 those of three axes of 2; the

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from kempner.compiler import CACHE, keep_private
-from kempner.model.attention import Visible
 from kempner.model.decoder import Decoder
 from kempner.process_group import World
 from kempner.slurm import host_name
@@ -50,8 +49,8 @@ def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) ->
     always has a graph of its own. Once the model is sharded.
     """
 
-    def mark(_: nn.Module, args: tuple[Tensor, Tensor, Visible]) -> None:
-        x, rope, seen = args
+    def mark(_: nn.Module, args: tuple[Any, ...]) -> None:
+        x, rope, seen = args[:3]
         vary = torch._dynamo.maybe_mark_dynamic
         for tensor, row, *lengths in ((x, 0, 1), (rope, rope.ndim - 4, -2), (seen.mask, 0, 2, 3)):
             if tensor is None:
