@@ -27,7 +27,15 @@ from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_oth
 from kempner.front_door import complain, how_to_run, list_problems, run_program
 from kempner.gpu import driver
 from kempner.hf.families import family_of
-from kempner.hf.source import TOKENIZER, Source, find, source_tokenizer, tokenizer_of_file
+from kempner.hf.source import (
+    CONFIG,
+    FOLDER,
+    TOKENIZER,
+    Source,
+    find,
+    source_tokenizer,
+    tokenizer_of_file,
+)
 from kempner.hf.stored import check_source
 from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 from kempner.optim.config import learning_rate
@@ -417,12 +425,14 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     found = []
     source = cfg.model.init_from
     again = cfg.preference.loss == "dpo" or cfg.lora.rank > 0  # every start reads these weights
-    begins = not cfg.run.fork and not has_checkpoint(cfg.checkpoint_dir)
+    there = has_checkpoint(cfg.checkpoint_dir)
+    begins = not cfg.run.fork and not there
     if source is not None and rank == 0 and (again or begins):
         try:
             weights = find(source, pinned=again)
             check_source(weights, cfg.model)
             found += check_tokenizer(weights, cfg)
+            found += changed_config(weights, cfg) if there else []
         except ConfigError as error:
             found += [f"model.init_from: {problem}" for problem in error.problems]
     try:
@@ -448,6 +458,26 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     if not (found or others) and rank == 0 and cfg.checkpoint.save:
         others = check_checkpoint(cfg)
     return found + others
+
+
+def changed_config(weights: Source, cfg: RunConfig) -> list[str]:
+    """Does the config.json of the weights that every start reads say the same as the copy that the
+    run has kept of it? What it says besides the model's own values may change."""
+    kept = Path(cfg.run.dir) / FOLDER  # in a fork what the other run has kept
+    if weights.is_checkpoint or cfg.run.fork or not (kept / CONFIG).is_file():
+        return []
+    before, now = Source(weights.name, kept, False).model(), weights.model()
+    differ = [
+        f"{name} is {shown(before.get(name))} there, {shown(now.get(name))} here"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+    if not differ:
+        return []
+    return [
+        f"model.init_from: {weights.path / CONFIG} has changed since the run began "
+        f"({'; '.join(differ)}); put back what {kept / CONFIG} has"
+    ]
 
 
 def check_checkpoint(cfg: RunConfig) -> list[str]:

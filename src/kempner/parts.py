@@ -152,7 +152,7 @@ def _objective(
         model.loss = token_scores
         return Reward(open_sidecar(cfg.data.mixed[0].path).eod, device)
     reference = build_model(cfg.model, layout, cfg.train, cfg.distributed, frozen=True)
-    run.announce(f"the reference {start_from(reference, cfg.model, run.dir)}")
+    run.announce(f"the reference {start_from(reference, cfg.model, None)}")
     model.loss = reference.loss = token_losses
     return DPO(reference, cfg.preference.beta, device)
 

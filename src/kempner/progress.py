@@ -97,7 +97,7 @@ def resume(
     if cfg.model.init_from is not None and (cfg.lora.rank or (manifest is None and not forks)):
         from kempner.hf.load import start_from
 
-        run.announce(start_from(model, cfg.model, run.dir))
+        run.announce(start_from(model, cfg.model, run.dir if manifest is None else None))
     progress = (
         begin_fork(cfg, run, checkpointer, replicas) if forks else Progress.of(manifest).plan(cfg)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -206,6 +207,17 @@ def test_a_run_keeps_its_kind_and_its_base(place: Path, data_dir: Path) -> None:
         process = start_train(*kept, change)
         _, err = process.communicate(timeout=120)
         assert process.returncode == 2 and problem in err, err
+    config = place / "model/config.json"
+    text = config.read_text()
+    try:
+        config.write_text(json.dumps(json.loads(text) | {"rms_norm_eps": 0.5}))
+        _, err = start_train(*kept).communicate(timeout=120)
+        assert f"{config} has changed since the run began (norm_eps is " in err, err
+        config.write_text(json.dumps(json.loads(text) | {"eos_token_id": 3}))
+        train(kept)
+        assert (place / "kept/hf/config.json").read_text() == text
+    finally:
+        config.write_text(text)
     model, aside = place / "model", place / "aside"
     before = fingerprint(find(str(model)))
     model.rename(aside)

@@ -265,8 +265,8 @@ def test_a_wrong_line_of_a_file(folder: Path, line: str, expected: str) -> None:
         ("--", "unknown option"),
         ("--chek", "unknown option; did you mean --check?"),
         ("--check=true", "--check takes no value"),
-        ("--nodes=two", "must be a whole number, at least 1"),
-        ("--nodes=0", "must be a whole number, at least 1"),
+        ("--nodes=two", "must be a whole number from 1 to 100,000"),
+        ("--nodes=0", "must be a whole number from 1 to 100,000"),
         ("--nodes", "a value is missing"),
         ("word", "unexpected argument"),
         ("", "unexpected argument"),
@@ -669,3 +669,18 @@ def test_a_wrong_word_of_a_section_within_another(folder: Path, word: str, expec
 
 def test_a_required_key_of_a_section_within_another_is_named_whole() -> None:
     assert problem(root=Nested).startswith("train.my_data.path: is required")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("--slurm.nodes=2", "the request is made to sbatch; give its options"),
+        ("--output_dir=x", "--help lists all; those of other kits are in docs/coming-from.md"),
+        ("--vlm.freeze=1", "--help lists all; those of other kits are in docs/coming-from.md"),
+        ("--train.max_step=3", "did you mean --train.max_steps?"),
+    ],
+)
+def test_an_option_of_another_kit_is_answered_by_the_way(word: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(RunConfig, [], [word])
+    assert hint in str(error.value)

@@ -174,6 +174,7 @@ def test_a_rank_that_sees_one_gpu_is_a_node_of_its_own(
     assert [found.get(name) for name in names] == [None if x is None else str(x) for x in given]
     assert int(found["GROUP_WORLD_SIZE"]) * int(found["LOCAL_WORLD_SIZE"]) == 4
     assert found["NODE_RANK"] == found["GROUP_RANK"]
+    assert found[VARIABLE] == ""  # the key of the job is not the program's
     # A launcher sees all of them, for its own ranks.
     whole = variables(World(1, 0, 2, "slurm", 1), start, options, place)
     assert "CUDA_VISIBLE_DEVICES" not in whole and whole["PET_NODE_RANK"] == "1"

@@ -31,6 +31,11 @@ from kempner.config.option import (
 )
 from kempner.config.values import shown, to_text
 
+OTHER_KITS = "; those of other kits are in docs/coming-from.md"
+NO_SLURM = (  # as in files of prime-rl
+    "the request is made to sbatch; give its options, SBATCH_* variables or site.env, and leave "
+    "this out (docs/slurm.md)"
+)
 T = TypeVar("T")
 Values = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
 
@@ -103,13 +108,10 @@ class _Loader:
         if name not in self.sections:
             what = "section" if isinstance(keys, dict) else "key"
             problem = f"unknown {what}{self._nearest(name)}"
-            if name == "slurm":  # as in files of prime-rl
-                problem = (
-                    "the request is made to sbatch; give its options, SBATCH_* variables or "
-                    "site.env, and leave this out (docs/slurm.md)"
-                )
+            if name == "slurm":
+                problem = NO_SLURM
             elif what == "section" and problem.endswith("lists all"):
-                problem += "; those of other kits are in docs/coming-from.md"
+                problem += OTHER_KITS
             self._wrong(name, f"{where}: {section}: {problem}")
             return
         if not isinstance(keys, dict):
@@ -141,7 +143,10 @@ class _Loader:
             fix = f"{section} is a section; write --{section}.key=value"
             self._wrong(section, f"{where}: {fix}")
         elif option is None:
-            self._wrong(section, f"{where}: unknown option{self._nearest(name, '--')}")
+            problem = f"unknown option{self._nearest(name, '--')}"
+            if problem.endswith("lists all"):
+                problem = NO_SLURM if section == "slurm" else problem + OTHER_KITS
+            self._wrong(section, f"{where}: {problem}")
         elif equals and negated:
             self._wrong(section, f"{where}: --no- takes no value; write --{name}={text}")
         elif equals:
@@ -185,7 +190,8 @@ class _Loader:
             guesses = [f"{section}.{key}" for key in near] or elsewhere
         else:
             guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
-            guesses = guesses or difflib.get_close_matches(name, [*self.sections, *names], n=1)
+            names += () if dashes else self.sections  # which are no options
+            guesses = guesses or difflib.get_close_matches(name, names, n=1)
         return f"; did you mean {dashes}{guesses[0]}?" if guesses else "; --help lists all"
 
     def build(self, root: type[T], complete: Callable[[Values], list[str]]) -> T:

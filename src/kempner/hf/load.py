@@ -33,9 +33,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 PIECE = 1 << 24  # bytes read at once
 
 
-def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
-    """Fill the model, on all ranks, with the weights of cfg.init_from, and keep in the run what
-    they have beside them. Returns one line for the log.
+def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path | None) -> str:
+    """Fill the model, on all ranks, with the weights of cfg.init_from, and keep in the run, if it
+    begins, what they have beside them (`run_dir`). Returns one line for the log.
 
     Raises ConfigError on all ranks when they are not the weights of this model.
     """
@@ -44,7 +44,7 @@ def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path) -> str:
 
         def choose() -> Source:  # another run's newest checkpoint is another one a minute later
             source = reading.enter_context(held(cfg.init_from or ""))
-            if source.carried.is_dir():
+            if run_dir is not None and source.carried.is_dir():
                 carry(source.carried, run_dir / FOLDER)
             return source
 

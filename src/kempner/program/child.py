@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kempner.config.option import ConfigError
+from kempner.peers import VARIABLE
 from kempner.process_group import World, own_instance
 from kempner.program.copy import Copy
 from kempner.program.launchers import uses_torchrun
@@ -103,6 +104,7 @@ def variables(
         "KEMPNER_RUN_DIR": options.run_dir,
         "KEMPNER_HEARTBEAT": place.heartbeat,
         "KEMPNER_STOP_FILE": place.stop,
+        VARIABLE: "",  # the key of the job: a program may log all its environment
         # A crash, and the end of a hang, then leave the stacks of all threads in the log.
         "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
