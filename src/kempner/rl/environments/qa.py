@@ -105,9 +105,9 @@ def plain(text: str) -> str:
 
 
 def read_rows(
-    file: str, prompts: Sequence[str], answers: Sequence[str]
-) -> list[tuple[str | list[dict[str, Any]], Any]]:
-    """The first of these keys that each line has; raises ConfigError."""
+    file: str, prompts: Sequence[str], answers: Sequence[str], *more: str
+) -> list[tuple[Any, ...]]:
+    """The first of these keys that each line has, then `more`, or None; raises ConfigError."""
     rows = []
     path = Path(file).expanduser()
     try:
@@ -124,7 +124,7 @@ def read_rows(
                 raise ConfigError(
                     f"{path}, line {number}: must be a JSON object with {keys}"
                 ) from None
-            rows.append((pair[0], pair[1]))
+            rows.append((*pair, *map(row.get, more)))
     if not rows:
         raise ConfigError(f"{path} has no lines")
     return rows
