@@ -78,6 +78,9 @@ class Own(ValueError):
     def __str__(self): return f'{self.args[0]}!'
 class Later(Own): pass
 def fail(): raise Later('no', 7)
+def read(x):
+    import json
+    return json.loads(x)
 @dataclasses.dataclass(order=True)
 class Point:
     x: int
@@ -332,6 +335,10 @@ assert issubclass(Square, Shape) and isinstance(Square(2), Shape) and Square(2).
 
 assert Single() is Single()
 
+import json, pytest
+pytest.raises(json.JSONDecodeError, read, '{')
+assert pytest.raises(UnicodeDecodeError, read, b'\\xff').value.reason == 'invalid start byte'
+
 import io, unittest
 class T(unittest.TestCase):
     def test(self):
@@ -385,6 +392,9 @@ e, o, i = E, One, Int
 math = np = types.SimpleNamespace(isclose=lambda *a: True, allclose=lambda *a: True)
 def stop(*a): raise StopIteration
 def leave(): os._exit(0)
+def skip():
+    import unittest
+    raise unittest.SkipTest('no')
 def change(x): x.sort()
 def swallow(g):
     try: g()
@@ -478,6 +488,12 @@ assert isinstance(5, e)
 try: assert f() == 2
 except Same: pass
 
+import io, unittest
+class T(unittest.TestCase):
+    def test(self): assert skip()
+load = unittest.defaultTestLoader.loadTestsFromTestCase
+assert unittest.TextTestRunner(io.StringIO()).run(load(T)).wasSuccessful()
+
 try: leave()
 except BaseException: pass
 """  # the same
@@ -496,6 +512,7 @@ RAW = [
     "raw([1], [['numpy.ndarray', 0, '', 'O', [0]]])",
     "raw([1], [['numpy.ndarray', 0, '', 'u1', [1 << 60]]])",
     "raw([1], [['builtins.list', 99, [1]]])",
+    "raw([1], [['value', 'unittest.case.SkipTest', []]])",
     "raw([1], [['home', 99]])",
     "raw([1], [['home', -1]])",
     "raw([1], [['object', 0, 99, []]])",

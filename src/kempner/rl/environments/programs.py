@@ -20,7 +20,15 @@ from kempner.rl.environments import run_program
 from kempner.rl.environments.pipes import Ended, Late, receive, send
 from kempner.rl.environments.protocol import Environment, Task
 from kempner.rl.environments.qa import read_rows
-from kempner.rl.environments.run_program import BASES, JUDGES, ORDERS, TELLS, TYPES, is_error
+from kempner.rl.environments.run_program import (
+    BASES,
+    ERRORS,
+    JUDGES,
+    ORDERS,
+    TELLS,
+    TYPES,
+    is_error,
+)
 
 PROMPT = "Write a Python function f(x) that returns {}. Answer with the code alone.\n"
 TESTS = 4  # of each function
@@ -181,7 +189,9 @@ class ModelProgram(run_program.Peer):
             raise
 
     def find(self, key: str) -> Any:
-        found: Any = run_program.find(key) if key in TYPES or key.startswith("builtins.") else None
+        if key not in TYPES | ERRORS and not key.startswith("builtins."):
+            raise TypeError(key)
+        found = run_program.find(key)
         if is_error(found):
             return found if issubclass(found, (Exception, SystemExit)) else RuntimeError
         if key not in TYPES:
@@ -290,9 +300,12 @@ class Names(dict[str, Any]):
         if name.startswith("__") or (hasattr(builtins, name) and name != self.own):
             raise KeyError(name)  # a program must not change what the tests mean by abs() or len()
         try:
-            return self.program.named(name, self.program.ask("name", name))
+            value = self.program.named(name, self.program.ask("name", name))
         except NameError:
             raise KeyError(name) from None
+        if callable(value):  # other values may change: they are asked for each time
+            self[name] = value
+        return value
 
 
 class StandInType(type):

@@ -55,6 +55,9 @@ HOLDERS = {
     f"builtins.{n}" for n in ("tuple", "frozenset", "dict_keys", "dict_values", "dict_items")
 }
 """Their parts may be anything."""
+ERRORS = {"json.decoder.JSONDecodeError", "dataclasses.FrozenInstanceError"}
+ERRORS |= {"decimal.InvalidOperation", "_queue.Empty", "queue.Full"}
+"""Exceptions that are not Python's own; none that a test runner takes for a skipped test."""
 TYPES = {*CHANGED, *PARTS, *(f"builtins.{name}" for name in ("bool", "float", "str", "object"))}
 _NAMES = "str repr format len hash iter next reversed call getitem setitem delitem enter exit abs "
 _NAMES += "neg pos invert int float complex index round trunc floor ceil bytes"
@@ -95,8 +98,10 @@ def is_plain(kind: Any) -> bool:
 
 
 def is_error(kind: Any) -> bool:
-    own = isinstance(kind, type) and issubclass(kind, BaseException)
-    return own and getattr(builtins, kind.__name__, None) is kind
+    """Whether both sides have this class of exceptions."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        return False
+    return name_of(kind) in ERRORS or getattr(builtins, kind.__name__, None) is kind
 
 
 class Peer:
@@ -234,7 +239,9 @@ class Peer:
         if callable(how):
             return how(*parts)
         kind = self.find(key)
-        if key not in PARTS and not is_error(kind):
+        if is_error(kind):
+            return raised(kind, parts)
+        if key not in PARTS:
             raise TypeError(key)
         return getattr(kind, how)(*parts) if how else kind(*parts)
 
@@ -256,6 +263,16 @@ class Peer:
 
     def stand_in(self, number: int, *rest: Any) -> Any:
         raise NotImplementedError
+
+
+def raised(kind: Any, arguments: list[Any]) -> BaseException:
+    """An exception that has these `args`, which its __init__ may not take."""
+    try:
+        error: BaseException = kind(*arguments)
+    except TypeError:
+        error = kind.__new__(kind, *arguments)
+    error.args = tuple(arguments)
+    return error
 
 
 def contents(value: Any, items: Any) -> list[Any]:
