@@ -388,8 +388,12 @@ class StandIn(metaclass=StandInType):
 
 
 def may_judge(name: str, one: StandIn, *others: Any) -> bool:
+    """Whether the program says how an object is compared or computed with others: where the tests
+    have made it, or name the classes of all of them."""
     named = one._kind_.named and all(isinstance(e, StandIn) and e._kind_.named for e in others)
-    return named or (one._self_[2] and name != "__eq__")
+    return (
+        one._self_[2] if name == "__contains__" else named or (one._self_[2] and name != "__eq__")
+    )
 
 
 def special(name: str, base: type) -> Any:
