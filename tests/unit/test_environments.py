@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -240,9 +241,16 @@ def test_formulas_are_the_same_in_other_words(tmp_path: Path) -> None:
 
 def test_tests_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "programs.jsonl"
-    path.write_text(json.dumps({"prompt": "Write one().", "tests": "assert one() == 1"}))
+    one = {"prompt": "Write one().", "tests": "assert one() == 1"}
+    two = {"prompt": "Write sum().", "tests": "assert sum() == 1", "entry_point": "sum"}
+    bad = {"prompt": "Write f().", "tests": "import sys\nf(sys)"}
+    path.write_text("\n".join(map(json.dumps, (one, two, bad))))
     env = make("code", json.dumps({"file": str(path)}))
-    assert env.score(Task("", "assert one() == 1"), "def one(): return 1") == 1.0
+    tasks = [env.task(number, Random()) for number in range(3)]
+    assert env.score(tasks[0], "def one(): return 1") == 1.0
+    assert env.score(tasks[1], "def sum(): return 1") == 1.0
+    with pytest.raises(BaseException, match=f"row 3 of {path}: tests: .* handed a module"):
+        env.score(tasks[2], "def f(x): pass")
 
 
 def talk(env: Environment, task: Task, turns: Sequence[str]) -> list[Message]:

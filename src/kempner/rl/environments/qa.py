@@ -152,10 +152,10 @@ def problem_of_answer(answer: Any) -> str:
 
 
 def read_rows(
-    file: str, prompts: Sequence[str], answer: str, problem_of: Callable[[Any], str]
-) -> list[tuple[str | list[dict[str, Any]], Any]]:
-    """The first of `prompts` that each line has, and its `answer`, of which `problem_of` says what
-    is wrong with it, or nothing. Raises ConfigError."""
+    file: str, prompts: Sequence[str], answer: str, problem_of: Callable[[Any], str], *more: str
+) -> list[tuple[Any, ...]]:
+    """The first of `prompts` that each line has, its `answer`, of which `problem_of` says what is
+    wrong with it, or nothing, and what it has for `more`, texts or None. Raises ConfigError."""
     rows = []
     path = Path(file).expanduser()
     try:
@@ -174,10 +174,12 @@ def read_rows(
                     f"{path}, line {number}: must be a JSON object with {keys}"
                 ) from None
             found = {key: problem_of_prompt(pair[0]), answer: problem_of(pair[1])}
+            for name in more:
+                found[name] = "" if isinstance(row.get(name), str | None) else "must be a text"
             for name, problem in found.items():
                 if problem:
                     raise ConfigError(f"{path}, line {number}: {name} {problem}")
-            rows.append(pair)
+            rows.append((*pair, *map(row.get, more)))
     if not rows:
         raise ConfigError(f"{path} has no lines")
     return rows

@@ -1,92 +1,416 @@
 """The process of a program that a model has written: it runs the program, and then does what tests
 in another process ask of it. `python -I run_program.py REQUESTS ANSWERS`: two pipes. Nothing of it
-is believed but the values that it answers with; see programs.py."""
+is believed but the values that it answers with; see programs.py, which speaks the same way.
+
+A message is JSON: its kind, a value, and a list of nodes. A value is an atom as it is, or [n] for
+node n: values may be shared or cyclic, and to read them runs nothing.
+"""
 
 from __future__ import annotations
 
-import io
-import operator
+import builtins
+import json
 import os
-import pickle
 import resource
 import struct
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # to import typing takes a tenth of the time of a reward
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
 
 LENGTH = struct.Struct("<Q")
-SMALL = (type(None), bool, int, float, complex, str)
-PLAIN = (*SMALL, bytes, bytearray, list, tuple, dict, set, frozenset)
-"""Types whose values travel; the program keeps all others, and hands out their numbers."""
-ASKED: dict[str, Callable[..., Any]] = {
-    "call": lambda function, args, named: function(*args, **named),
-    "attribute": getattr,
-    "item": operator.getitem,
-    "iterate": iter,
-    "next": next,
-    "length": len,
+SMALL = {type(None), bool, float, str}
+ATOMS = {*SMALL, int}
+LARGE = 1 << 63  # Python reads no more than 4300 digits of a decimal number
+BASES = (int, float, complex, str, bytes, tuple, frozenset)
+"""An instance of a class that derives from one of these brings its value, which never changes."""
+CHANGED = {f"collections.{name}" for name in ("deque", "Counter", "OrderedDict", "defaultdict")}
+CHANGED |= {f"builtins.{name}" for name in ("list", "dict", "set", "bytearray")} | {"numpy.ndarray"}
+"""Types that travel by value; what the other side has changed of one is changed in place."""
+PARTS: dict[str, tuple[Any, Any]] = {  # those of a value; what makes it of them, if not its type
+    "builtins.int": (lambda v: (hex(v),), lambda text: int(text, 16)),
+    "builtins.complex": (lambda v: (v.real, v.imag), None),
+    "builtins.bytes": (lambda v: (v.hex(),), "fromhex"),
+    "builtins.ellipsis": (lambda v: (), lambda: ...),
+    "builtins.NotImplementedType": (lambda v: (), lambda: NotImplemented),
+    "builtins.range": (lambda v: (v.start, v.stop, v.step), None),
+    "builtins.slice": (lambda v: (v.start, v.stop, v.step), None),
+    "fractions.Fraction": (lambda v: (v.numerator, v.denominator), None),
+    "decimal.Decimal": (lambda v: (str(v),), None),
+    "datetime.date": (lambda v: (v.isoformat(),), "fromisoformat"),
+    "datetime.datetime": (lambda v: (v.isoformat(),), "fromisoformat"),
+    "datetime.time": (lambda v: (v.isoformat(),), "fromisoformat"),
+    "datetime.timedelta": (lambda v: (v.days, v.seconds, v.microseconds), None),
+    "numpy.generic": (lambda v: (v.tobytes().hex(), v.dtype.str), lambda *p: array(*p)[()]),
+    "builtins.tuple": (tuple, lambda *parts: parts),
+    "builtins.frozenset": (tuple, lambda *parts: frozenset(parts)),
+    "builtins.dict_keys": (tuple, lambda *parts: dict.fromkeys(parts).keys()),
+    "builtins.dict_values": (tuple, lambda *parts: dict(enumerate(parts)).values()),
+    "builtins.dict_items": (tuple, lambda *parts: dict(parts).items()),
 }
+HOLDERS = {
+    f"builtins.{n}" for n in ("tuple", "frozenset", "dict_keys", "dict_values", "dict_items")
+}
+"""Their parts may be anything."""
+ERRORS = {"json.decoder.JSONDecodeError", "dataclasses.FrozenInstanceError"}
+ERRORS |= {"decimal.InvalidOperation", "_queue.Empty", "queue.Full"}
+"""Exceptions that are not Python's own; none that a test runner takes for a skipped test."""
+TYPES = {*CHANGED, *PARTS, *(f"builtins.{name}" for name in ("bool", "float", "str", "object"))}
+_NAMES = "str repr format len hash iter next reversed call getitem setitem delitem enter exit abs "
+_NAMES += "neg pos invert int float complex index round trunc floor ceil bytes"
+TELLS = {f"__{name}__" for name in _NAMES.split()}
+"""Methods that tell a value, which the tests compare themselves."""
+_NAMES = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
+ORDERS = {f"__{name}__" for name in ("eq", "lt", "le", "gt", "ge", "bool", "contains")}
+JUDGES = ORDERS | {f"__{side}{name}__" for name in _NAMES.split() for side in ("", "r", "i")}
+"""Methods that tell whether a test holds, or learn what it compares with."""
 
 
-class Stays:
-    """A global that does not travel: a table may be large."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-class ValueWriter(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
-        super().__init__(file, 5)
-        self.kept = kept
+def key_of(kind: type) -> str:
+    scalar = kind.__module__ == "numpy" and "numpy.generic" in map(name_of, kind.__mro__)
+    return "numpy.generic" if scalar else name_of(kind)
 
-    def persistent_id(self, value: Any) -> int | None:
-        if type(value) in PLAIN or value is complex:  # which pickle makes by its name
+
+def find(key: str) -> Any:
+    module, name = key.rsplit(".", 1)
+    __import__(module)
+    return getattr(sys.modules[module], name)
+
+
+def array(text: str, kind: str, shape: Iterable[int] = ()) -> Any:
+    import numpy as np
+
+    if not is_plain(np.dtype(kind)):
+        raise TypeError(kind)
+    return np.frombuffer(bytes.fromhex(text), kind).reshape(tuple(shape)).copy()
+
+
+def is_plain(kind: Any) -> bool:
+    """Whether arrays of this type of numpy's are but numbers or texts."""
+    return kind.names is None and kind.kind in "biufcmMSU"
+
+
+def is_error(kind: Any) -> bool:
+    """Whether both sides have this class of exceptions."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        return False
+    return name_of(kind) in ERRORS or getattr(builtins, kind.__name__, None) is kind
+
+
+class Peer:
+    """One of two sides. Each may ask the other, also while it is asked itself."""
+
+    caught: type[BaseException] = BaseException
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []  # what the other side knows by a number
+        self.numbers: dict[int, int] = {}  # by id()
+        self.depth = 0
+        self.shared: list[Any] = []  # what may change, of all messages of the outermost call
+        self.places: dict[int, int] = {}  # by id()
+        self.received: list[Any] = []  # the same of the last message
+
+    def ask(self, what: str, /, *arguments: Any, **named: Any) -> Any:
+        if not self.depth:
+            self.shared, self.places = [], {}
+        self.depth += 1
+        try:
+            self.send(self.pack("ask", (what, arguments, tuple(named.items()))))
+            while (message := self.unpack(self.receive()))[0] == "ask":
+                self.answer(*message[1])
+        finally:
+            self.depth -= 1
+        if message[0] == "error":
+            raise message[1][0]
+        return message[1][0]
+
+    def answer(self, what: str, arguments: Any, named: Any) -> None:
+        """With all that came with the request and may have changed."""
+        changed = self.received
+        self.depth += 1
+        try:
+            text = self.pack("value", (self.serve(what, *arguments, **dict(named)), *changed))
+        except self.caught as error:
+            try:
+                text = self.pack("error", (error, *changed))
+            except Exception:
+                text = self.pack("error", (RuntimeError(type(error).__name__),))
+        finally:
+            self.depth -= 1
+        self.send(text)
+
+    def keep(self, value: Any) -> int:
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(value)
+        return number
+
+    def pack(self, kind: str, value: Any) -> bytes:
+        found: list[Any] = []
+        numbers: dict[int, int] = {}
+
+        def refer(value: Any) -> Any:
+            if type(value) in SMALL or (type(value) is int and -LARGE < value < LARGE):
+                return value
+            if id(value) not in numbers:
+                numbers[id(value)] = len(found)
+                found.append(value)
+            return [numbers[id(value)]]
+
+        def items(values: Iterable[Any]) -> list[Any]:
+            values = list(values)
+            kinds = set(map(type, values))
+            if kinds <= SMALL or (kinds == {int} and -LARGE < min(values) <= max(values) < LARGE):
+                return values
+            return list(map(refer, values))
+
+        root = refer(value)
+        nodes = [self.node(each, items) for each in found]  # which grows meanwhile
+        return json.dumps([kind, root, nodes], separators=(",", ":")).encode()
+
+    def node(self, value: Any, items: Any) -> list[Any]:
+        key = key_of(type(value))
+        if key in CHANGED and (key != "numpy.ndarray" or is_plain(value.dtype)):
+            place = self.places.setdefault(id(value), len(self.shared))
+            if place == len(self.shared):
+                self.shared.append(value)
+            return [key, place, *contents(value, items)]
+        if key in PARTS and (key != "numpy.generic" or is_plain(value.dtype)):
+            return ["value", key, items(PARTS[key][0](value))]
+        if is_error(type(value)):
+            return ["value", key, items(value.args)]
+        if isinstance(value, type) and (is_error(value) or name_of(value) in TYPES):
+            return ["type", name_of(value)]
+        return self.foreign(value, items)
+
+    def unpack(self, message: bytes) -> tuple[str, Any]:
+        kind, root, nodes = json.loads(message)
+        made: dict[int, Any] = {}
+
+        def get(value: Any) -> Any:
+            if type(value) is not list:
+                return value
+            if value[0] not in made:
+                made[value[0]] = self.make(nodes[value[0]], items)
+            return made[value[0]]
+
+        def items(values: list[Any]) -> list[Any]:
+            return list(map(get, values)) if list in set(map(type, values)) else values
+
+        if not self.depth:
+            self.shared, self.places = [], {}
+        changed = [number for number, node in enumerate(nodes) if node[0] in CHANGED]
+        for number in changed:
+            made[number] = self.place(*nodes[number])
+        for number in changed:
+            fill(made[number], nodes[number][2:], items)
+        root = get(root)
+        self.received = [made[number] for number in changed]
+        return kind, root
+
+    def place(self, key: str, place: int, *payload: Any) -> Any:
+        if place == len(self.shared):
+            new = array(*payload) if key == "numpy.ndarray" else find(key)()
+            self.shared.append(new)
+            self.places[id(new)] = place
+        if type(self.shared[place]) is not find(key):
+            raise TypeError(key)
+        return self.shared[place]
+
+    def make(self, node: list[Any], items: Any) -> Any:
+        kind, key, *rest = node
+        if kind == "type":
+            return self.find(key)
+        if kind == "home":
+            return self.kept[key]
+        if kind != "value":
+            return self.stand_in(key, *rest, items)
+        parts = items(rest[0])
+        if key in PARTS.keys() - HOLDERS and not set(map(type, parts)) <= ATOMS:
+            raise TypeError(key)
+        how = PARTS[key][1] if key in PARTS else None
+        if callable(how):
+            return how(*parts)
+        kind = self.find(key)
+        if is_error(kind):
+            return raised(kind, parts)
+        if key not in PARTS:
+            raise TypeError(key)
+        return getattr(kind, how)(*parts) if how else kind(*parts)
+
+    def find(self, key: str) -> Any:
+        return find(key)
+
+    def send(self, message: bytes) -> None:
+        raise NotImplementedError
+
+    def receive(self) -> bytes:
+        raise NotImplementedError
+
+    def serve(self, what: str, /, *arguments: Any, **named: Any) -> Any:
+        raise NotImplementedError
+
+    def foreign(self, value: Any, items: Any) -> list[Any]:
+        """The node of a value that does not travel."""
+        raise NotImplementedError
+
+    def stand_in(self, number: int, *rest: Any) -> Any:
+        raise NotImplementedError
+
+
+def raised(kind: Any, arguments: list[Any]) -> BaseException:
+    """An exception that has these `args`, which its __init__ may not take."""
+    try:
+        error: BaseException = kind(*arguments)
+    except TypeError:
+        error = kind.__new__(kind, *arguments)
+    error.args = tuple(arguments)
+    return error
+
+
+def contents(value: Any, items: Any) -> list[Any]:
+    if isinstance(value, dict):
+        factory = items([getattr(value, "default_factory", None)])
+        return [items(value), items(value.values()), factory]
+    if isinstance(value, bytearray):
+        return [value.hex()]
+    if hasattr(value, "dtype"):
+        return [value.tobytes().hex(), value.dtype.str, value.shape]
+    return [items(value)]
+
+
+def fill(value: Any, payload: list[Any], items: Any) -> None:
+    if isinstance(value, bytearray):
+        value[:] = bytes.fromhex(payload[0])
+    elif hasattr(value, "dtype"):
+        value[...] = array(*payload)
+    elif isinstance(value, dict):
+        value.clear()
+        for key, each in zip(items(payload[0]), items(payload[1]), strict=True):
+            value[key] = each
+        if hasattr(value, "default_factory"):
+            (value.default_factory,) = items(payload[2])
+    else:
+        value.clear()
+        add = value.update if isinstance(value, set) else value.extend
+        add(items(payload[0]))
+
+
+class Function:
+    """A function of the tests, in the program."""
+
+    def __init__(self, peer: Peer, number: int, name: str) -> None:
+        self._peer, self._number = peer, number
+        self.__name__ = self.__qualname__ = name
+
+    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
+        return self._peer.ask("__call__", self, *arguments, **named)
+
+
+class Iterator(Function):
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._peer.ask("__next__", self)
+
+
+class Program(Peer):
+    def __init__(self, requests: int, answers: int) -> None:
+        super().__init__()
+        self.asked, self.answers = os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
+        self.module = types.ModuleType("program")  # and not __main__: main guards do not run
+        self.theirs: dict[int, Any] = {}
+        sys.modules["program"] = self.module
+
+    def send(self, message: bytes) -> None:
+        self.answers.write(LENGTH.pack(len(message)) + message)
+        self.answers.flush()
+
+    def receive(self) -> bytes:
+        (length,) = LENGTH.unpack(self.asked.read(LENGTH.size))
+        return self.asked.read(length)
+
+    def serve(self, what: str, /, *arguments: Any, **named: Any) -> Any:
+        if what.startswith("__"):
+            return getattr(type(arguments[0]), what)(*arguments, **named)
+        return getattr(self, what)(*arguments)
+
+    def run(self, source: str) -> None:
+        exec(compile(source, "program.py", "exec", dont_inherit=True), self.module.__dict__)
+
+    def name(self, name: str) -> Any:
+        if name not in self.module.__dict__:
+            raise NameError(name)
+        return self.module.__dict__[name]
+
+    get = staticmethod(getattr)
+    set = staticmethod(setattr)
+    delete = staticmethod(delattr)
+    truth = staticmethod(bool)
+
+    def plain(self, value: Any) -> Any:
+        return plain(value, changed_base(type(value)))
+
+    def class_of(self, number: int) -> Any:
+        """Name, bases, the methods of TELLS and JUDGES that it has, and whether it derives from a
+        type of CHANGED; None: it is no class."""
+        kind = self.kept[number]
+        if not isinstance(kind, type):
             return None
-        value = value.value if type(value) is Stays else value
-        self.kept.append(value)
-        return len(self.kept) - 1
+        bases = tuple(
+            name_of(each) if each in BASES or is_error(each) else self.keep(each)
+            for each in kind.__bases__
+            if each is not object and key_of(each) not in CHANGED
+        )
+        base = next(each for each in kind.__mro__ if each in (*BASES, object) or is_error(each))
+        methods = tuple(n for n in TELLS | JUDGES if method(kind, n) not in (None, method(base, n)))
+        return kind.__name__, bases, methods, changed_base(kind) is not None
+
+    def foreign(self, value: Any, items: Any) -> list[Any]:
+        if isinstance(value, Function):
+            return ["home", value._number]
+        base = next((each for each in type(value).__mro__ if each in BASES), None)
+        own = value.args if isinstance(value, BaseException) else (base and [plain(value, base)])
+        return ["object", self.keep(value), self.keep(type(value)), items(own or [])]
+
+    def stand_in(self, number: int, what: str, name: str, items: Any) -> Any:
+        if number not in self.theirs:
+            self.theirs[number] = (Iterator if what == "__next__" else Function)(self, number, name)
+        return self.theirs[number]
 
 
-class ValueReader(pickle.Unpickler):
-    def __init__(self, text: bytes, kept: list[Any]) -> None:
-        super().__init__(io.BytesIO(text))
-        self.kept = kept
+def plain(value: Any, base: Any) -> Any:
+    """An instance of a class that derives from `base`, as `base` itself."""
+    if base is complex:
+        return complex(value.real, value.imag)
+    if base in (int, float, str):
+        return getattr(base, f"__{base.__name__}__")(value)
+    return base(base.items(value) if issubclass(base, dict) else base.__iter__(value))
 
-    def persistent_load(self, number: int) -> Any:
-        return self.kept[number]
+
+def changed_base(kind: type) -> Any:
+    return next((each for each in kind.__mro__ if key_of(each) in CHANGED), None)
+
+
+def method(kind: type, name: str) -> Any:
+    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
 
 
 def main(requests: int, answers: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # it cannot raise it again
-    kept: list[Any] = []
-    asked, answer = os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
-
-    def send(kind: str, value: Any) -> None:
-        file = io.BytesIO()
-        ValueWriter(file, kept).dump((kind, value))
-        answer.write(LENGTH.pack(file.tell()) + file.getvalue())
-        answer.flush()
-
-    def receive() -> Any:
-        (length,) = LENGTH.unpack(asked.read(LENGTH.size))
-        return ValueReader(asked.read(length), kept).load()
-
-    source = receive()
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    exec(compile(source, "program.py", "exec"), module.__dict__)
-    own = {name: value for name, value in module.__dict__.items() if not name.startswith("__")}
-    send("names", {k: v if type(v) in SMALL else Stays(v) for k, v in own.items()})
+    program = Program(requests, answers)
     while True:
-        what, arguments = receive()
-        try:
-            send("value", ASKED[what](*arguments))
-        except Exception as error:
-            names = [each.__name__ for each in type(error).__mro__]
-            send("error", (names, str(error)[:1000]))
+        _, request = program.unpack(program.receive())
+        program.answer(*request)
 
 
 if __name__ == "__main__":
