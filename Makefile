@@ -151,7 +151,9 @@ endif
 	    exit 2
 	}
 	if [[ -n "$(TORCH_INDEX)" && "$(TORCH_INDEX)" != "$$(cat .venv/torch-index 2>/dev/null)" ]]; then
-	    $(PY) -m pip uninstall --quiet --yes torch
+	    rm -f $@
+	    # It takes the place of the old one once it is here: a wrong index leaves that.
+	    $(PIP) --index-url "$(TORCH_INDEX)" --force-reinstall --no-deps torch
 	    $(PIP) --index-url "$(TORCH_INDEX)" torch
 	    echo "$(TORCH_INDEX)" >.venv/torch-index
 	fi

@@ -92,7 +92,7 @@ def difference(name: str, found: Any, expected: Any, most: float) -> float:
 
 
 class Ring:
-    """Four ranks of a ring, each a thread of this process: what a rank sends waits in a queue."""
+    """Ranks of a ring, each a thread of this process: what a rank sends waits in a queue."""
 
     def __init__(self, size: int) -> None:
         self.ranks = size
@@ -130,26 +130,16 @@ class Context:
         self.saved_tensors = tensors
 
 
-def ring(job: Job) -> Figures:
-    """Ring attention of four ranks, emulated here: output and gradients are those of one rank."""
+def ring_attention(size: int, q: Any, k: Any, v: Any, dy: Any) -> list[Any]:
+    """The output and the gradients of q, k and v, [B, heads, T, E] each, by the code of a ring of
+    `size` ranks. Raises Failed."""
     import torch
 
-    from kempner.model.attention import Visible, attend
     from kempner.parallel import context
 
-    size, length, width = 4, 64 if job.quick else 1024, 64
-    dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
-    torch.manual_seed(0)
-    q, k, v, dy = (
-        torch.randn(2, heads, length, width, device=job.device, dtype=dtype)
-        for heads in (4, 2, 2, 4)
-    )
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    y = attend(*whole, Visible(None))
-    expected = [y.detach(), *torch.autograd.grad(y, whole, dy)]
     group, parts = (
         Ring(size),
-        [context.columns(length, r, size, "ring", q.device) for r in range(size)],
+        [context.columns(q.shape[2], r, size, "ring", q.device) for r in range(size)],
     )
     found: list[Any] = [None] * size
 
@@ -171,12 +161,33 @@ def ring(job: Job) -> Figures:
         context._Passing = real  # type: ignore[misc]
     if any(each is None for each in found):
         raise Failed("a rank of the ring failed; see the log")
-    most, figures = 2e-2 if job.device == "cuda" else 1e-5, {}
-    for i, name in enumerate(("output", "dq", "dk", "dv")):
-        joined = torch.empty_like(expected[i])
+    whole = [torch.empty_like(x) for x in (q, q, k, v)]
+    for i, joined in enumerate(whole):
         for rank, mine in enumerate(parts):
             joined[:, :, mine] = found[rank][i]
-        figures[name] = difference(name, joined, expected[i], most)
+    return whole
+
+
+def ring(job: Job) -> Figures:
+    """Ring attention of four ranks, emulated here: output and gradients are those of one rank."""
+    import torch
+
+    from kempner.model.attention import Visible, attend
+
+    size, length, width = 4, 64 if job.quick else 1024, 64
+    dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    q, k, v, dy = (
+        torch.randn(2, heads, length, width, device=job.device, dtype=dtype)
+        for heads in (4, 2, 2, 4)
+    )
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    y = attend(*whole, Visible(None))
+    expected = [y.detach(), *torch.autograd.grad(y, whole, dy)]
+    found = ring_attention(size, q, k, v, dy)
+    most, figures = 2e-2 if job.device == "cuda" else 1e-5, {}
+    for name, ours, plain in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+        figures[name] = difference(name, ours, plain, most)
     return figures
 
 

@@ -1,7 +1,7 @@
 """How long trainer and engines wait for each other when both are as fast, with the kit's own
 orchestrator between stand-ins that sleep: what else this machine does hardly matters.
 
-    python -m benchmarks.rl_idle                 about 30 minutes, most of them asleep
+    python -m benchmarks.rl_idle                 about 45 minutes, most of them asleep
     python -m benchmarks.rl_idle --events        the last run's events on one axis, too
 
 Engines have slots, and a text takes one for as long as it is long (of exponential length, cut at
@@ -178,7 +178,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ratio", type=float, default=1.0, help="of the trainer's to that")
     parser.add_argument("--lengths", nargs="+", default=[*LENGTHS], choices=LENGTHS)
     parser.add_argument("--each", type=int, nargs="+", default=[4, 16], help="samples for a slot")
-    parser.add_argument("--max-async", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--max-async", type=int, nargs="+", default=[1, 2, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--events", action="store_true")

@@ -108,7 +108,7 @@ def question(ranks: int) -> float:
 
     def ask(rank: int, store: dist.TCPStore) -> None:
         dog = object.__new__(watchdog.Watchdog)  # without its thread and its process group
-        dog._rank, dog._world_size, dog._store = rank, ranks, store
+        dog._rank, dog._world_size, dog._own_store = rank, ranks, store
         answers = dog._ask("on node1234 after step 1000: in train.py:88 train > all_reduce")
         if rank == 0:
             assert len(answers) == ranks, f"{len(answers)} of {ranks} ranks answered in time"

@@ -7,7 +7,8 @@ samples of prepared data, from one checkpoint or several.
 DIR has a folder for each checkpoint, with shards in safetensors: blocks.N.stream, of shape
 [samples, tokens, width], and beside it `tokens`, `sample`, and the `document` of the split and the
 `position` in it of each token. Memory holds the model and a few shards of 256 MiB. Started again
-after it was killed, it makes the shards that are missing. Exit code 0, or 2 on bad input.
+after it was killed, it makes the shards that are missing; those of other weights it refuses. Exit
+code 0, or 2 on bad input.
 """
 
 if __name__ == "__main__":
@@ -20,23 +21,35 @@ if __name__ == "__main__":
     first.begin()  # before anything that may be missing or slow
 
 import argparse
+import re
 from pathlib import Path
 
-from kempner.activations import PARTS, SHARD_BYTES, Record, extract, start_output
+from kempner.activations import (
+    PARTS,
+    SHARD_BYTES,
+    Record,
+    check_weights,
+    extract,
+    identity_of,
+    start_output,
+)
 from kempner.checkpoint import commit, named
 from kempner.config import toml
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
+from kempner.data.config import FAKE
 from kempner.data.dataset import TokenDataset
 from kempner.files import step_of
 from kempner.front_door import run_program
-from kempner.hf.source import held
+from kempner.hf.source import CONFIG, Source, held
 from kempner.load import Loaded, load
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv)
-    for name in models(options.model, options.steps):
+    names = models(options.model, options.steps)
+    check_models(options.out, names)
+    for name in names:
         write(options, name)
 
 
@@ -54,7 +67,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--samples", type=int, default=256, help="the first so many (default: 256); 0: all")
     add("--batch", type=int, default=8, help="samples at a time (default: 8)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(join_layers(argv))
+    if options.data.startswith(FAKE):
+        parser.error(f"{options.data}: activations are of a text; give data of prepare_data.py")
     for name, least in (("samples", 0), ("batch", 1)):
         value = getattr(options, name)
         if value < least:
@@ -66,15 +81,48 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
+def join_layers(argv: list[str]) -> list[str]:
+    """`--layers -1,0` as `--layers=-1,0`: argparse takes the second word for an option."""
+    joined: list[str] = []
+    for word in argv:
+        if joined[-1:] == ["--layers"] and re.match(r"-\d", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def models(name: str, steps: str | None) -> list[str]:
-    """The checkpoints, as names for load()."""
+    """The checkpoints, as names for load(). Raises ConfigError."""
     if steps is None:
         return [name]
+    directory, step = named.split(name)
+    if step is not None or any((directory / f).is_file() for f in (commit.MANIFEST, CONFIG)):
+        raise ConfigError(
+            f"{name} is one model: leave out --steps, or name a run, whose checkpoints it selects"
+        )
     if steps != "all":
         numbers = _numbers("--steps", steps)
         return [f"{name}@{number}" for number in numbers]
     there = commit.complete(named.find(name).parent)
     return [f"{name}@{step_of(path.name)}" for path in sorted(there)]
+
+
+def check_models(out: Path, names: list[str]) -> None:
+    """Are they all there, and are the shards that are there theirs? Raises ConfigError."""
+    problems = []
+    for name in names:
+        try:
+            with held(name) as source:
+                check_weights(out / folder_of(source), identity_of(source))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def folder_of(source: Source) -> str:
+    return source.path.name if source.is_checkpoint else "model"
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -114,9 +162,10 @@ def check_data(path: str, data: TokenDataset, loaded: Loaded) -> None:
 def write(options: argparse.Namespace, name: str) -> None:
     """The shards of one checkpoint."""
     with held(name) as source:
-        folder, identity, config = "model", str(source.path), {}
+        folder, weights = folder_of(source), identity_of(source)
+        identity, config = str(source.path), {}
         if source.is_checkpoint:
-            folder, identity = source.path.name, commit.read_manifest(source.path)["run"]
+            identity = commit.read_manifest(source.path)["run"]
             config = toml.loads((source.path / "config.toml").read_text()).get("data", {})
         loaded = load(name, options.device)
     model, cfg = loaded.model, loaded.model.cfg
@@ -145,7 +194,8 @@ def write(options: argparse.Namespace, name: str) -> None:
     )
     start_output(options.out, record)
     print(f"{loaded.about}: {record.samples} samples, {len(record.shards)} shards", flush=True)
-    for number, there in extract(model, data, record, options.out / folder, options.batch):
+    place = options.out / folder
+    for number, there in extract(model, data, record, place, weights, options.batch):
         print(f"{folder} shard {number} {'was there' if there else 'is durable'}", flush=True)
 
 

@@ -83,6 +83,7 @@ def work(
         else:
             Orchestrator(cfg, exchange, envs, curriculum, sampler, router, say, stop).run()
             say("done")
+        router.release()
         return 0
     except Closed:
         say("ends as it was told to")

@@ -6,8 +6,9 @@
 Prints the memory of one GPU by part at its largest, the bytes that each rank sends in a step, and
 the three combinations with the shortest estimated step, as overrides for scripts/train.py. The
 times rank combinations and are ranges, from the estimate to a quarter more: no GPU was measured.
-`train.py --bench` measures. Reads no data and needs no GPU. docs/scaling.md says what is estimated,
-and how well. Exit code 1: nothing fits; 2: bad input.
+`train.py --bench` measures. What is offloaded must fit into --host-memory GiB of a node (900).
+Reads no data and needs no GPU. docs/scaling.md says what is estimated, and how well. Exit code 1:
+nothing fits; 2: bad input.
 """
 
 if __name__ == "__main__":
@@ -20,16 +21,27 @@ if __name__ == "__main__":
     first.begin()  # before anything that may be missing or slow
 
 from kempner.config.command_line import parse_command
+from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
 from kempner.front_door import run_program
 from kempner.history.tables import aligned
-from kempner.planner.cost import GPUS, RESERVE_GIB, SLACK, Gpu, time, traffic, utilisation
+from kempner.planner.cost import (
+    GPUS,
+    HOST_BYTES,
+    RESERVE_GIB,
+    SLACK,
+    Gpu,
+    host_memory,
+    time,
+    traffic,
+    utilisation,
+)
 from kempner.planner.engine import engine_memory
 from kempner.planner.memory import GIB, memory
-from kempner.planner.search import best
+from kempner.planner.search import best, why_none
 from kempner.run import RunConfig
 
-FLAGS = {"help": bool, "nodes": int, "gpus-per-node": int, "gpu": str}
+FLAGS = {"help": bool, "nodes": int, "gpus-per-node": int, "gpu": str, "host-memory": int}
 DEFAULT = "H100"
 
 
@@ -43,7 +55,13 @@ def main(argv: list[str]) -> int:
     problems = list(command.problems)
     if name not in GPUS:
         problems.append(f"--gpu={name}: is not known; give one of {', '.join(GPUS)}")
+    host = (command.flags["host-memory"] or HOST_BYTES / GIB) * GIB
     cfg = load_config(command.files, command.overrides, problems)
+    if cfg.train.fp8 != "none" and not GPUS[name].fp8:
+        raise ConfigError(
+            f"train.fp8 = {cfg.train.fp8}: {name} does not multiply 8-bit floats; give another "
+            "--gpu, or --train.fp8=none"
+        )
     cfg.lowcomm.count(nodes * per_node, per_node)
     gpu = GPUS[name]
     where = (
@@ -60,8 +78,8 @@ def main(argv: list[str]) -> int:
     if problems:
         print("as configured: is refused", *problems, sep="\n  - ")
     else:
-        show(cfg, nodes * per_node, per_node, gpu)
-    found = best(cfg, nodes * per_node, per_node, gpu, check_world)
+        show(cfg, nodes * per_node, per_node, gpu, host)
+    found = best(cfg, nodes * per_node, per_node, gpu, check_world, host=host)
     print(
         f"\nbest combinations that fit, by the estimated step (and {SLACK - 1:.0%} more): not "
         "measured on a GPU;\nthe times rank combinations, --bench measures them"
@@ -74,11 +92,14 @@ def main(argv: list[str]) -> int:
         words = each.words or "(as configured)"
         rate = f"{tokens / slow:,.0f} to {tokens / fast:,.0f}"
         rows.append([f"{fast:.2f} to {slow:.2f}", rate, gib, words])
-    print(aligned(rows, 2, range(3)) if found else "none: use more GPUs, or a smaller model")
-    return 0 if found else 1
+    if found:
+        print(aligned(rows, 2, range(3)))
+        return 0
+    print(f"none: {why_none(cfg, nodes * per_node, per_node, check_world)}")
+    return 1
 
 
-def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> None:
+def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, host: float) -> None:
     """What the configuration needs as it is."""
     needs = memory(cfg, world_size, per_node)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])
@@ -87,6 +108,10 @@ def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> None:
     print(aligned([*rows, ["  in all", f"{needs.peak / GIB:.2f}"]], 2, (1,)))
     over = (needs.peak - gpu.usable) / GIB
     print(f"  over by {over:.2f} GiB" if over > 0 else f"  {-over:.2f} GiB are free")
+    if offloaded := host_memory(cfg, world_size, per_node):
+        over = (offloaded - host) / GIB
+        room = f"over by {over:.1f}" if over > 0 else f"{-over:.1f} are free"
+        print(f"offloaded to the memory of a node: {offloaded / GIB:.1f} GiB; {room}")
     rows = [["sent by one rank in a step", "GB", ""]]
     for each in traffic(cfg, world_size, per_node):
         link = "to the host" if each.bus else "inside a node" if each.within else "between nodes"

@@ -33,11 +33,11 @@ from kempner.configure import check_directories, load_config
 from kempner.front_door import run_program
 from kempner.planner.placement import Placement, engine_words, place
 from kempner.ray.programs import programs, ranks
-from kempner.rl.exchange import Exchange
+from kempner.rl.exchange import SILENT_S, Exchange, Listener
 from kempner.run import RunConfig
 
 SCRIPTS = Path(__file__).resolve().parent
-LAST_EVALUATION_S = 120.0
+LOOK_S = 5.0
 ENGINE = ["-m", "kempner.rl.vllm_engine"]
 
 
@@ -96,7 +96,7 @@ class Run:
         words = [*words, f"--weights={place.weights.resolve()}", "--host=0.0.0.0", "--port=0"]
         words += [f"--token-file={place.token.resolve()}", f"--publish={place.engines.resolve()}"]
         train = self.cfg.train
-        words.append(f"--slots={inference.slots}")
+        words.append(f"--slots={inference.resolved_slots}")
         words += engine_words(inference, train.seq_len, train.deterministic)
         if inference.engine == "kit":
             words.append(f"--device={self.cfg.distributed.device}")
@@ -104,20 +104,25 @@ class Run:
         self.running[self.engines[engine].run.remote(words, told)] = f"engine {engine}"
 
     def follow(self) -> int:
-        """Until trainer and orchestrator have ended; their exit code."""
-        limit: float | None = None
+        """Until trainer and orchestrator have ended; their exit code. The last evaluation, after
+        the trainer's end, takes as long as it takes."""
+        orchestrator = Listener(self.exchange, "orchestrator")
         while self.left("trainer") or self.left("orchestrator"):
-            ended, _ = ray.wait(list(self.running), timeout=limit)
-            if not ended:
-                print("ray_rl: the orchestrator does not end", file=sys.stderr)
+            ended, _ = ray.wait(list(self.running), timeout=LOOK_S)
+            if self.left("orchestrator") and orchestrator.silent() > SILENT_S:
+                said = f"ray_rl: the orchestrator does nothing for {SILENT_S:.0f} s: ending it"
+                print(said, file=sys.stderr)
+                if self.left("trainer"):
+                    return 1
                 break
+            if not ended:
+                continue
             name, code = self.running.pop(ended[0]), self.code(ended[0])
             if name.startswith("engine"):
                 self.engine_ended(int(name.split()[1]), code)
             elif code:
                 print(f"ray_rl: the {name} has ended with exit code {code}", file=sys.stderr)
                 return code
-            limit = None if self.left("trainer") else LAST_EVALUATION_S
         ray.get([engine.end.remote() for engine in self.engines])
         return 0
 

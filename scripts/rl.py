@@ -40,6 +40,7 @@ from kempner.config.option import ConfigError
 from kempner.lowcomm.opening import open_replicas
 from kempner.optim.config import learning_rate
 from kempner.parallel.build import build_model
+from kempner.port_range import BadPortRange, NoFreePort
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -60,11 +61,11 @@ from kempner.step import (
 
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
-    layout = open_layout(cfg, run.world, device)
+    watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
-    optimizer, replicas = open_replicas(cfg, run.world, model)
+    optimizer, replicas = open_replicas(cfg, run.world, model, watchdog.patient)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
-    progress = resume(cfg, run, model, checkpointer, replicas)
+    progress = resume(cfg, run, layout, model, checkpointer, replicas)
     objective = open_objective(cfg, layout, model, run, device)
     exchange = Exchange(run.dir)
     publisher = open_publisher(cfg, model, exchange, device)
@@ -73,7 +74,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
     recorder, nonfinite = Recorder(run, device, progress, feed), NonFinite(cfg.resilience)
     work = BlockClock(model, device, layout.blocks_apart)
     stragglers = Stragglers(run.hosts, device, run.announce)
-    watchdog = start_watchdog(cfg, run, layout, replicas)
+    watchdog.begin(progress.step, layout.groups)
     feed.waiting = watchdog.patient
     stop.begin(run, lambda: time_to_leave(checkpointer.seconds or 10.0, watchdog.step_time) + 10.0)
     with watchdog.patient():
@@ -153,7 +154,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         limit = cfg.distributed.start_timeout
         world = process_group.start(world, device, cfg.run.dir, limit)
         run = Run(cfg, world)
-    except ConfigError as error:
+    except (ConfigError, BadPortRange, NoFreePort) as error:
         reject(error, stop, requests.end_process)
     try:
         prepare_torch(cfg, run, device)

@@ -135,6 +135,7 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     """Until `end` is set."""
     own_gpu()
     from kempner.load import load
+    from kempner.port_range import BadPortRange, NoFreePort
     from kempner.process_group import allow_open_files
     from kempner.serve.http import Server
     from kempner.serve.weights import first_version
@@ -144,6 +145,8 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     try:
         name = options.source or str(options.weights)
         server = Server(options.host, options.port, name, token)
+    except (BadPortRange, NoFreePort):
+        raise
     except OSError as error:
         fix = "; 0 takes a free one" if options.port else ""
         raise ConfigError(f"--port {options.port}: {error.strerror}{fix}") from None

@@ -46,6 +46,7 @@ from kempner.optim.build import published_weights
 from kempner.optim.config import learning_rate
 from kempner.optim.freezing import Freezer
 from kempner.parallel.build import build_model
+from kempner.port_range import BadPortRange, NoFreePort
 from kempner.recorder import Recorder
 from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.straggler import BlockClock, Stragglers
@@ -63,18 +64,18 @@ from kempner.step import (
 
 def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Verdict:
     """Train until the last step or a request to leave; returns the state to leave the run in."""
-    layout = open_layout(cfg, run.world, device)
+    watchdog, layout = start_watchdog(cfg, run), open_layout(cfg, run.world, device)
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
-    optimizer, replicas = open_replicas(cfg, run.world, model)
+    optimizer, replicas = open_replicas(cfg, run.world, model, watchdog.patient)
     checkpointer = open_checkpointer(cfg, run, model, optimizer, replicas)
-    progress = resume(cfg, run, model, checkpointer, replicas)
+    progress = resume(cfg, run, layout, model, checkpointer, replicas)
     loader, val_batches = open_loaders(cfg, layout, device.type == "cuda", progress)
     objective = open_objective(cfg, layout, model, run, device)
     run.begin(progress)
     recorder, nonfinite = Recorder(run, device, progress, loader), NonFinite(cfg.resilience)
     work, freezer = BlockClock(model, device, layout.blocks_apart), Freezer(model, cfg.freeze)
     stragglers = Stragglers(run.hosts, device, run.announce)
-    watchdog = start_watchdog(cfg, run, layout, replicas)
+    watchdog.begin(progress.step, layout.groups)
     stop.begin(
         run,
         lambda: (
@@ -187,7 +188,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         world = process_group.start(world, device, run_dir, limit, replicas)
         cfg = cfg.of_replica(world.replica)
         run = Run(cfg, world)
-    except ConfigError as error:
+    except (ConfigError, BadPortRange, NoFreePort) as error:
         reject(error, stop, requests.end_process)
     try:
         prepare_torch(cfg, run, device)

@@ -38,6 +38,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.tokens = 0  # generated; of a text that is slow, one for each moment
         self.local = threading.local()
         self.slow: Callable[[dict[str, Any]], float] = lambda body: 0.0  # seconds of a completion
+        self.holder = ""  # another run that uses it, and keeps others out
         self.ended = threading.Event()
         self.random = random.Random(0)
         threading.Thread(target=lambda: self.serve_forever(0.01), daemon=True).start()
@@ -129,6 +130,9 @@ class Handler(BaseHTTPRequestHandler):
             if not engine.ended.is_set():
                 self._say(200, {"choices": choices})
             return
+        if self.path == "/update_weights" and engine.holder:
+            self._say(409, {"error": {"message": f"the run {engine.holder} uses it"}})
+            return
         if self.path == "/update_weights":
             if "manifest" in body:  # of a version that is no files
                 body = json.loads(Path(body["manifest"]).read_text())
@@ -144,6 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, f"{text}\n".encode())
             return
         more = {"data": [{"vocab_size": 257, "ends": [END]}]} if self.path == "/v1/models" else {}
+        more |= {"run": engine.holder, "leased": True} if engine.holder else {}
         self._say(200, {"weight_version": engine.version} | more)
 
     def _say(self, code: int, content: dict[str, Any]) -> None:

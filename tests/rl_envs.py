@@ -43,6 +43,32 @@ class Few(Digits):
     size, held_out = 24, 0.5
 
 
+class Holes(Digits):
+    """Some of its tasks raise, others have a prompt that is none."""
+
+    size, held_out = 400, 0.5
+
+    def task(self, number: int, rng: Any) -> Task:
+        if number % 10 == 3:
+            raise KeyError("answer")
+        none: Any = None
+        return Task(none if self.size and number % 10 == 4 else f"{rng.random()}:", number)
+
+
+class Drawn(Holes):
+    size = None
+
+
+class AllHoles(Digits):
+    def task(self, number: int, rng: Any) -> Task:
+        raise KeyError("answer")
+
+
+class NotMade(Digits):
+    def __init__(self) -> None:
+        raise KeyError("HOME")
+
+
 class Talk(Digits):
     turns = 3
 

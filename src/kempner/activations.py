@@ -4,13 +4,16 @@ and feed-forward layer add to it, for the first samples of a data set; in shards
     OUT/activations.json                    what is in the shards, and of which data and model
     OUT/step_00001000/00000.safetensors     the first samples, by the checkpoint of step 1000
 
-A shard is there as a whole or not at all, so that another start makes those that are missing.
+A shard is there as a whole or not at all, so that another start makes those that are missing. It
+names the weights that it was made by, in the header of its file.
 Shapes: S samples of a shard, T tokens, D width.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -25,6 +28,8 @@ from kempner.config.values import shown
 from kempner.data.dataset import TokenDataset
 from kempner.directories import Kind, mark, refuse_others
 from kempner.files import write_atomic
+from kempner.hf.adapter import fingerprint
+from kempner.hf.source import Source
 
 if TYPE_CHECKING:
     import torch
@@ -96,13 +101,49 @@ def start_output(out: Path, record: Record) -> None:
         )
 
 
+def identity_of(source: Source) -> str:
+    """16 hex digits that differ for other weights, and for another config.json beside them."""
+    weights = fingerprint(source)
+    if source.is_checkpoint:
+        return weights
+    shape = json.dumps(source.model(), sort_keys=True)
+    return hashlib.sha256(f"{weights} {shape}".encode()).hexdigest()[:16]
+
+
+def check_weights(folder: Path, weights: str) -> None:
+    """Are the shards that are there by these weights? Raises ConfigError."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if (metadata := read_whole(path)) is not None and metadata.get("weights") != weights:
+            raise ConfigError(
+                f"{path} was made by other weights than those that are there now: delete {folder} "
+                "and run this again, or give another --out"
+            )
+
+
+def read_whole(path: Path) -> dict[str, str] | None:
+    """The metadata of a shard; None for what is not a whole file of safetensors. Raises OSError."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if not 2 <= length <= size:
+            return None
+        try:
+            tensors = dict(json.loads(file.read(length)))
+            metadata = dict(tensors.pop("__metadata__", {}))
+            end = max(int(tensor["data_offsets"][1]) for tensor in tensors.values())
+        except (ValueError, TypeError, KeyError, IndexError):
+            return None
+    return metadata if size == 8 + length + end else None
+
+
 def extract(
-    model: Decoder, data: TokenDataset, record: Record, folder: Path, batch: int
+    model: Decoder, data: TokenDataset, record: Record, folder: Path, weights: str, batch: int
 ) -> Iterator[tuple[int, bool]]:
     """Make the shards of one model that are missing; yields the number of each, and whether it was
-    there already."""
+    there already. `weights`: identity_of() the model. Raises ConfigError."""
     from safetensors.torch import save
 
+    check_weights(folder, weights)
     folder.mkdir(exist_ok=True)
     for torn in folder.glob(".*.new"):  # of a killed process
         torn.unlink()
@@ -110,13 +151,13 @@ def extract(
     where = DocumentNumbers(data.sidecar.eod)
     for number, (start, end) in enumerate(record.shards):
         path = folder / f"{number:05d}.safetensors"
-        if there := path.exists():
+        if there := path.exists() and read_whole(path) is not None:
             for first in range(start, end, batch):  # the documents before the next shard
                 where.follow(data.read(np.arange(first, min(first + batch, end))).inputs)
         else:
             reset = record.reset_positions
             shard = _shard(model, data, (start, end), wanted, where, batch, reset)
-            write_atomic(path, save(shard, {"first_sample": str(start)}))
+            write_atomic(path, save(shard, {"weights": weights}))  # of two keys any may come first
         yield number, there
 
 

@@ -34,6 +34,7 @@ from kempner.optim.config import learning_rate
 from kempner.parallel.layout import Axes, sizes
 from kempner.parts import fixed_facts, open_data, open_mixture
 from kempner.planner.build import build
+from kempner.port_range import BadPortRange, NoFreePort
 from kempner.process_group import discover, gpu_on_the_bus
 from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
@@ -193,10 +194,12 @@ def bench_variants(command: Command, cfg: RunConfig) -> list[Variant]:
 
 
 def reject(
-    error: ConfigError, stop: StopRequests, leave: Callable[[int], NoReturn] = sys.exit
+    error: ConfigError | BadPortRange | NoFreePort,
+    stop: StopRequests,
+    leave: Callable[[int], NoReturn] = sys.exit,
 ) -> NoReturn:
-    """Bad input: every problem on standard error, exit code 2. `leave` ends the process: once the
-    ranks have met, without finalisers, as those of torch's threads may abort it.
+    """Bad input: every problem on standard error, exit code 2; NoFreePort: 1. `leave` ends the
+    process: once the ranks have met, without finalisers, as those of torch's threads may abort it.
 
     Rank 0 speaks for all; the others leave later. srun or torchrun terminates them as soon as rank
     0 has left, and a rank that is not terminated reports its own problem.
@@ -209,8 +212,13 @@ def reject(
                 leave(2)
     with contextlib.suppress(OSError):  # a closed pipe
         sys.stdout.flush()
+    name = Path(sys.argv[0]).stem
+    if isinstance(error, NoFreePort):  # others may leave one to the next start
+        complain(name, [error.strerror])
+        leave(1)
+    problems = error.problems if isinstance(error, ConfigError) else [error.strerror]
     # Always a list: the batch script takes its first line as the reason of a refused start.
-    leave(complain(Path(sys.argv[0]).stem, [list_problems(error.problems)]))
+    leave(complain(name, [list_problems(problems)]))
 
 
 def load_config(

@@ -67,8 +67,8 @@ def run_program(
     leave: Callable[[int], NoReturn] = sys.exit,
 ) -> NoReturn:
     """End the process with the exit code of `main`, called with the arguments (None: 0). Bad input,
-    and an error of the file system, is one message and exit code 2; any other exception is a fault
-    of ours and keeps its traceback."""
+    and an error of the file system, is one message and exit code 2, no free port one and 1; any
+    other exception is a fault of ours and keeps its traceback."""
     begin_program()
     code = exit_code(main, sys.argv[1:], name or Path(sys.argv[0]).stem)
     _flush_or_drop()
@@ -95,12 +95,16 @@ def run_module(
 def exit_code(main: Callable[[list[str]], int | None], words: list[str], name: str) -> int:
     """That of `main`, or of the exception that it raises, which is reported."""
     from kempner.config.option import ConfigError
+    from kempner.port_range import NoFreePort
 
     try:
         code = main(words) or 0
         sys.stdout.flush()
     except ConfigError as error:
         return complain(name, error.problems)
+    except NoFreePort as error:  # others may leave one to the next start
+        complain(name, [error.strerror])
+        return 1
     except OSError as error:
         return CLOSED_PIPE if _is_closed_pipe(error) else complain(name, [explain_os_error(error)])
     except KeyboardInterrupt:

@@ -85,9 +85,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             for i, row, out in zip(numbers, rows, logits, strict=True):
                 count = min(len(pairs[i][1]), len(row) - 1)
                 targets = torch.tensor(row[len(row) - count :], device=device)  # [count]
-                own = out[len(row) - 1 - count : len(row) - 1, : self.text.vocab_size].float()
+                own = out[len(row) - 1 - count : len(row) - 1].float()  # [count, V]
                 chances = own.log_softmax(-1).gather(1, targets[:, None])
-                scores[i] = (float(chances.sum()), bool((own.argmax(-1) == targets).all()))
+                greedy = own[:, : self.text.vocab_size].argmax(-1)  # as a text is generated
+                scores[i] = (float(chances.sum()), bool((greedy == targets).all()))
         return [scores[i] for i in range(len(pairs))]
 
     def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kempner import startup
+from kempner import process_group, startup
 from kempner.config.option import ConfigError
 from kempner.data.sidecar import open_sidecar
-from kempner.data.stages import samples_between
+from kempner.data.stages import samples_between, stage_at
 from kempner.run import RunConfig, check_batch, micro_batch
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
             torch.use_deterministic_algorithms(True)  # imports the compiler, to tell it, too
         else:
             torch.set_deterministic_debug_mode("error")
-    sources, _ = open_data(cfg, run.world.rank == 0)
-    packed = cfg.data.document_mask or any(source.packing is not None for source in sources)
-    packed = packed or cfg.rl.on
+    packed = _packs(cfg, run.world.rank == 0)
     tokens = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64, device=device)
     dtype = compute_dtype(cfg.train.dtype, device.type)
     ring = cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring"
@@ -83,9 +81,14 @@ def slow_products(device: str, dtype: str) -> str | None:
 def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
     """The meshes over the ranks of this replica, and its place among the others."""
     from kempner.parallel.layout import build_layout
+    from kempner.resilience.watchdog import PATIENCE_S
 
     replica = world.replica, world.replicas
-    return build_layout(cfg.distributed, world.size, world.per_node, device.type, replica)
+    layout = build_layout(cfg.distributed, world.size, world.per_node, device.type, replica)
+    # Until the watchdog knows these groups: the limit that NCCL begins with, ten minutes, is also
+    # that of a start that stands still, and its end leaves no record.
+    process_group.set_timeout(max(cfg.distributed.start_timeout, PATIENCE_S), layout.groups)
+    return layout
 
 
 def open_checkpointer(
@@ -201,6 +204,30 @@ def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
         "data": data,
         **read_again,
     }
+
+
+def _packs(cfg: RunConfig, check: bool) -> bool:
+    """Whether rows have several documents each; `check`: see open_data()."""
+    sources, _ = open_data(cfg, check)
+    return cfg.rl.on or cfg.data.document_mask or any(s.packing is not None for s in sources)
+
+
+def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) -> None:
+    """Tell the compiler which sizes of the batches change after `step`."""
+    if not cfg.train.compile:
+        return
+    from kempner.parallel.compiled import expect_changes
+
+    if cfg.rl.on:
+        expect_changes(model, cfg.train.micro_batch is None, False, documents=True)
+        return
+    now = stage_at(cfg.train.stages, step)
+    left = [now, *(stage for stage in cfg.train.stages if stage.start > step)]
+    micro = micro_batch(cfg.train, layout.shares, cfg.train.sequences)
+    rows = {min(micro, stage.batch // layout.shares) * stage.pieces for stage in left}
+    lengths = {stage.pieces for stage in left}
+    packed = _packs(cfg, layout.data_rank == 0)
+    expect_changes(model, len(rows) > 1, len(lengths) > 1, documents=packed)
 
 
 def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Iterator
 
 from kempner.config.option import ConfigError
-from kempner.port_range import BACKLOG, new_server
 
 VARIABLE = "KEMPNER_PEER_KEY"
 MAGIC = b"kempner1"
@@ -46,14 +45,6 @@ def job_key() -> str:
             "before srun"
         )
     return key
-
-
-def listen(host: str = "") -> socket.socket:
-    """A socket that listens on a free port; without `host` on all of this machine's addresses.
-    Raises OSError where no port of KEMPNER_PORTS is free."""
-    server = new_server(host)
-    server.listen(BACKLOG)
-    return server
 
 
 def _proof(key: str, side: bytes, nonces: bytes) -> bytes:

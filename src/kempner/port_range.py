@@ -2,8 +2,12 @@
 range that the firewall of a site opens between its nodes. The standard library alone: Ray's parts
 use it, too.
 
-Jobs that share a host share the range: the first port that is free, from a random one on, is taken
-by binding it, and nobody of ours takes one that is bound already, whether it listens yet or not.
+Jobs that share a host share the range: each takes the first port that is free, from a random one
+on. A port on which an old connection still waits (TIME_WAIT, a minute after its end) is free: that
+takes SO_REUSEADDR, with which the kernel gives a port to two sockets for as long as none of them
+listens. So whoever takes a port of the range has its lock first, until it listens: the abstract
+Unix socket "kempner-port-15000", which the processes of one network namespace share as they do
+ports, and which ends with the process.
 """
 
 from __future__ import annotations
@@ -13,15 +17,24 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 VARIABLE = "KEMPNER_PORTS"
 LEAST, LAST = 1024, 65535
+FEWEST = 2  # ports: run.sh takes one for itself, and one for its program
 BACKLOG = 4096
 
 
 class BadPortRange(OSError):
     """`strerror` says what is wrong, and what to write."""
+
+    strerror: str
+
+
+class NoFreePort(OSError):
+    """All ports of the range are taken. `strerror` says so, and what to write."""
+
+    strerror: str
 
 
 def allowed_ports(env: Mapping[str, str] = os.environ) -> range | None:
@@ -31,57 +44,94 @@ def allowed_ports(env: Mapping[str, str] = os.environ) -> range | None:
         return None
     found = re.fullmatch(r"([1-9][0-9]{3,4})-([1-9][0-9]{3,4})", text)
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not LEAST <= first <= last <= LAST:
+    allowed = range(first, last + 1)
+    if not LEAST <= first <= last <= LAST or len(allowed) < FEWEST:
         raise BadPortRange(
             errno.EINVAL,
-            f"{VARIABLE}={text}: must be the first and the last port of a range, from {LEAST} to "
-            f"{LAST}, such as 15000-20000",
+            f"{VARIABLE}={text}: must be the first and the last port of a range of at least "
+            f"{FEWEST}, from {LEAST} to {LAST}, such as 15000-20000",
         )
-    return range(first, last + 1)
+    return allowed
 
 
-def bind_allowed(server: socket.socket, host: str = "") -> int:
-    """Bind a new socket; returns its port. Raises OSError where no port of the range is free."""
+class ReservedPort:
+    """A port that the kernel and ours give to nobody else until close(), though a program that
+    binds it with SO_REUSEADDR, as TCPStore does, gets it: bound, but never listened on. Raises
+    NoFreePort, BadPortRange."""
+
+    def __init__(self) -> None:
+        allowed = allowed_ports()
+        if allowed is None:
+            self._held = [_bound("", 0, socket.AF_INET)]
+        else:
+            self._held = list(next(_free(allowed, "", socket.AF_INET)))
+        self.port = int(self._held[0].getsockname()[1])
+
+    def close(self) -> None:
+        for each in self._held:
+            each.close()
+
+    def __enter__(self) -> ReservedPort:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def listen(host: str = "") -> socket.socket:
+    """A socket that listens; without `host` on all of this machine's addresses. Raises NoFreePort,
+    BadPortRange, OSError."""
+    dual = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
     allowed = allowed_ports()
     if allowed is None:
-        server.bind((host, 0))
-        return int(server.getsockname()[1])
-    # With SO_REUSEADDR two sockets may have one port for as long as none of them listens.
-    reuse = server.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        server = _bound(host, 0, family)
+        server.listen(BACKLOG)
+        return server
+    for server, lock in _free(allowed, host, family):
+        with lock:
+            try:
+                server.listen(BACKLOG)
+            except OSError as error:  # another program was faster
+                server.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return server
+    raise AssertionError("_free ends by NoFreePort")
+
+
+def _free(
+    allowed: range, host: str, family: socket.AddressFamily
+) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Bound sockets, each with the lock of its port. Raises NoFreePort after the last one."""
     begin = secrets.randbelow(len(allowed))
     for i in range(len(allowed)):
         port = allowed[(begin + i) % len(allowed)]
+        lock = socket.socket(socket.AF_UNIX)
         try:
-            server.bind((host, port))
+            lock.bind(f"\0kempner-port-{port}")
+            server = _bound(host, port, family)
         except OSError as error:
+            lock.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             continue
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-        return port
-    raise OSError(
+        yield server, lock
+    raise NoFreePort(
         errno.EADDRINUSE,
-        f"{VARIABLE}={allowed[0]}-{allowed[-1]}: none of these ports is free on "
+        f"{VARIABLE}={allowed[0]}-{allowed[-1]}: none of these {len(allowed)} ports is free on "
         f"{socket.gethostname()}; give a wider range",
     )
 
 
-def free_port() -> int:
-    """One that is free on this host now."""
-    with socket.socket() as probe:
-        return bind_allowed(probe)
-
-
-def new_server(host: str = "") -> socket.socket:
-    """A socket that is bound, and does not listen yet; without `host` on all of this machine's
-    addresses."""
-    dual = not host and socket.has_dualstack_ipv6()
-    server = socket.socket(socket.AF_INET6 if dual or ":" in host else socket.AF_INET)
+def _bound(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
+    server = socket.socket(family)
     try:
-        if server.family == socket.AF_INET6:
-            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not dual))
-        bind_allowed(server, host)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(bool(host)))
+        server.bind((host, port))
     except BaseException:
         server.close()
         raise
@@ -93,5 +143,5 @@ def store_server() -> tuple[int, int | None]:
     None where it may choose itself."""
     if allowed_ports() is None:
         return 0, None
-    server = new_server()
+    server = listen()
     return int(server.getsockname()[1]), server.detach()

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from kempner.checkpoint.fork import generation
 from kempner.config.option import ConfigError
 from kempner.data.stages import samples_between, step_of
-from kempner.parts import open_mixture
+from kempner.parts import expect_batches, open_mixture
 from kempner.resilience.requests import GO_ON, Verdict
 from kempner.run import RunConfig
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.data.loader import TrainLoader
     from kempner.lowcomm.replicas import Replicas
+    from kempner.model.decoder import Decoder
+    from kempner.parallel.layout import Layout
     from kempner.run_directory import Run
 
 
@@ -81,11 +81,17 @@ class Progress:
 
 
 def resume(
-    cfg: RunConfig, run: Run, model: nn.Module, checkpointer: Checkpointer, replicas: Replicas
+    cfg: RunConfig,
+    run: Run,
+    layout: Layout,
+    model: Decoder,
+    checkpointer: Checkpointer,
+    replicas: Replicas,
 ) -> Progress:
     """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
     model.init_from names. Checkpoints of adapters need these, too. With checkpoint.powers_of_two a
-    new run saves what it begins with, as a fork always does."""
+    new run saves what it begins with, as a fork always does. The compiler hears which batches are
+    to come."""
     manifest = checkpointer.load()
     forks = manifest is None and bool(cfg.run.fork)
     if cfg.model.init_from is not None and (cfg.lora.rank or (manifest is None and not forks)):
@@ -97,6 +103,7 @@ def resume(
     )
     if manifest is None and not forks and cfg.checkpoint.powers_of_two:
         checkpointer.save(progress.step, progress.record())
+    expect_batches(cfg, layout, model, progress.step)
     return replicas.begin(progress)
 
 

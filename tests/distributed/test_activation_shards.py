@@ -3,6 +3,8 @@ whatever is killed."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import Tensor
 from kempner.data.dataset import TokenDataset
 from kempner.load import load
 from kempner.model.attention import Documents
+from tests import hf_models
 from tests.conftest import ROOT, TINY, clean_env, load_program, start_train
 
 SHAPE = ("--model.n_layers=4", "--model.n_experts=4", "--model.moe_frequency=2")
@@ -168,10 +171,56 @@ def test_what_does_not_fit_is_refused(
         "has no complete checkpoint of step 7": ("--layers=0", "--steps=7"),
         "--parts heads: must be of stream, attention, ffn": ("--layers=0", "--parts=heads"),
         "--batch 0: must be at least 1": ("--layers=0", "--batch=0"),
+        "2 problems with the input": ("--layers=0", "--steps=7,1,9"),
+        "fake:4: activations are of a text": ("--layers=0",),
+        "@2 is one model: leave out --steps": ("--layers=0", "--steps=0"),
     }
     before = sorted(out.rglob("*"))
     for message, words in refused.items():
-        assert extract(monkeypatch, *first, *words) == 2
+        model = f"{run}@2" if "is one model" in message else run
+        data = "fake:4" if "fake:" in message else data_dir
+        assert extract(monkeypatch, model, data, *first[2:], *words) == 2
         said = capsys.readouterr().err
         assert message.replace("[1] there", "[0] there") in said, said
     assert sorted(out.rglob("*")) == before
+
+
+def test_other_weights_and_damaged_shards_are_noticed(
+    run: Path,
+    data_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run went back and trained another way; another model lies at the same place; its
+    config.json was changed. A shard that is not whole is made again."""
+    copy, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(run, copy, symlinks=True)
+    words = (copy, data_dir, "--layers", "-1,0", "--samples=2", "--out", out, "--steps=all")
+    assert extract(monkeypatch, *words) == 0
+    shard = out / "step_00000002/00000.safetensors"
+    whole = shard.read_bytes()
+    for torn in (b"garbage", b"", whole[:-4], whole[: len(whole) // 2]):
+        shard.write_bytes(torn)
+        assert extract(monkeypatch, *words) == 0 and shard.read_bytes() == whole
+    manifest = copy / "checkpoints/step_00000002/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"time": 1e9}))
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert extract(monkeypatch, *words) == 2
+    said = capsys.readouterr().err
+    assert f"{shard} was made by other weights" in said and "delete" in said, said
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+    model, out = tmp_path / "model", tmp_path / "other"
+    hf_models.make("llama2", model)
+    words = (model, data_dir, "--layers=0", "--samples=2", "--out", out)
+    assert extract(monkeypatch, *words) == 0 == extract(monkeypatch, *words)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert extract(monkeypatch, *words) == 2
+    (model / "config.json").write_text(json.dumps(config))
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"abcd")
+    assert extract(monkeypatch, *words) == 2
+    assert capsys.readouterr().err.count("other weights") == 2

@@ -42,6 +42,15 @@ def test_powers_of_two_are_saved_and_stay(powers: Path) -> None:
     assert norms and all(torch.equal(norm, torch.ones_like(norm)) for norm in norms)
 
 
+def test_powers_of_two_stay_when_the_run_is_resumed_without_the_option(
+    powers: Path, train: Train, tmp_path: Path
+) -> None:
+    """Those that were saved with it; 16 comes after it."""
+    run = Path(shutil.copytree(powers, tmp_path / "run", symlinks=True))
+    train(run, *POWERS[1:], *CONSTANT, "--train.max_steps=17", "--checkpoint.interval=1")
+    assert saved(run) == [0, 1, 2, 4, 8, 17]
+
+
 def test_a_fork_of_step_0_is_the_run_again(powers: Path, train: Train, tmp_path: Path) -> None:
     train(tmp_path / "fork", f"--run.fork={powers}@0", *POWERS, *CONSTANT, "--train.max_steps=4")
     assert losses(tmp_path / "fork") == {k: x for k, x in losses(powers).items() if k <= 4}

@@ -16,7 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kempner.load import load
+from kempner.load import load, words_of_directory
+from kempner.rl.conversation import Writer, open_words
+from kempner.rl.environments.protocol import Task
+from kempner.rl.exchange import Exchange
 from tests import hf_models
 from tests.conftest import ROOT, clean_env, load_program, losses, start_train
 from tests.distributed.test_bad_input import rejected
@@ -192,6 +195,23 @@ def test_an_export_ends_its_turns(work: Path) -> None:
     torch.testing.assert_close(hf_models.theirs(model), hf_models.ours(work / "runs/sft"))
     template = json.loads((after / "tokenizer_config.json").read_text())["chat_template"]
     assert template == GENERATION
+
+
+def test_rl_goes_on_with_the_tokenizer_of_the_chats(work: Path) -> None:
+    """And their template: the base model has none, and ends its texts with another token."""
+    run, base = work / "runs/rl", f"{work}/runs/sft@4"
+    words = [f"--model.init_from={base}", f"--run.dir={run}", "--data.dataset_path=fake:"]
+    words += ['--rl.env=[{id="arithmetic"}]', "--rl.batch_samples=4", "--rl.group_size=2"]
+    words += ["--train.max_steps=1", "--train.seq_len=128", "--rl.sampling.max_tokens=8"]
+    process = start_train(*words, program="scripts/rl.py")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    prompts = open_words("", base)
+    sft = load(base, "cpu").words
+    talk = [{"role": "user", "content": "1 plus 1"}]
+    for found in (words_of_directory(Exchange(run).version(1)), load(str(run), "cpu").words):
+        assert found.ends == prompts.ends == sft.ends and len(found.ends) == 2
+        assert found.chat(talk) == Writer(prompts).prompt(Task(talk)) == sft.chat(talk)
 
 
 def another_tokenizer(work: Path, name: str, act: Callable[[dict[str, Any]], object]) -> str:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine 
 
 def gpu_check(
     out: Path, *words: str, **env: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, object]]]:
+) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, Any]]]:
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(out), *words]
     done = subprocess.run(
         command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=580
@@ -41,26 +42,62 @@ def gpu_check(
     return done, json.loads(report.read_text())["checks"] if report.exists() else {}
 
 
-def test_on_a_bare_python(tmp_path: Path) -> None:
-    """A GPU machine may have torch and little else: no tomli, no matplotlib, no Ray."""
-    missing = tmp_path / "missing"
-    missing.mkdir()
+class Report(NamedTuple):
+    code: int
+    said: str
+    checks: dict[str, dict[str, Any]]
+    text: str
+
+    def figures(self, name: str) -> dict[str, Any]:
+        assert self.checks[name]["status"] == "pass", self.checks[name]
+        found: dict[str, Any] = self.checks[name]["figures"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """On a bare Python: a GPU machine may have torch and little else, no tomli, no matplotlib, no
+    Ray."""
+    out, missing = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("missing")
     for package in ("matplotlib", "ray", *(["tomli"] if sys.version_info >= (3, 11) else [])):
         (missing / f"{package}.py").write_text(f"raise ModuleNotFoundError('{package}')\n")
-    out = tmp_path / "out"
     done, checks = gpu_check(out, "--device", "cpu", "--quick", PYTHONPATH=str(missing))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(checks) == list(CHECKS)
-    status = {name: result["status"] for name, result in checks.items()}
+    text = (out / "report.md").read_text()
+    return Report(done.returncode, done.stdout + done.stderr, checks, text)
+
+
+def test_all_that_needs_no_gpu_passes(report: Report) -> None:
+    assert report.code == 0, report.said
+    status = {name: result["status"] for name, result in report.checks.items()}
     assert status == {name: "skipped" if name in GPU_ONLY else "pass" for name in CHECKS}
-    assert all("no GPU" in str(checks[name]["why"]) for name in GPU_ONLY)
-    assert checks["experts"]["figures"]["dw1"] < 0.02 and checks["ring"]["figures"]["dk"] < 1e-5  # type: ignore[index]
-    assert checks["generate"]["figures"]["tokens"] == 32  # type: ignore[index]
-    figures = checks["resume"]["figures"]
-    assert isinstance(figures, dict) and figures["equal_losses"] == 40
-    report = (out / "report.md").read_text()
-    assert f"torch {torch.__version__}" in report
-    assert all(f"\n| {name} | {status[name]} | " in report for name in CHECKS)
+    assert list(report.checks) == list(CHECKS)
+
+
+def test_what_needs_a_gpu_says_so(report: Report) -> None:
+    assert all("no GPU" in report.checks[name]["why"] for name in GPU_ONLY)
+
+
+def test_the_report_has_every_check(report: Report) -> None:
+    assert f"torch {torch.__version__}" in report.text
+    for name, result in report.checks.items():
+        assert f"\n| {name} | {result['status']} | " in report.text
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "most"), [("experts", "dw1", 0.02), ("ring", "dk", 1e-5)]
+)
+def test_kernels_are_near_their_plain_form(
+    report: Report, name: str, figure: str, most: float
+) -> None:
+    assert report.figures(name)[figure] < most
+
+
+def test_a_resumed_run_has_the_losses_of_the_unbroken_one(report: Report) -> None:
+    assert report.figures("resume")["equal_losses"] == 40
+
+
+def test_it_generates(report: Report) -> None:
+    assert report.figures("generate")["tokens"] == 32
 
 
 def test_out_of_time(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ program of rl.sh alone (faulty_rl/):
     kill at=MODULE:FUNCTION:before nth=2    SIGKILL to itself at the nth call (also :after; 0: any)
     kill at=... signal=SIGTERM              or another signal
     hold at=MODULE:FUNCTION:before s=3      that call takes so much longer
+    read at=MODULE:FUNCTION:before s=3      before that call a file is read so long, again and again
     fail at=MODULE:FUNCTION:before          that call raises OSError
     out_of_memory at=MODULE:FUNCTION:before that call raises torch's OutOfMemoryError
     nan from=64 to=96                       the loss of these samples is NaN
@@ -87,6 +88,17 @@ def kill(fault: dict[str, str]) -> None:
 
 def hold(fault: dict[str, str]) -> None:
     at_call(fault, lambda: time.sleep(float(fault["s"])))
+
+
+def read(fault: dict[str, str]) -> None:
+    def reads() -> None:
+        until = time.monotonic() + float(fault["s"])
+        while time.monotonic() < until:
+            with open("/dev/zero", "rb") as file:
+                file.read(2 << 20)
+            time.sleep(0.2)
+
+    at_call(fault, reads)
 
 
 def fail(fault: dict[str, str]) -> None:
@@ -270,6 +282,7 @@ def slow_validation(fault: dict[str, str]) -> None:
 KINDS = {
     "kill": kill,
     "hold": hold,
+    "read": read,
     "fail": fail,
     "out_of_memory": out_of_memory,
     "nan": change_loss,

@@ -62,7 +62,7 @@ def test_engines_come_back_and_the_end_is_orderly(run: RlRun) -> None:
     assert_done(run)
     assert run.log.count("engine 1 is started again") == 2
     assert run.log.count("engine 2 is started again") == 1
-    assert "engines 2 to 3 (kit, 1 GPU(s) each): on node3" in run.log
+    assert "engines 2 to 3 (kit, 16 slots, 1 GPU(s) each): on node3" in run.log
     assert "the orchestrator has" not in run.log
     (copy,) = (run.dir / "code").glob("*/scripts/slurm/rl.sh")  # the code of the submission
     assert f"{copy.parents[2]}/.inputs{run.tiny()}" in words
@@ -147,7 +147,7 @@ def test_a_request_to_leave(run: RlRun) -> None:
     assert_done(run, ("requeue", "end"))
     steps = [line["step"] for line in run.lines()]
     assert len(steps) == len(set(steps)), "none is done twice"
-    assert "engine 0 (kit, 1 GPU(s) each): on node1" in run.log
+    assert "engine 0 (kit, 16 slots, 1 GPU(s) each): on node1" in run.log
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,13 @@ def test_bad_requests(three: Cluster, tmp_path: Path) -> None:
     done = three.run("bash", SCRIPTS / "rl.sh", *words, *more, env=env)
     assert done.returncode == 0, done.stderr
     assert "trainer: 2 task(s) on node1\n" in done.stdout
-    assert "engines 0 to 1 (kit, 1 GPU(s) each): on node2\n" in done.stdout
+    assert "engines 0 to 1 (kit, 16 slots, 1 GPU(s) each): on node2\n" in done.stdout
     assert "--nodelist=node2" in done.stdout and not (tmp_path / "run").exists()
+    done = three.run(
+        "bash", SCRIPTS / "rl.sh", *words, *more, "--rl.inference.engine=vllm", env=env
+    )
+    assert "(vllm, 128 slots, 1 GPU(s) each): on node3\n" in done.stdout, done.stderr
+    assert "kempner.rl.vllm_engine" in done.stdout and "--slots 128" in done.stdout
 
 
 def test_without_slurm(three: Cluster, tmp_path: Path) -> None:

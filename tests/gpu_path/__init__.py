@@ -17,11 +17,14 @@ test_kept      which attention `recompute = selective` keeps
 test_updates   how often the update in bf16 is compiled
 test_fixed     the shapes of passes with a cache of a fixed size
 test_imports   no import asks for CUDA or sets a variable; no process is forked by default
+test_between   gradients that wait for the last micro-batch (sync_once), rounds of replicas with
+               each compression, adapters merged for engines, a rank of experts without tokens
 test_kernels   branches that only a GPU takes, with CPU kernels for their operators, against the
                plain ones, gradients too: variable-length attention, flash attention in a ring of 2
                and 4, grouped products of experts without a token
-test_compiled  one graph a block, no graph break, and how often it is compiled: once, or twice
-               with a ramp or packed documents, once more for a validation
+test_compiled  no graph break in a block, and how often it is compiled: once for training, once for
+               validation, also with ramps and packed documents; where sizes do not change, they
+               are constants
 test_host      what forks, CUDA before a fork, the allocator's setting, sizes that fp8 and the ring
                refuse
 
@@ -29,6 +32,6 @@ test_host      what forks, CUDA before a fork, the allocator's setting, sizes th
 operators have a kernel; the CPU build goes by native_functions.yaml.
 
 Not told without a GPU: what a kernel computes, which one scaled_dot_product_attention takes,
-flex_attention (capped scores), _scaled_mm itself, streams (both offloads, FSDP's own), whether NCCL
-connects, memory, time.
+flex_attention (capped scores), streams (both offloads, FSDP's own), whether NCCL connects, memory,
+time.
 """

@@ -117,6 +117,32 @@ def grouped_with_garbage(a: Tensor, b: Tensor, offs: Tensor, *_: Any) -> Tensor:
     return found
 
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
+    scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, *_: Any,
+) -> Tensor:  # fmt: skip
+    """aten::_scaled_mm with what CUDA's refuses (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    assert a.dtype in FLOAT8 and b.dtype in FLOAT8 and a.shape[1] == b.shape[0]
+    assert torch.float8_e4m3fn in (a.dtype, b.dtype), "no product of two e5m2"
+    assert a.stride(1) == 1 and a.stride(0) >= a.shape[1], f"rows of a, not {a.stride()}"
+    assert b.stride(0) == 1 and b.stride(1) >= b.shape[0], f"columns of b, not {b.stride()}"
+    assert not any(size % 16 for size in (a.shape[1], *b.shape)), f"{a.shape} @ {b.shape}"
+    assert scale_a.dtype == scale_b.dtype == torch.float32
+    one = scale_a.numel() == scale_b.numel() == 1
+    each = scale_a.shape == (len(a), 1) and scale_b.shape == (1, b.shape[1])
+    assert one or each, f"scales of {scale_a.shape} and {scale_b.shape}"
+    assert one or (scale_a.is_contiguous() and scale_b.is_contiguous())
+    assert scale_result is None and out_dtype is not None
+    known = (torch.bfloat16, torch.float16, torch.float32) if one else (torch.bfloat16,)
+    assert out_dtype in known, f"{out_dtype} with scales of {scale_a.shape}"
+    assert bias is None or (out_dtype != torch.float32 and bias.dtype == out_dtype)
+    out = (a.float() @ b.float()) * scale_a * scale_b
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
 @contextlib.contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]

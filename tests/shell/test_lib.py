@@ -729,6 +729,40 @@ def test_a_suspended_rl_job_blames_nobody() -> None:
     assert told.stdout.split() == ["494", "489", "498"], told
 
 
+LAST_EVALUATION = """
+source "$KP_LIB/rl_watch.sh"
+kp_verdict() { KP_STATE='done'; }
+kp_tell() { echo told; }
+kp_end_guard() { :; }
+kp_end_engines() { :; }
+KP_RUN_DIR=$PWD KP_EXCHANGE=$PWD/rl/7.0
+KP_SIGNAL='' KP_SRUN_NAME=x KP_JOB_NODES=1 KP_ENGINES=0 looks=0
+mkdir -p "$KP_EXCHANGE"
+touch "$KP_EXCHANGE/orchestrator"
+command sleep 100 >/dev/null 2>&1 &
+KP_ORCHESTRATOR=$!
+sleep() { # in place of a moment, 9 s; the evaluation takes 60 of them
+    SECONDS=$((SECONDS + 9)) looks=$((looks + 1))
+    ((looks > BEATS)) || touch -d "@$looks" "$KP_EXCHANGE/orchestrator"
+    ((looks < 60)) || { kill "$KP_ORCHESTRATOR" && wait "$KP_ORCHESTRATOR"; } || true
+}
+kp_end_others
+echo "looks: $looks"
+"""
+
+
+@pytest.mark.parametrize("beats", [60, 20])
+def test_the_last_evaluation_takes_as_long_as_it_takes(tmp_path: Path, beats: int) -> None:
+    """While the orchestrator gives a sign of life."""
+    told = bash(f"cd '{tmp_path}'\n{LAST_EVALUATION}", BEATS=f"{beats}").stdout
+    looks = int(told.rpartition("looks: ")[2])
+    assert "told" not in told and not (tmp_path / "rl").exists()
+    if beats == 60:
+        assert looks == 60 and "ending it" not in told
+    else:
+        assert "the orchestrator does nothing for 120 s: ending it" in told and 30 < looks < 40
+
+
 def test_a_later_start_of_the_job_is_let_alone(tmp_path: Path) -> None:
     """The script of an earlier start, whose host was cut off meanwhile, neither requeues nor ends
     it."""

@@ -150,7 +150,7 @@ def test_filters_equal_those_of_transformers(sampling: Sampling) -> None:
         wanted = transformers.TopPLogitsWarper(sampling.top_p)(None, wanted)
     if sampling.min_p:
         wanted = transformers.MinPLogitsWarper(sampling.min_p)(None, wanted)
-    chances, ids = filtered(logits, sampling)
+    chances, ids = filtered(logits, sampling, logits.shape[1])
     if ids is not None:
         chances = torch.zeros_like(logits).scatter(1, ids, chances)
     chances = chances / chances.sum(-1, keepdim=True)
@@ -163,8 +163,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> Non
     logits = torch.tensor([[-torch.inf, 2.0, 0.0, 1.0, -3.0, -torch.inf]])
     uniform = torch.rand(count, generator=torch.Generator().manual_seed(0))
     uniform[:2] = torch.tensor([0.0, 1 - 2**-24])  # the first and the last that there are
-    drawn = Counter(draw(logits.expand(count, -1), sampling, uniform)[0].tolist())
-    chances, ids = filtered(logits, sampling)
+    drawn = Counter(draw(logits.expand(count, -1), sampling, uniform, logits.shape[1])[0].tolist())
+    chances, ids = filtered(logits, sampling, logits.shape[1])
     chances = chances if ids is None else torch.zeros_like(logits).scatter(1, ids, chances)
     for token, chance in enumerate((chances / chances.sum()).flatten().tolist()):
         assert drawn[token] / count == pytest.approx(chance, abs=0.01)
@@ -259,7 +259,7 @@ def expected_logprobs(model: Decoder, request: Request) -> list[float]:
     if request.sampling.temperature == 0:
         chances, ids = logits.softmax(-1), None
     else:
-        chances, ids = filtered(logits, request.sampling)
+        chances, ids = filtered(logits, request.sampling, logits.shape[1])
     if ids is not None:
         chances = torch.zeros_like(logits).scatter(1, ids, chances)
     chances = (chances / chances.sum(-1, keepdim=True)).log()

@@ -151,6 +151,19 @@ def test_a_role_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),  # OverflowError
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),  # RecursionError
+        ("{{ 1 / 0 }}", "division by zero"),  # ArithmeticError
+    ],
+)
+def test_whatever_a_template_raises_is_its_refusal(body: str, reason: str, tmp_path: Path) -> None:
+    text = refusal(template_of(body, tmp_path), PLAIN)
+    assert text.startswith("the chat template refuses it: ") and reason in text
+
+
 def test_a_call_of_a_tool_needs_no_words(tmp_path: Path) -> None:
     calls = [CALLS[0], {**CALLS[1], "content": ""}, *CALLS[2:]]
     end = '{"name": "weather", "parameters": {"city": "Rome", "n": 1}}<|eot_id|>'

@@ -111,3 +111,15 @@ def test_few_shapes_where_texts_are_scored(loaded: Loaded, shapes: set[Any]) -> 
 
 def test_cudnn_has_no_part(loaded: Loaded) -> None:
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_scores_are_shares_of_all_rows_of_the_model(tmp_path: Path) -> None:
+    """Also of those beyond the tokenizer, as lm-eval's own models have it."""
+    harness = pytest.importorskip("kempner.harness")
+    model = harness.HarnessModel(load(str(make_model(tmp_path, vocab_size=320)), "cpu"), 1)
+    ((value, _),) = model.loglikelihood([SimpleNamespace(args=("a few", " words"))])
+    context, rest = model.tok_encode("a few"), model.tok_encode(" words")
+    ids = torch.tensor([[*model.begin, *context, *rest]])
+    with torch.no_grad():
+        logprobs = model.model(ids[:, :-1])[0].log_softmax(-1).gather(1, ids[0, 1:, None])
+    assert value == pytest.approx(float(logprobs[-len(rest) :].sum()), abs=1e-3)

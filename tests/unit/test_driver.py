@@ -146,11 +146,12 @@ def test_the_table_of_preflight_has_both() -> None:
 SHIM = """#!/bin/bash
 if [[ $1 == -c ]]; then exit 0; fi
 echo "$*" >>calls
+[[ $* != *wrong* ]]
 """
 
 
 def test_make_takes_torch_from_another_index(tmp_path: Path) -> None:
-    """Once, and again when another one is named."""
+    """Once, and again when another one is named. One that has no torch leaves what is there."""
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -158,19 +159,23 @@ def test_make_takes_torch_from_another_index(tmp_path: Path) -> None:
         (tmp_path / ".venv/bin" / name).write_text(SHIM)
         (tmp_path / ".venv/bin" / name).chmod(0o755)
 
-    def calls(*words: str) -> list[str]:
+    def calls(*words: str, code: int = 0) -> list[str]:
         (tmp_path / "calls").write_text("")
         command = ["make", "-f", str(ROOT / "Makefile"), ".venv/train", *words]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == code, done
         return (tmp_path / "calls").read_text().splitlines()
 
     (kit,) = calls()
     assert kit.endswith("-c constraints.txt -e .[plot,data]") and calls() == []
     for index in ("https://here/cu126", "https://here/cu130"):
-        removed, taken, again = calls(f"TORCH_INDEX={index}")
-        assert removed.endswith("pip uninstall --quiet --yes torch") and again == kit
-        assert taken.endswith(f"-c constraints.txt --index-url {index} torch")
+        replaced, needs, again = calls(f"TORCH_INDEX={index}")
+        assert replaced.endswith(f"--index-url {index} --force-reinstall --no-deps torch")
+        assert needs.endswith(f"-c constraints.txt --index-url {index} torch") and again == kit
         assert calls(f"TORCH_INDEX={index}") == calls() == []
+    (tried,) = calls("TORCH_INDEX=https://wrong", code=2)
+    assert tried.endswith("--index-url https://wrong --force-reinstall --no-deps torch")
+    assert calls() == [kit]  # what may be half there is looked at again
 
 
 def test_the_constraints_allow_another_build(tmp_path: Path) -> None:

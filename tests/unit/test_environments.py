@@ -37,6 +37,11 @@ def args_of(identifier: str, questions: Path) -> dict[str, Any]:
     return {"file": str(questions)} if identifier == "qa" else {}
 
 
+def evaluated(env: Tasks, count: int) -> list[str]:
+    """The prompts of an evaluation."""
+    return [task.key for task in env.evaluation(count) if isinstance(task, Task)]
+
+
 @pytest.mark.parametrize("identifier", [*OURS, f"{OWN}:Vowels"])
 def test_tasks_are_those_of_seed_and_number_and_held_out_ones_are_apart(
     identifier: str, questions: Path
@@ -48,10 +53,10 @@ def test_tasks_are_those_of_seed_and_number_and_held_out_ones_are_apart(
     assert tasks != [other.task(number) for number in range(60)]
     assert [task.number for task in tasks] == list(range(60))
     # Of another seed, too: what one run holds out no other trains on.
-    held_out = {task.key for env in (first, other) for task in env.evaluation(20)}
+    held_out = {key for env in (first, other) for key in evaluated(env, 20)}
     trained = {env.task(number).key for env in (first, other) for number in range(60)}
     assert len(held_out) > 4 and len(trained) > 4 and not held_out & trained
-    assert len({task.key for task in first.evaluation(20)}) == len(first.evaluation(20))
+    assert len(set(evaluated(first, 20))) == len(evaluated(first, 20))
 
 
 def test_each_line_of_a_file_is_asked_once_before_any_is_asked_again(questions: Path) -> None:
@@ -308,6 +313,28 @@ def test_environments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert len(error.value.problems) == 3
 
 
+@pytest.mark.parametrize(
+    ("identifier", "row", "said"),
+    [
+        ("qa", '{"question": 5, "answer": "1"}', "question must be a text or a list of messages"),
+        ("qa", '{"question": [], "answer": "1"}', "question must be a text or a list of messages"),
+        ("qa", '{"question": [{"role": "user"}], "answer": "1"}', "question must be a text or"),
+        ("qa", '{"question": "a", "answer": null}', "answer must be a text or a number"),
+        ("qa", '{"question": "a\\ud800", "answer": "1"}', "is no Unicode text"),
+        ("code", '{"prompt": "a", "tests": ["assert f()"]}', "tests must be a text"),
+        ("code", '{"prompt": "a", "tests": "assert f("}', "tests are not Python: "),
+    ],
+)
+def test_a_row_that_is_none_is_named(tmp_path: Path, identifier: str, row: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "a", "answer": 1, "tests": "assert 1"}}\n\n{row}\n')
+    env = EnvConfig(identifier, args=json.dumps({"file": str(path)}))
+    with pytest.raises(ConfigError) as error:
+        open_environments(RlConfig(env=(env,)))
+    (problem,) = error.value.problems
+    assert f"{path}, line 3: " in problem and said in problem
+
+
 def test_an_own_environment_and_the_page_that_shows_it() -> None:
     env = make(f"{OWN}:Vowels", '{"length": 3}')
     assert env.score(Task("Vowels in abe: ", 2), " 2 ") == 1.0
@@ -330,4 +357,4 @@ def test_all_prompts_are_evaluated_where_that_is_asked_for() -> None:
     every.check()
     assert len(every.evaluation(64)) == 25
     trained = Tasks(EnvConfig("arithmetic", args='{"below": 5}'), 0)
-    assert {trained.task(n).key for n in range(200)} < {task.key for task in every.evaluation(64)}
+    assert {trained.task(n).key for n in range(200)} < set(evaluated(every, 64))

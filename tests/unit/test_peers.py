@@ -24,7 +24,8 @@ from kempner import peers
 from kempner.config.option import ConfigError
 from kempner.lowcomm import judge as judging
 from kempner.lowcomm.judge import Judge
-from kempner.peers import Entrance, listen, new_key
+from kempner.peers import Entrance, new_key
+from kempner.port_range import listen
 from kempner.preflight import channel, task
 
 KEY = new_key()

@@ -16,8 +16,8 @@ from kempner.configure import check_world, load_config
 from kempner.model.decoder import Decoder
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import STATE
-from kempner.planner.cost import GPUS, time, traffic, utilisation
-from kempner.planner.memory import memory, optimizer_state
+from kempner.planner.cost import GPUS, host_memory, time, traffic, utilisation
+from kempner.planner.memory import GIB, memory, optimizer_state
 from kempner.planner.out_of_memory import advice
 from kempner.planner.search import best, changed_by, changes
 from kempner.run import RunConfig
@@ -207,6 +207,28 @@ def test_what_moves_bytes_takes_time() -> None:
     assert seconds("products", "--train.recompute=full") > 1.3 * seconds("products")
 
 
+def test_what_fp8_saves() -> None:
+    """Twice the peak for the matrices of the blocks that have a multiple of 16 on both sides; and
+    10 bytes for each number that goes into them or comes back. The output layer stays."""
+    gpu = GPUS["H100"]
+
+    def parts(*words: str) -> dict[str, float]:
+        cfg = load_config([SEVEN], ["--train.global_batch_tokens=65536", *words])
+        return time(cfg, 1, 1, gpu).parts
+
+    fp8, layer = "--train.fp8=rowwise", 4 * 2 * 4096 + 3 * (4096 + 11008)
+    plain, eight = parts(), parts(fp8)
+    assert eight.keys() - plain.keys() == {"fp8's casts"}
+    assert 0.5 * plain["products"] < eight["products"] < 0.6 * plain["products"]
+    casts = 10 * 65536 * 32 * layer / (0.73 * gpu.memory)
+    assert eight["fp8's casts"] == pytest.approx(casts)
+    assert sum(plain.values()) / 1.6 < sum(eight.values()) < sum(plain.values()) / 1.1
+    odd = "--model.ffn_dim=11001"  # two thirds of the block
+    assert parts(fp8, odd)["products"] > 0.8 * parts(odd)["products"]
+    experts = ("--model.n_experts=4", "--model.experts_per_token=2")
+    assert parts(fp8, *experts)["products"] > 0.8 * parts(*experts)["products"]
+
+
 def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
     cfg = load_config([SEVEN], [])
     found = best(cfg, 16, 8, GPUS["H100"], check_world)
@@ -219,6 +241,29 @@ def test_what_it_proposes_fits_is_accepted_and_is_faster() -> None:
     assert steps == sorted(steps) and steps[0] < time(cfg, 16, 8, GPUS["H100"]).step
     # Nothing fits 7 B on one GPU of 44 GiB: 16 bytes a parameter are 100 GiB.
     assert not best(cfg, 1, 1, GPUS["L40S"], check_world)
+
+
+def test_offloading_must_fit_the_host_and_a_search_does_not_depend_on_where_it_begins() -> None:
+    """A million tokens on 16 GPUs: what the blocks keep is terabytes of a node."""
+    long = ("--train.seq_len=1048576", "--model.max_seq_len=1048576",
+            "--train.global_batch_tokens=16777216", "--train.micro_batch=1")  # fmt: skip
+    cfg = load_config([SEVEN], long)
+    all_kept = load_config([SEVEN], [*long, "--train.offload_activations=2", "--distributed.cp=4"])
+    assert host_memory(cfg, 16, 8) == 0.0
+    numbers = 22.75 * 4096 * (1048576 / 4) * 32  # of a rank
+    assert host_memory(all_kept, 16, 8) == pytest.approx(8 * numbers, rel=0.02)
+    found = best(cfg, 16, 8, GPUS["H200"], check_world)
+    for each in found:
+        assert host_memory(changed_by(cfg, each.overrides), 16, 8) <= 900 * GIB
+    again = best(changed_by(cfg, found[0].overrides), 16, 8, GPUS["H200"], check_world)
+    assert [each.time.step for each in again] == [each.time.step for each in found]
+    without = best(cfg, 16, 8, GPUS["H200"], check_world, host=0.0)
+    assert not any("train.offload_activations" in each.overrides for each in without)
+
+
+def test_proposals_differ() -> None:
+    found = best(load_config([SEVEN], []), 16, 8, GPUS["H100"], check_world)
+    assert len({(round(each.time.step, 2), round(each.memory.peak / GIB)) for each in found}) == 3
 
 
 def test_the_word_at_out_of_memory_needs_a_tenth_less() -> None:
@@ -244,6 +289,15 @@ def test_plan_prints_the_parts_and_the_overrides() -> None:
     assert "optimizer" in done.stdout and "FSDP: gradients, scattered" in done.stdout
     assert "  FSDP's copies" in done.stdout and re.search(r"s, MFU \d\d% to \d\d% ", done.stdout)
     assert "--distributed.reshard_after_forward=false" in done.stdout  # there is room for it
+    fp8 = command("scripts/plan.py", SEVEN, "--train.fp8=rowwise", "--gpu=A100")
+    assert fp8.returncode == 2 and "A100 does not multiply 8-bit floats" in fp8.stderr
+    huge = command("scripts/plan.py", SEVEN, "--nodes=99999999999999999999", "--gpus-per-node=1025")
+    assert huge.returncode == 2 and huge.stderr.count("a whole number from 1 to 1") == 2
+    three = command("scripts/plan.py", SEVEN, "--nodes=3")  # there is room, but 24 ranks
+    why = "do not divide by 24 ranks x micro_batch 1 = 24; give a multiple of 24 sequences"
+    assert three.returncode == 1 and why in three.stdout.splitlines()[-1], three
+    small = command("scripts/plan.py", SEVEN, "--gpus-per-node=1", "--gpu=L40S")
+    assert small.returncode == 1 and "none: use more GPUs, or a smaller model" in small.stdout
     wrong = command("scripts/plan.py", SEVEN, "--gpu=H1000", "--train.max_step=5")
     assert wrong.returncode == 2
     assert "give one of A100, " in wrong.stderr and "--train.max_steps?" in wrong.stderr

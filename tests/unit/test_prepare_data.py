@@ -192,6 +192,41 @@ def test_compressed_files_are_what_is_in_them(tmp_path: Path) -> None:
     assert "old.jsonl.gz: cannot be unpacked" in refused(packed, "--out", packed / "other")
 
 
+def zstd_of(data: bytes) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+
+
+@pytest.mark.parametrize("suffix", [*PACK, ".zst"])
+def test_nothing_of_a_compressed_file_is_left_out(tmp_path: Path, suffix: str) -> None:
+    """A later stream that is damaged, cut off, or no stream is an error: Python's bz2 and lzma take
+    it for the end of the file. So is a file of 0 bytes, beside one that is whole."""
+    pack = (PACK | {".zst": zstd_of})[suffix]
+    half = pack(b'{"text": "one half"}\n')
+    corpus, out = tmp_path / "corpus", tmp_path / "out"
+    corpus.mkdir()
+    (corpus / "b.jsonl").write_text('{"text": "a whole file"}\n')
+    file = corpus / f"a.jsonl{suffix}"
+    damaged = bytes([half[0] ^ 0xFF]) + half[1:]
+    for more in (damaged, half[:-5], half[:3], b"garbage", b"x"):
+        file.write_bytes(half + more)
+        assert f"{file}: cannot be unpacked" in refused(corpus, "--out", out), more
+    file.write_bytes(b"")
+    assert f"a.jsonl{suffix}: has 0 bytes" in refused(corpus, "--out", out)
+    if suffix == ".xz":  # which may be padded, as the zeros of a tape
+        file.write_bytes(half + bytes(8) + half + bytes(4))
+        done(corpus, "--out", out, "--val-fraction", "0")
+        assert documents(out, "train").count("one half") == 2
+
+
+def test_a_small_file_that_unpacks_to_much_is_read_in_parts(tmp_path: Path) -> None:
+    line = b"x" * 1023 + b"\n"
+    for suffix in (".bz2", ".xz"):
+        file = tmp_path / f"a.txt{suffix}"
+        file.write_bytes(PACK[suffix](line * 20_000) + PACK[suffix](b"y\n"))  # 20 MB
+        parts = [*compressed.texts(str(file), 1 << 20)]
+        assert b"".join(parts) == line * 20_000 + b"y\n" and max(map(len, parts)) <= 1 << 20
+
+
 def test_rows_of_json_are_named_so_by_c4_and_dolma(tmp_path: Path) -> None:
     line = json.dumps({"text": "a document"}).encode() + b"\n"
     (tmp_path / "c4-train.00000-of-01024.json.gz").write_bytes(gzip.compress(3 * line))

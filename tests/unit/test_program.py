@@ -24,7 +24,8 @@ from kempner.history import summary
 from kempner.history.events import Decision, Fault, FirstStep, append, of_kind, read
 from kempner.history.facts import facts
 from kempner.history.run_history import load_history
-from kempner.peers import VARIABLE, Entrance, listen, new_key
+from kempner.peers import VARIABLE, Entrance, new_key
+from kempner.port_range import listen
 from kempner.process_group import World
 from kempner.program.book import Book
 from kempner.program.channel import Channel

@@ -14,11 +14,11 @@ from benchmarks import rl_lengths
 from kempner.rl import engines, mismatch, orchestrator, router
 from kempner.rl.batches import Failed
 from kempner.rl.config import RlConfig
-from kempner.rl.engines import Rejected
+from kempner.rl.engines import NoEngines, Rejected
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Task
 from kempner.rl.orchestrator import Orchestrator
-from tests.fake_engine import END, LOST, SCORE, FakeEngine, Fault
+from tests.fake_engine import END, LOST, SCORE, TOKEN, FakeEngine, Fault
 from tests.rl_loop import OWN, Handed, Loop, config
 
 Make = Callable[..., FakeEngine]
@@ -233,6 +233,33 @@ def test_weights_that_all_refuse_end_the_run(make: Make, tmp_path: Path) -> None
     engine = make(lambda engine, path: 400 if path == "/update_weights" else None)
     with pytest.raises(Rejected, match="refuses weights 1"):
         Loop(config(tmp_path), [engine]).run()
+
+
+def test_an_engine_that_another_run_has_taken_comes_back(
+    plain: list[Handed], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is lost: it is asked again, longer than an update that is refused, and only
+    without any for rl.inference.timeout the run ends."""
+    monkeypatch.setenv("KEMPNER_SERVE_TOKEN", TOKEN)
+    asked = []
+
+    def taken(engine: FakeEngine, path: str) -> None:
+        if engine.version >= 1 and path in ("/health", "/update_weights"):
+            asked.append(path)
+            engine.holder = "/runs/other#1" if len(asked) < 20 else ""
+
+    engine = make(taken)
+    cfg = config(tmp_path, **{"inference.urls": f"['{engine.url}']"})
+    loop = Loop(cfg, [])
+    assert equal(loop.run(), plain) and len(asked) >= 20
+    assert 1 <= sum("uses it" in line for line in loop.lines) <= 2, loop.lines
+    engine = make()
+    engine.holder = "/runs/other#1"
+    impatient = {"inference.urls": f"['{engine.url}']", "inference.timeout": 1}
+    monkeypatch.setenv("KEMPNER_SERVE_TOKEN", TOKEN)
+    (tmp_path / "second").mkdir()
+    with pytest.raises(NoEngines, match="another run, /runs/other#1, which uses it"):
+        Loop(config(tmp_path / "second", **impatient), []).run()
 
 
 def test_what_nobody_reads_any_more_is_removed(
@@ -469,6 +496,20 @@ def test_a_task_that_raises_is_counted_and_replaced(
     all_of_them = True
     with pytest.raises(Failed, match="see why above"):
         Loop(config(tmp_path / "b", steps=20), [make()]).run()
+
+
+@pytest.mark.parametrize("env", ["Holes", "Drawn"])
+def test_a_start_with_tasks_that_raise(make: Make, tmp_path: Path, env: str) -> None:
+    """In the file of the user's own environment. In an evaluation such a task counts as 0."""
+    cfg = config(tmp_path, env, steps=3, eval_interval=3, eval_samples=40, refill=6)
+    loop = Loop(cfg, [make()])
+    handed = loop.run()
+    assert all(each.batch.metrics["samples"] == 12 for each in handed)
+    assert sum(each.batch.metrics["broken_tasks"] for each in handed) > 0
+    assert sum("is broken: " in line for line in loop.lines) == 1, loop.lines
+    if env == "Drawn":  # of a list, what raises is not held out
+        line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+        assert line["eval/Drawn/failed"] == 4.0
 
 
 def test_samples_are_recorded_and_those_of_lost_steps_removed(make: Make, tmp_path: Path) -> None:

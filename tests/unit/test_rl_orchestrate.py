@@ -69,6 +69,18 @@ def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
         assert text in done.stderr
 
 
+def test_an_environment_without_any_task_is_told_at_once(tmp_path: Path) -> None:
+    for env, said in (
+        ("AllHoles", "none of the first 32 tasks can be asked: task 0: KeyError: 'answer'"),
+        ("NotMade", "KeyError: 'HOME'"),
+    ):
+        given = words(tmp_path, "--check")
+        file = tmp_path / "rl.toml"
+        file.write_text(file.read_text().replace("Digits", env))
+        done = run(given)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
 def problems(folder: Path, *urls: str, **more: object) -> str:
     """Of a check with engines that run already."""
     cfg = rl_loop.config(folder)
@@ -99,6 +111,22 @@ def test_servers_that_are_no_engines_of_this_run_are_refused(
     assert "257 tokens, of which [2] end a text" in problems(tmp_path, engine.url)
     done = run(words(tmp_path, f"--rl.inference.urls=['{nobody}']", "--check"))
     assert done.returncode == 2 and "start it first" in done.stderr
+    engine.fault, engine.holder = lambda engine, path: None, "/runs/other#7.0"
+    done = run(words(tmp_path, f"--rl.inference.urls=['{engine.url}']", "--check"))
+    assert done.returncode == 2 and f"{engine.url}: it has weights of another run" in done.stderr
+    assert "/runs/other#7.0, which uses it; end that run, or start another" in done.stderr
+
+
+def test_a_job_that_is_started_again_waits_for_the_engine_of_another_run(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the engine before, and bad input would end it for good."""
+    monkeypatch.setenv("KEMPNER_SERVE_TOKEN", TOKEN)
+    engine.holder = "/runs/other#1"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert "another run, /runs/other#1, which uses it; end" in problems(tmp_path, engine.url)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert problems(tmp_path, engine.url) == ""
 
 
 @pytest.mark.parametrize(

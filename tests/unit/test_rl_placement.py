@@ -77,8 +77,8 @@ def test_describe() -> None:
     assert describe(placement, inference, 8, ["a", "b", "c", "d"]) == [
         "trainer: 8 task(s) on a, b each",
         "orchestrator: on a",
-        "engines 0 to 1 (kit, 4 GPU(s) each): on c",
-        "engines 2 to 3 (kit, 4 GPU(s) each): on d",
+        "engines 0 to 1 (kit, 16 slots, 4 GPU(s) each): on c",
+        "engines 2 to 3 (kit, 16 slots, 4 GPU(s) each): on d",
     ]
 
 
@@ -153,8 +153,13 @@ def test_7b_toml_fits_the_usual_models(
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "engines 8 to 15 (vllm, 1 GPU(s) each): on d" in said
+    assert "engines 8 to 15 (vllm, 256 slots, 1 GPU(s) each): on d" in said
     assert "--max-model-len=4096" in said and "memory of an engine" in said
+    values["rl"]["inference"] = {"engine": "vllm", "slots": "none"}
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "(vllm, 128 slots, 1 GPU(s) each): on d" in said
+    assert "\n1 128 3 " in said  # for the batch script
     values["rl"]["inference"] = {"slots": 2000}
     assert main(words) == 2
     said = capsys.readouterr().err
@@ -173,7 +178,7 @@ def rewarded(tmp_path: Path) -> Path:
         return step_line(
             step, loss=0.01, reward=step / 10, length=3.0, truncated=0.25, staleness=0.5,
             mismatch=1e-5, wait=0.1, engine_idle=0.2, engines=2, engine_tokens_per_s=100.0,
-            dropped_stale=1, failed_rewards=0, samples=8 * step,
+            dropped_stale=1, cancelled=2, failed_rewards=0, samples=8 * step,
         )  # fmt: skip
 
     return write_run(tmp_path / "run", "".join(map(line, range(1, 7))))
@@ -185,7 +190,7 @@ def test_the_report_has_rewards(rewarded: Path) -> None:
     assert table["reward, first"] == "0.1000 at step 1"
     assert table["reward, best"] == "0.6000 at step 6"
     assert table["sampled tokens, mean"] == "3.0; 25.0% cut"
-    assert table["versions behind, mean"] == "0.50; 6 groups dropped"
+    assert table["versions behind, mean"] == "0.50; 18 groups dropped, 12 of them unfinished"
     assert (table["the trainer waits"], table["the engines are idle"]) == ("10.0%", "20.0%")
     assert (rewarded / "report.png").exists()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,23 +23,31 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kempner.config.option import ConfigError
+from kempner.data.tokenizer import ByteTokenizer, Piece
 from kempner.generate import sampling
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
-from kempner.load import load
-from kempner.rl.engines import Busy, KitEngine, Leased, Lost, Rejected
+from kempner.hf.load import not_finite
+from kempner.hf.source import find
+from kempner.load import Words, load
+from kempner.rl.engines import Busy, KitEngine, Leased, Lost
 from kempner.rl.transfer import Gone
 from kempner.serve import http
+from kempner.serve.alternatives import look_at
 from kempner.serve.http import Server
-from kempner.serve.weights import Lease, first_version
+from kempner.serve.lease import Lease
+from kempner.serve.protocol import Answer, read
+from kempner.serve.weights import first_version
 from kempner.serve.worker import Job, News, Worker
-from tests.conftest import load_program
+from tests.conftest import ROOT, load_program
 from tests.pages import blocks
 from tests.served import Client, make_model
 
+FEW = Words(ByteTokenizer(), [], set(), Path())
 PROMPT, WINDOW, SLOTS, QUEUE = [40, 69, 76, 76, 79], 128, 3, 16
 
 
@@ -66,8 +76,8 @@ def worker(folder: Path) -> Worker:
     return Worker(load(str(folder), "cpu"), SLOTS, WINDOW, QUEUE)
 
 
-@pytest.fixture
-def engine(worker: Worker) -> Iterator[Client]:
+@contextlib.contextmanager
+def serving(worker: Worker) -> Iterator[Client]:
     server = Server("127.0.0.1", 0, "small", "secret")
     server.worker = worker
     threads = [
@@ -81,6 +91,12 @@ def engine(worker: Worker) -> Iterator[Client]:
     for thread in threads:
         thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def engine(worker: Worker) -> Iterator[Client]:
+    with serving(worker) as client:
+        yield client
 
 
 @pytest.mark.parametrize(
@@ -169,17 +185,92 @@ def test_a_completion_is_what_the_model_says(engine: Client, folder: Path) -> No
     (choice,) = found["choices"]
     model, words, *_ = load(str(folder), "cpu")
     ids = choice["token_ids"]
-    logits = model(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1, :259]
-    assert ids == logits.argmax(-1).tolist()[: len(ids)] and len(set(ids)) > 5
-    expected = logits.log_softmax(-1).amax(-1).tolist()
+    logits = model(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1]
+    assert ids == logits[:, :259].argmax(-1).tolist()[: len(ids)] and len(set(ids)) > 5
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1).tolist()
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
-    assert choice["logprobs"]["tokens"][0] == f"token_id:{ids[0]}"
+    (as_ids,) = engine.complete(PROMPT, max_tokens=2, temperature=0, logprobs=0,
+                                return_tokens_as_token_ids=True)  # fmt: skip
+    assert as_ids["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids[:2]]
     assert choice["text"] == words.tokenizer.decode(ids)
     assert (choice["finish_reason"], choice["prompt_token_ids"]) == ("length", PROMPT)
     assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 20, "total_tokens": 25}
     assert engine.complete(words.tokenizer.decode(PROMPT), max_tokens=20, temperature=0) == [
         choice | {"logprobs": None}
     ]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_vocabulary_that_is_padded(tmp_path: Path, temperature: float) -> None:
+    """Most published models have more rows than their tokenizers have tokens. The engine draws none
+    of those, and the probability of a token is that of the whole model, as a trainer has it."""
+    loaded = load(str(make_model(tmp_path, vocab_size=320)), "cpu")
+    worker = Worker(loaded, 2, WINDOW, QUEUE)
+    engine = worker.texts.engine
+    whole = Text(0, PROMPT, Sampling(temperature, max_tokens=30), loaded.words.tokenizer, set())
+    cut = Text(1, PROMPT, Sampling(temperature, top_k=1), loaded.words.tokenizer, set())
+    engine.join([whole, cut])
+    while len(whole.new) < 30:
+        engine.step()
+    assert max(whole.new) < 259 and cut.logprobs == pytest.approx([0.0] * len(cut.new))
+    ids = [*PROMPT, *whole.new]
+    logits = loaded.model(torch.tensor([ids[:-1]]))[0] / temperature
+    own = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).tolist()
+    assert whole.logprobs == pytest.approx(own[len(PROMPT) - 1 :], abs=1e-4)
+    looked = look_at(loaded.model, engine.vocab_size, ids, 5, temperature)
+    assert looked.values == pytest.approx(own, abs=1e-4)
+    assert max(max(top) for top in looked.tops) < 259
+
+
+def spelled(name: str) -> bytes:
+    """A token of `logprobs` as bytes."""
+    return bytes.fromhex(name[6:].replace("\\x", "")) if name[:6] == "bytes:" else name.encode()
+
+
+def test_tokens_in_log_probabilities_are_texts(engine: Client, worker: Worker) -> None:
+    """And places in the text; a part of a character is its bytes, and no alternative is lost."""
+    prompt = "a few wörds ☃, and 🦊"
+    words: dict[str, Any] = {"max_tokens": 3, "seed": 4}  # so few that no broken character is cut
+    (choice,) = engine.complete(prompt, echo=True, logprobs=5, **words)
+    found, ids = choice["logprobs"], [*choice["prompt_token_ids"], *choice["token_ids"]]
+    data = [spelled(name) for name in found["tokens"]]
+    assert b"".join(data).decode("utf-8", "replace") == choice["text"]
+    assert any(name.startswith("bytes:") for name in found["tokens"])
+    for number, begin in enumerate(found["text_offset"]):
+        before = b"".join(data[:number]).decode("utf-8", "replace")
+        assert begin == len(before.rstrip("\ufffd")) or before.endswith("\ufffd")
+        if found["tokens"][number] == "w":
+            assert choice["text"][begin] == "w"
+    assert [len(top) for top in found["top_logprobs"][1:]] == [5] * (len(ids) - 1)
+    for name, top, value in zip(*(found[key][1:] for key in (
+        "tokens", "top_logprobs", "token_logprobs")), strict=True):  # fmt: skip
+        assert name not in top or top[name] == pytest.approx(value, abs=1e-4)
+    (whole,) = engine.complete(prompt, logprobs=0, **words)
+    with engine.send(
+        "/v1/completions", {"prompt": prompt, "logprobs": 0, "stream": True, **words}
+    ) as answer:
+        parts = [event["choices"][0]["logprobs"] for event in events(answer)]
+    for key in ("tokens", "text_offset"):
+        assert [value for part in parts for value in part[key]] == whole["logprobs"][key]
+    assert whole["logprobs"]["text_offset"][0] == 0
+    messages = [{"role": "user", "content": "a few"}]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 3, **words}
+    (chat,) = engine.ask("/v1/chat/completions", body)["choices"]
+    entries = chat["logprobs"]["content"]
+    said = bytes(byte for entry in entries for byte in entry["bytes"] or ())
+    assert said.decode("utf-8", "replace") == worker.words.tokenizer.decode(chat["token_ids"])
+    for entry in (each for one in entries for each in (one, *one["top_logprobs"])):
+        if entry["bytes"] is None:  # special: it adds nothing to the text
+            assert entry["token"] == "<|endoftext|>"
+        else:
+            assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
+
+
+def test_no_alternative_is_lost_among_tokens_with_the_same_text() -> None:
+    pieces = {1: Piece(b"a", False), 2: Piece(b"\xe2\x98", False), 3: Piece(b"a", False)}
+    asked = read(b'{"prompt": [1], "logprobs": 3}', False, "m", 99, FEW, None)  # type: ignore[arg-type]
+    answer = Answer(asked, "m", lambda ids: [pieces[token] for token in ids])
+    assert answer._names([1, 2, 3, 2]) == {1: "a", 2: "bytes:\\xe2\\x98", 3: "token_id:3"}
 
 
 def test_samples_depend_on_their_seed_alone(engine: Client) -> None:
@@ -260,10 +351,13 @@ BAD = [
     ({"prompt": [1, 259]}, "token ids must be from 0 to 258"),
     ({"prompt": [1, True]}, "prompt: must be"),
     ({"prompt": [1] * 120}, "120 tokens of the prompt and max_tokens = 16 are more than 128"),
-    ({"max_tokens": 0}, "max_tokens = 0: must be a whole number from 1 to 128"),
+    ({"max_tokens": -1}, "max_tokens = -1: must be a whole number from 0 to 128"),
+    ({"prompt": [1] * 129, "max_tokens": 0}, "129 tokens of the prompt and max_tokens = 0 are"),
+    ({"prompt": [1] * 127, "max_tokens": 2}, "127 tokens of the prompt and max_tokens = 2 are"),
+    ({"stop": ["a", None]}, "stop = ['a', null]: must be a string or a list of strings"),
     ({"n": 1.5}, "n = 1.5: must be a whole number"),
     ({"temperature": 1e-9}, "temperature = 1e-09: must be 0, or"),
-    ({"temperature": float("nan")}, "temperature = nan: must be a number"),
+    ({"temperature": float("nan")}, "temperature = NaN: must be a number"),
     ({"top_p": -1}, "top_p = -1: must be a number from 0 to 1"),
     ({"stop": [""]}, "stop = ['']: must not be empty"),
     ({"stop": 3}, "stop = 3: must be a string"),
@@ -288,12 +382,44 @@ def test_other_bad_requests(engine: Client) -> None:
         ("/v1/completions", b"[" * 100_000, "not JSON"),
         ("/v1/completions", [1], "must be a JSON object"),
         ("/v1/chat/completions", {"messages": []}, "must be a list of messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0},
+            "max_tokens = 0: must be a whole number from 1 to 128",
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "content of each"),
         ("/update_weights", {}, "path: is required"),
+        ("/release", {}, "run: is required"),
         ("/update_weights", {"path": "/gone"}, "/gone: "),
     ]:
         assert problem in engine.ask(path, body, code=400)["error"]["message"]
     assert "the routes are /health" in engine.ask("/v1/complete", {}, code=404)["error"]["message"]
+
+
+def test_other_methods_and_models(engine: Client) -> None:
+    """Answers are JSON, whatever is asked, and HEAD is GET without the body."""
+
+    def send(method: str, path: str, body: str | None = None) -> tuple[int, bytes, Any]:
+        connection = HTTPConnection("127.0.0.1", engine.port, timeout=60)
+        connection.request(method, path, body, {"Authorization": "Bearer secret"})
+        with contextlib.closing(connection), connection.getresponse() as answer:
+            return answer.status, answer.read(), answer.headers
+
+    for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "FOO"):
+        code, text, headers = send(method, "/health", "{}" if method != "FOO" else None)
+        assert code == (501 if method == "FOO" else 405), text
+        assert json.loads(text)["error"]["code"] == code
+        assert method == "FOO" or headers["Allow"] == "GET, HEAD"
+    assert send("PUT", "/v1/completions")[2]["Allow"] == "POST"
+    assert send("PUT", "/nowhere")[0] == 404
+    for path in ("/health", "/v1/models", "/v1/models/small", "/metrics"):
+        code, text, headers = send("HEAD", path)
+        assert (code, text) == (200, b"") and headers["Content-Length"] == str(
+            len(send("GET", path)[1])
+        )
+    assert send("HEAD", "/nowhere")[:2] == (404, b"")
+    code, text, _ = send("GET", "/v1/models/NOPE")
+    assert code == 404 and "no such model: NOPE; the model here is small" in text.decode()
 
 
 def test_strangers_are_refused(engine: Client) -> None:
@@ -382,6 +508,32 @@ def test_scores_are_those_of_the_distribution_that_samples_are_drawn_from(engine
         assert why in engine.ask("/score", body, 400)["error"]["message"]
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_text_is_scored(folder: Path, most: int, fixed: bool) -> None:
+    """With echo and without a token more, as OpenAI's API does it, or with one; also a text that
+    fills the window, whose next token needs no room: nothing reads it."""
+    loaded = load(str(folder), "cpu")
+    with serving(Worker(loaded, SLOTS, WINDOW, QUEUE, fixed=fixed)) as engine:
+        for length in (1, 5, WINDOW):
+            ids = [7 * n % 250 for n in range(length)]
+            words = {"max_tokens": most, "echo": True, "logprobs": 1, "temperature": 0, "n": 2}
+            for choice in engine.complete([ids, ids], **words):
+                assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", most)
+                values = choice["logprobs"]["token_logprobs"]
+                assert len(values) == length + most and values[0] is None
+                logits = loaded.model(torch.tensor([ids]))[0].log_softmax(-1)
+                own = logits[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+                assert values[1:length] == pytest.approx(own.tolist(), abs=1e-4)
+                assert len(choice["logprobs"]["top_logprobs"]) == length + most
+        (plain,) = engine.complete([1, 2], max_tokens=0)
+        assert (plain["text"], plain["token_ids"]) == ("", [])
+        asked = {"prompt": [1], "max_tokens": 0, "stream": True}
+        with engine.send("/v1/completions", asked) as raw:
+            (part,) = events(raw)
+        assert part["choices"][0]["finish_reason"] == "length"
+
+
 def test_paused_texts_go_on_where_they_were(engine: Client) -> None:
     expected = engine.complete(PROMPT, max_tokens=100, seed=2)
     with ThreadPoolExecutor(1) as pool:
@@ -401,22 +553,41 @@ def test_two_runs_do_not_share_an_engine(
 ) -> None:
     """Their versions are told apart; the second one is refused, with the reason, as long as the
     first one asks how the engine is."""
-    first, second = (
+    first, second, resumed = (
         KitEngine(f"http://127.0.0.1:{engine.port}", engine.token, run)
-        for run in ("/runs/a", "/runs/b")
+        for run in ("/runs/a#7.0", "/runs/b#8.0", "/runs/a#7.1")
     )
     assert first.update({"path": str(folder), "version": 5}) == first.version() == 5
-    with pytest.raises(Leased, match="another run, /runs/a, which uses it"):
+    with pytest.raises(Leased, match=r"another run, /runs/a#7\.0, which uses it"):
         second.version()
-    with pytest.raises(Rejected, match="the weights of the run /runs/a, which uses it; end that"):
+    with pytest.raises(Leased, match="the weights of the run /runs/a, which uses it; end that"):
         second.update({"path": str(folder), "version": 7})
     with pytest.raises(Lost, match="weights of another run, /runs/a"):
         second.complete([PROMPT], 1, Sampling(max_tokens=2))
     assert first.complete([PROMPT], 1, Sampling(max_tokens=2))[0][0].versions == [5]
-    monkeypatch.setattr(Lease, "held", False)
+    # Another attempt of the same run is no stranger.
+    with pytest.raises(Busy, match="weights of another run") as busy:
+        resumed.version()
+    assert not isinstance(busy.value, Leased)
+    assert resumed.update({"path": str(folder), "version": 5}) == resumed.version() == 5
+    first.release()  # it holds nothing any more
+    with pytest.raises(Leased):
+        second.version()
+    resumed.release()
     assert second.update({"path": str(folder), "version": 7}) == second.version() == 7
+    with pytest.raises(Leased):
+        resumed.update({"path": str(folder), "version": 7})
+    monkeypatch.setattr(Lease, "SECONDS", -1.0)
+    assert second.version() == 7
     with pytest.raises(Busy, match="weights of another run, /runs/b"):
-        first.version()
+        resumed.version()
+    assert resumed.update({"path": str(folder), "version": 9}) == 9
+
+
+def test_an_engine_waits_for_an_orchestrator_as_long_as_its_job_does() -> None:
+    watch = (ROOT / "scripts/slurm/lib/rl_watch.sh").read_text()
+    (silent,) = re.findall(r"KP_ORCHESTRATOR_SILENT_S=(\d+)", watch)
+    assert int(silent) + 30 < Lease.SECONDS
 
 
 def test_new_weights(engine: Client, folder: Path, other: Path) -> None:
@@ -456,6 +627,22 @@ def test_weights_of_another_model_change_nothing(engine: Client, tmp_path: Path)
     assert engine.complete(PROMPT, temperature=0) == before
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_change_nothing(
+    engine: Client, tmp_path: Path, value: float
+) -> None:
+    """Every text would fail, and after three of them the engine."""
+    before = engine.complete(PROMPT, temperature=0)
+    bad = make_model(tmp_path / "bad", seed=1)
+    tensors = load_file(bad / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][7, 5] = value
+    save_file(tensors, bad / "model.safetensors", {"format": "pt"})
+    refused = engine.ask("/update_weights", {"path": str(bad)}, code=400)["error"]["message"]
+    assert "model.layers.1.mlp.up_proj.weight has values that are not finite" in refused
+    assert engine.complete(PROMPT, temperature=0) == before
+    assert not_finite(find(str(bad))) and not not_finite(find(str(make_model(tmp_path / "good"))))
+
+
 def test_half_of_the_weights_serve_nobody(
     engine: Client, worker: Worker, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,13 +668,13 @@ def test_weights_from_the_ranks_of_a_trainer(
     """A version that nobody offers changes nothing; after half of one it serves nobody."""
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps({"version": 4, "transport": "direct"}))
-    before, told = engine.complete(PROMPT, temperature=0), []
+    before, told, value = engine.complete(PROMPT, temperature=0), [], -1.0
 
     def receive(problem: Exception | None, model: Any, facts: Any, token: str) -> None:
         told.append((facts["version"], token))
         if problem:
             raise problem
-        model.embed.weight.data.neg_()
+        model.embed.weight.data.mul_(value)
 
     def update(problem: Exception | None, code: int) -> Any:
         monkeypatch.setattr("kempner.rl.transfer.receive", partial(receive, problem))
@@ -501,6 +688,8 @@ def test_weights_from_the_ranks_of_a_trainer(
     assert update(None, 200) == {"weight_version": 4} and set(told) == {(4, "secret")}
     (after,) = engine.complete(PROMPT, temperature=0)
     assert after["weight_versions"] == [4] and after["token_ids"] != before[0]["token_ids"]
+    value = math.inf
+    assert "embed.weight is not finite" in update(None, 503)["error"]["message"]
     refused = engine.ask("/update_weights", {"manifest": "/gone"}, code=400)
     assert "/gone" in refused["error"]["message"]
 
@@ -543,10 +732,10 @@ def test_logits_that_are_no_numbers_end_their_text_alone(
 ) -> None:
     draw = sampling.draw
 
-    def spoilt(logits: torch.Tensor, how: Sampling, uniform: torch.Tensor) -> Any:
+    def spoilt(logits: torch.Tensor, how: Sampling, uniform: torch.Tensor, size: int) -> Any:
         rows = logits.clone()
         rows[0] = float("nan")
-        return draw(rows, how, uniform)
+        return draw(rows, how, uniform, size)
 
     engine.ask("/pause", {})
     with ThreadPoolExecutor(2) as pool:
@@ -569,6 +758,21 @@ def test_logits_that_are_no_numbers_end_their_text_alone(
     bad = next(each for each in answers if each.status == 503)
     assert "not a number" in json.loads(bad.read())["error"]["message"]
     assert worker.exit_code == 0
+
+
+def test_a_model_that_says_nothing_but_nan_ends_its_engine(
+    engine: Client, worker: Worker, capsys: Any
+) -> None:
+    """Its log says why."""
+    worker.texts.engine.model.norm.weight.data.fill_(math.nan)
+    for _ in range(3):
+        assert (
+            "not a number"
+            in engine.ask("/v1/completions", {"prompt": PROMPT}, code=503)["error"]["message"]
+        )
+    until(lambda: worker.exit_code == 1)
+    err = capsys.readouterr().err
+    assert "serve: ends after 3 failures" in err and "is not a number" in err
 
 
 def test_random_numbers_are_drawn_when_they_are_needed() -> None:

@@ -95,15 +95,18 @@ def test_alternatives_are_those_of_a_full_pass(client: Any, folder: Path) -> Non
     loaded = load(str(folder), "cpu")
     size = loaded.words.tokenizer.vocab_size
     with torch.no_grad():
-        logprobs = loaded.model(torch.tensor([ids[:-1]]))[0, :, :size].log_softmax(-1)
+        logprobs = loaded.model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
     found = choice.logprobs
-    assert choice.text.startswith("a few") and found.tokens == [f"token_id:{i}" for i in ids]
+    assert choice.text.startswith("a few") and len(found.tokens) == len(ids)
+    assert found.tokens[:3] == ["a", " ", "few"] and found.text_offset[:4] == [0, 1, 2, 5]
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     expected = logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
     assert found.token_logprobs[1:] == pytest.approx(expected.tolist(), abs=1e-4)
     for top, row in zip(found.top_logprobs[1:], logprobs, strict=True):
-        values, names = row.topk(2)
-        assert list(top) == [f"token_id:{name}" for name in names.tolist()]
+        values, names = row[:size].topk(2)
+        texts = [loaded.words.tokenizer.decode([name]) for name in names.tolist()]
+        for name, text in zip(top, texts, strict=True):
+            assert name in (text, "<|endoftext|>") or name.startswith("bytes:")
         assert list(top.values()) == pytest.approx(values.tolist(), abs=1e-4)
     (choice,) = client.chat.completions.create(
         messages=MESSAGES, logprobs=True, top_logprobs=3, **words
@@ -115,7 +118,8 @@ def test_alternatives_are_those_of_a_full_pass(client: Any, folder: Path) -> Non
 
 @pytest.mark.soak
 def test_lm_eval(url: str, folder: Path, tmp_path: Path) -> None:
-    """Its own command, with a choice, which needs echo and log-probabilities, and a text."""
+    """Its own command, with a choice, which needs echo and log-probabilities, a text, and one that
+    is scored in windows as long as the model's."""
     rows = [{"q": "a few", "choices": [" words", " more"], "answer": n} for n in (0, 1)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = "dataset_path: json\ntest_split: test\ndoc_to_text: '{{q}}'\n"
@@ -129,11 +133,18 @@ def test_lm_eval(url: str, folder: Path, tmp_path: Path) -> None:
         "generation_kwargs: {until: ['\\n'], max_gen_toks: 5}\n"
         "metric_list: [{metric: exact_match}]\n"
     )
-    arguments = f"base_url={url}{TEXT},model={folder},tokenizer={folder},max_length=120"
+    (tmp_path / "long.jsonl").write_text(json.dumps({"q": "a few words, a few more; " * 40}))
+    (tmp_path / "long.yaml").write_text(
+        "task: long\ndataset_path: json\ntest_split: test\noutput_type: loglikelihood_rolling\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'long.jsonl'}}}}}\n"
+        "doc_to_text: ''\ndoc_to_target: '{{q}}'\nmetric_list: [{metric: bits_per_byte}]\n"
+    )
+    # It takes one less.
+    arguments = f"base_url={url}{TEXT},model={folder},tokenizer={folder},max_length=129"
     arguments += ",tokenizer_backend=huggingface,num_concurrent=1"
     command = [
         *(sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks"),
-        *("choice,text", "--include_path", tmp_path, "--model_args", arguments),
+        *("choice,text,long", "--include_path", tmp_path, "--model_args", arguments),
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(
@@ -143,6 +154,7 @@ def test_lm_eval(url: str, folder: Path, tmp_path: Path) -> None:
     # Of two rows with the same question one is right, whatever the model.
     assert re.search(r"\|choice *\|.*\|acc *\|.*\| +0\.5\|", done.stdout), done.stdout
     assert re.search(r"\|text .*exact_match", done.stdout)
+    assert re.search(r"\|long .*bits_per_byte", done.stdout)
 
 
 def test_a_body_as_langchain_sends_it(plain: Client, folder: Path) -> None:
@@ -163,6 +175,19 @@ def test_a_body_as_langchain_sends_it(plain: Client, folder: Path) -> None:
         body["messages"], ("Be brief.", "a few", "", "words"), strict=True)]  # fmt: skip
     asked = plain.ask(CHAT, body | {"messages": plainly})
     assert asked["choices"][0]["prompt_token_ids"] == whole["choices"][0]["prompt_token_ids"]
+
+
+def test_fields_that_constrain_nothing_pass(plain: Client) -> None:
+    """Those of newer clients."""
+    body = {
+        "reasoning_effort": "low", "modalities": ["text"], "verbosity": "medium",
+        "prompt_cache_key": "a", "safety_identifier": "b",
+    }  # fmt: skip
+    assert plain.ask(CHAT, {"messages": MESSAGES, "max_tokens": 1, **body})["choices"]
+    refused = {"messages": MESSAGES, "modalities": ["text", "audio"]}
+    assert "modalities" in plain.ask(CHAT, refused, code=400)["error"]["message"]
+    for name in body:
+        assert f"`{name}`" in PAGE
 
 
 @pytest.mark.parametrize("name", NEUTRAL)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,19 +23,20 @@ from kempner.config.loading import load
 from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
 from kempner.rl import engines, router, vllm_engine
-from kempner.rl.engines import ROUTES, Busy, Flight, Lost, Rejected, VllmEngine
+from kempner.rl.engines import ROUTES, Busy, Flight, Leased, Lost, Rejected, VllmEngine
 from kempner.rl.router import Router
 from kempner.run import RunConfig
 
 
 class Server(ThreadingHTTPServer):
-    """`asked`: paths and bodies; `broken`: a path that fails."""
+    """`asked`: paths and bodies; `broken`: a path that fails; `door`: the middleware."""
 
     asked: list[tuple[str, Any]]
     broken, version = "", "3"
     routes = ROUTES
     reload = 0.0  # seconds
     core: threading.Lock  # it does one thing after another
+    door: vllm_engine.Allowed | None = None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -41,7 +44,26 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None: ...
 
+    def refused(self) -> bool:
+        """The middleware has answered in the place of the application."""
+        if self.server.door is None:
+            return False
+        sent: list[dict[str, Any]] = []
+
+        async def send(event: dict[str, Any]) -> None:
+            sent.append(event)
+
+        headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+        path = self.path.partition("?")[0]
+        scope = {"type": "http", "method": self.command, "path": path, "headers": headers}
+        asyncio.run(self.server.door(scope, None, send))
+        if sent:
+            self.send(sent[1]["body"], sent[0]["status"])
+        return bool(sent)
+
     def do_GET(self) -> None:
+        if self.refused():
+            return None
         if self.path == "/health":  # of the process that listens
             return self.send(b"", 200)
         if self.path == "/weight_info":
@@ -55,6 +77,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.refused():
+            return None
         self.server.asked.append((self.path, body))
         assert self.headers["Content-Type"] == "application/json"
         if self.path == self.server.broken:
@@ -66,7 +90,8 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(self.server.reload)
         found: dict[str, Any] = {}
         if self.path == "/inference/v1/generate":
-            spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+            drawn = "3", "4" if self.server.door is None else self.server.version
+            spans = [{"version": each, "start": i, "end": i + 1} for i, each in enumerate(drawn)]
             entries = {"content": [{"token_id": 7, "logprob": -0.5}, {"logprob": -0.25}]}
             choice = {"token_ids": [7, body["token_ids"][0]], "finish_reason": "stop"}
             choice |= {"weight_versions": spans, "logprobs": entries}
@@ -125,6 +150,37 @@ def test_weights(server: Server, engine: VllmEngine) -> None:
         engine.version()
     with pytest.raises(Rejected, match="files"):
         engine.update({"manifest": "/w"})
+
+
+def test_two_runs_do_not_share_an_engine(
+    server: Server, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of the kit do not."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    monkeypatch.setenv(vllm_engine.TOKEN, "secret")
+    server.door = vllm_engine.Allowed(app)
+    runs = [VllmEngine(engine.url, "secret", {256}, run=run) for run in ("/runs/a", "/runs/b")]
+    first, second = runs
+    assert first.version() == second.version() == 3  # of the file that it began with
+    assert first.update({"path": "/w", "version": 4}) == first.version() == 4
+    with pytest.raises(Leased, match="another run, /runs/a, which uses it"):
+        second.version()
+    asked = len(server.asked)
+    with pytest.raises(Leased, match="the weights of the run /runs/a, which uses it; end that"):
+        second.update({"path": "/w", "version": 4})
+    assert len(server.asked) == asked  # nothing was paused
+    with pytest.raises(Lost, match="weights of another run, /runs/a"):
+        second.complete([[5]], 1, Sampling(max_tokens=2))
+    assert first.complete([[5]], 1, Sampling(max_tokens=2))[0][0].versions == [3, 4]
+    first.release()
+    with pytest.raises(Busy, match="weights of another run, /runs/a") as busy:
+        second.version()
+    assert not isinstance(busy.value, Leased)
+    assert second.update({"path": "/w", "version": 4}) == second.version() == 4
+    with pytest.raises(Busy, match="weights of another run, /runs/b"):
+        first.version()
 
 
 def test_a_reload_that_is_slower_than_the_beats(
@@ -190,6 +246,52 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Pat
         assert "must have a token, and mode 600" in capsys.readouterr().err
 
 
+FAKE = """#!{python}
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.send_response(200)
+        self.end_headers()
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("0.0.0.0", port), Handler).serve_forever()
+"""
+
+
+def test_its_port_is_of_the_range_that_a_firewall_opens(tmp_path: Path) -> None:
+    """And nobody of ours takes it while vLLM starts."""
+    python, token, published = tmp_path / "python", tmp_path / "token", tmp_path / "engine-0"
+    python.write_text(FAKE.format(python=sys.executable))
+    python.chmod(0o700)
+    token.touch(0o600)
+    token.write_text("secret")
+    (tmp_path / "v00000003").mkdir()
+    (tmp_path / "v00000003/manifest.json").write_text("{}")
+    other = socket.create_server(("", 0))  # has the other port of the range
+    port = other.getsockname()[1] - 1
+    command = [sys.executable, "-m", "kempner.rl.vllm_engine", f"--weights={tmp_path}"]
+    command += [f"--publish={tmp_path}", f"--token-file={token}"]
+    env = {**os.environ, "KEMPNER_VLLM": str(python), "KEMPNER_PORTS": f"{port}-{port + 1}"}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 60
+        while not published.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        url = published.read_text()
+        done = subprocess.run(
+            [*command, f"--publish={tmp_path / 'other'}"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0 and url == f"http://127.0.0.1:{port}\n"
+    other.close()
+    assert done.returncode == 1 and "none of these 2 ports is free" in done.stderr
+
+
 def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the token among the words of its command line, which all users of a node see."""
     monkeypatch.setenv(vllm_engine.TOKEN, "secret")
@@ -203,7 +305,7 @@ def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) ->
         sent.append(event)
 
     def ask(kind: str, *headers: tuple[bytes, bytes]) -> None:
-        scope = {"type": kind, "headers": headers}
+        scope = {"type": kind, "path": "/", "headers": headers}
         asyncio.run(vllm_engine.Allowed(app)(scope, None, send))
 
     ask("http")

@@ -34,9 +34,9 @@ kp_check_settings() { # stops at values that make no sense: later they would end
     done
     [[ ${KEMPNER_NUMA:-1} =~ ^[01]$ ]] || kp_die "KEMPNER_NUMA=$KEMPNER_NUMA: must be 0, or 1, which is the same as unset"
     if [[ ! ${KEMPNER_PORTS:-1024-65535} =~ ^([1-9][0-9]{3,4})-([1-9][0-9]{3,4})$ ]] ||
-        ((1024 > BASH_REMATCH[1] || BASH_REMATCH[1] > BASH_REMATCH[2] || BASH_REMATCH[2] > 65535)); then
-        kp_die "KEMPNER_PORTS=$KEMPNER_PORTS: must be the first and the last port of a range, from 1024 to 65535," \
-            "such as 15000-20000"
+        ((1024 > BASH_REMATCH[1] || BASH_REMATCH[1] >= BASH_REMATCH[2] || BASH_REMATCH[2] > 65535)); then
+        kp_die "KEMPNER_PORTS=$KEMPNER_PORTS: must be the first and the last port of a range of at least 2," \
+            "from 1024 to 65535, such as 15000-20000"
     fi
     [[ ${KEMPNER_MPI:-none} =~ ^[a-z][a-z0-9_]*$ ]] ||
         kp_die "KEMPNER_MPI=$KEMPNER_MPI: must be a value of srun --mpi, such as pmix: 'srun --mpi=list' shows them"

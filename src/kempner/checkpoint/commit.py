@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from kempner.checkpoint.config import is_power_of_two
 from kempner.checkpoint.ownership import is_own, remove
+from kempner.config import toml
 from kempner.config.option import ConfigError
 from kempner.directories import Kind, mark, read_mark
 from kempner.files import fsync, step_of, swap_link, write_atomic
@@ -286,13 +287,14 @@ def set_aside(path: Path) -> Path:
 
 def prune(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False) -> None:
     """Retention. What stays: the newest `keep_last_n` of the run's own branch, multiples of
-    `keep_every`, with `powers_of_two` step 0 and these, `latest`, and what is being read."""
+    `keep_every`, with `powers_of_two` step 0 and these, those of them that were saved with it,
+    `latest`, and what is being read."""
     branch, left = branches(root)
     for path in branch[keep_last_n:] + left:
         step = step_of(path.name)
         if (keep_every and step and step % keep_every == 0) or path == latest(root):
             continue
-        if powers_of_two and step is not None and is_power_of_two(step):
+        if step is not None and is_power_of_two(step) and (powers_of_two or _is_for_good(path)):
             continue
         with contextlib.suppress(OSError):  # the next retention tries again
             if is_own(path):
@@ -304,6 +306,15 @@ def prune(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = F
         with contextlib.suppress(OSError):
             if LEFT.fullmatch(path.name) and is_own(path):
                 remove(path)
+
+
+def _is_for_good(path: Path) -> bool:
+    """Whether the run had checkpoint.powers_of_two when it saved this one."""
+    try:
+        config = toml.loads((path / "config.toml").read_text())
+        return config["checkpoint"]["powers_of_two"] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def doom(path: Path) -> None:

@@ -14,6 +14,7 @@ from kempner.config.option import ConfigError, Option, schema
 from kempner.config.values import shown, to_text
 
 HELP_WIDTH = 100
+MOST = {"nodes": 100_000, "gpus-per-node": 1024, "host-memory": 100_000}  # more is a typing error
 MEANING_COLUMN = 46  # where the meaning begins; an option that is longer has it on the next line
 
 
@@ -32,7 +33,7 @@ def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
 
     Raises nothing: what is wrong with the words goes into `problems`, for load() to raise with
     the rest. After `--section.key` a word is its value, unless it starts with a dash and is no
-    number; other words are files. Whole numbers that are flags count things: they are at least 1.
+    number; other words are files. Whole numbers that are flags count things: from 1 to MOST.
     """
     values = {name: False if kind is bool else None for name, kind in flags.items()}
     command = Command([], [], [], values)
@@ -99,8 +100,8 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
         text = words.pop(0)
     if not text:
         command.problems.append(f"{word}: a value is missing; write --{name}=VALUE")
-    elif kind is int and not (text.isdecimal() and int(text) > 0):
-        fix = f"must be a whole number, at least 1; write --{name}=1"
+    elif kind is int and not (text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST[name]):
+        fix = f"must be a whole number from 1 to {MOST[name]:,}; write --{name}=1"
         command.problems.append(f"--{name}={text}: {fix}")
     else:
         command.flags[name] = kind(text)

@@ -64,10 +64,9 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special,
             )
-        except (
-            self._jinja.exceptions.TemplateError, TypeError, ValueError, LookupError, AttributeError
-        ) as error:  # fmt: skip
-            raise ValueError(f"the chat template refuses it: {error}") from None
+        except Exception as error:  # of Jinja, or of any Python that it calls
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"the chat template refuses it: {reason}") from None
         return text
 
     def render_with_spans(
@@ -179,7 +178,7 @@ class ChatTemplate:
     def _compile(self, name: str, source: str) -> Any:
         try:
             return self._environment.from_string(source)
-        except self._jinja.exceptions.TemplateError as error:
+        except (self._jinja.exceptions.TemplateError, RecursionError) as error:
             raise DataError(f"chat template {name!r}: not a Jinja template ({error})") from None
 
 

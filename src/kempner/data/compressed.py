@@ -12,7 +12,8 @@ import io
 import lzma
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,6 +45,8 @@ def unreadable(path: Path) -> str:
             f"Python {sys.version_info.major}.{sys.version_info.minor} reads no zstd; install "
             f"{ZSTD} with `.venv/bin/pip install -c constraints.txt -e '.[data]'`"
         )
+    if path.stat().st_size == 0:
+        return "has 0 bytes, as a download that failed; get it again"
     return ""
 
 
@@ -83,8 +86,9 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
         with _open(path) as file:
             yield file
     except broken as error:
+        why = str(error).removeprefix("zstd decompressor error: ")
         raise DataError(
-            f"{path}: cannot be unpacked ({error}); get it again, or name the inputs without it"
+            f"{path}: cannot be unpacked ({why}); get it again, or name the inputs without it"
         ) from None
 
 
@@ -92,15 +96,22 @@ def _open(path: str) -> Any:
     suffix = Path(path).suffix.lower()
     if suffix == ".gz":
         return gzip.open(path)
+    new: Callable[[], Any]
+    limit: tuple[int, ...] = (BLOCK * 8,)
     if suffix == ".bz2":
-        return bz2.open(path)
-    if suffix == ".xz":
-        return lzma.open(path)
-    zstd = _zstd()
-    assert zstd is not None, "unreadable() was not asked"
-    if zstd.__name__ == ZSTD:
-        return io.BufferedReader(_Frames(path, zstd), BLOCK * 8)
-    return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: WINDOW_LOG})
+        new = bz2.BZ2Decompressor
+    elif suffix == ".xz":
+        new = lzma.LZMADecompressor
+    else:
+        zstd = _zstd()
+        assert zstd is not None, "unreadable() was not asked"
+        if zstd.__name__ == ZSTD:
+            one = zstd.ZstdDecompressor(max_window_size=1 << WINDOW_LOG)
+            new, limit = one.decompressobj, ()
+        else:
+            window = {zstd.DecompressionParameter.window_log_max: WINDOW_LOG}
+            new = partial(zstd.ZstdDecompressor, options=window)
+    return io.BufferedReader(_Streams(path, new, limit), BLOCK * 8)
 
 
 def _zstd() -> Any:
@@ -111,13 +122,17 @@ def _zstd() -> Any:
     return None
 
 
-class _Frames(io.RawIOBase):
-    """All frames of a .zst. zstandard's own reader ends with the first one, as pzstd writes many,
-    and takes a file that was cut off for a whole one."""
+class _Streams(io.RawIOBase):
+    """All streams of a file, one after the other, as programs with many threads write them. The
+    readers of the libraries end with the first one (zstandard), or take what is no stream after it
+    for the end of the file (bz2, lzma): the rest would be lost without a word."""
 
-    def __init__(self, path: str, zstd: Any) -> None:
-        self._file, self._zstd = open(path, "rb"), zstd  # noqa: SIM115
-        self._frame: Any = None  # that is not whole yet
+    def __init__(self, path: str, new: Callable[[], Any], limit: tuple[int, ...]) -> None:
+        """`new`: a decompressor of one stream; `limit`: of the bytes that one call unpacks, where
+        it takes one."""
+        self._file, self._new, self._limit = open(path, "rb"), new, limit  # noqa: SIM115
+        self._padded = path.lower().endswith(".xz")  # zeros may come after each of its streams
+        self._stream: Any = None  # that is not whole yet
         self._packed = self._ready = b""
 
     def readable(self) -> bool:
@@ -129,18 +144,20 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            packed = self._packed or self._file.read(BLOCK)
-            self._packed = b""
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            if self._frame is None:
-                reader = self._zstd.ZstdDecompressor(max_window_size=1 << WINDOW_LOG)
-                self._frame = reader.decompressobj()
-            self._ready = self._frame.decompress(packed)
-            if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, None
+            packed, self._packed = self._packed, b""
+            if not packed and getattr(self._stream, "needs_input", True):
+                packed = self._file.read(BLOCK)
+                if not packed:
+                    if self._stream is not None:
+                        raise EOFError("it ends in the middle of a stream")
+                    return 0
+            if self._stream is None:
+                if self._padded and not (packed := packed.lstrip(b"\0")):
+                    continue
+                self._stream = self._new()
+            self._ready = self._stream.decompress(packed, *self._limit)
+            if self._stream.eof:
+                self._packed, self._stream = self._stream.unused_data, None
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count

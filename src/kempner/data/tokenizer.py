@@ -6,10 +6,11 @@ import functools
 import hashlib
 import importlib
 import json
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,18 @@ BPE_MINIMUM = 257  # 256 bytes and the end of the document
 AT_ONCE = 8
 
 
+BYTE = re.compile(
+    "<0x([0-9A-F]{2})>"
+)  # a token of one byte, of a tokenizer that falls back to them
 Tokens = NDArray[np.integer[Any]]  # 1-D
 Span = tuple[int, int]  # characters, from and to
+
+
+class Piece(NamedTuple):
+    """One token."""
+
+    data: bytes  # what it adds to a text, maybe a part of a character; of a special one its name
+    special: bool  # it adds nothing to a text
 
 
 class Tokenizer(Protocol):
@@ -49,6 +60,8 @@ class Tokenizer(Protocol):
         before them."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def piece(self, token: int) -> Piece: ...
 
     def describe(self) -> dict[str, str]:
         """Name, kind and hash for the sidecar."""
@@ -76,6 +89,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Ids above 255 are dropped, bytes that are no UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+    def piece(self, token: int) -> Piece:
+        return Piece(bytes([token]), False) if token < 256 else Piece(BPE_EOD.encode(), True)
 
     def describe(self) -> dict[str, str]:
         return dict(BYTES)
@@ -144,8 +160,43 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(list(ids))
         return text
 
+    def piece(self, token: int) -> Piece:
+        if (added := self._added.get(token)) is not None:
+            return Piece(added.content.encode(), added.special)
+        name = self._tokenizer.id_to_token(token)
+        if name is None:  # ids may have gaps
+            return Piece(b"", False)
+        if self._is_byte_level and all(letter in BYTE_LEVEL for letter in name):
+            return Piece(bytes(BYTE_LEVEL[letter] for letter in name), False)
+        if byte := BYTE.fullmatch(name):
+            return Piece(bytes.fromhex(byte[1]), False)
+        # What begins a text may lose its space.
+        once, twice = self.decode([token]), self.decode([token, token])
+        return Piece(twice[len(once) :].encode(), False)
+
+    @functools.cached_property
+    def _added(self) -> dict[int, Any]:
+        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        return added
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b"ByteLevel" in decoder.__getstate__()
+
     def describe(self) -> dict[str, str]:
         return dict(self._about)
+
+
+def _byte_level() -> dict[str, int]:
+    """GPT-2's letters for bytes: its own for each that can be printed, the others from 256 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    letters = {chr(byte): byte for byte in own}
+    return letters | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_LEVEL = _byte_level()
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:

@@ -20,6 +20,11 @@ class Sampling:
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
 
     @property
+    def cuts(self) -> bool:
+        """Is there any filter?"""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
     def filters(self) -> tuple[float, int | None, float, float]:
         """What rows that are drawn together have in common."""
         return self.temperature, self.top_k, self.top_p, self.min_p

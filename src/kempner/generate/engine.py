@@ -51,7 +51,7 @@ class Engine(Generic[R]):
     def __init__(
         self, model: Decoder, vocab_size: int, window: int, slots: int, fixed: bool = False
     ) -> None:
-        """`vocab_size`: of the tokenizer; the model may have more rows. `window`: tokens that the
+        """`vocab_size`: of the tokenizer; no other token is drawn. `window`: tokens that the
         model sees at most. `slots`: requests at a time. `fixed`: see KVCache."""
         weight = model.embed.weight
         self.model, self.vocab_size = model, vocab_size
@@ -155,10 +155,10 @@ class Engine(Generic[R]):
     def _draw(self, requests: Sequence[R], tokens: Tensor, rows: Rows) -> None:
         """One token for each, after tokens [B, T]."""
         device = self.cache.keys.device
-        logits = self.model(tokens.to(device), cache=rows)[: len(requests), 0, : self.vocab_size]
+        logits = self.model(tokens.to(device), cache=rows)[: len(requests), 0]  # [B, V]
         uniform = torch.tensor([request.uniforms[len(request.new)] for request in requests])
         samplings = [request.sampling for request in requests]
-        drawn, logprobs = draw_rows(logits, samplings, uniform.to(device))
+        drawn, logprobs = draw_rows(logits, samplings, uniform.to(device), self.vocab_size)
         for request, token, logprob in zip(
             requests, drawn.tolist(), logprobs.tolist(), strict=True
         ):

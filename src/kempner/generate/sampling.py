@@ -1,4 +1,5 @@
-"""From the logits of a step to the next token of each row. B rows, V vocabulary."""
+"""From the logits of a step to the next token of each row. B rows, V vocabulary of the model, of
+which the tokenizer has the first `size` tokens: many models are padded, and no other is drawn."""
 
 from __future__ import annotations
 
@@ -35,33 +36,36 @@ class Uniforms:
 
 
 def draw_rows(
-    logits: Tensor, samplings: Sequence[Sampling], uniform: Tensor
+    logits: Tensor, samplings: Sequence[Sampling], uniform: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
     """draw() where each row has its own sampling: those with the same filters go together."""
     groups: dict[tuple[float, int | None, float, float], list[int]] = defaultdict(list)
     for row, sampling in enumerate(samplings):
         groups[sampling.filters].append(row)
     if len(groups) == 1:
-        return draw(logits, samplings[0], uniform)
+        return draw(logits, samplings[0], uniform, size)
     tokens = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(samplings), device=logits.device)
     for numbers in groups.values():
         rows = torch.tensor(numbers, device=logits.device)
-        tokens[rows], logprobs[rows] = draw(logits[rows], samplings[numbers[0]], uniform[rows])
+        tokens[rows], logprobs[rows] = draw(
+            logits[rows], samplings[numbers[0]], uniform[rows], size
+        )
     return tokens, logprobs
 
 
-def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The next token of each row, int64 [B], and the log of the probability that it had, fp32 [B];
     logits [B, V], uniform [B] in [0, 1).
 
     The probability is that of the distribution that the token was drawn from: after temperature
-    and filters. At temperature 0 it is the model's own, as at temperature 1.
+    and filters. At temperature 0 it is the model's own, as at temperature 1. Without filters all V
+    tokens have their share, as in a trainer's loss, although those from `size` on are not drawn.
     """
     if sampling.temperature == 0:
-        highest, tokens = logits.max(-1)
+        highest, tokens = logits[:, :size].max(-1)
         return tokens, highest.float() - logits.float().logsumexp(-1)
-    chances, ids = filtered(logits, sampling)
+    chances, ids = filtered(logits, sampling, size)
     # The inverse of the cumulative distribution. The factor keeps a number that rounds to 1 from
     # choosing a token behind the last one with a probability over 0.
     total = chances.cumsum(-1)  # [B, V or k]
@@ -69,17 +73,22 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     drawn = torch.searchsorted(total, at, right=True)  # [B, 1]
     # Logits that are NaN give an index past the end, and a log-probability that is NaN.
     drawn = drawn.clamp(max=chances.shape[1] - 1)
-    logprobs = (chances.gather(1, drawn).squeeze(1) / chances.sum(-1)).log()
+    logprobs = chances.gather(1, drawn).squeeze(1).log()
+    if sampling.cuts:
+        logprobs = logprobs - chances.sum(-1).log()
     return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1), logprobs
 
 
-def filtered(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Probabilities [B, n], not normalized, and the tokens that they belong to [B, n]; None: n = V
-    and the tokens are in order.
+def filtered(logits: Tensor, sampling: Sampling, size: int) -> tuple[Tensor, Tensor | None]:
+    """Probabilities [B, n] and the tokens that they belong to [B, n]; None: n = size and the tokens
+    are in order. Without filters they are shares of all V tokens, with filters not normalized.
 
     top_p is nucleus sampling (arXiv:1904.09751); min_p is that of arXiv:2407.01082.
     """
     logits, ids = logits.float() / sampling.temperature, None
+    if not sampling.cuts:
+        return logits.softmax(-1)[:, :size], ids
+    logits = logits[:, :size]
     if sampling.top_k is not None or sampling.top_p < 1:
         count = min(sampling.top_k or logits.shape[1], logits.shape[1])
         logits, ids = logits.topk(count)  # the most likely token first

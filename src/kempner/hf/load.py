@@ -19,7 +19,7 @@ from kempner.checkpoint import commit
 from kempner.checkpoint.commit import Damaged
 from kempner.checkpoint.layout import Box, make_table, own_box
 from kempner.checkpoint.ranks import Ranks
-from kempner.checkpoint.reader import Want, read_table, read_wanted
+from kempner.checkpoint.reader import Want, read_table, read_tensors, read_wanted, stored_tensors
 from kempner.checkpoint.writer import local
 from kempner.config.option import ConfigError
 from kempner.hf.source import FOLDER, Source, carry, held, read_config
@@ -87,6 +87,27 @@ def load_weights(
     names = tensor_names(cfg, read_config(source.path)["model_type"])
     with Stored(source.path, "pt") as stored:
         fill(stored, [Job(local(p), names[name], boxes[name]) for name, p in parameters.items()])
+
+
+def not_finite(source: Source) -> str:
+    """A tensor of the model with an infinity or NaN in it; empty: there is none. Reads all weights,
+    so that the kernel has them in memory for load_weights()."""
+    if source.is_checkpoint:
+        table = stored_tensors(source.path)
+        names = [name for name in table if name.startswith("model.") and table[name].layout]
+        read = ((name, read_tensors(source.path, [name])[name]) for name in names)
+        return next((name for name, tensor in read if not is_finite(tensor)), "")
+    with Stored(source.path, "pt") as directory, _Files(directory) as files:
+        for name in directory.places:
+            box = tuple((0, length) for length in directory.shape(name))
+            if not all(map(is_finite, files.rows(Job(torch.empty(0), name, box)))):
+                return name
+    return ""
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """As fast as memory is, which isfinite().all() is not. NaN is a part of both extremes."""
+    return not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
 class Job(NamedTuple):

@@ -128,13 +128,16 @@ def rewards(run: History) -> dict[str, str]:
     if not lines:
         return {}
     idle = [math.fsum(values(lines, name)) / len(lines) for name in IDLE]
-    dropped, failed = (sum(values(lines, name)) for name in ("dropped_stale", "failed_rewards"))
+    counted = ("dropped_stale", "cancelled", "failed_rewards")
+    stale, cancelled, failed = (sum(values(lines, name)) for name in counted)
+    dropped = f"{stale + cancelled:,.0f} groups dropped"
+    dropped += f", {cancelled:,.0f} of them unfinished" if cancelled else ""
     return {
         "reward, first": at_step(lines[:1], "reward"),
         "reward, last": at_step(lines[-1:], "reward"),
         "reward, best": at_step(best(lines, "reward", max), "reward"),
         "sampled tokens, mean": f"{mean(lines, 'length'):.1f}; {mean(lines, 'truncated'):.1%} cut",
-        "versions behind, mean": f"{mean(lines, 'staleness'):.2f}; {dropped:,.0f} groups dropped",
+        "versions behind, mean": f"{mean(lines, 'staleness'):.2f}; {dropped}",
         "rewards that failed": f"{failed:,.0f}",
         "trainer - sampler": f"{distance(lines)} (mean |log ratio|)",
         "the trainer waits": f"{idle[0]:.1%}",

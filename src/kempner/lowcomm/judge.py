@@ -38,7 +38,7 @@ from kempner.front_door import run_program
 from kempner.lowcomm.beat import BEAT_S
 from kempner.lowcomm.config import SILENCE_S
 from kempner.lowcomm.door import FIRST, GONE, HERE, is_name, slot_of
-from kempner.port_range import store_server
+from kempner.port_range import listen, store_server
 
 LONGEST = 1 << 16  # bytes of a line
 
@@ -72,7 +72,7 @@ class Judge:
         self._weights: dict[int, str] = {}  # after each round, as the first replica has told them
         self._untold: list[str] = []  # events
         key = peers.new_key()
-        self._entrance = peers.Entrance(peers.listen(), key)
+        self._entrance = peers.Entrance(listen(), key)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._entrance, selectors.EVENT_READ)
         ports = {"store": self.store.port, "beats": self._entrance.port}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from kempner.lowcomm.mesh import MeshExchange
 from kempner.lowcomm.outer import Alone, Exchange
-from kempner.lowcomm.replicas import LowcommReplicas, Replicas
+from kempner.lowcomm.replicas import LowcommReplicas, Replicas, Waiting
 from kempner.lowcomm.steps import open_steps
 from kempner.optim.build import build_optimizer
 from kempner.optim.optimizer import Optimizer
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
 
 
-def open_replicas(cfg: RunConfig, world: World, model: nn.Module) -> tuple[Optimizer, Replicas]:
-    """The optimizer of this replica, and what it has to do with the others."""
+def open_replicas(
+    cfg: RunConfig, world: World, model: nn.Module, waiting: Waiting = nullcontext
+) -> tuple[Optimizer, Replicas]:
+    """The optimizer of this replica, and what it has to do with the others. `waiting`: the
+    watchdog's patient()."""
     optimizer = build_optimizer(model, cfg.optimizer)
     if cfg.resilience.spike_sigma is not None:
         optimizer.spikes = Spikes(cfg.resilience.spike_sigma, cfg.resilience.spike_window)
@@ -35,6 +39,7 @@ def open_replicas(cfg: RunConfig, world: World, model: nn.Module) -> tuple[Optim
         if world.store is not None:
             exchange = MeshExchange(world, next(iter(named.values())).device)
         replicas = LowcommReplicas(cfg, world, named, exchange)
+    replicas.waiting = waiting
     if replicas.outer.apart:
         optimizer.published = replicas.outer.published()
     return optimizer, replicas

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
 
 Numbers = dict[str, Tensor]
+Waiting = Callable[..., AbstractContextManager[None]]
 SHARED = (*FLAGS, "loss_sum", "tokens")  # of a step's numbers, what all replicas want to know
 
 
@@ -35,7 +36,7 @@ class Replicas:
 
     patience = 1.0
     """Of the steps that a request to leave waits for, as a multiple of those of a plain run."""
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    waiting: Waiting = nullcontext
     """The watchdog's patient(), for waits for replicas that somebody else judges."""
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kempner.run import RunConfig
 
 DOOR = "KEMPNER_DOOR"  # the file with the address of the judge
+JOIN_S = 7 * 86400.0  # until the others' round has ended: the judge knows who is lost
 
 T = TypeVar("T")
 
@@ -148,7 +149,8 @@ class StepsReplicas(LowcommReplicas):
         progress = super().begin(progress)
         number, self._samples = self._round_of(progress), progress.samples
         about = {**self._about(progress), "weights": self._checksum()}
-        done = self._or_too_few(lambda: self.membership.enter(number, about, self._share))
+        with self.waiting(JOIN_S):
+            done = self._or_too_few(lambda: self.membership.enter(number, about, self._share))
         if done is None:  # the run ended while this replica waited to join it
             self.membership.close()
             self._start_nobody()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from kempner.compiler import CACHE, keep_private
 from kempner.model.decoder import Decoder
@@ -37,6 +38,35 @@ def compile_model(model: Decoder, scope: str) -> None:
     for block in model.blocks:
         block.compile()
     model.loss = torch.compile(model.loss)
+
+
+def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) -> None:
+    """Which sizes of a batch [B, T] will change: B, T, how many documents it holds. One graph then
+    serves all blocks in all steps, from the first one on. Left to itself the compiler makes one for
+    the sizes that come first, and another one whenever one of them changes for the first time.
+
+    Without a change every size is a constant, which gives the faster kernels. A row alone (B = 1)
+    always has a graph of its own. Once the model is sharded.
+    """
+
+    def mark(_: nn.Module, args: tuple[Any, ...]) -> None:
+        x, rope, seen = args[:3]
+        vary = torch._dynamo.maybe_mark_dynamic
+        for tensor, row, *lengths in ((x, 0, 1), (rope, rope.ndim - 4, -2), (seen.mask, 0, 2, 3)):
+            if tensor is None:
+                continue
+            if length:
+                vary(tensor, [at % tensor.ndim for at in lengths])
+            if rows and row >= 0 and tensor.shape[row] > 1:
+                vary(tensor, row)
+        if seen.starts is not None:
+            vary(seen.starts, 0)
+
+    for block in model.blocks:
+        if (rows or length or documents) and block._compiled_call_impl is not None:
+            # As a hook, it sees x as FSDP's own have left it.
+            hook = torch.compiler.disable(mark)  # type: ignore[no-untyped-call]
+            block.register_forward_pre_hook(hook)
 
 
 def keep_compiled(run_dir: Path, world: World) -> None:

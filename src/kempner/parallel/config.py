@@ -57,7 +57,8 @@ class DistributedConfig:
     device: str = option("auto", "device to train on", choices=("auto", "cuda", "cpu"))
     start_timeout: float = option(
         600.0,
-        "seconds allowed for all ranks to start and for the first step",
+        "seconds allowed for all ranks to start, for the first step, and between them without "
+        "anything that a rank reads or writes",
         minimum=1.0,
         maximum=LONGEST_S,
     )

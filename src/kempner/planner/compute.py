@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 
+from kempner.combinations import FP8_TILE
 from kempner.parallel.layout import Axes
 from kempner.planner.memory import FP32, loss_rows, weights, whole_model
 from kempner.run import RunConfig
 
 PRODUCTS = (0.69, 500.0)  # of the peak, as the sides grow; half of it at this side
 ATTENTION = (0.62, 1700.0, 0.52)  # of the peak, as T grows; half of it at this T; the most
+FP8_PEAK = 2.0  # of that of bf16; a product must be as much larger for the same share of it
+FP8_CAST = 5.0  # bytes that scaling and rounding a number move: read twice in bf16, written once
 BY_LENGTH = 0.6  # of that, for the kernel that skips what documents and windows hide
 MEMORY = 0.73  # of the rate of the data sheet
 EAGER = 4.0  # bytes that kernels move without torch.compile, for one with it
@@ -30,11 +33,13 @@ def computation(
     """Seconds of a step by part, on the average rank. `peak`: operations per second in bf16;
     `rate`: bytes per second of the memory, both of the data sheet."""
     tokens = cfg.train.sequences * cfg.train.seq_len / world_size
+    casts = 0.0 if cfg.train.fp8 == "none" else fp8_casts(cfg, axes, tokens)
     passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
     found = {
         "products": products(cfg, axes, tokens) / peak,
         "attention": attention(cfg, tokens) / peak,
         "other kernels": pointwise(cfg, axes, tokens) / (MEMORY * rate),
+        **({"fp8's casts": casts / (MEMORY * rate)} if casts else {}),
         "loss": loss(cfg, axes, tokens, passes) / (MEMORY * rate),
         "FSDP's copies": copies(cfg, axes, passes) / (MEMORY * rate),
         "update": update_bytes(cfg, axes) / (MEMORY * rate),
@@ -45,14 +50,43 @@ def computation(
 
 
 def products(cfg: RunConfig, axes: Axes, tokens: float) -> float:
-    """Operations for `tokens`, as if all ran at the peak."""
+    """Operations for `tokens`, as if all ran at the peak of bf16."""
     model, frozen = cfg.model, cfg.lora.rank > 0
     each = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
     output = (4.0 if frozen else 6.0) * model.vocab_size * model.dim
     again = (each - output) / (2 if frozen else 3) * recomputed(cfg, "products")
     pass_tokens = cfg.forward_rows(axes.data_ranks) * cfg.train.seq_len / axes.cp
     side = min(model.dim / math.sqrt(axes.tp), pass_tokens)
-    return tokens * (each + again) / rising(*PRODUCTS, side)
+    in_fp8 = 6.0 * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes)) / (each - output)
+    eight = in_fp8 * (each - output + again)
+    most, half = PRODUCTS
+    fast = FP8_PEAK * rising(most, FP8_PEAK * half, side)
+    return tokens * ((each + again - eight) / rising(most, half, side) + eight / fast)
+
+
+def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
+    """Width in, width out and number of the matrices that train.fp8 multiplies in 8-bit floats:
+    those of the blocks, but experts, routers, and what has a part with sizes that are not multiples
+    of 16 (parallel/fp8.py)."""
+    if cfg.train.fp8 == "none":
+        return []
+    model, mixtures = cfg.model, len(cfg.model.mixtures)
+    head, dense = model.resolved_head_dim, model.n_layers - mixtures
+    found = [
+        (model.dim, model.n_heads * head, 2 * model.n_layers),
+        (model.dim, model.kv_heads * head, 2 * model.n_layers),
+        (model.dim, model.dense_width, 3 * dense),
+        (model.dim, model.ffn_dim * model.shared_experts, 3 * mixtures),
+    ]
+    tile = FP8_TILE
+    return [each for each in found if each[0] % tile == 0 and each[1] // axes.tp % tile == 0]
+
+
+def fp8_casts(cfg: RunConfig, axes: Axes, tokens: float) -> float:
+    """Bytes: of a product's input and of the gradient of its output, twice each, along their rows
+    and their columns. Those of the weights are few beside them."""
+    widths = sum((n * axes.tp + k) * often for n, k, often in fp8_matrices(cfg, axes))
+    return FP8_CAST * 2 * tokens * widths * (1 if cfg.train.compile else EAGER)
 
 
 def attention(cfg: RunConfig, tokens: float) -> float:

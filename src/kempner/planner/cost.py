@@ -27,6 +27,7 @@ from kempner.planner.memory import (
 from kempner.run import RunConfig
 
 SLACK = 1.25  # how much longer than the estimate a step may take by what is not in it
+HOST_BYTES = 900 * GIB  # of a node of 1 TiB: what may be offloaded where nobody says
 RESERVE_GIB = 4.0  # the CUDA context, NCCL's buffers, and what the allocator cannot use
 
 
@@ -39,6 +40,7 @@ class Gpu(NamedTuple):
     link: float  # NVLink, of one GPU to the others of its node
     network: float = 50e9  # of one GPU to other nodes: 400 Gb/s
     bus: float = 25e9  # of one GPU to its host
+    fp8: bool = True  # multiplies 8-bit floats, at twice the peak of bf16 (NVIDIA's data sheets)
 
     @property
     def flops(self) -> float:
@@ -53,7 +55,7 @@ class Gpu(NamedTuple):
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100", 79.2, 2.04e12, 300e9),
+        Gpu("A100", 79.2, 2.04e12, 300e9, fp8=False),
         Gpu("H100", 79.1, 3.35e12, 450e9),
         Gpu("H200", 139.8, 4.8e12, 450e9),
         Gpu("GH200", 94.5, 4.0e12, 450e9),
@@ -149,11 +151,31 @@ def offloading(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> list[Tr
             Traffic("host: state, in the update", 2 * held["optimizer"], True, False, bus=True)
         )
     if cfg.train.offload_activations:
-        tokens = cfg.train.sequences // (passes * axes.data_ranks) * cfg.train.seq_len // axes.cp
-        everything = replace(cfg, train=replace(cfg.train, offload_activations=0))
-        kept, _ = activations(everything, axes, tokens, compute, gpu=True)
-        found.append(Traffic("host: activations", 2 * passes * kept, True, True, bus=True))
+        size = 2 * passes * offloaded_activations(cfg, axes, passes, compute)
+        found.append(Traffic("host: activations", size, True, True, bus=True))
     return found
+
+
+def offloaded_activations(cfg: RunConfig, axes: Axes, passes: int, compute: int) -> float:
+    """Bytes of one forward pass of a rank."""
+    tokens = cfg.train.sequences // (passes * axes.data_ranks) * cfg.train.seq_len // axes.cp
+    everything = replace(cfg, train=replace(cfg.train, offload_activations=0))
+    return activations(everything, axes, tokens, compute, gpu=True)[0]
+
+
+def host_memory(cfg: RunConfig, world_size: int, per_node: int) -> float:
+    """Bytes that the ranks of a node offload to it, at once."""
+    cfg, world_size, near = one_replica(cfg, world_size, per_node)
+    axes = sizes(cfg.distributed, world_size, near)
+    held, size = weights(cfg, axes, gpu=False), 0.0
+    if cfg.distributed.fsdp_cpu_offload:
+        size += sum(held.values())
+    elif cfg.optimizer.cpu_offload:
+        size += held["optimizer"]
+    if cfg.train.offload_activations:
+        passes = cfg.train.sequences // (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
+        size += offloaded_activations(cfg, axes, passes, compute_bytes(cfg, gpu=True))
+    return size * per_node
 
 
 def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int) -> list[Traffic]:

@@ -34,6 +34,6 @@ def engine_memory(
 ) -> EngineMemory:
     """`window`: the most tokens of a text; `dtype`: the trainer's, which versions have."""
     size, own = 2 if dtype == "bf16" else 4, inference.engine == "kit"
-    texts, cut = (inference.slots, 1) if own else (1, inference.tp)
+    texts, cut = (inference.resolved_slots, 1) if own else (1, inference.tp)
     token = 2 * model.n_layers * model.kv_heads * model.resolved_head_dim * size
     return EngineMemory(size * model.count_parameters() / cut, texts * window * token / cut, texts)

@@ -107,8 +107,8 @@ def check_memory(memory: EngineMemory, inference: InferenceConfig, window: int) 
     if inference.engine == "kit" and room > 0:
         fix = f"give --rl.inference.slots={room} or less, or a shorter train.seq_len, or {fix}"
     raise ConfigError([
-        f"{memory.describe(window)}; no GPU has so much (rl.inference.slots = {inference.slots}, "
-        f"train.seq_len = {window}): {fix}"
+        f"{memory.describe(window)}; no GPU has so much (rl.inference.slots = "
+        f"{inference.resolved_slots}, train.seq_len = {window}): {fix}"
     ])  # fmt: skip
 
 
@@ -130,7 +130,8 @@ def describe(
         + (" each" if placement.train_nodes > 1 else ""),
         f"orchestrator: on {names[0]}",
     ]
-    kind = f"{inference.engine}, {inference.tp} GPU(s) each" if gpus else inference.engine
+    kind = f"{inference.engine}, {inference.resolved_slots} slots"
+    kind += f", {inference.tp} GPU(s) each" if gpus else ""
     for number in range(0, placement.engines, max(each, 1)):
         node = names[first + number // each]
         last = number + each - 1
@@ -162,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(ANSWER)
     print(*placement)
-    print(inference.tp, inference.slots, inference.restarts, values["train"]["max_steps"])
+    print(inference.tp, inference.resolved_slots, inference.restarts, values["train"]["max_steps"])
     print(inference.engine)
     for line in describe(placement, inference, options.gpus, options.names.split(",")):
         print(line)

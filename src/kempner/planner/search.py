@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,14 +16,19 @@ from typing import Any
 from kempner.config.option import ConfigError
 from kempner.config.values import to_text
 from kempner.parallel.layout import sizes
-from kempner.planner.cost import Gpu, Time, time
-from kempner.planner.memory import Memory, memory, one_replica
+from kempner.planner.cost import HOST_BYTES, Gpu, Time, host_memory, time
+from kempner.planner.memory import GIB, Memory, memory, one_replica
 from kempner.run import RunConfig
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")
 WITHIN = (1, 2, 4, 8)  # ranks of a node that share a product or a sequence
 MESH = ("dp_shard", "dp_replicate", "nodes_per_fsdp_group", "tp", "cp", "pp")
+UNUSED: dict[str, Any] = {  # where a search begins, whatever the configuration has
+    "distributed.sync_once": False,
+    "distributed.reshard_after_forward": True,
+    "train.offload_activations": 0,
+}
 LEVERS: tuple[dict[str, Any], ...] = (  # memory for communication, and time for memory
     {},
     {"distributed.sync_once": True},
@@ -47,9 +53,16 @@ Check = Callable[[RunConfig, int, int], list[str]]
 
 
 def best(
-    cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, check: Check, count: int = 3
+    cfg: RunConfig,
+    world_size: int,
+    per_node: int,
+    gpu: Gpu,
+    check: Check,
+    count: int = 3,
+    host: float = HOST_BYTES,
 ) -> list[Candidate]:
-    """The fastest by the estimate that fit; of equals the one that changes less."""
+    """The fastest by the estimate that fit; of equals the one that changes less. `host`: bytes of a
+    node that may be offloaded to."""
     found, known = [], problems_of(cfg)
     _, ranks, near = one_replica(cfg, world_size, per_node)
     for levers in candidates(cfg, ranks):
@@ -58,11 +71,27 @@ def best(
         if problems_of(other) - known or check(other, world_size, per_node):
             continue
         used = memory(other, world_size, per_node)
-        if used.peak <= gpu.usable:
+        if used.peak <= gpu.usable and host_memory(other, world_size, per_node) <= host:
             spent = time(other, world_size, per_node, gpu)
             found.append(Candidate(changed, used, spent))
     found.sort(key=lambda each: (round(each.time.step, 3), len(each.overrides), each.memory.peak))
-    return found[:count]
+    different: dict[tuple[float, int], Candidate] = {}  # the same numbers are no choice
+    for each in found:
+        different.setdefault((round(each.time.step, 2), round(each.memory.peak / GIB)), each)
+    return list(different.values())[:count]
+
+
+def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
+    """What to do where best() finds nothing: memory is the reason if any combination passes the
+    checks."""
+    known = problems_of(cfg)
+    _, ranks, near = one_replica(cfg, world_size, per_node)
+    for levers in candidates(cfg, ranks):
+        other = changed_by(cfg, changes(cfg, levers, ranks, near))
+        if not (problems_of(other) - known or check(other, world_size, per_node)):
+            return "use more GPUs, or a smaller model"
+    smallest = check(changed_by(cfg, {"train.micro_batch": 1}), world_size, per_node)
+    return "; ".join(smallest or check(cfg, world_size, per_node)) or "no combination is allowed"
 
 
 def changes(
@@ -82,7 +111,8 @@ def changes(
 def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
     """Values for every lever that costs or saves memory, by section.key. What the axes leave of the
     ranks, those of one replica, is copies."""
-    shards = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
+    shards = sorted({*small, *(world_size // n for n in small)})
     meshes = [
         {"distributed.dp_shard": shard, "distributed.tp": tp, "distributed.cp": cp,
          "distributed.pp": pp, "distributed.dp_replicate": -1,
@@ -95,7 +125,7 @@ def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
     for mesh, ep, micro, recompute, lever in values:
         if lever.get("train.recompute", recompute) == recompute:
             choice = {"train.micro_batch": micro, "train.recompute": recompute}
-            yield {**choice, **mesh, "distributed.ep": ep, **lever}
+            yield {**UNUSED, **choice, **mesh, "distributed.ep": ep, **lever}
 
 
 def problems_of(cfg: RunConfig) -> set[str]:

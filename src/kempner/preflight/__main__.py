@@ -27,6 +27,7 @@ if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody
     fix = "name an image that has it (KEMPNER_CONTAINER), or run make .venv/train"
     sys.exit(complain("preflight", [f"{sys.executable} lacks torch: {fix}"]))
 
+from kempner.port_range import NoFreePort
 from kempner.preflight.allreduce import MEASURE_S, connect_limit
 from kempner.preflight.channel import TOKEN, Answer, Driver
 from kempner.preflight.verdict import NodeResult, Report, blame_late, compare, slow_nodes
@@ -56,7 +57,9 @@ def main(argv: list[str]) -> int:
     try:
         return prove(options)
     except OSError as error:  # a full disk is no fault of a node, nor bad input
-        complain("preflight", [f"{error.filename or options.json}: {error.strerror}: make room"])
+        fix = "" if isinstance(error, NoFreePort) else ": make room"
+        where = "" if isinstance(error, NoFreePort) else f"{error.filename or options.json}: "
+        complain("preflight", [f"{where}{error.strerror}{fix}"])
         return NOTHING_PROVED
 
 

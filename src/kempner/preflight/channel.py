@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from kempner import peers
-from kempner.port_range import store_server
+from kempner.port_range import listen, store_server
 
 Answer = dict[str, Any]
 TOKEN = ".preflight"  # in the directory that must be shared
@@ -45,7 +45,7 @@ class Driver:
         self.store = dist.TCPStore(
             "localhost", port, None, True, limit, wait_for_workers=False, master_listen_fd=server
         )
-        self._entrance = peers.Entrance(peers.listen(), peers.job_key())
+        self._entrance = peers.Entrance(listen(), peers.job_key())
         self.port = self._entrance.port
         self._poll = select.poll()
         self._poll.register(self._entrance, select.POLLIN)

@@ -8,7 +8,6 @@ import socket
 from typing import Any
 
 from kempner import peers
-from kempner.port_range import bind_allowed
 
 Message = dict[str, Any]
 LONGEST = 1 << 20  # bytes of a message; more is none of ours
@@ -57,12 +56,3 @@ class Channel:
 
     def close(self) -> None:
         self.socket.close()
-
-
-def reserve_port() -> socket.socket:
-    """A bound socket that never listens. The kernel gives its port to nobody else, but a program
-    that binds it with SO_REUSEADDR, as TCPStore does, gets it while this socket is open."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bind_allowed(holder)
-    return holder

@@ -13,8 +13,9 @@ from typing import Any
 from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.peers import Entrance
+from kempner.port_range import BadPortRange, NoFreePort, ReservedPort
 from kempner.program.book import Book
-from kempner.program.channel import Channel, Message, reserve_port
+from kempner.program.channel import Channel, Message
 from kempner.program.deadline import Deadline, last_warning
 from kempner.program.options import Options
 from kempner.program.output import Steps
@@ -80,9 +81,12 @@ class Coordinator:
     def run(self) -> None:
         """All of an attempt, from the lock to the last record."""
         try:
+            self._port = ReservedPort()  # of the program
             self._book = Book(self.options, self._lose)
         except ConfigError as error:
             self._refuse(str(error))
+        except (BadPortRange, NoFreePort) as error:
+            self._refuse(error.strerror, BAD_INPUT if isinstance(error, BadPortRange) else 1)
         except OSError as error:
             self._refuse(
                 f"--run-dir={self.options.run_dir}: cannot be written: {error.strerror} "
@@ -98,10 +102,10 @@ class Coordinator:
         finally:
             self._dismiss()
 
-    def _refuse(self, problem: str) -> None:
-        """Bad input: no rank starts, and the records stay as they were."""
+    def _refuse(self, problem: str, code: int = BAD_INPUT) -> None:
+        """No rank starts, and the records stay as they were."""
         print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
-        self.code = BAD_INPUT
+        self.code = code
         end = time.monotonic() + START_S
         while not self._started and len(self._peers) < self.size and time.monotonic() < end:
             self._receive(0.2)
@@ -238,8 +242,7 @@ class Coordinator:
         for text in changed:
             say(f"changed since the last attempt: {text}")
         self._watch.start()
-        self._port = reserve_port()
-        port = self._port.getsockname()[1]
+        port = self._port.port
         self._tell(do="start", attempt=self._book.attempt, address=self.address, port=port)
 
     # --- requests to leave ---

@@ -11,6 +11,7 @@ import threading
 import time
 
 from kempner import peers, rendezvous
+from kempner.port_range import listen
 from kempner.process_group import World, allow_open_files, discover
 from kempner.program.channel import Channel
 from kempner.program.coordinator import START_S, Coordinator
@@ -30,7 +31,7 @@ def supervise_here(options: Options, ranks: int) -> int:
     """All ranks on this machine, without Slurm; signals go to each rank's process."""
     os.environ.setdefault("KEMPNER_ATTEMPT_ID", f"{host_name()}.0.{os.getpid()}")
     os.environ.setdefault(peers.VARIABLE, peers.new_key())
-    server = peers.listen("127.0.0.1")
+    server = listen("127.0.0.1")
     if ranks == 1:
         return _rank(options, World(0, 0, 1, "single"), server)
     signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)
@@ -59,7 +60,7 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
             rendezvous.forget_copy(options.run_dir)
         return code
     allow_open_files()  # a connection for each rank, here and in torch's store
-    entrance = peers.Entrance(server or peers.listen(), peers.job_key())
+    entrance = peers.Entrance(server or listen(), peers.job_key())
     port, host = entrance.port, "127.0.0.1" if here else own_address()
     coordinator = Coordinator(options, world.size, entrance, host)
     thread = threading.Thread(target=coordinator.run, name="coordinator")

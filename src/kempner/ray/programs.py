@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kempner.port_range import free_port
+from kempner.port_range import ReservedPort
 
 START_S = 60.0  # until Ray has room for all of them
 END_S = 130.0  # for a program to save and leave after SIGTERM
@@ -23,10 +23,13 @@ END_S = 130.0  # for a program to save and leave after SIGTERM
 class Program:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._port: ReservedPort | None = None
 
-    def where(self) -> tuple[str, int]:
-        """Its node's address, and a port that is free there: the rendezvous, if it is rank 0."""
-        return ray.util.get_node_ip_address(), free_port()
+    def where(self, meets_here: bool) -> tuple[str, int]:
+        """Its node's address and, if it is rank 0, a port that is kept for the rendezvous there;
+        else 0."""
+        self._port = ReservedPort() if meets_here else None
+        return ray.util.get_node_ip_address(), self._port.port if self._port else 0
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
         """Of Python's command line; returns its exit code."""
@@ -64,7 +67,7 @@ def programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
 
 def ranks(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str, str]]:
     """What each is told, as by torchrun: who it is, and where to meet."""
-    places = ray.get([actor.where.remote() for actor in actors])
+    places = ray.get([actor.where.remote(k == 0) for k, actor in enumerate(actors)])
     master, port = places[0]
     on_node: Counter[str] = Counter()
     found = []

@@ -5,6 +5,9 @@ Every rank has a thread of its own for this. It sees a beat at every step; when 
 the limit it writes down where its process is, tells rank 0 through the rendezvous store, and ends
 the process. A frozen or unreachable rank tells nothing: that is how it is found. Each rank sends
 one request, whatever the world's size; rank 0 alone reads what all of them said.
+
+While a run starts no step comes, and how long a checkpoint takes to read is not known. Then it is a
+beat when some rank has read or written much since the last look: the others may wait for it.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +31,6 @@ import torch.distributed as dist
 from kempner import process_group
 
 if TYPE_CHECKING:
-    from kempner.lowcomm.replicas import Replicas
-    from kempner.parallel.layout import Layout
     from kempner.run import RunConfig
     from kempner.run_directory import Run
 
@@ -40,7 +41,9 @@ ANSWER_S = 5.0  # that rank 0 waits for the others' answers, and they for its ve
 ANSWERS_PER_S = 2000  # that the store takes; rank 0 waits longer in a large world
 WRITE_S = 5.0  # for the logs of a hang: the file system may be what hangs
 EXIT_CODE = 70
-ANSWERS, VERDICT = "hang/answers", "hang/verdict"
+ANSWERS, VERDICT, MOVES = "hang/answers", "hang/verdict", "hang/moves"
+LOOKS = 10  # within the limit, while the run starts
+MUCH = 1 << 20  # bytes between two looks; a lock and a log take fewer
 NAMED = 16  # ranks in a message
 
 T = TypeVar("T")
@@ -56,24 +59,31 @@ class Watchdog:
         first_limit: float,
         log: IO[str],
         on_hang: Callable[[str, list[int]], None],
-        on_limit: Callable[[float], None],
+        on_limit: Callable[[float, Sequence[dist.ProcessGroup]], None],
     ) -> None:
-        """`first_limit`: seconds until the first beat (a first step may compile for minutes).
+        """`first_limit`: seconds without a beat while the run starts, and for the first step (which
+        may compile for minutes).
         `on_hang(reason, ranks that do not answer)` records the hang, on one rank.
-        `on_limit(seconds)` hears the longest time that this watchdog waits, whenever it grows."""
+        `on_limit(seconds, groups)` hears the longest time that this watchdog waits, whenever it
+        grows; `groups`: of begin()."""
         self.hang_timeout, self._log, self._on_hang = hang_timeout, log, on_hang
         self._on_limit, self._longest = on_limit, 0.0
+        self._groups: Sequence[dist.ProcessGroup] = ()
         self._limit = max(first_limit, hang_timeout or 0.0)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._durations: deque[float] = deque(maxlen=50)
-        self._beat, self._step = time.monotonic(), 0
+        self._beat, self._step, self._starting = time.monotonic(), 0, True
         self._main = threading.get_ident()
         self._off = threading.Event()
-        # A connection of its own: the default one may be busy in the very call that hangs.
-        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=2 * self._patience))
+        self._own_store: Any = None
         self._tell_limit(max(self._limit, PATIENCE_S))
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+
+    def begin(self, step: int, groups: Sequence[dist.ProcessGroup]) -> None:
+        """The start is over: the step after `step` comes next. `groups`: that were made in it."""
+        self._beat, self._step, self._starting = time.monotonic(), step, False
+        self._groups = groups
+        self._on_limit(self._longest, groups)
 
     def beat(self, step: int) -> None:
         """A step is done."""
@@ -96,10 +106,20 @@ class Watchdog:
         """Seconds for the answers of all ranks to reach the store."""
         return ANSWER_S + self._world_size / ANSWERS_PER_S
 
+    @property
+    def _store(self) -> Any:
+        """By a connection of its own: the default one may be busy in the very call that hangs. To
+        make it may take as long, where the process that has the store is frozen."""
+        if self._own_store is None:
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store.set_timeout(timedelta(seconds=2 * self._patience))
+            self._own_store = store
+        return self._own_store
+
     def _tell_limit(self, seconds: float) -> None:
         if seconds > self._longest:
             self._longest = 1.5 * seconds  # a limit that grows slowly is not told at every step
-            self._on_limit(self._longest)
+            self._on_limit(self._longest, self._groups)
 
     @contextlib.contextmanager
     def patient(self, seconds: float = PATIENCE_S) -> Iterator[None]:
@@ -119,8 +139,9 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        awake = time.monotonic()
-        while not self._off.wait(min(1.0, self._limit / 10)):
+        moved = self._look(0, 0)  # connects to the store, too
+        awake = looked = time.monotonic()
+        while not self._off.wait(min(1.0, self._limit / LOOKS)):
             # In C, for an interpreter that is locked: this loop would not run then.
             faulthandler.dump_traceback_later(self._limit + 30, exit=True, file=self._log)
             before, awake = awake, time.monotonic()
@@ -129,16 +150,32 @@ class Watchdog:
                 # blame, and all of them may continue.
                 print(f"watchdog: stopped for {awake - before:.0f} s", file=self._log)
                 self._beat = awake
+            if self._starting and awake - looked >= self._limit / LOOKS:
+                looks, moved = moved[1], self._look(*moved)
+                if moved[1] != looks and self._starting:
+                    self._beat = time.monotonic()
+                looked = awake = time.monotonic()  # the store may have taken its time
             if time.monotonic() - self._beat > self._limit:
                 self._end()
+
+    def _look(self, moved: int, looks: int) -> tuple[int, int]:
+        """The bytes that this rank has moved, and the looks, of all ranks, that have found one to
+        move much. What they were where the store does not respond."""
+        now = _bytes_moved()
+        much = int(now - moved > MUCH)
+        found = self._within(self._patience, lambda: self._store.add(MOVES, much))
+        return now, looks if found is None else found
 
     def _end(self) -> None:
         """Write the stacks, collect the answers, record the hang, exit. Whatever may block (a store
         in a frozen process, a file system that hangs) has its time and no more."""
-        limit, place = self._limit, self._place()
-        self._within(WRITE_S, lambda: self._write_stacks(limit))
+        place = self._place()
+        what = f"no step for {self._limit:.0f} s after step {self._step}"
+        if self._starting:
+            what = f"the start has stood still for {self._limit:.0f} s"
+        self._within(WRITE_S, lambda: self._write_stacks(what))
         answers = self._within(2 * self._patience + 1, lambda: self._ask(place))
-        self._within(WRITE_S, lambda: self._record(limit, answers))
+        self._within(WRITE_S, lambda: self._record(what, answers))
         os._exit(EXIT_CODE)
 
     @staticmethod
@@ -155,8 +192,8 @@ class Watchdog:
         thread.join(seconds)
         return found[0] if found else None
 
-    def _write_stacks(self, limit: float) -> None:
-        print(f"watchdog: no step for {limit:.0f} s after step {self._step}", file=self._log)
+    def _write_stacks(self, what: str) -> None:
+        print(f"watchdog: {what}", file=self._log)
         faulthandler.dump_traceback(file=self._log, all_threads=True)
         self._dump_nccl()
         self._log.flush()
@@ -180,7 +217,7 @@ class Watchdog:
                 answers[int(rank)] = answer
         return answers
 
-    def _record(self, limit: float, answers: dict[int, str] | None) -> None:
+    def _record(self, what: str, answers: dict[int, str] | None) -> None:
         """Rank 0 records the hang; rank 1 does where nothing is heard of rank 0 and its store."""
         if answers is None:
             silent = [0]
@@ -192,7 +229,7 @@ class Watchdog:
             print(f"watchdog: {line}", file=self._log)
         if self._rank == 0 or (answers is None and self._rank == 1):
             who = f"; ranks that do not answer: {_named(silent)}" if silent else ""
-            self._on_hang(f"no step for {limit:.0f} s after step {self._step}{who}", silent)
+            self._on_hang(f"{what}{who}", silent)
         if self._rank == 0:
             self._store.set(VERDICT, "")
 
@@ -216,9 +253,8 @@ class Watchdog:
                 own = name
                 break
             frame = frame.f_back
-        return f"after step {self._step} in {own or inner}" + (
-            f" > {inner}" if inner != own else ""
-        )
+        when = "at the start" if self._starting else f"after step {self._step}"
+        return f"{when} in {own or inner}" + (f" > {inner}" if inner != own else "")
 
     def _dump_nccl(self) -> None:
         """NCCL's flight recorder, where there is one."""
@@ -231,17 +267,25 @@ class Watchdog:
             print(f"watchdog: NCCL's flight recorder is in {path}", file=self._log)
 
 
-def start_watchdog(cfg: RunConfig, run: Run, layout: Layout, replicas: Replicas) -> Watchdog:
-    """The watchdog of a run. No group's own timeout may strike before it does."""
-    watchdog = Watchdog(
+def start_watchdog(cfg: RunConfig, run: Run) -> Watchdog:
+    """The watchdog of a run, once its ranks have met. No group's own timeout may strike before it
+    does."""
+    return Watchdog(
         cfg.resilience.hang_timeout,
         cfg.distributed.start_timeout,
         run.log_file,
         on_hang=run.hangs,
-        on_limit=lambda seconds: process_group.set_timeout(seconds, layout.groups),
+        on_limit=process_group.set_timeout,
     )
-    replicas.waiting = watchdog.patient
-    return watchdog
+
+
+def _bytes_moved() -> int:
+    """That this process has read and written so far, also by mapped files; 0 where nobody says."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        counts = {name: int(n) for name, n in (line.split(": ") for line in lines)}
+        return counts["rchar"] + counts["wchar"] + counts["read_bytes"]
+    return 0
 
 
 def _named(ranks: list[int]) -> str:

@@ -10,6 +10,7 @@ from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import FAKE
 from kempner.generate.config import Sampling
 from kempner.hf.families import family_of
+from kempner.rl.engines import SLOTS
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
@@ -141,7 +142,12 @@ class LossConfig:
 class InferenceConfig:
     engine: str = option("kit", "scripts/serve.py, or vLLM", choices=("kit", "vllm"))
     tp: int = option(1, "GPUs of an engine", minimum=1)
-    slots: int = option(16, "samples that an engine generates at a time", minimum=1)
+    slots: int | None = option(
+        None,
+        "samples that an engine generates at a time; unset: 16, for which the kit's engine takes "
+        "memory at its start, or 128 of vLLM, which takes what it finds",
+        minimum=1,
+    )
     urls: tuple[str, ...] = option(
         (), "engines that run already, in place of any of this job; KEMPNER_SERVE_TOKEN is theirs"
     )
@@ -152,6 +158,10 @@ class InferenceConfig:
         minimum=1.0,
     )
     args: tuple[str, ...] = option((), "more words for the engine's command line")
+
+    @property
+    def resolved_slots(self) -> int:
+        return SLOTS[self.engine] if self.slots is None else self.slots
 
 
 def problems(cfg: RunConfig) -> list[str]:

@@ -13,8 +13,8 @@ from kempner.config.option import ConfigError
 from kempner.data.chat_template import ChatTemplate, read_config
 from kempner.data.sidecar import SIDECAR, DataError
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from kempner.hf.source import TOKENIZER, find
-from kempner.load import Words, words_of_directory
+from kempner.hf.source import TOKENIZER, find, run_of
+from kempner.load import Words, words_of_directory, words_of_run
 from kempner.rl.engines import Completion
 from kempner.rl.environments.protocol import Message, Reply, Task
 from kempner.rl.packing import Sample
@@ -24,7 +24,8 @@ MARK = "\ufdd2"  # stands for what the model has said; Unicode keeps it out of t
 
 
 def open_words(tokenizer: str, init_from: str | None) -> Words:
-    """The tokenizer of the run: rl.tokenizer, or that of the weights. Raises ConfigError."""
+    """The tokenizer of the run: rl.tokenizer, or that of the weights: of a run, that of its data.
+    Raises ConfigError."""
     if tokenizer == BYTES:
         own = ByteTokenizer()
         return Words(own, [own.eod], {own.eod}, Path())
@@ -33,7 +34,12 @@ def open_words(tokenizer: str, init_from: str | None) -> Words:
             'rl.tokenizer: is required (a directory or "bytes"), as there is no model.init_from '
             "to take it from"
         )
-    folder = Path(tokenizer).expanduser() if tokenizer else find(init_from or "").carried
+    folder = Path(tokenizer).expanduser()
+    if not tokenizer:
+        source = find(init_from or "")
+        if source.is_checkpoint:
+            return words_of_run(run_of(source.path), source.path)
+        folder = source.path
     if (folder / TOKENIZER).is_file():
         return words_of_directory(folder)
     if (folder / SIDECAR).is_file():

@@ -12,13 +12,15 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from kempner.generate.config import Sampling
+from kempner.serve.lease import RUN
 
+SLOTS = {"kit": 16, "vllm": 128}  # where the configuration gives none
 BEAT_S = 3.0  # the longest that an engine may take to say that it is alive
 CONNECT_S = 10.0
 VERSION_S = 60.0  # vLLM answers what its weights are between two steps of the model
@@ -154,6 +156,10 @@ class Engine(Protocol):
         """Of prompts, since it began; None: it does not count them."""
         ...
 
+    def release(self) -> None:
+        """The run has ended: others may have it."""
+        ...
+
     def abort(self) -> None: ...
 
 
@@ -164,7 +170,8 @@ class KitEngine:
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
     def __init__(self, url: str, token: str, run: str = "") -> None:
-        """`run`: an engine that has weights of another one is none of this run's."""
+        """`run`: see Exchange.run; an engine with weights of another attempt has to be given those
+        of this one first."""
         self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -191,8 +198,7 @@ class KitEngine:
             "stop": list(sampling.stop),
         }
         answer = self._ask("/v1/completions", body, None, flight)
-        if (other := answer.get("run", "")) not in ("", self._run):
-            raise Lost(f"it has weights of another run, {other}")
+        self._own(answer.get("run", ""))
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             found = [
@@ -217,19 +223,31 @@ class KitEngine:
 
     def version(self) -> int | None:
         answer = self._ask("/health", None, BEAT_S)
-        if (other := answer.get("run", "")) not in ("", self._run):
-            problem = f"it has weights of another run, {other}"
-            raise Leased(f"{problem}, which uses it") if answer.get("leased") else Busy(problem)
+        self._ours(answer.get("run", ""), lambda: bool(answer.get("leased")))
         return self._version_in(answer)
+
+    def _own(self, run: str) -> None:
+        """Raises Lost when weights of this run are another one's."""
+        if run not in ("", self._run):
+            raise Lost(f"it has weights of another run, {run}")
+
+    def _ours(self, run: str, leased: Callable[[], bool]) -> None:
+        """The same before anything is asked of it. Raises Busy; Leased when that run uses it."""
+        try:
+            self._own(run)
+        except Lost as other:
+            raise Leased(f"{other}, which uses it") if leased() else Busy(str(other)) from None
 
     def update(self, body: dict[str, Any]) -> int:
         named = {"run": self._run} if self._run and "path" in body else {}
         return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
 
+    def release(self) -> None:
+        self._ask("/release", {"run": self._run}, BEAT_S)
+
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         answer = self._ask("/score", {"tokens": list(tokens), "temperature": temperature}, SCORE_S)
-        if answer.get("run", "") not in ("", self._run):
-            raise Lost("it has weights of another run")
+        self._own(answer.get("run", ""))
         try:
             return Scores(list(map(float, answer["logprobs"])), self._version_in(answer))
         except (KeyError, TypeError, ValueError) as error:
@@ -300,7 +318,7 @@ class KitEngine:
                 flight.add(opened)
             headers = {"Content-Type": "application/json"}
             headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
-            headers |= {"X-Kempner-Run": self._run} if self._run else {}
+            headers |= {RUN: self._run} if self._run else {}
             data = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", path, data, headers)
             answer = connection.getresponse()
@@ -320,28 +338,31 @@ class KitEngine:
 
 # --- vLLM ---
 
-ROUTES = {  # they change between its versions
-    "/inference/v1/generate",
-    "/weight_info",
+CHANGES = {  # what it computes with; vllm_engine.py lets one run at a time have them
     "/pause",
     "/resume",
     "/collective_rpc",
     "/reset_prefix_cache",
     "/update_weight_version",
 }
+ROUTES = CHANGES | {"/inference/v1/generate", "/weight_info"}  # they change between its versions
+LEASE = "/lease"  # of vllm_engine.py: which run uses it
 NO_WEIGHTS = "none"  # its version while they are read
 
 
 class VllmEngine(KitEngine):
-    """vLLM, as vllm_engine.py starts it."""
+    """vLLM, as vllm_engine.py starts it. The version of its weights is a text: it names the run,
+    too, as 4@RUN; those that it was started with are 4."""
 
     living = (200,)  # 503: its core is dead
     counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
-    def __init__(self, url: str, token: str, ends: Collection[int], seeded: bool = True) -> None:
+    def __init__(
+        self, url: str, token: str, ends: Collection[int], seeded: bool = True, run: str = ""
+    ) -> None:
         """`ends`: tokens that end a text; it has no tokenizer. `seeded`: samples follow from their
         seeds, for which vLLM leaves its fast sampler and draws row by row."""
-        super().__init__(url, token)
+        super().__init__(url, token, run)
         self._seeded = seeded
         self._ends, self._probed = sorted(ends), False
 
@@ -375,7 +396,7 @@ class VllmEngine(KitEngine):
                     Completion(
                         choice["token_ids"],
                         [entry["logprob"] for entry in choice["logprobs"]["content"]],
-                        sorted({int(span["version"]) for span in choice["weight_versions"]}),
+                        self._versions(choice["weight_versions"]),
                         choice["finish_reason"],
                     )
                     for choice in choices
@@ -402,9 +423,25 @@ class VllmEngine(KitEngine):
             return None
         if told == NO_WEIGHTS:
             raise Busy("its weights could not be read")
-        if not isinstance(told, str) or not told.isdecimal():
+        number, _, run = told.partition("@") if isinstance(told, str) else ("", "", "")
+        if not number.isdecimal():
             raise Lost("its answer is not vLLM's: it names no weight_version")
-        return int(told)
+        self._ours(run, self._leased)
+        return int(number)
+
+    def _leased(self) -> bool:
+        with contextlib.suppress(Lost):  # a vLLM that was started by hand does not know
+            return bool(self._ask(LEASE, None, BEAT_S).get("leased"))
+        return False
+
+    def _versions(self, spans: Sequence[dict[str, Any]]) -> list[int]:
+        """Of weights of this run, each once. Raises Lost, KeyError, ValueError."""
+        found = set()
+        for span in spans:
+            number, _, run = str(span["version"]).partition("@")
+            self._own(run)
+            found.add(int(number))
+        return sorted(found)
 
     def update(self, body: dict[str, Any]) -> int:
         """Texts in work are kept; what was computed for them from the old weights is not."""
@@ -416,10 +453,15 @@ class VllmEngine(KitEngine):
             self._do("/update_weight_version", {"new_version": NO_WEIGHTS})
             self._do("/collective_rpc", reload)
             self._do("/reset_prefix_cache?reset_running_requests=true", {})
-            self._do("/update_weight_version", {"new_version": str(body["version"])})
+            new = f"{body['version']}@{self._run}" if self._run else f"{body['version']}"
+            self._do("/update_weight_version", {"new_version": new})
         finally:
             self._do("/resume", {})
         return int(body["version"])
+
+    def release(self) -> None:
+        with contextlib.suppress(Lost):  # a vLLM that was started by hand has no lease
+            self._ask(LEASE, {}, BEAT_S)
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         """vLLM gives the log-probabilities of a prompt at temperature 1 alone."""
@@ -429,10 +471,10 @@ class VllmEngine(KitEngine):
         body = {"token_ids": list(tokens), "sampling_params": words}
         answer = self._ask("/inference/v1/generate", body, SCORE_S)
         try:
-            (span,) = answer["choices"][0]["weight_versions"]  # of its only token
+            (version,) = self._versions(answer["choices"][0]["weight_versions"])  # of its token
             entries = zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
             found = [float(entry[str(token)]["logprob"]) for token, entry in entries]
-            return Scores(found, int(span["version"]))
+            return Scores(found, version)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise Lost(f"its answer is not vLLM's: {error!r}") from None
 
@@ -453,6 +495,8 @@ def _read(path: str, code: int, text: bytes) -> dict[str, Any]:
         why = text[:200].decode(errors="replace")
     if code == 503:
         raise Busy(why)
+    if code == 409:
+        raise Leased(why)
     if code in (400, 422):
         raise Rejected(f"{path}: {why}")
     raise Lost(f"{path}: {code} {why}")

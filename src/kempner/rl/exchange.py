@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from kempner.files import write_atomic
 
 BEAT_S = 2.0  # between two signs of life
+LISTEN_S = 10.0  # between two looks for one, at most
+SILENT_S = 120.0  # a part that gives none for so long does nothing
 DISK_S = 600.0  # that a full disk may stay full
 AGAIN_S = 5.0  # between two looks whether there is room
 
@@ -69,8 +71,8 @@ class Exchange:
 
     @property
     def run(self) -> str:
-        """The name of this attempt for engines: each has versions of its own."""
-        return quote(str(self.root.absolute()))
+        """The name of this attempt for engines, RUN#ATTEMPT: each has versions of its own."""
+        return f"{quote(str(self.root.parent.parent.absolute()))}#{self.root.name}"
 
     # --- the trainer ---
 
@@ -165,6 +167,29 @@ class Beat:
         """It goes on."""
         with contextlib.suppress(OSError):
             self._full.rename(self._name)
+
+
+class Listener:
+    """To the sign of life of another part, as kp_hear_orchestrator in rl_watch.sh."""
+
+    def __init__(self, exchange: Exchange, part: str) -> None:
+        self._names = exchange.root / part, exchange.root / f"{part}.full"
+        self._heard: list[tuple[str, int]] = []
+        self._silent, self._looked = 0.0, time.monotonic()
+
+    def silent(self) -> float:
+        """Seconds since the last one; of a part that has not begun, 0. Looks that are far apart
+        count little: this process stood still, and so may the part have, in a job that was
+        suspended."""
+        heard, now = [], time.monotonic()
+        for name in self._names:
+            with contextlib.suppress(OSError):
+                heard.append((name.name, name.stat().st_mtime_ns))
+        self._silent += min(now - self._looked, LISTEN_S)
+        if heard != self._heard or not heard:
+            self._silent = 0.0
+        self._heard, self._looked = heard, now
+        return self._silent
 
 
 def _read(path: Path) -> dict[str, Any] | None:

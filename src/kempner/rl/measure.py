@@ -76,7 +76,7 @@ class Bench:
                 raise NoEngines(f"no engine after {FIRST_ENGINE_S:.0f} s")
         engines, rl = len(self._router.alive()), self._cfg.rl
         batch = max(1, (rl.batch_samples or 0) // rl.group_size)
-        room = engines * self._cfg.rl_inference.slots
+        room = engines * self._cfg.rl_inference.resolved_slots
         many = max(4 * batch, -(-6 * room // rl.group_size))
         self._measure(batch, room)  # the first one is slower
         alone, stream, read = [], [], self._tokens_read()
@@ -88,7 +88,7 @@ class Bench:
         lost = [1 - a.rate / b.full for a, b in zip(alone, stream, strict=True)]
         result: dict[str, Any] = {
             "engines": engines,
-            "slots": self._cfg.rl_inference.slots,
+            "slots": self._cfg.rl_inference.resolved_slots,
             "groups_of_a_batch": batch,
             "group_size": rl.group_size,
             "tokens_per_s": full,

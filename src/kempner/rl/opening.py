@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError
@@ -74,11 +73,16 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
     held_out = env.cfg.use == "eval"
     most, room = cfg.rl_sampling.max_tokens, cfg.train.seq_len
     count = LOOKED_AT if env.environment.size is None else min(LOOKED_AT, env.environment.size)
-    try:
-        tasks = islice((env.task(number, held_out) for number in range(count)), count)
-        longest = max(len(writer.prompt(task)) for task in tasks)
-    except (ValueError, ConfigError) as error:
-        return [f'rl.env "{env.label}": {error}']
+    longest, why = 0, ""
+    for number in range(count):
+        try:
+            longest = max(longest, len(writer.prompt(env.task(number, held_out))))
+        except ConfigError as error:
+            return [f'rl.env "{env.label}": {error}']
+        except Exception as error:  # a run counts such tasks, and replaces them
+            why = why or f"task {number}: {type(error).__name__}: {error}"
+    if not longest:
+        return [f'rl.env "{env.label}": none of the first {count} tasks can be asked: {why}']
     if longest + most <= room:
         return []
     return [
@@ -89,16 +93,19 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
 
 def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     """Whether engines of this run are at rl.inference.urls. One that is silent may come; when all
-    are, nobody has started them."""
+    are, nobody has started them. A job that was started again waits for one that another run has
+    taken meanwhile, as for one that is lost."""
     problems, silent = [], []
+    again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    run = Exchange(cfg.run.dir).run
     token = os.environ.get(TOKEN, "").strip()
     for url in cfg.rl_inference.urls:
-        engine = make_engine(cfg, url, token, words.ends)
+        engine = make_engine(cfg, url, token, words.ends, run)
         try:
             engine.version()
             problem = other_words(engine, words)
         except Leased as error:
-            problem = f"{error}; end that run, or start another engine"
+            problem = "" if again else f"{error}; end that run, or start another engine"
         except Busy:
             problem = ""
         except Silent as error:
@@ -163,9 +170,9 @@ def open_router(
     def make(url: str) -> Engine:
         return make_engine(cfg, url, token(), ends, exchange.run)
 
-    queued = QUEUED * cfg.rl.group_size
+    slots, queued = inference.resolved_slots, QUEUED * cfg.rl.group_size
     silence = inference.timeout
-    return Router(find, make, inference.slots, queued, say, silence, silence if urls else None)
+    return Router(find, make, slots, queued, say, silence, silence if urls else None)
 
 
 def make_engine(
@@ -173,7 +180,7 @@ def make_engine(
 ) -> KitEngine:
     if cfg.rl_inference.engine == "vllm":
         # Asynchronous, samples depend on timing whatever their seeds.
-        return VllmEngine(url, token, ends, cfg.rl.max_async == 0)
+        return VllmEngine(url, token, ends, cfg.rl.max_async == 0, run)
     return KitEngine(url, token, run)
 
 

@@ -58,8 +58,15 @@ class Sampler:
             return Group(at, task.key, written(task), [], given_up=True)
         return Group(at, task.key, written(task), rollouts)
 
-    def evaluate(self, env: Tasks, task: Task, least: int) -> float | None:
-        """The reward of the most likely answer; None: it has none."""
+    def evaluate(self, env: Tasks, task: Task | Exception, least: int) -> float | None:
+        """The reward of the most likely answer; None: it has none, as a task that has raised."""
+        try:
+            if isinstance(task, Exception):
+                raise task
+            self._writer.prompt(task)
+        except Exception as error:
+            self._tell(env, f"a task is broken: {type(error).__name__}: {error}")
+            return None
         greedy = Sampling(
             temperature=0.0, max_tokens=self._sampling.max_tokens, stop=self._sampling.stop
         )

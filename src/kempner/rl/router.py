@@ -1,11 +1,13 @@
 """All engines of a run: who lives, which weights each has, and who gets the next request. No torch.
 
 An engine that is lost is left out: what it had is asked of another one, with the same seed, so that
-the samples are the same. It is taken back when it answers again and has the newest weights.
+the samples are the same. It is taken back when it answers again and has the newest weights. One
+that another run uses counts as lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -21,6 +23,7 @@ from kempner.rl.engines import (
     Engine,
     Flight,
     GivenUp,
+    Leased,
     Lost,
     NoEngines,
     Rejected,
@@ -78,6 +81,12 @@ class Router:
         for member in members:
             self._wake[member.name].set()
             member.engine.abort()
+
+    def release(self) -> None:
+        """The run has ended: others may have the engines that were there before it."""
+        for engine in self.alive() if self._patience is not None else []:
+            with contextlib.suppress(Busy, Lost, Rejected):
+                engine.release()
 
     # --- requests ---
 
@@ -273,6 +282,9 @@ class Router:
                 return
             version = engine.version()
             progress = engine.progress()
+        except Leased as error:
+            self._lose(member, life, str(error))
+            return
         except Busy:  # it has no weights: they could not be read
             version, progress = -1, None
         except (Lost, Rejected) as error:
@@ -320,7 +332,7 @@ class Router:
         problem = ""
         try:
             version = engine.update(body)
-        except Lost as error:
+        except (Lost, Leased) as error:
             self._lose(member, life, str(error), cut=False)
             version = -1
         except (Busy, Rejected) as error:

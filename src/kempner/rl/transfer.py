@@ -43,6 +43,7 @@ from kempner.checkpoint.writer import local
 from kempner.files import write_atomic
 from kempner.model.decoder import Decoder
 from kempner.parallel.build import parameter_names
+from kempner.port_range import listen
 from kempner.rl.exchange import Exchange
 
 BUCKET = 1 << 24  # bytes that are sent at once
@@ -253,7 +254,7 @@ class Offer:
     """What one rank sends of one version to whoever asks, until it is withdrawn."""
 
     def __init__(self, token: str) -> None:
-        self._entrance = peers.Entrance(peers.listen(), token)
+        self._entrance = peers.Entrance(listen(), token)
         self.address = f"{slurm.fast_address() or slurm.own_address()}:{self._entrance.port}"
         self.version: int | None = None
         self._parts = list[Tensor]()

@@ -7,8 +7,8 @@ when requests are taken. vLLM is found in the Python that KEMPNER_VLLM names, el
 client of its routes is VllmEngine in engines.py. Exit code: vLLM's, 0 after SIGTERM, 2 on bad
 input.
 
-In vLLM's process this module is the middleware that asks each request for the token: vLLM's own
---api-key leaves the routes open that change weights.
+In vLLM's process this module is the middleware that asks each request for the token, and lets one
+run at a time change weights: vLLM's own --api-key leaves those routes open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +32,13 @@ from kempner.config.option import ConfigError
 from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
 from kempner.front_door import run_program
+from kempner.port_range import NoFreePort, ReservedPort
+from kempner.rl.engines import CHANGES, LEASE, SLOTS
+from kempner.serve.lease import RUN, Lease, Leased
 from kempner.signals import leave_event
 
 TOKEN = "KEMPNER_SERVE_TOKEN"
+BEARER = "Authorization: Bearer TOKEN"
 LOOK_S = 0.5
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
@@ -55,20 +58,45 @@ class Allowed:
 
     def __init__(self, app: Any) -> None:
         self.app, self.wanted = app, f"Bearer {os.environ.get(TOKEN, '')}".encode()
+        self.lease = Lease()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] not in ("http", "websocket") or hmac.compare_digest(given, self.wanted):
+        headers = dict(scope.get("headers", ()))
+        given = headers.get(b"authorization", b"")
+        run = headers.get(RUN.lower().encode(), b"").decode("latin-1")
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
+        elif not hmac.compare_digest(given, self.wanted):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await refuse(send, 401, "give the token of this engine: " + BEARER)
+        elif scope["path"] == LEASE:
+            if scope.get("method") == "POST":  # the run has ended
+                self.lease.release(run)
+            await say(send, 200, {"run": self.lease.run, "leased": self.lease.held(run)})
         else:
-            message = "give the token of this engine: Authorization: Bearer TOKEN"
-            body = json.dumps({"error": {"message": message, "code": 401}}).encode()
-            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-            headers += [(b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            try:
+                if scope["path"] in CHANGES:
+                    self.lease.take(run)
+                self.lease.renew(run)
+            except Leased as error:
+                await refuse(send, 409, str(error))
+            else:
+                await self.app(scope, receive, send)
+
+
+async def refuse(send: Any, code: int, message: str) -> None:
+    await say(send, code, {"error": {"message": message, "code": code}})
+
+
+async def say(send: Any, code: int, content: dict[str, Any]) -> None:
+    """The whole answer to a request."""
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    headers += [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def main(argv: list[str]) -> int:
@@ -91,9 +119,11 @@ def main(argv: list[str]) -> int:
         refuse_other_file(place, "--publish", ("http://",))
     except ConfigError as error:
         return fail(str(error))
-    with socket.socket() as probe:
-        probe.bind(("", options.port))
-        port = probe.getsockname()[1]
+    try:  # held up to the end of this process: vLLM binds it, too, and no other of ours does
+        reserved = None if options.port else ReservedPort()
+    except OSError as error:
+        return fail(error.strerror or str(error), 1 if isinstance(error, NoFreePort) else 2)
+    port = reserved.port if reserved else options.port
     command = [python, "-m", "vllm.entrypoints.cli.main", *words(found, options, port), *more]
     process = subprocess.Popen(command, env=environment(token), start_new_session=True)
     try:
@@ -109,9 +139,9 @@ def main(argv: list[str]) -> int:
         stop(process)
 
 
-def fail(message: str) -> int:
+def fail(message: str, code: int = 2) -> int:
     print(f"vllm_engine: error: {message}", file=sys.stderr)
-    return 2
+    return code
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -123,7 +153,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=SLOTS["vllm"])
     return parser.parse_known_args(argv)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kempner.data.sidecar import SIDECAR, SPLITS, Sidecar, copy_tokenizer
 from kempner.data.tokenizer import ByteTokenizer, Tokenizer
 from kempner.hf.source import FOLDER, find, run_of
-from kempner.load import words_of_directory
+from kempner.load import words_of_directory, words_of_run
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
@@ -19,14 +19,20 @@ BYTES = "bytes"  # rl.tokenizer
 def keep_words(cfg: RunConfig, run: Path) -> None:
     """Put it into the run directory, where what reads a run or its checkpoints looks for it. Raises
     ConfigError, OSError."""
+    if (run / SIDECAR).is_file():
+        return
+    if not cfg.rl.tokenizer and cfg.model.init_from is not None:
+        source = find(cfg.model.init_from)
+        if source.is_checkpoint:  # its data may have another one than the model that it began with
+            folder = words_of_run(run_of(source.path), source.path).folder
+            if (folder / SIDECAR).is_file():
+                copy_tokenizer(folder, run)
     if (run / SIDECAR).is_file() or (run / FOLDER).is_dir():
         return
     if cfg.rl.tokenizer == BYTES:
         write_sidecar(run, ByteTokenizer())
         return
     folder = Path(cfg.rl.tokenizer).expanduser()
-    if not cfg.rl.tokenizer and cfg.model.init_from is not None:
-        folder = run_of(find(cfg.model.init_from).path)
     copy_tokenizer(folder, run)
     if not (run / SIDECAR).is_file():
         write_sidecar(run, words_of_directory(folder).tokenizer)

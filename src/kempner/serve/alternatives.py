@@ -22,17 +22,18 @@ class Looked(NamedTuple):
 def look_at(
     model: Decoder, vocab_size: int, ids: list[int], top: int, temperature: float = 1.0
 ) -> Looked:
-    """By the model's distribution at this temperature, without filters."""
+    """By the model's distribution at this temperature, without filters. `vocab_size`: of the
+    tokenizer; other tokens have their share, and are no alternatives."""
     found = Looked([], [])
     if len(ids) < 2:
         return found
     tokens = torch.tensor([ids], device=model.embed.weight.device)
-    logits = model(tokens[:, :-1])[0, :, :vocab_size]  # [T - 1, V]
+    logits = model(tokens[:, :-1])[0]  # [T - 1, V]
     for start in range(0, len(ids) - 1, CHUNK):
         logprobs = (logits[start : start + CHUNK].float() / temperature).log_softmax(-1)
         target = tokens[0, 1:][start : start + CHUNK]
         found.values.extend(logprobs.gather(1, target.unsqueeze(1)).squeeze(1).tolist())
-        values, names = logprobs.topk(min(top, vocab_size))
+        values, names = logprobs[:, :vocab_size].topk(min(top, vocab_size))
         found.tops.extend(
             dict(zip(each, value, strict=True))
             for each, value in zip(names.tolist(), values.tolist(), strict=True)

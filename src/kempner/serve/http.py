@@ -11,22 +11,24 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kempner.port_range import bind_allowed
+from kempner.port_range import listen
+from kempner.serve.lease import RUN, Lease, Leased, Refused
 from kempner.serve.protocol import Answer, Asked, BadRequest, Fields, Json, error, read, read_ids
-from kempner.serve.weights import Lease, Refused
 from kempner.serve.worker import Job, News, Unavailable, Worker
 
 MOST_BYTES = 64 << 20  # of a request
 LOOK_S = 0.5  # between two looks whether a client is still there
 SILENT_S = 60.0  # a client that neither sends nor takes anything for so long is gone
 MOST_STRANGERS = 256  # connections that have not been allowed anything; of more, the oldest ends
-RUN = "X-Kempner-Run"  # header: which run asks
+MODEL = "/v1/models/"  # and its name
+EMPTY: Mapping[str, str] = {}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LAST_ANSWERS_S = 3.0  # at the end, for the answers that are being written
 
@@ -59,7 +61,8 @@ class Server(ThreadingHTTPServer):
         if self.server_address[1]:
             socketserver.TCPServer.server_bind(self)
         else:
-            bind_allowed(self.socket, str(self.server_address[0]))
+            self.socket.close()
+            self.socket = listen(str(self.server_address[0]))
             self.server_address = self.socket.getsockname()
 
     @property
@@ -126,8 +129,20 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(GET)
 
+    do_HEAD = do_GET  # _say() leaves the body out
+
     def do_POST(self) -> None:
         self._answer(POST)
+
+    def do_PUT(self) -> None:
+        self._answer({})
+
+    do_DELETE = do_PATCH = do_OPTIONS = do_PUT
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server itself refuses, as JSON."""
+        self.close_connection = True
+        self._say(code, error(code, message or explain or HTTPStatus(code).phrase))
 
     def _answer(self, routes: dict[str, Callable[[Handler, bytes], None]]) -> None:
         self.server.heads.pop(self)
@@ -136,19 +151,28 @@ class Handler(BaseHTTPRequestHandler):
                 self._allowed()
                 body = self._body()
                 path = self.path.partition("?")[0]
-                if self.command == "GET" and unquote(path) == f"/v1/models/{self.server.model}":
-                    self._say(200, self._model())
-                elif (route := routes.get(path)) is None:
-                    message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
-                    self._say(404, error(404, message))
-                else:
+                if routes is GET and path.startswith(MODEL):
+                    self.model(unquote(path).removeprefix(MODEL))
+                elif (route := routes.get(path)) is not None:
                     route(self, body)
+                else:
+                    self._no_route(path, bool(routes))
             except BadRequest as problem:
                 self._say(400, error(400, str(problem)))
             except Unavailable as problem:
                 self._say(503, error(503, str(problem)))
             except (ClientGone, OSError):
                 self.close_connection = True
+
+    def _no_route(self, path: str, known: bool) -> None:
+        """`known`: the method is one that some routes have."""
+        allowed = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
+        if known or (path not in GET | POST and not path.startswith(MODEL)):
+            message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
+            self._say(404, error(404, message))
+        else:
+            message = f"{self.command} {path[:80]}: this route takes {allowed}"
+            self._say(405, error(405, message), {"Allow": allowed})
 
     def _allowed(self) -> None:
         given = self.headers.get("Authorization", "")
@@ -178,7 +202,10 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _body(self) -> bytes:
-        if self.command == "GET":
+        if self.command in ("GET", "HEAD"):
+            return b""
+        if self.command != "POST":
+            self.close_connection = True  # what it has sent is not read
             return b""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or len(length) > 12 or int(length) > MOST_BYTES:
@@ -189,15 +216,18 @@ class Handler(BaseHTTPRequestHandler):
             raise ClientGone
         return body
 
-    def _say(self, code: int, content: Json | str) -> None:
+    def _say(self, code: int, content: Json | str, headers: Mapping[str, str] = EMPTY) -> None:
         text = content if isinstance(content, str) else json.dumps(content)
         data = text.encode()
         self.send_response(code)
         kind = "text/plain; version=0.0.4" if isinstance(content, str) else "application/json"
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     # --- what the engine is ---
 
@@ -205,9 +235,10 @@ class Handler(BaseHTTPRequestHandler):
         worker = self.server.worker
         if worker.broken:
             raise Unavailable(worker.broken)
-        self.server.lease.renew(self.headers.get(RUN, ""))
+        run = self.headers.get(RUN, "")
+        self.server.lease.renew(run)
         about: Json = {"status": "paused" if worker.paused else "ok"}
-        about |= {"leased": True} if self.server.lease.held else {}
+        about |= {"leased": True} if self.server.lease.held(run) else {}
         self._say(200, about | self._version())
 
     def _version(self) -> Json:
@@ -219,6 +250,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def models(self, _: bytes) -> None:
         self._say(200, {"object": "list", "data": [self._model()]})
+
+    def model(self, name: str) -> None:
+        if name == self.server.model:
+            self._say(200, self._model())
+        else:
+            about = f"no such model: {name[:80]}; the model here is {self.server.model}"
+            self._say(404, error(404, about))
 
     def _model(self) -> Json:
         one: Json = {"id": self.server.model, "object": "model", "owned_by": "kempner"}
@@ -258,6 +296,13 @@ class Handler(BaseHTTPRequestHandler):
         self.server.worker.pause(False)
         self._say(200, {"paused": False} | self._version())
 
+    def release(self, body: bytes) -> None:
+        """A run has ended: others may have the engine at once."""
+        fields = Fields(body)
+        self.server.lease.release(fields.text("run"))
+        fields.end()
+        self._say(200, self._version())
+
     def update_weights(self, body: bytes) -> None:
         fields = Fields(body)
         manifest = fields.take("manifest")
@@ -273,6 +318,9 @@ class Handler(BaseHTTPRequestHandler):
                 if self.server.lease.take(run):
                     worker.refuse("this engine gets weights of another run")
                 worker.update(path, version)
+        except Leased as problem:
+            self._say(409, error(409, str(problem)))
+            return
         except Refused as problem:
             raise BadRequest(str(problem)) from None
         self._say(200, self._version())
@@ -306,7 +354,9 @@ class Handler(BaseHTTPRequestHandler):
         job = Job(asked.stream)
         worker.take(asked, job)
         try:
-            (self._stream if asked.stream else self._whole)(asked, job, Answer(asked, model))
+            (self._stream if asked.stream else self._whole)(
+                asked, job, Answer(asked, model, worker.pieces)
+            )
         except (ClientGone, OSError):
             with contextlib.suppress(Unavailable):
                 worker.drop(job)
@@ -337,9 +387,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             for news in self._news(job):
-                choice = answer.choice(
-                    news.text, news.grown, news.length - 1, news.length, news.finish
-                )
+                first = max(0, news.length - 1)
+                choice = answer.choice(news.text, news.grown, first, news.length, news.finish)
                 self._event(json.dumps(answer.part | {"choices": [choice]}))
             if asked.usage:
                 usage = {"choices": [], "usage": answer.usage(job.texts)}
@@ -386,5 +435,6 @@ POST: dict[str, Callable[[Handler, bytes], None]] = {
     "/pause": Handler.pause,
     "/resume": Handler.resume,
     "/update_weights": Handler.update_weights,
+    "/release": Handler.release,
     "/score": Handler.score,
 }

@@ -3,17 +3,19 @@ text, as vLLM has them. No torch."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner.config.option import ConfigError
-from kempner.config.values import shown
 from kempner.generate.config import Sampling
 
 if TYPE_CHECKING:
+    from kempner.data.tokenizer import Piece
     from kempner.generate.texts import Text
     from kempner.load import Words
     from kempner.serve.alternatives import Looked
@@ -29,6 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "logit_bias": ({},),
     "min_tokens": (0,),
+    "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -41,7 +44,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-LABELS = ("metadata", "user")  # of the client's own; nothing here depends on them
+# Of the client's own, or hints to models that know them; nothing here depends on them.
+LABELS = (
+    "metadata",
+    "prompt_cache_key",
+    "reasoning_effort",
+    "safety_identifier",
+    "user",
+    "verbosity",
+)
 
 Json = dict[str, Any]
 
@@ -60,6 +71,7 @@ class Asked(NamedTuple):
     top: int  # alternatives to each token
     echo: bool  # the prompt, and its log-probabilities, before each text
     chat: bool
+    as_ids: bool  # the name of a token in log-probabilities is its id
 
 
 class Fields:
@@ -117,7 +129,7 @@ class Fields:
 
 
 def cut(value: object) -> str:
-    text = shown(value)
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
@@ -142,8 +154,9 @@ def read(
     longest = max(map(len, prompts))
     most = fields.number("max_completion_tokens", None, 1, window) if chat else None
     default = max(1, window - longest) if chat else DEFAULT_TOKENS
-    most = fields.number("max_tokens", most or default, 1, window)
-    if longest + most > window:
+    most = fields.number("max_tokens", most or default, 1 if chat else 0, window)
+    # The last token is never read. Who scores a text asks for one, or for none.
+    if longest + (most if most > 1 else 0) > window:
         raise BadRequest(
             f"{longest} tokens of the prompt and max_tokens = {most} are more than {window}, the "
             "most that the model sees"
@@ -157,6 +170,7 @@ def read(
         *read_logprobs(fields, chat),
         not chat and fields.switch("echo"),
         chat,
+        fields.switch("return_tokens_as_token_ids"),
     )
     fields.end()
     if stream and (found.echo or found.top):
@@ -207,7 +221,8 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
         max_tokens=most,
         stop=tuple(stop),
     )
-    if problem := sampling.problem():
+    # With 0 tokens nothing is sampled.
+    if problem := (sampling if most else replace(sampling, max_tokens=1)).problem():
         raise BadRequest(f"{problem[0]} = {cut(getattr(sampling, problem[0]))}: {problem[1]}")
     return sampling
 
@@ -268,11 +283,30 @@ def content_of(message: Json) -> str:
 # --- answers ---
 
 
+class Offsets:
+    """Where each token of a text begins, in characters."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self._next, self._decoder = begin, codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""  # the beginning of a character
+
+    def add(self, piece: Piece) -> int:
+        begin, data = self._next, b"" if piece.special else piece.data
+        self._next += len(self._decoder.decode(data))
+        # A character that this token does not go on with has become a replacement character.
+        broken = bool(self._held) and not 0x80 <= (data or b"\x80")[0] < 0xC0
+        self._held = self._decoder.getstate()[0]
+        return max(0, begin + broken)
+
+
 class Answer:
     """What one request is answered with, whole or in parts."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
-        self.asked = asked
+    def __init__(
+        self, asked: Asked, model: str, pieces: Callable[[Sequence[int]], list[Piece]]
+    ) -> None:
+        self.asked, self._pieces = asked, pieces
+        self._offsets: dict[Text, Offsets] = {}  # of texts that come in parts
         kind = "chat.completion" if asked.chat else "text_completion"
         self.whole = {
             "id": f"{kind}-{os.urandom(12).hex()}",
@@ -295,7 +329,7 @@ class Answer:
         `looked`: at all of its tokens, with those of the prompt."""
         ids: list[int] = text.new[first:count]
         values: list[float | None] = [*text.logprobs[first:count]]
-        tops: list[dict[str, float] | None] | None = None
+        tops: list[dict[int, float] | None] = [None] * len(ids)
         if looked is not None:
             tops = self._tops(text, looked)
             if self.asked.echo:
@@ -308,41 +342,102 @@ class Answer:
         found: Json = {"index": text.number, "token_ids": new, "finish_reason": finish or None}
         if finish:
             found |= {"prompt_token_ids": text.prompt, "weight_versions": text.versions}
-        # A token's text is not its own: it depends on its neighbours. Its id says what it is.
-        names = [f"token_id:{token}" for token in ids]
+        logprobs: Json | None = None
+        if self.asked.logprobs:
+            logprobs = (
+                {"content": self._content(ids, values, tops)}
+                if self.asked.chat
+                else self._columns(text, grown, ids, values, tops)
+            )
         if not self.asked.chat:
-            shown_tops = tops if self.asked.top else None
-            logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": shown_tops}
-            return found | {"text": grown, "logprobs": logprobs if self.asked.logprobs else None}
-        content: list[Json] = [
-            {
-                "token": name,
-                "logprob": value,
-                "bytes": None,
-                "top_logprobs": [
-                    {"token": other, "logprob": logprob, "bytes": None}
-                    for other, logprob in (top or {}).items()
-                ],
-            }
-            for name, value, top in zip(names, values, tops or [{}] * len(names), strict=True)
-        ]
+            return found | {"text": grown, "logprobs": logprobs}
         key = "delta" if self.asked.stream else "message"
         role = {} if self.asked.stream and first else {"role": "assistant"}
         found[key] = role | {"content": grown}
-        return found | {"logprobs": {"content": content} if self.asked.logprobs else None}
+        return found | {"logprobs": logprobs}
 
     @staticmethod
-    def _tops(text: Text, looked: Looked) -> list[dict[str, float] | None]:
+    def _tops(text: Text, looked: Looked) -> list[dict[int, float] | None]:
         """With a sampled token's own log-probability, which its filters may have changed."""
-        tops: list[dict[str, float] | None] = [
-            {f"token_id:{token}": value for token, value in top.items()} for top in looked.tops
-        ]
+        tops: list[dict[int, float] | None] = [dict(top) for top in looked.tops]
         for top, token, value in zip(
             tops[len(text.prompt) - 1 :], text.new, text.logprobs, strict=True
         ):
-            if top is not None and f"token_id:{token}" in top:
-                top[f"token_id:{token}"] = value
+            if top is not None and token in top:
+                top[token] = value
         return tops
+
+    def _content(
+        self,
+        ids: Sequence[int],
+        values: Sequence[float | None],
+        tops: Sequence[dict[int, float] | None],
+    ) -> list[Json]:
+        """The log-probabilities of a chat."""
+
+        def entries(chances: Iterable[tuple[int, float | None]]) -> list[Json]:
+            of = dict(chances)
+            return [
+                {
+                    "token": f"token_id:{token}"
+                    if self.asked.as_ids
+                    else piece.data.decode("utf-8", "replace"),
+                    "logprob": of[token],
+                    "bytes": None if piece.special else [*piece.data],
+                }
+                for token, piece in zip(of, self._pieces([*of]), strict=True)
+            ]
+
+        return [
+            entries([(token, value)])[0] | {"top_logprobs": entries((top or {}).items())}
+            for token, value, top in zip(ids, values, tops, strict=True)
+        ]
+
+    def _columns(
+        self,
+        text: Text,
+        grown: str,
+        ids: Sequence[int],
+        values: Sequence[float | None],
+        tops: Sequence[dict[int, float] | None],
+    ) -> Json:
+        """The log-probabilities of a completion."""
+        pieces = self._pieces(ids)
+        if (offsets := self._offsets.get(text)) is None:
+            # The first word of a whole text may be without the space that its token has.
+            first = next((piece.data for piece in pieces if not piece.special), b"")
+            lost = self.asked.echo and first.startswith(b" ") and not grown.startswith(" ")
+            offsets = self._offsets[text] = Offsets(-int(lost))
+        begins = [offsets.add(piece) for piece in pieces]
+        if not self.asked.stream:  # tokens after a stop string begin at its end
+            begins = [min(begin, len(grown)) for begin in begins]
+        named = [self._names([*(top or {}), token]) for token, top in zip(ids, tops, strict=True)]
+        shown: list[dict[str, float] | None] = [
+            None if top is None else {names[token]: value for token, value in top.items()}
+            for names, top in zip(named, tops, strict=True)
+        ]
+        return {
+            "tokens": [names[token] for names, token in zip(named, ids, strict=True)],
+            "token_logprobs": values,
+            "top_logprobs": shown if self.asked.top else None,
+            "text_offset": begins,
+        }
+
+    def _names(self, ids: Sequence[int]) -> dict[int, str]:
+        """Names of tokens by their ids, all different: the text of each, or, as OpenAI has it, the
+        bytes of one that is a part of a character. Of several tokens with the same text the most
+        likely, which comes first, has it, and the others go by their ids."""
+        names: dict[int, str] = {}
+        ids = [*dict.fromkeys(ids)]
+        for token, (data, _) in zip(ids, self._pieces(ids), strict=True):
+            try:
+                name = data.decode()
+            except UnicodeDecodeError:
+                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            if self.asked.as_ids or name in names.values():
+                name = f"token_id:{token}"
+            names[token] = name
+        return names
 
     def usage(self, texts: list[Text]) -> Json:
         read, new = sum(map(len, self.asked.prompts)), sum(len(text.new) for text in texts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -15,50 +14,16 @@ from typing import Any, TypeVar
 from kempner.checkpoint.commit import Damaged
 from kempner.config.option import ConfigError
 from kempner.config.values import shown
-from kempner.hf.load import load_weights
+from kempner.hf.load import is_finite, load_weights, not_finite
 from kempner.hf.source import Source, held
 from kempner.hf.stored import check_source
 from kempner.model.config import OF_TRAINING, ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.lora import is_adapter
+from kempner.serve.lease import Refused
 
 LOOK_S = 0.2  # between two looks whether a version is there
 T = TypeVar("T")
-
-
-class Lease:
-    """The run whose weights these are. It keeps the engine as long as it asks now and then how the
-    engine is; two runs at one engine would train on each other's samples."""
-
-    SECONDS = 10.0
-
-    def __init__(self) -> None:
-        self.run, self._until, self._lock = "", 0.0, threading.Lock()
-
-    @property
-    def held(self) -> bool:
-        return bool(self.run) and time.monotonic() < self._until
-
-    def renew(self, run: str) -> None:
-        if run and run == self.run:
-            self._until = time.monotonic() + self.SECONDS
-
-    def take(self, run: str) -> bool:
-        """Whether the weights were those of another run, or of none. Raises Refused."""
-        with self._lock:
-            other = run != self.run
-            if other and self.held:
-                raise Refused(
-                    f"this engine has the weights of the run {self.run}, which uses it; end that "
-                    "run, or start another engine"
-                )
-            self.run = run
-            self.renew(run)
-            return other
-
-
-class Refused(ValueError):
-    """These weights cannot be taken; the model is as it was."""
 
 
 def replace(model: Decoder, name: str) -> None:
@@ -68,6 +33,8 @@ def replace(model: Decoder, name: str) -> None:
         try:
             source = reading.enter_context(held(name))
             check(model, source)
+            if name := not_finite(source):
+                raise ConfigError(f"{source.path}: {name} has values that are not finite")
         except (ConfigError, Damaged, OSError) as error:
             raise Refused(str(error)) from None
         load_weights(model, model.cfg, source)
@@ -82,9 +49,13 @@ def receive(model: Decoder, manifest: str, token: str) -> int:
     try:
         facts = json.loads(Path(manifest).read_text())
         read(model, facts, token)
-        return int(facts["version"])
+        version = int(facts["version"])
     except (Gone, FileNotFoundError, KeyError, ValueError) as error:
         raise Refused(f"{manifest}: {error}") from None
+    for name, parameter in model.named_parameters():  # the old values are gone
+        if not is_finite(parameter):
+            raise OverflowError(f"{name} is not finite")
+    return version
 
 
 def check(model: Decoder, source: Source) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -12,14 +13,15 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from kempner.data.tokenizer import Piece
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import Loaded
 from kempner.model.decoder import Decoder
 from kempner.serve import weights
 from kempner.serve.alternatives import Looked, look_at
+from kempner.serve.lease import Refused
 from kempner.serve.protocol import Asked
-from kempner.serve.weights import Refused
 
 T = TypeVar("T")
 MOST_FAILURES = 3
@@ -72,6 +74,7 @@ class Worker:
         self.generated = 0  # tokens
         self._jobs: dict[Text, Job] = {}
         self._parts: dict[Text, list[str]] = {}
+        self._pieces: dict[int, Piece] = {}
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ended = ""  # why no more is taken
         self._failures = 0  # turns that have failed since a text has ended as it should
@@ -115,6 +118,13 @@ class Worker:
             return looked.values, self.version
 
         return self.call(look)
+
+    def pieces(self, ids: Sequence[int]) -> list[Piece]:
+        """A tokenizer is not for two threads, but each token is looked up once."""
+        if new := {*ids} - self._pieces.keys():
+            look = self.words.tokenizer.piece
+            self.call(lambda: self._pieces.update({token: look(token) for token in new}))
+        return [self._pieces[token] for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.call(lambda: self.words.tokenizer.decode(ids))
@@ -180,9 +190,10 @@ class Worker:
                     failed.append(text)
                 else:
                     self._tell(text, grown)
-            why = "the model's output for this text is not a number"
-        except Exception:  # out of memory, for example
+            why = cause = "the model's output for this text is not a number"
+        except Exception as error:  # out of memory, for example
             traceback.print_exc()
+            cause = repr(error)
             self.texts.engine.clear()
             failed = [text for text in self._jobs if text not in self.texts.waiting]
             why = "the engine has failed; see its log"
@@ -191,6 +202,12 @@ class Worker:
             job.news.put(Unavailable(why))
         self._failures += bool(failed)
         if self._failures >= MOST_FAILURES:
+            print(
+                f"serve: ends after {self._failures} failures between which no text has ended: "
+                f"{cause}",
+                file=sys.stderr,
+                flush=True,
+            )
             self._fail_for_good()
 
     def _fail_for_good(self) -> None:
@@ -222,7 +239,13 @@ class Worker:
             for _ in range(asked.n):
                 text = Text(len(job.texts), prompt, asked.sampling, tokenizer, ends)
                 job.texts.append(text)
-                self._jobs[text], self._parts[text] = job, []
+        if asked.sampling.max_tokens == 0:
+            for text in job.texts:
+                text.finish = "length"
+                job.news.put(News(text, "", 0, text.finish))
+            return
+        for text in job.texts:
+            self._jobs[text], self._parts[text] = job, []
         self.texts.waiting.extend(job.texts)
 
     def _drop(self, job: Job) -> None:

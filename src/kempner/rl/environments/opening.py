@@ -67,17 +67,29 @@ class Tasks:
             task = self._raw(part[int(place[0])])
         return task._replace(number=number, held_out=held_out)
 
-    def evaluation(self, count: int) -> list[Task]:
-        """`count` tasks that training never sees, each with a prompt of its own; fewer where there
-        are no more, or they are too hard to find."""
+    def try_task(self, number: int, held_out: bool = False) -> Task | Exception:
+        """The same; where it raises, the error: a task is the user's code and data. Raises
+        ConfigError when there is none of the kind."""
+        try:
+            return self.task(number, held_out)
+        except ConfigError:
+            raise
+        except Exception as error:
+            return error
+
+    def evaluation(self, count: int) -> list[Task | Exception]:
+        """`count` tasks that training never sees, each with a prompt of its own, or the errors of
+        those that raise; fewer where there are no more, or they are too hard to find."""
         if self.environment.size is not None:
-            return [self.task(number, True) for number in range(min(count, len(self._parts[1])))]
-        tasks: dict[str, Task] = {}
+            count = min(count, len(self._parts[1]))
+            return [self.try_task(number, True) for number in range(count)]
+        tasks: dict[str | int, Task | Exception] = {}
         misses = number = 0
         while len(tasks) < count and misses < MISSES:
-            task = self.task(number, True)
-            misses = misses + 1 if task.key in tasks else 0
-            tasks.setdefault(task.key, task)
+            task = self.try_task(number, True)
+            key = number if isinstance(task, Exception) else task.key
+            misses = misses + 1 if key in tasks else 0
+            tasks.setdefault(key, task)
             number += 1
         return list(tasks.values())
 
@@ -85,7 +97,7 @@ class Tasks:
         """Raises ConfigError when it has no task to train on, or none to evaluate, as asked."""
         for held_out, use in ((False, "train"), (True, "eval")):
             if self.cfg.use in (use, "both"):
-                self.task(0, held_out)
+                self.try_task(0, held_out)
 
     def _draw(self, number: int, held_out: bool) -> Task:
         for attempt in range(DRAWS):
@@ -97,10 +109,16 @@ class Tasks:
 
     @functools.cached_property
     def _parts(self) -> tuple[list[int], list[int]]:
-        """The numbers of the tasks to train on, and of those that are held out."""
+        """The numbers of the tasks to train on, and of those that are held out. One that raises has
+        no prompt: it is asked in the training, where it is counted, if there are any to train on.
+        """
         parts: tuple[list[int], list[int]] = [], []
         for number in range(self.environment.size or 0):
-            parts[self._is_held_out(self._raw(number))].append(number)
+            try:
+                held_out = self._is_held_out(self._raw(number))
+            except Exception:
+                held_out = self.environment.held_out >= 1
+            parts[held_out].append(number)
         return parts
 
     def _raw(self, number: int) -> Task:
@@ -155,6 +173,10 @@ def make(identifier: str, args: str) -> Environment:
         return maker(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{where}: {line}" for line in error.problems) from None
+    except Exception as error:
+        if identifier in BUILT_IN:
+            raise
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from None
 
 
 def _find(identifier: str, where: str) -> type[Environment]:

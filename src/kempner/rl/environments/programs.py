@@ -49,7 +49,7 @@ class Code(Environment):
         if seconds <= 0:
             raise ConfigError("seconds must be over 0")
         self.seconds, self.held_out = seconds, held_out
-        self.rows = read_rows(file, ("prompt",), ("tests",)) if file else []
+        self.rows = read_rows(file, ("prompt",), "tests", problem_of_tests) if file else []
         self.size = len(self.rows) or None
 
     def task(self, number: int, rng: random.Random) -> Task:
@@ -64,9 +64,24 @@ class Code(Environment):
 
     def score(self, task: Task, completion: str) -> float:
         blocks = BLOCK.findall(completion)
-        tests = compile(task.answer, "tests", "exec", dont_inherit=True)
+        tests = read_tests(task.answer)
         with ModelProgram(blocks[-1] if blocks else completion, self.seconds) as program:
             return float(program.passes(tests))
+
+
+def read_tests(text: str) -> CodeType:
+    return compile(text, "tests", "exec", dont_inherit=True)
+
+
+def problem_of_tests(tests: Any) -> str:
+    """Empty: there is none."""
+    if not isinstance(tests, str):
+        return "must be a text"
+    try:
+        read_tests(tests)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"are not Python: {error}"
+    return ""
 
 
 class Over(BaseException):

@@ -6,7 +6,7 @@ import importlib
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Qa(Environment):
         counts, as in GSM8K. `held_out`: share of them for evaluation alone; 1: all."""
         if not 0 <= held_out <= 1:
             raise ConfigError("held_out must be from 0 to 1")
-        self.rows = read_rows(file, ("question", "prompt"), ("answer",))
+        self.rows = read_rows(file, ("question", "prompt"), "answer", problem_of_answer)
         self.size, self.held_out = len(self.rows), held_out
 
     def task(self, number: int, rng: random.Random) -> Task:
@@ -131,10 +131,31 @@ def plain(text: str) -> str:
     return choice[1] if choice else " ".join(text.split())
 
 
+def problem_of_prompt(prompt: Any) -> str:
+    """Empty: there is none."""
+    is_talk = isinstance(prompt, list) and bool(prompt)
+    for message in prompt if is_talk else []:
+        is_talk &= isinstance(message, dict) and {"role", "content"} <= message.keys()
+    if not isinstance(prompt, str) and not is_talk:
+        return "must be a text or a list of messages, which have role and content"
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"is no Unicode text: {error.reason}"
+    return ""
+
+
+def problem_of_answer(answer: Any) -> str:
+    if isinstance(answer, (str, int, float)) and not isinstance(answer, bool):
+        return ""
+    return "must be a text or a number"
+
+
 def read_rows(
-    file: str, prompts: Sequence[str], answers: Sequence[str]
+    file: str, prompts: Sequence[str], answer: str, problem_of: Callable[[Any], str]
 ) -> list[tuple[str | list[dict[str, Any]], Any]]:
-    """The first of these keys that each line has; raises ConfigError."""
+    """The first of `prompts` that each line has, and its `answer`, of which `problem_of` says what
+    is wrong with it, or nothing. Raises ConfigError."""
     rows = []
     path = Path(file).expanduser()
     try:
@@ -145,13 +166,18 @@ def read_rows(
         if line.strip():
             try:
                 row = json.loads(line)
-                pair = [next(row[k] for k in keys if k in row) for keys in (prompts, answers)]
-            except (ValueError, TypeError, StopIteration):
-                keys = f"{' or '.join(prompts)}, and {' or '.join(answers)}"
+                key = next(key for key in prompts if key in row)
+                pair = row[key], row[answer]
+            except (ValueError, TypeError, LookupError, StopIteration):
+                keys = f"{' or '.join(prompts)}, and {answer}"
                 raise ConfigError(
                     f"{path}, line {number}: must be a JSON object with {keys}"
                 ) from None
-            rows.append((pair[0], pair[1]))
+            found = {key: problem_of_prompt(pair[0]), answer: problem_of(pair[1])}
+            for name, problem in found.items():
+                if problem:
+                    raise ConfigError(f"{path}, line {number}: {name} {problem}")
+            rows.append(pair)
     if not rows:
         raise ConfigError(f"{path} has no lines")
     return rows

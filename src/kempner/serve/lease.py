@@ -1,0 +1,55 @@
+"""Which run an engine works for. The standard library alone: it is in vLLM's process, too."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+RUN = "X-Kempner-Run"  # header: which run asks
+
+
+class Refused(ValueError):
+    """These weights cannot be taken; the model is as it was."""
+
+
+class Leased(Refused):
+    """Another run uses the engine."""
+
+
+class Lease:
+    """The attempt of a run, RUN#ATTEMPT, whose weights these are. Its run keeps the engine as long
+    as it asks now and then how the engine is; two runs at one engine would train on each other's
+    samples."""
+
+    SECONDS = 180.0  # more than rl.sh lets an orchestrator be silent, which is 120
+
+    def __init__(self) -> None:
+        self.run, self._since, self._lock = "", -math.inf, threading.Lock()
+
+    def held(self, run: str) -> bool:
+        """Does a run other than this one use the engine?"""
+        others = bool(self.run) and self.run.partition("#")[0] != run.partition("#")[0]
+        return others and time.monotonic() < self._since + self.SECONDS
+
+    def renew(self, run: str) -> None:
+        if run and run == self.run:
+            self._since = time.monotonic()
+
+    def release(self, run: str) -> None:
+        """It has ended."""
+        if run == self.run:
+            self._since = -math.inf
+
+    def take(self, run: str) -> bool:
+        """Whether the weights were those of another attempt, or of none. Raises Leased."""
+        with self._lock:
+            if self.held(run):
+                raise Leased(
+                    f"this engine has the weights of the run {self.run.partition('#')[0]}, which "
+                    f"uses it; end that run, or start another engine. A run that has died keeps "
+                    f"its engines for {self.SECONDS:.0f} s"
+                )
+            other, self.run = run != self.run, run
+            self.renew(run)
+            return other
