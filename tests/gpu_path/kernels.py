@@ -100,6 +100,7 @@ def flash_backward(
     starts_q, starts_k, longest_q, longest_k, dropout, causal, *state = more
     assert starts_q is None and starts_k is None and dropout == 0.0 and len(state) == 2
     assert (longest_q, longest_k) == (q.shape[2], k.shape[2])
+    assert lse.is_contiguous(), "the kernel knows no strides of it"
     rows = zip(dout, q, k, v, out, lse, strict=True)
     grads = zip(*(backward(*row, causal, -1) for row in rows), strict=True)
     return tuple(torch.stack(x).to(q.dtype) for x in grads)
@@ -140,6 +141,18 @@ def scaled_mm(
     assert bias is None or (out_dtype != torch.float32 and bias.dtype == out_dtype)
     out = (a.float() @ b.float()) * scale_a * scale_b
     return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+@contextlib.contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 @contextlib.contextmanager

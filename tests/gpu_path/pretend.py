@@ -1,14 +1,18 @@
 """Tensors that say that they are on a GPU and compute on the CPU.
 
-Every read that makes the host wait is noted with the function of the kit that asks for it; an
-operator that mixes devices, or has no kernel for CUDA, is an error.
+Every read that makes the host wait is noted with the function of the kit that asks for it, and so
+is every operator whose sums may differ from run to run; an operator that mixes devices, has no
+kernel for CUDA, or makes numbers in fp16 is an error. What is copied to the host is there when an
+event that was recorded later has been waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +24,31 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from tests.gpu_path.kernels import CPU, GPU
+from tests.gpu_path.kernels import CPU, GPU, replaced
 
 # They hand the host a value, or the size of what they return depends on values.
 READS = {
     "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount",
-    "_unique2", "unique_dim", "unique_consecutive",
+    "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "multinomial", "allclose", "histc", "segment_reduce",
 }  # fmt: skip
+# Those of solvers ask cuSOLVER or MAGMA whether they have converged.
+LINALG = re.compile(r"_?linalg_(?!vector_norm|cross|diagonal)")
+# Of floats on CUDA in no certain order: torch.use_deterministic_algorithms lists them. It lists
+# index_put, too; the one that adds, the gradient of x[index], sorts its places first.
+UNORDERED = {
+    "index_add", "scatter_add", "scatter_reduce", "cumsum", "put", "bincount", "histc", "kthvalue",
+    "median", "index_copy", "_embedding_bag", "replication_pad2d_backward",
+}  # fmt: skip
+COPIES = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 NAMED = (Tensor.tolist, Tensor.numpy, Tensor.cpu)
 YAML = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
 waits: list[str] = []
+unordered: list[str] = []
+arriving: list[Callable[[], object]] = []  # copies to the host, which nobody has waited for
 
 
-def note(what: str) -> None:
+def note(what: str, notes: list[str] = waits) -> None:
     """With the kit's function that asked."""
     frame: Any = sys._getframe(1)
     while frame is not None and (
@@ -41,7 +57,36 @@ def note(what: str) -> None:
     ):
         frame = frame.f_back
     code = frame.f_code if frame is not None else SimpleNamespace(co_filename="?", co_name="?")
-    waits.append(f"{Path(code.co_filename).name}: {code.co_name}: {what}")
+    notes.append(f"{Path(code.co_filename).name}: {code.co_name}: {what}")
+
+
+class Event:
+    """In the place of torch.Event."""
+
+    def __init__(self, device: str | None = None, **_: Any) -> None:
+        assert device in (None, "cuda")
+        self._before: list[Callable[[], object]] = []
+
+    def record(self, *_: Any) -> None:
+        self._before = list(arriving)
+
+    def synchronize(self) -> None:
+        note("synchronize")
+        for arrive in self._before:
+            if arrive in arriving:
+                arriving.remove(arrive)
+                arrive()
+
+
+@contextlib.contextmanager
+def synchronized() -> Iterator[None]:
+    """What waits for all that a GPU, or a stream, has to do is noted."""
+
+    places: list[Any] = [(torch, "Event", Event), (torch.cuda, "Event", Event)]
+    for place in (torch.cuda, torch.accelerator, torch.cuda.Stream):
+        places.append((place, "synchronize", lambda *_: note("synchronize")))
+    with replaced(*places):
+        yield
 
 
 class Gpu(torch.Tensor):
@@ -76,7 +121,10 @@ class Gpu(torch.Tensor):
             kwargs["device"] = CPU
         check(func, args, kwargs)
         inner_args, inner_kwargs = tree_map_only(Gpu, lambda x: x.inner, (args, kwargs))
-        out = tree_map_only(Tensor, Gpu, func(*inner_args, **inner_kwargs))
+        out = func(*inner_args, **inner_kwargs)
+        half = [x for x in tree_flatten(out)[0] if getattr(x, "dtype", None) is torch.float16]
+        assert not half, f"{func}: fp16 ends at 65504"
+        out = tree_map_only(Tensor, Gpu, out)
         return return_and_correct_aliasing(func, args, kwargs, out)
 
 
@@ -85,11 +133,18 @@ def check(func: Any, args: Any, kwargs: Any) -> None:
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     others = [x for x in tensors if not isinstance(x, Gpu) and x.dim() > 0]
     assert not others, f"{func} of tensors on a GPU and of {others[0].shape} on the host"
-    picks = isinstance(args[1], list | tuple) if name == "index" else False
-    if picks and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+    plain = name.strip("_").removesuffix("_impl")  # index_put of index_put_, _index_put_impl_
+    picks = args[1] if plain in ("index", "index_put") else []
+    # One number of the host is filled in where the mask is.
+    fills = plain == "index_put" and args[2].numel() == 1 and not isinstance(args[2], Gpu)
+    masks = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in picks)
+    sized = name == "repeat_interleave" and kwargs.get("output_size") is None
+    if masks and not fills:
         note("a mask as an index")
-    elif (name == "repeat_interleave" and kwargs.get("output_size") is None) or name in READS:
+    elif sized or name in READS or LINALG.match(name):
         note(name)
+    if plain in UNORDERED and any(x.is_floating_point() for x in tensors):
+        note(name, unordered)
     if func.namespace == "aten":
         assert has_cuda_kernel(func), f"{func} has no kernel for CUDA"
 
@@ -153,6 +208,12 @@ class OnGpu(TorchFunctionMode):
                     allow_unreachable=True, accumulate_grad=True,
                 )  # fmt: skip
         mine = bool(args) and isinstance(args[0], Gpu)
+        if func is Tensor.new_tensor and mine and kwargs.get("device") is None:
+            kwargs = {"dtype": args[0].dtype, **kwargs, "device": GPU}
+            func, args, mine = torch.tensor, args[1:], False
+        if func is Tensor.cuda:
+            how = {"non_blocking": kwargs.get("non_blocking", args[2:3] == (True,))}
+            return self.move(args[0], GPU, **how)
         if func in NAMED and mine:
             note(func.__name__)
             return func(args[0].inner)
@@ -166,7 +227,7 @@ class OnGpu(TorchFunctionMode):
         if pinned:
             out.pinned = True
         if there and isinstance(out, Tensor) and not isinstance(out, Gpu):
-            if func is torch.tensor:
+            if func in COPIES and not mine:
                 note("from memory that is not pinned")
             return Gpu(out)
         return out
@@ -175,9 +236,13 @@ class OnGpu(TorchFunctionMode):
         if isinstance(to, Gpu) == isinstance(of, Gpu):
             return to.copy_(of)
         host = of if isinstance(to, Gpu) else to
-        if not (non_blocking and getattr(host, "pinned", False)):
+        late = non_blocking and getattr(host, "pinned", False)
+        if not late:
             note("copy_")
         with torch.no_grad():
+            if late and isinstance(of, Gpu):
+                arriving.append(functools.partial(to.copy_, of.inner.clone()))
+                return to.fill_(torch.nan if to.is_floating_point() else 1)
             if isinstance(to, Gpu):
                 to.inner.copy_(of)
             else:

@@ -3,7 +3,9 @@
     python -m tests.gpu_path.ranks DIR
 
 It imports torch once and forks the ranks of each world. Prints a line of JSON for each world: its
-size, the exit codes of its ranks, and what rank 0 has made.
+size, the exit codes of its ranks, what rank 0 has made, and the groups that each rank has asked
+for. NCCL needs the same ones in the same order on all ranks; gloo connects late, and may work
+without.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ from kempner.config.loading import load
 from kempner.lowcomm.opening import open_replicas
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig
-from kempner.parallel.layout import build_layout
+from kempner.parallel.layout import Layout, build_layout
 from kempner.parts import open_checkpointer, open_layout
 from kempner.run import RunConfig
 from kempner.run_directory import Run
+from tests.gpu_path.kernels import CPU, GPU, replaced
 
 WORLDS = (2, 3, 4, 6, 8)
 WITH_MODEL = (2, 4)  # worlds whose ranks make the model, too, on the CPU: of axes of 2
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 LIMIT_S = 100
 MODEL = [
     "--model.vocab_size=64",
@@ -83,21 +84,10 @@ class Nccl:
         return getattr(self._gloo, name)
 
 
-@contextlib.contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    try:
-        for module, name, value in changes:
-            setattr(module, name, value)
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-def as_on_gpus() -> contextlib.AbstractContextManager[None]:
+def as_on_gpus(asked: list[Any]) -> contextlib.AbstractContextManager[None]:
     """torch takes the ways that it takes where the world's group has NCCL, with gloo in its place:
-    a second gloo, as on GPUs, because the first has proved the network and is gone."""
+    a second gloo, as on GPUs, because the first has proved the network and is gone. `asked` gets
+    the ranks of each group that is asked for."""
     init, prove, source = (
         dist.init_process_group,
         process_group._prove,
@@ -105,8 +95,17 @@ def as_on_gpus() -> contextlib.AbstractContextManager[None]:
     )
 
     def without_nccl(backend: str, *, device_id: Any = None, **options: Any) -> None:
+        kinds = dict(part.split(":") for part in backend.split(",") if ":" in part)
+        nccl = {"cpu": "gloo", "cuda": "nccl"}  # tensors of the host are sent, too: votes, saves
+        assert (kinds, device_id) == (nccl, GPU) or (backend, device_id) == ("gloo", None)
         init(backend.replace("nccl", "gloo"), **options)
         dist.distributed_c10d._get_default_group().bound_device_id = device_id
+
+    real = dist.distributed_c10d._new_group_with_tag
+
+    def new_group(ranks: Any = None, *words: Any, **named: Any) -> Any:
+        asked.append(None if ranks is None else list(ranks))
+        return real(ranks, *words, **named)
 
     def split_source(group: Any) -> Any:
         return Nccl(found) if (found := source(group)) is not None else Nccl(None)
@@ -114,6 +113,7 @@ def as_on_gpus() -> contextlib.AbstractContextManager[None]:
     return replaced(
         (dist, "init_process_group", without_nccl),
         (dist.distributed_c10d, "_get_split_source", split_source),
+        (dist.distributed_c10d, "_new_group_with_tag", new_group),
         (process_group, "_prove", lambda store, world, _, s: prove(store, world, "cpu", s)),
         (process_group, "_log_nccl", lambda world: None),
         (torch.accelerator, "is_available", lambda *_: True),
@@ -133,15 +133,23 @@ def meet(groups: list[dist.ProcessGroup]) -> None:
         assert one.item() == group.size(), (one, group)
 
 
-def rank_of(rank: int, size: int, root: Path) -> list[dict[str, int]]:
+def count(layout: Layout) -> None:
+    """A token that the ranks of a tp group share counts once."""
+    tokens = layout.once({"tokens": torch.ones(1)})["tokens"]
+    assert layout.sum(tokens).item() * layout.sizes.tp == math.prod(layout.sizes)
+
+
+def rank_of(rank: int, size: int, root: Path, asked: list[Any]) -> list[dict[str, int]]:
     """One rank of a world; returns the products of axes whose meshes it has made."""
     names = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
     os.environ |= names | {"SLURM_STEP_NUM_TASKS": str(size)}
     made = []
-    with as_on_gpus():
+    with as_on_gpus(asked):
         world = process_group.start(process_group.discover(), GPU, root, LIMIT_S)
         for axes in products(size):
-            meet(build_layout(DistributedConfig(**axes), size, size, "cuda").groups)
+            layout = build_layout(DistributedConfig(**axes), size, size, "cuda")
+            meet(layout.groups)
+            count(layout)
             made.append(axes)
         for axes in products(size) if size in WITH_MODEL else []:
             if max(axes.values()) == 2:
@@ -160,6 +168,7 @@ def with_model(axes: dict[str, int], world: Any, root: Path) -> None:
     layout = open_layout(cfg, world, CPU)
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
     optimizer, replicas = open_replicas(cfg, world, model)
+    meet([] if optimizer._group is None else [optimizer._group])
     open_checkpointer(cfg, run, model, optimizer, replicas)
 
 
@@ -179,17 +188,24 @@ def codes_of(pids: list[int]) -> list[int]:
 def start(rank: int, size: int, root: Path, say: int) -> None:
     """In the fork. `say`: a descriptor."""
     signal.alarm(LIMIT_S)
-    code = 1
+    code, asked = 1, list[Any]()
     try:
-        made = rank_of(rank, size, root)
+        made = rank_of(rank, size, root, asked)
         if rank == 0:
             os.write(say, json.dumps(made).encode())
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        (root / f"asked-{rank}.json").write_text(json.dumps(asked))
         sys.stderr.flush()
         os._exit(code)
+
+
+def asked_of(folder: Path, size: int) -> list[list[Any] | None]:
+    """Of each rank of a world; None: it was killed."""
+    files = [folder / f"asked-{rank}.json" for rank in range(size)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
 def main(root: Path) -> None:
@@ -205,7 +221,8 @@ def main(root: Path) -> None:
             pids.append(pid)
         os.close(write)
         codes, made = codes_of(pids), json.loads(os.read(read, 1 << 16) or "[]")
-        print(json.dumps({"world": size, "codes": codes, "made": made}), flush=True)
+        said = {"world": size, "codes": codes, "made": made, "asked": asked_of(folder, size)}
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
