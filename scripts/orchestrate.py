@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     problems = check_directories(cfg, 0)
     if problems:
         raise ConfigError(problems)
-    envs, words = open_parts(cfg, servers=command.flags["check"])
+    envs, words = open_parts(cfg, servers=command.flags["check"] or command.flags["bench"])
     if command.flags["check"]:
         print(to_toml(cfg), end="")
         return 0
@@ -73,7 +73,7 @@ def work(
     judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
     exchange, scorer = Exchange(cfg.run.dir), NoRewards() if bench else Scorer(judges, say)
     scorer.check([*envs.values()])
-    router = open_router(cfg, exchange, words.ends, say)
+    router = open_router(cfg, exchange, words.ends, say, bench)
     sampler = Sampler(cfg, envs, Writer(words), router, scorer, say)
     curriculum = open_curriculum(cfg, envs, say)
     router.start()

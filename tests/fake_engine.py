@@ -35,6 +35,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.requests: list[dict[str, Any]] = []  # bodies of completions
         self.updates: list[int] = []
         self.faulty = False  # a fault has begun
+        self.owner: dict[str, Any] = {}  # what it says of the run whose weights it has
         self.tokens = 0  # generated; of a text that is slow, one for each moment
         self.local = threading.local()
         self.slow: Callable[[dict[str, Any]], float] = lambda body: 0.0  # seconds of a completion
@@ -127,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(0.05)
                 engine.tokens += 1
             if not engine.ended.is_set():
-                self._say(200, {"choices": choices})
+                self._say(200, {"choices": choices} | engine.owner)
             return
         if self.path == "/update_weights":
             if "manifest" in body:  # of a version that is no files
@@ -144,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, f"{text}\n".encode())
             return
         more = {"data": [{"vocab_size": 257, "ends": [END]}]} if self.path == "/v1/models" else {}
-        self._say(200, {"weight_version": engine.version} | more)
+        self._say(200, {"weight_version": engine.version} | engine.owner | more)
 
     def _say(self, code: int, content: dict[str, Any]) -> None:
         self._send(code, json.dumps(content).encode())

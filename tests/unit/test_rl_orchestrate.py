@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -142,3 +143,29 @@ def test_bench(tmp_path: Path, engine: FakeEngine) -> None:
     assert found["engines"] == 1 and found["tokens_per_s"] > 0 and found["straggler_loss"] < 1
     assert found["prefix_reuse"] == 1.0  # it counts no tokens of prompts
     assert "lost to stragglers" in done.stdout
+
+
+def test_bench_of_engines_that_another_run_has_used(tmp_path: Path, engine: FakeEngine) -> None:
+    """Whose weights they are does not matter, unless that run uses the engine."""
+    given = words(tmp_path, "--bench", f"--rl.inference.urls=['{engine.url}']")
+    env = {**os.environ, "KEMPNER_SERVE_TOKEN": TOKEN}
+
+    def bench() -> subprocess.CompletedProcess[str]:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        command = [*PROGRAM, *given]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+
+    engine.owner = {"run": "/elsewhere/runs/other"}
+    done = bench()
+    assert done.returncode == 0 and "lost to stragglers" in done.stdout, done.stderr
+    engine.requests.clear()
+    engine.owner["leased"] = True
+    done = bench()
+    assert done.returncode == 2 and "which uses it; end that run" in done.stderr, done.stderr
+    assert not engine.requests
+
+    engine.owner = {}
+    engine.fault = lambda engine, path: 500 if path == "/v1/completions" else None
+    done = bench()
+    assert done.returncode == 1 and "no sample has come back" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr

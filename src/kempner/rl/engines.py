@@ -163,8 +163,9 @@ class KitEngine:
     living: tuple[int, ...] = (200, 503)  # codes of /health; 503: it has no weights
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
-    def __init__(self, url: str, token: str, run: str = "") -> None:
-        """`run`: an engine that has weights of another one is none of this run's."""
+    def __init__(self, url: str, token: str, run: str | None = "") -> None:
+        """`run`: an engine that has weights of another one is none of this run's; None: whose they
+        are does not matter, unless that run uses the engine."""
         self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -191,7 +192,7 @@ class KitEngine:
             "stop": list(sampling.stop),
         }
         answer = self._ask("/v1/completions", body, None, flight)
-        if (other := answer.get("run", "")) not in ("", self._run):
+        if other := self._other(answer):
             raise Lost(f"it has weights of another run, {other}")
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
@@ -217,10 +218,17 @@ class KitEngine:
 
     def version(self) -> int | None:
         answer = self._ask("/health", None, BEAT_S)
-        if (other := answer.get("run", "")) not in ("", self._run):
-            problem = f"it has weights of another run, {other}"
-            raise Leased(f"{problem}, which uses it") if answer.get("leased") else Busy(problem)
+        other = str(answer.get("run", ""))
+        if other != self._run and answer.get("leased"):
+            raise Leased(f"it has weights of another run, {other}, which uses it")
+        if other := self._other(answer):
+            raise Busy(f"it has weights of another run, {other}")
         return self._version_in(answer)
+
+    def _other(self, answer: dict[str, Any]) -> str:
+        """The run whose weights have given the answer, where that matters; empty: this one."""
+        other = str(answer.get("run", ""))
+        return "" if self._run is None or other == self._run else other
 
     def update(self, body: dict[str, Any]) -> int:
         named = {"run": self._run} if self._run and "path" in body else {}
@@ -228,7 +236,7 @@ class KitEngine:
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         answer = self._ask("/score", {"tokens": list(tokens), "temperature": temperature}, SCORE_S)
-        if answer.get("run", "") not in ("", self._run):
+        if self._other(answer):
             raise Lost("it has weights of another run")
         try:
             return Scores(list(map(float, answer["logprobs"])), self._version_in(answer))

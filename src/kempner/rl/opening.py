@@ -143,9 +143,14 @@ def open_curriculum(
 
 
 def open_router(
-    cfg: RunConfig, exchange: Exchange, ends: Collection[int], say: Callable[[str], None]
+    cfg: RunConfig,
+    exchange: Exchange,
+    ends: Collection[int],
+    say: Callable[[str], None],
+    bench: bool = False,
 ) -> Router:
-    """Of the engines of this job, or of those that run already. `ends`: tokens that end a text."""
+    """Of the engines of this job, or of those that run already. `ends`: tokens that end a text.
+    `bench`: they are only measured, with whatever weights they have."""
     inference, urls = cfg.rl_inference, cfg.rl_inference.urls
     given = os.environ.pop(TOKEN, "").strip()
 
@@ -161,7 +166,7 @@ def open_router(
         return {path.name: url for path in paths if (url := read(path))}
 
     def make(url: str) -> Engine:
-        return make_engine(cfg, url, token(), ends, exchange.run)
+        return make_engine(cfg, url, token(), ends, None if bench else exchange.run)
 
     queued = QUEUED * cfg.rl.group_size
     silence = inference.timeout
@@ -169,7 +174,7 @@ def open_router(
 
 
 def make_engine(
-    cfg: RunConfig, url: str, token: str, ends: Collection[int], run: str = ""
+    cfg: RunConfig, url: str, token: str, ends: Collection[int], run: str | None = ""
 ) -> KitEngine:
     if cfg.rl_inference.engine == "vllm":
         # Asynchronous, samples depend on timing whatever their seeds.
