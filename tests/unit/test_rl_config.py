@@ -33,6 +33,8 @@ REFUSED = {
     "--eval.interval=5": "eval.interval: validates on data; rl.eval_interval",
     "--bench.data=real": "bench.data = real: rollouts are made by a whole run",
     "--rl.loss.mask=0.1": "rl.loss.mask = 0.1: is for rl.loss.name = masked",
+    "--rl.env=[{id='arithmetic',weight=0.0}]": "rl.env: the weights of those that are trained on",
+    "--rl.env=[{id='arithmetic',use='eval'}]": "rl.env: none is for training; give one",
     "--rl.group_size=6": "rl.batch_samples = 64: is not made of groups of rl.group_size = 6",
     "--rl.batch_samples=none": "rl.batch_samples = none: give it, or rl.batch_tokens",
     "--rl.sampling.max_tokens=1024": "is over train.seq_len = 1024",

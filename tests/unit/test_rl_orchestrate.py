@@ -96,6 +96,11 @@ def test_servers_that_are_no_engines_of_this_run_are_refused(
     engine.fault = lambda engine, path: 404
     assert f"{engine.url}: /health: 404" in problems(tmp_path, engine.url)
     engine.fault = lambda engine, path: None
+    engine.about["shape"]["dim"] = 32
+    assert "its model has model.dim = 32, that of the run 256; serve" in problems(
+        tmp_path, engine.url
+    )
+    engine.about["shape"]["dim"] = 256
     monkeypatch.setattr(fake_engine, "END", 2)
     assert "257 tokens, of which [2] end a text" in problems(tmp_path, engine.url)
     done = run(words(tmp_path, f"--rl.inference.urls=['{nobody}']", "--check"))
@@ -103,7 +108,15 @@ def test_servers_that_are_no_engines_of_this_run_are_refused(
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:80", "https://x:1", "http://x", "http://x:y", "http://x:1/v1"]
+    "url",
+    [
+        "127.0.0.1:80",
+        "https://x:1",
+        "http://x",
+        "http://x:y",
+        "http://x:1/v1",
+        "http://x:1','http://X:01/",
+    ],
 )
 def test_urls_of_engines(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="must be http://HOST:PORT, each once"):
@@ -163,6 +176,9 @@ def test_bench_of_engines_that_another_run_has_used(tmp_path: Path, engine: Fake
     done = bench()
     assert done.returncode == 2 and "which uses it; end that run" in done.stderr, done.stderr
     assert not engine.requests
+    engine.owner["leased"], engine.about["shape"]["dim"] = False, 32
+    assert "its model has model.dim = 32" in bench().stderr  # that of a run that has ended
+    engine.about["shape"]["dim"] = 256
 
     engine.owner = {}
     engine.fault = lambda engine, path: 500 if path == "/v1/completions" else None

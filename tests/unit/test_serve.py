@@ -23,12 +23,14 @@ import pytest
 import torch
 
 from kempner.config.option import ConfigError
+from kempner.configure import load_config
 from kempner.generate import sampling
 from kempner.generate.config import Sampling
 from kempner.generate.engine import Engine
 from kempner.generate.texts import Text, Texts
 from kempner.load import load
 from kempner.rl.engines import Busy, KitEngine, Leased, Lost, Rejected
+from kempner.rl.opening import open_parts
 from kempner.rl.transfer import Gone
 from kempner.serve import http
 from kempner.serve.http import Server
@@ -585,6 +587,29 @@ def test_figures(engine: Client) -> None:
         "weight_version": 0, "prefill_tokens_total": 5, "generated_tokens_total": 8,
         'texts_total{finish_reason="length"}': 2,
     }  # fmt: skip
+
+
+def test_a_run_knows_the_model_of_its_engine(
+    engine: Client, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shape, and what its token ids mean; other weights are welcome."""
+    monkeypatch.setenv("KEMPNER_SERVE_TOKEN", "secret")
+
+    def problem(**changes: Any) -> str:
+        start = make_model(tmp_path / "start", seed=2, **changes)
+        words = [
+            f"--model.init_from={start}", f"--run.dir={tmp_path / 'run'}", "--train.seq_len=64",
+            "--rl.env=[{id='reverse'}]", "--rl.sampling.max_tokens=8", f"--rl.inference.urls={url}",
+        ]  # fmt: skip
+        try:
+            open_parts(load_config([], words), servers=True)
+        except ConfigError as error:
+            return "; ".join(error.problems)
+        return ""
+
+    url = [f"http://127.0.0.1:{engine.port}"]
+    assert problem() == ""
+    assert "its model has model.dim = 48, that of the run 64; serve" in problem(hidden_size=64)
 
 
 # --- the program ---

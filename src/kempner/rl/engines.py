@@ -38,6 +38,14 @@ class Scores(NamedTuple):
     version: int  # of the weights that have computed them
 
 
+class About(NamedTuple):
+    """The model of an engine."""
+
+    vocab_size: int  # of its tokenizer
+    ends: set[int]  # tokens that end a text
+    shape: dict[str, Any]  # see ModelConfig.shape
+
+
 class Lost(Exception):
     """The engine does not answer, or not as an engine of this job; says why."""
 
@@ -243,11 +251,10 @@ class KitEngine:
         except (KeyError, TypeError, ValueError) as error:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
 
-    def words(self) -> tuple[int, list[int]]:
-        """Of its tokenizer: how many tokens it has, and those that end a text."""
+    def about(self) -> About:
         try:
-            (about,) = self._ask("/v1/models", None, BEAT_S)["data"]
-            return int(about["vocab_size"]), list(about["ends"])
+            (told,) = self._ask("/v1/models", None, BEAT_S)["data"]
+            return About(int(told["vocab_size"]), set(told["ends"]), dict(told["shape"]))
         except (KeyError, TypeError, ValueError) as error:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kempner.config.option import ConfigError
+from kempner.hf.families import config_json, model_values
+from kempner.hf.source import CONFIG
+from kempner.model.config import ModelConfig
 from kempner.rl.conversation import Writer, open_words
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Busy, Engine, KitEngine, Leased, Lost, Rejected, Silent, VllmEngine
@@ -95,12 +98,7 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     for url in cfg.rl_inference.urls:
         engine = make_engine(cfg, url, token, words.ends)
         try:
-            engine.version()
-            problem = other_words(engine, words)
-        except Leased as error:
-            problem = f"{error}; end that run, or start another engine"
-        except Busy:
-            problem = ""
+            problem = in_use(engine) or other_model(cfg, engine, words)
         except Silent as error:
             silent.append(f"rl.inference.urls: {url}: no engine answers: {error}; start it first")
             continue
@@ -112,18 +110,39 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     return problems
 
 
-def other_words(engine: KitEngine, words: Words) -> str:
-    """Why its texts would be other ones than those of the run's tokenizer; empty: they are not.
-    vLLM is told what ends a text."""
+def in_use(engine: KitEngine) -> str:
+    """Which other run uses it; empty: none. Raises Lost, Rejected."""
+    try:
+        engine.version()
+    except Leased as error:
+        return f"{error}; end that run, or start another engine"
+    except Busy:  # without weights, or with those of a run that has ended
+        pass
+    return ""
+
+
+def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
+    """Why it cannot take the weights of the run, or its texts would be other ones than those of the
+    run's tokenizer; empty: neither. vLLM says neither; it is told what ends a text."""
     if isinstance(engine, VllmEngine):
         return ""
-    (size, ends), own = engine.words(), words.tokenizer.vocab_size
-    if (size, set(ends)) == (own, set(words.ends)):
-        return ""
-    return (
-        f"the tokenizer of its model has {size} tokens, of which {sorted(ends)} end a text; that "
-        f"of the run has {own}, and {sorted(words.ends)}; serve the model that the run starts from"
-    )
+    its, fix = engine.about(), "serve the model that the run starts from"
+    for key, value in published_shape(cfg.model).items():
+        if (found := its.shape.get(key)) != value:
+            return f"its model has model.{key} = {found}, that of the run {value}; {fix}"
+    if (its.vocab_size, its.ends) != (words.tokenizer.vocab_size, words.ends):
+        return (
+            f"the tokenizer of its model has {its.vocab_size} tokens, of which {sorted(its.ends)} "
+            f"end a text; that of the run has {words.tokenizer.vocab_size}, and "
+            f"{sorted(words.ends)}; {fix}"
+        )
+    return ""
+
+
+def published_shape(cfg: ModelConfig) -> dict[str, Any]:
+    """As engines read it: a config.json does not have what has no effect, such as bounds of a
+    RoPE scaling that there is not."""
+    return ModelConfig(**model_values(config_json(cfg, None, "", None), CONFIG)).shape
 
 
 def open_curriculum(
