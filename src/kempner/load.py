@@ -20,8 +20,9 @@ from kempner.data.chat_template import (
     Message,
     read_config,
 )
-from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
+from kempner.data.sidecar import BYTES, SIDECAR, TOKENIZER_CONFIG, Sidecar
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, need
+from kempner.data.vocabulary import fingerprint, read_vocabulary
 from kempner.hf.source import FOLDER, TOKENIZER, Source, end_tokens, held, is_of_bytes, run_of
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import LoraConfig
@@ -44,6 +45,12 @@ class Words(NamedTuple):
         """A text that the model continues."""
         # A model without a token to begin with has at least one that ends a text.
         return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.eod]
+
+    def fingerprint(self) -> str:
+        """Of what its token ids mean. Raises ConfigError."""
+        if isinstance(self.tokenizer, FileTokenizer):
+            return fingerprint(read_vocabulary(self.folder / TOKENIZER))
+        return BYTES["kind"]
 
     @property
     def has_template(self) -> bool:

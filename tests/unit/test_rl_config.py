@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from kempner.config.option import ConfigError
 from kempner.configure import OTHER_PROGRAM, check, load_config
 from kempner.planner.memory import memory
+from tests.served import make_model
 
 GOOD = ["--model.vocab_size=257", "--rl.tokenizer=bytes", "--rl.env=[{id='arithmetic'}]",
         "--rl.sampling.max_tokens=64"]  # fmt: skip
@@ -83,3 +86,22 @@ def test_each_program_has_its_own_configurations() -> None:
     assert check(load_config([], GOOD), ONLY) == [OTHER_PROGRAM[False]]
     data = load_config([], ["--data.dataset_path=fake:"])
     assert check(data, ONLY, rewards=True) == [OTHER_PROGRAM[True]]
+
+
+def test_a_tokenizer_of_its_own_means_what_that_of_the_weights_means(tmp_path: Path) -> None:
+    """Ids that mean other texts would train the model on noise, silently."""
+    base, other = make_model(tmp_path / "base"), make_model(tmp_path / "other")
+    words = [f"--model.init_from={base}", "--model.vocab_size=260"]
+    words += ["--train.seq_len=128", f"--rl.tokenizer={other}"]
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content, indent=1))
+    assert problems(*words) == []  # another file, with the same ids
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    (problem,) = problems(*words)
+    assert problem.startswith(f"rl.tokenizer = {other}: its tokenizer is other/tokenizer.json")
+    assert "so that a token id means another text; leave rl.tokenizer out" in problem
+    (problem,) = problems(*words[:-1])  # GOOD has that of bytes
+    assert problem.startswith("rl.tokenizer = bytes: its tokenizer is bytes, that of the weights")

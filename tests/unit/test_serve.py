@@ -597,6 +597,8 @@ def test_a_run_knows_the_model_of_its_engine(
 
     def problem(**changes: Any) -> str:
         start = make_model(tmp_path / "start", seed=2, **changes)
+        if exchanged:
+            (start / "tokenizer.json").write_text(exchanged)
         words = [
             f"--model.init_from={start}", f"--run.dir={tmp_path / 'run'}", "--train.seq_len=64",
             "--rl.env=[{id='reverse'}]", "--rl.sampling.max_tokens=8", f"--rl.inference.urls={url}",
@@ -607,9 +609,14 @@ def test_a_run_knows_the_model_of_its_engine(
             return "; ".join(error.problems)
         return ""
 
-    url = [f"http://127.0.0.1:{engine.port}"]
+    exchanged, url = "", [f"http://127.0.0.1:{engine.port}"]
     assert problem() == ""
     assert "its model has model.dim = 48, that of the run 64; serve" in problem(hidden_size=64)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    exchanged = json.dumps(content)
+    assert "the token ids of its model mean other texts than those of the run" in problem()
 
 
 # --- the program ---

@@ -43,6 +43,7 @@ class About(NamedTuple):
 
     vocab_size: int  # of its tokenizer
     ends: set[int]  # tokens that end a text
+    tokenizer: str  # see Words.fingerprint
     shape: dict[str, Any]  # see ModelConfig.shape
 
 
@@ -254,7 +255,8 @@ class KitEngine:
     def about(self) -> About:
         try:
             (told,) = self._ask("/v1/models", None, BEAT_S)["data"]
-            return About(int(told["vocab_size"]), set(told["ends"]), dict(told["shape"]))
+            tokenizer = int(told["vocab_size"]), set(told["ends"]), str(told["tokenizer"])
+            return About(*tokenizer, dict(told["shape"]))
         except (KeyError, TypeError, ValueError) as error:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
 

@@ -136,6 +136,8 @@ def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
             f"end a text; that of the run has {words.tokenizer.vocab_size}, and "
             f"{sorted(words.ends)}; {fix}"
         )
+    if its.tokenizer != words.fingerprint():
+        return f"the token ids of its model mean other texts than those of the run; {fix}"
     return ""
 
 

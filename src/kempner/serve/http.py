@@ -225,7 +225,7 @@ class Handler(BaseHTTPRequestHandler):
         worker = self.server.worker
         one |= {"created": self.server.began, "max_model_len": worker.window}
         one |= {"vocab_size": worker.words.tokenizer.vocab_size, "ends": sorted(worker.words.ends)}
-        one["shape"] = worker.texts.engine.model.cfg.shape
+        one |= {"tokenizer": worker.tokenizer, "shape": worker.texts.engine.model.cfg.shape}
         return one | self._version()
 
     def metrics(self, _: bytes) -> None:
