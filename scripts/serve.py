@@ -27,21 +27,20 @@ from functools import partial
 from pathlib import Path
 
 from kempner import slurm
-from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
 from kempner.front_door import read_text, run_program
 from kempner.hf.source import held
+from kempner.serve.command_line import TOKEN, parse
 from kempner.signals import TO_LEAVE, leave_event
 
-TOKEN = "KEMPNER_SERVE_TOKEN"
 OPEN_TO_ALL = ("0.0.0.0", "::")
 
 
 def main(argv: list[str]) -> int:
     end = leave_event()
-    options = parse(argv)
+    options = parse(argv, __doc__)
     token = read_token(options)
     if options.source:
         with held(options.source):
@@ -55,63 +54,6 @@ def place_of(options: argparse.Namespace) -> Path:
     """The file of this engine's URL."""
     task = os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
     return Path(options.publish, f"engine-{task}").resolve()
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argument_parser("serve.py", __doc__)
-    add = parser.add_argument
-    add(
-        "source",
-        metavar="MODEL",
-        nargs="?",
-        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
-    )
-    add(
-        "--weights",
-        type=Path,
-        metavar="DIR",
-        help="in place of MODEL: where a trainer publishes versions; waits for the first",
-    )
-    add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    add("--port", type=int, default=8000, help="0: one that is free (default: 8000)")
-    add("--slots", type=int, default=16, help="texts that are generated at a time (default: 16)")
-    add("--queue", type=int, default=1024, help="texts that wait, at most (default: 1024)")
-    add(
-        "--window",
-        type=int,
-        metavar="N",
-        help="tokens of a prompt and its completion, at most (default: all that the model sees)",
-    )
-    add(
-        "--deterministic",
-        action="store_true",
-        help="the same log-probabilities to the last bit, whoever shares the engine; slower",
-    )
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
-    add(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"the token that requests must have, in a file of mode 600 (default: {TOKEN})",
-    )
-    add(
-        "--publish",
-        type=Path,
-        metavar="DIR",
-        help="write the URL to engine-K here once requests are taken; K: KEMPNER_ENGINE, else the "
-        "number of this task, or 0",
-    )
-    add("--check", action="store_true", help="check the command line, and end")
-    options = parser.parse_args(argv)
-    if bool(options.source) == bool(options.weights):
-        parser.error("give either MODEL or --weights DIR")
-    for name in ("slots", "queue", "window"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} {value}: must be at least 1")
-    if not 0 <= options.port < 2**16:
-        parser.error(f"--port {options.port}: must be from 0 to 65535")
-    return options
 
 
 def read_token(options: argparse.Namespace) -> str:

@@ -68,6 +68,14 @@ def test_what_cannot_be_combined_is_refused(word: str) -> None:
         ("--rl.env=[{id='arithmetc'}]", "did you mean arithmetic?"),
         ("--rl.tokenizer=", "rl.tokenizer: is required"),
         ("--rl.sampling.max_tokens=1023", "are over train.seq_len = 1024"),
+        ("--rl.inference.args=['--nope']", "rl.inference.args: unrecognized arguments: --nope"),
+        ("--rl.inference.args=['--device','tpu']", "rl.inference.args: argument --device: invalid"),
+        ("--rl.inference.args=['--queue=0']", "rl.inference.args: --queue 0: must be at least 1"),
+        ("--rl.inference.args=['--window','4']", "--window 4: is under train.seq_len = 1024"),
+        ("--rl.inference.args=['--window=4096']", "--window 4096: the model sees 2048 tokens"),
+        ("--rl.inference.args=['--check']", "--check: cannot be given to an engine of a run"),
+        ("--rl.inference.args=['--publish=x']", "--publish: cannot be given to an engine"),
+        ("--rl.inference.args=['--help']", "--help: cannot be given to an engine"),
     ],
 )
 def test_the_environments_and_the_tokenizer_are_opened(word: str, expected: str) -> None:

@@ -17,13 +17,13 @@ from kempner.rl.engines import Busy, Engine, KitEngine, Leased, Lost, Rejected, 
 from kempner.rl.environments.opening import Tasks, open_environments
 from kempner.rl.exchange import Exchange
 from kempner.rl.router import Router
+from kempner.serve.command_line import TOKEN, problem_of
 
 if TYPE_CHECKING:
     from kempner.load import Words
     from kempner.run import RunConfig
 
 LOOKED_AT = 32  # tasks of each environment, whether they fit
-TOKEN = "KEMPNER_SERVE_TOKEN"
 QUEUED = 2  # groups that wait in an engine, so that it never runs out of work
 
 
@@ -46,6 +46,11 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
             f"rl.eval_interval = {cfg.rl.eval_interval}: no rl.env is for evaluation; give one "
             'use = "eval" or "both", or leave it out'
         )
+    inference, sees = cfg.rl_inference, cfg.model.max_seq_len
+    if inference.engine == "kit" and (
+        problem := problem_of(inference.args, cfg.train.seq_len, sees)
+    ):
+        problems.append(f"rl.inference.args: {problem}")
     if words is not None:
         problems += check_words(cfg, words)
         for env in envs:
