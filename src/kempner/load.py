@@ -82,6 +82,15 @@ class Loaded(NamedTuple):
     about: str  # for messages
 
 
+def seen(source: Source) -> tuple[ModelConfig, int]:
+    """The shape of a model, and how many tokens it has been trained to see. Raises ConfigError."""
+    cfg = ModelConfig(**source.model())
+    if not source.is_checkpoint:
+        return cfg, cfg.max_seq_len
+    fixed = commit.read_manifest(source.path)["fixed"]
+    return cfg, min(fixed["train"]["seq_len"], cfg.max_seq_len)
+
+
 def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None) -> Loaded:
     """`name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id of the hub.
     `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
@@ -97,14 +106,14 @@ def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None
     with held(name) as source:
         place = pick_device(device)
         if not source.is_checkpoint:
-            cfg = ModelConfig(**source.model())
+            cfg, window = seen(source)
             words = words_of_directory(source.path)
             model = read_base(source, cfg, place, fill=fill)
-            return Loaded(model, words, cfg.max_seq_len, str(source.path))
+            return Loaded(model, words, window, str(source.path))
         manifest = commit.read_manifest(source.path)
         words = words_of_run(Path(name), source.path)
         model = read_checkpoint(source, manifest, place)
-    window = min(manifest["fixed"]["train"]["seq_len"], model.cfg.max_seq_len)
+        window = seen(source)[1]
     return Loaded(model, words, window, f"step {manifest['step']:,} of {source.path}")
 
 

@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -37,6 +38,11 @@ def job_name(env: Mapping[str, str] = os.environ) -> str | None:
     if "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '?')}"
     return env.get("SLURM_JOB_ID")
+
+
+def is_here() -> bool:
+    """Whether jobs can be submitted from this host, so that they may run on other ones."""
+    return shutil.which("sbatch") is not None
 
 
 def start_name() -> str:

@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 import torch
 
+from kempner import load as loading
+from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.configure import load_config
 from kempner.generate import sampling
@@ -658,6 +660,51 @@ def test_a_bad_command_line(
         code = serve.main([*words, "--device=cpu"])
     err = capsys.readouterr().err
     assert code == 2 and err.count("\n") == 1 and problem in err and "secret" not in err, err
+
+
+@pytest.mark.parametrize("more", [["--check"], []])
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["MODEL", "--window=129"], "--window 129: the model sees 128 tokens at most"),
+        (["MODEL", "--slots=10000000000"], "values of 10,000,000,000 texts of 128 tokens take"),
+        pytest.param(
+            ["MODEL", "--device=cuda"],
+            "--device cuda: no GPU is visible; give --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+        (["CUT"], "model.safetensors: truncated or not a safetensors file"),
+        (["MODEL", "--publish=MODEL/config.json/x"], "--publish: "),
+        (["MODEL", "--token-file=SPACES"], "a token is one word"),
+    ],
+)
+def test_a_check_refuses_what_the_start_refuses(
+    serve: ModuleType, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch,
+    words: list[str], problem: str, more: list[str],
+) -> None:  # fmt: skip
+    """Before the model is read."""
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the model was read"))
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+    cut = make_model(tmp_path / "cut")
+    os.truncate(cut / "model.safetensors", 5000)
+    (tmp_path / "spaces").write_text("sec ret\n")
+    (tmp_path / "spaces").chmod(0o600)
+    names = {"MODEL": folder, "CUT": cut, "SPACES": tmp_path / "spaces"}
+    for name, value in names.items():
+        words = [word.replace(name, str(value)) for word in words]
+    code = serve.main(["--device=cpu", "--port=0", *words, *more])
+    err = capsys.readouterr().err
+    assert code == 2 and err.count("\n") == 1 and problem in err and "sec ret" not in err, err
+
+
+def test_an_engine_that_finds_no_memory_says_what_to_do(
+    serve: ModuleType, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have taken it."""
+    monkeypatch.setattr(serve, "check_room", lambda *_: None)
+    code = serve.main([str(folder), "--device=cpu", "--port=0", "--slots=1000000000000"])
+    err = capsys.readouterr().err
+    assert code == 2 and err.count("\n") == 1 and "give fewer --slots" in err, err
 
 
 def test_the_versions_of_a_trainer(
