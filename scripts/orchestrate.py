@@ -39,7 +39,7 @@ from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.scorer import Scorer
 from kempner.rl.exchange import Exchange
 from kempner.rl.measure import Bench, NoRewards
-from kempner.rl.opening import open_curriculum, open_parts, open_router
+from kempner.rl.opening import check_isolation, open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
 from kempner.rl.rollout import Sampler
 from kempner.run import RunConfig
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(problems)
     envs, words = open_parts(cfg, servers=command.flags["check"] or command.flags["bench"])
     if command.flags["check"]:
+        check_isolation(envs.values())
         print(to_toml(cfg), end="")
         return 0
     return work(cfg, envs, words, stop, command.flags["bench"])

@@ -442,9 +442,12 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     try:
         sources, held_out = open_data(cfg, rank == 0)
         if cfg.rl.on:
-            from kempner.rl.opening import open_parts  # imports NumPy, which --help does without
+            # imports NumPy, which --help does without
+            from kempner.rl.opening import check_isolation, open_parts
 
-            open_parts(cfg, servers)
+            envs, _ = open_parts(cfg, servers)
+            if servers:
+                check_isolation(envs.values())
         else:
             open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":

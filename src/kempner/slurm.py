@@ -41,8 +41,14 @@ def job_name(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_here() -> bool:
-    """Whether jobs can be submitted from this host, so that they may run on other ones."""
-    return shutil.which("sbatch") is not None
+    """Whether this is a host of a cluster, whose jobs may run on other ones: it has sbatch, or a
+    batch script has started this process in a container, which has none."""
+    return shutil.which("sbatch") is not None or "KP_UNMOUNTED" in os.environ
+
+
+def on_node() -> bool:
+    """Whether this process is on a node of its job: a shell of salloc may be on a login node."""
+    return "SLURMD_NODENAME" in os.environ
 
 
 def start_name() -> str:

@@ -300,6 +300,17 @@ def test_other_bad_requests(engine: Client) -> None:
     assert "the routes are /health" in engine.ask("/v1/complete", {}, code=404)["error"]["message"]
 
 
+def test_the_scheme_of_a_token_may_be_spelled_in_any_case(engine: Client) -> None:
+    """RFC 9110, 11.1."""
+    codes = []
+    for given in ("bearer secret", "BEARER  secret", "Bearer Secret", "Basic secret", "secret", ""):
+        connection = HTTPConnection("127.0.0.1", engine.port, timeout=60)
+        connection.request("GET", "/health", headers={"Authorization": given})
+        codes.append(connection.getresponse().status)
+        connection.close()
+    assert codes == [200, 200, 401, 401, 401, 401]
+
+
 def test_strangers_are_refused(engine: Client) -> None:
     for token in ("", "wrong", "secret2"):
         stranger = Client(engine.port, token)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.hf.families import config_json, model_values
 from kempner.hf.source import CONFIG
@@ -15,6 +18,7 @@ from kempner.rl.conversation import Writer, open_words
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Busy, Engine, KitEngine, Leased, Lost, Rejected, Silent, VllmEngine
 from kempner.rl.environments.opening import Tasks, open_environments
+from kempner.rl.environments.scorer import Scorer
 from kempner.rl.exchange import Exchange
 from kempner.rl.router import Router
 from kempner.serve.command_line import TOKEN, problem_of
@@ -60,6 +64,25 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
         raise ConfigError(dict.fromkeys(problems))
     assert words is not None
     return {env.label: env for env in envs}, words
+
+
+def check_isolation(envs: Iterable[Tasks]) -> None:
+    """Raises ConfigError when programs that a model has written would run here, and cannot be
+    isolated; a warning where the job may run on another host."""
+    exposed = [env for env in envs if env.environment.runs_code and not env.cfg.unsafe]
+    if not exposed:
+        return
+    try:
+        with contextlib.closing(Scorer(1, lambda _: None)) as scorer:
+            scorer.check(exposed)
+    except OSError as error:
+        raise ConfigError(f"rl.env: {error}") from None
+    except ConfigError as error:
+        if slurm.on_node() or not slurm.is_here():
+            raise
+        for problem in error.problems:
+            more = "the nodes of a job may have what this host lacks"
+            print(f"warning: {problem}; {more}", file=sys.stderr)
 
 
 def check_words(cfg: RunConfig, words: Words) -> list[str]:

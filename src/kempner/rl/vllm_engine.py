@@ -54,11 +54,12 @@ class Allowed:
     websockets."""
 
     def __init__(self, app: Any) -> None:
-        self.app, self.wanted = app, f"Bearer {os.environ.get(TOKEN, '')}".encode()
+        self.app, self.wanted = app, os.environ.get(TOKEN, "").encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] not in ("http", "websocket") or hmac.compare_digest(given, self.wanted):
+        scheme, _, given = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
+        allowed = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.wanted)
+        if allowed or scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

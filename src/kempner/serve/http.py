@@ -151,10 +151,9 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
     def _allowed(self) -> None:
-        given = self.headers.get("Authorization", "")
-        if self.server.token and not hmac.compare_digest(
-            given.encode(), f"Bearer {self.server.token}".encode()
-        ):
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        allowed = hmac.compare_digest(given.strip().encode(), self.server.token.encode())
+        if self.server.token and not (allowed and scheme.lower() == "bearer"):
             self.close_connection = True  # what it has sent is not read
             self._say(401, error(401, "give the token of this engine: Authorization: Bearer TOKEN"))
             raise ClientGone
