@@ -39,7 +39,7 @@ from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.scorer import Scorer
 from kempner.rl.exchange import Exchange
 from kempner.rl.measure import Bench, NoRewards
-from kempner.rl.opening import open_curriculum, open_parts, open_router
+from kempner.rl.opening import check_isolation, open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
 from kempner.rl.rollout import Sampler
 from kempner.run import RunConfig
@@ -60,8 +60,9 @@ def main(argv: list[str]) -> int:
     problems = check_directories(cfg, 0)
     if problems:
         raise ConfigError(problems)
-    envs, words = open_parts(cfg, servers=command.flags["check"])
+    envs, words = open_parts(cfg, servers=command.flags["check"] or command.flags["bench"])
     if command.flags["check"]:
+        check_isolation(envs.values())
         print(to_toml(cfg), end="")
         return 0
     return work(cfg, envs, words, stop, command.flags["bench"])
@@ -73,7 +74,7 @@ def work(
     judges = max(2, len(os.sched_getaffinity(0)))  # one for each core of this task
     exchange, scorer = Exchange(cfg.run.dir), NoRewards() if bench else Scorer(judges, say)
     scorer.check([*envs.values()])
-    router = open_router(cfg, exchange, words.ends, say)
+    router = open_router(cfg, exchange, words.ends, say, bench)
     sampler = Sampler(cfg, envs, Writer(words), router, scorer, say)
     curriculum = open_curriculum(cfg, envs, say)
     router.start()

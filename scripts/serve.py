@@ -27,91 +27,52 @@ from functools import partial
 from pathlib import Path
 
 from kempner import slurm
-from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
 from kempner.directories import refuse_other_file
 from kempner.files import write_atomic
-from kempner.front_door import read_text, run_program
+from kempner.front_door import explain_os_error, read_text, run_program
 from kempner.hf.source import held
+from kempner.hf.stored import check_source
+from kempner.serve.command_line import TOKEN, check_room, check_window, no_room, parse
 from kempner.signals import TO_LEAVE, leave_event
 
-TOKEN = "KEMPNER_SERVE_TOKEN"
 OPEN_TO_ALL = ("0.0.0.0", "::")
 
 
 def main(argv: list[str]) -> int:
     end = leave_event()
-    options = parse(argv)
+    options = parse(argv, __doc__)
     token = read_token(options)
+    own_gpu()
+    check(options)
+    return 0 if options.check else serve(options, token, end)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for what a start would find when it has read the model, or later. What
+    this host lacks the nodes of a job may have: they look themselves."""
+    from kempner.load import pick_device, seen  # imports NumPy, which --help does without
+
+    here = not (options.check and slurm.is_here())
+    if options.device == "cuda" and here:
+        pick_device(options.device)
     if options.source:
-        with held(options.source):
-            pass
+        with held(options.source) as source:
+            cfg, window = seen(source)
+            window = check_window(options.window, window)
+            if not source.is_checkpoint:
+                check_source(source, cfg)
+        if here:
+            check_room(cfg, options.slots, window, pick_device(options.device).type)
     if options.publish:
         refuse_other_file(place_of(options), "--publish", ("http://",))
-    return 0 if options.check else serve(options, token, end)
+        check_place(options.publish, make=not options.check)
 
 
 def place_of(options: argparse.Namespace) -> Path:
     """The file of this engine's URL."""
     task = os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
     return Path(options.publish, f"engine-{task}").resolve()
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argument_parser("serve.py", __doc__)
-    add = parser.add_argument
-    add(
-        "source",
-        metavar="MODEL",
-        nargs="?",
-        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
-    )
-    add(
-        "--weights",
-        type=Path,
-        metavar="DIR",
-        help="in place of MODEL: where a trainer publishes versions; waits for the first",
-    )
-    add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    add("--port", type=int, default=8000, help="0: one that is free (default: 8000)")
-    add("--slots", type=int, default=16, help="texts that are generated at a time (default: 16)")
-    add("--queue", type=int, default=1024, help="texts that wait, at most (default: 1024)")
-    add(
-        "--window",
-        type=int,
-        metavar="N",
-        help="tokens of a prompt and its completion, at most (default: all that the model sees)",
-    )
-    add(
-        "--deterministic",
-        action="store_true",
-        help="the same log-probabilities to the last bit, whoever shares the engine; slower",
-    )
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
-    add(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"the token that requests must have, in a file of mode 600 (default: {TOKEN})",
-    )
-    add(
-        "--publish",
-        type=Path,
-        metavar="DIR",
-        help="write the URL to engine-K here once requests are taken; K: KEMPNER_ENGINE, else the "
-        "number of this task, or 0",
-    )
-    add("--check", action="store_true", help="check the command line, and end")
-    options = parser.parse_args(argv)
-    if bool(options.source) == bool(options.weights):
-        parser.error("give either MODEL or --weights DIR")
-    for name in ("slots", "queue", "window"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} {value}: must be at least 1")
-    if not 0 <= options.port < 2**16:
-        parser.error(f"--port {options.port}: must be from 0 to 65535")
-    return options
 
 
 def read_token(options: argparse.Namespace) -> str:
@@ -123,6 +84,8 @@ def read_token(options: argparse.Namespace) -> str:
             raise ConfigError(f"--token-file {file}: may be read by others; chmod 600 it")
         if not token:
             raise ConfigError(f"--token-file {file}: is empty")
+    if len(token.split()) > 1:  # no header could bring it
+        raise ConfigError(f"{file or TOKEN}: a token is one word, without spaces or line ends")
     if not token and options.host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(
             f"--host {options.host}: others could use the engine; give a token by {TOKEN} or "
@@ -131,9 +94,24 @@ def read_token(options: argparse.Namespace) -> str:
     return token
 
 
+def check_place(folder: Path, make: bool) -> None:
+    """Raises ConfigError where no file can be written into a directory that may have to be made."""
+    there = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+            there = folder
+    except OSError as error:
+        raise ConfigError(f"--publish: {explain_os_error(error)}") from None
+    # Where a container has not mounted it yet (container.sh) this is a directory of the image.
+    closed = not os.access(there, os.W_OK | os.X_OK) and "KP_UNMOUNTED" not in os.environ
+    if not there.is_dir() or closed:
+        what = "not writable" if there.is_dir() else "not a directory"
+        raise ConfigError(f"--publish: {there} is {what}; name another directory")
+
+
 def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     """Until `end` is set."""
-    own_gpu()
     from kempner.load import load
     from kempner.port_range import BadPortRange, NoFreePort
     from kempner.process_group import allow_open_files
@@ -157,12 +135,18 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
         if found is None:  # told to end
             return 0
         loaded, version = found
-    window = options.window or loaded.window
-    if window > loaded.window:
-        raise ConfigError(f"--window {window}: the model sees {loaded.window} tokens at most")
-    worker = server.worker = Worker(
-        loaded, options.slots, window, options.queue, version, options.deterministic
-    )
+    window = check_window(options.window, loaded.window)
+    cfg, device = loaded.model.cfg, loaded.model.embed.weight.device.type
+    check_room(cfg, options.slots, window, device)  # also of a version of a trainer
+    try:
+        worker = server.worker = Worker(
+            loaded, options.slots, window, options.queue, version, options.deterministic
+        )
+    except RuntimeError as error:  # PyTorch has no class of its own for the host
+        if "memory" not in str(error):
+            raise
+        first = str(error).splitlines()[0]
+        raise ConfigError(no_room(options.slots, window, f"more than is free: {first}")) from None
 
     def work() -> None:
         worker.run()
@@ -177,7 +161,6 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
     print(f"serve: {loaded.about} at {url}", flush=True)
     place = options.publish and place_of(options)
     if place:
-        place.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(place, f"{url}\n")
     end.wait()
     if place:

@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from kempner.model.config import ModelConfig
+
 TOKEN = "secret"
 END = 256  # of the bytes tokenizer
 SCORE = -0.25  # of each token
@@ -35,6 +37,8 @@ class FakeEngine(ThreadingHTTPServer):
         self.requests: list[dict[str, Any]] = []  # bodies of completions
         self.updates: list[int] = []
         self.faulty = False  # a fault has begun
+        self.about = {"vocab_size": 257, "tokenizer": "bytes", "shape": ModelConfig().shape}
+        self.owner: dict[str, Any] = {}  # what it says of the run whose weights it has
         self.tokens = 0  # generated; of a text that is slow, one for each moment
         self.local = threading.local()
         self.slow: Callable[[dict[str, Any]], float] = lambda body: 0.0  # seconds of a completion
@@ -128,7 +132,7 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(0.05)
                 engine.tokens += 1
             if not engine.ended.is_set():
-                self._say(200, {"choices": choices})
+                self._say(200, {"choices": choices} | engine.owner)
             return
         if self.path == "/update_weights" and engine.holder:
             self._say(409, {"error": {"message": f"the run {engine.holder} uses it"}})
@@ -147,8 +151,8 @@ class Handler(BaseHTTPRequestHandler):
             text = f"kempner_prefill_tokens_total 0\nkempner_generated_tokens_total {engine.tokens}"
             self._send(200, f"{text}\n".encode())
             return
-        more = {"data": [{"vocab_size": 257, "ends": [END]}]} if self.path == "/v1/models" else {}
-        more |= {"run": engine.holder, "leased": True} if engine.holder else {}
+        more = {"data": [engine.about | {"ends": [END]}]} if self.path == "/v1/models" else {}
+        more |= {"run": engine.holder, "leased": True} if engine.holder else engine.owner
         self._say(200, {"weight_version": engine.version} | more)
 
     def _say(self, code: int, content: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from kempner.config.command_line import Command, help_text, parse_command
 from kempner.config.loading import Values, as_dict, load, to_toml
 from kempner.config.option import ConfigError
 from kempner.config.values import shown, to_text
-from kempner.data.sidecar import open_sidecar
+from kempner.data.sidecar import BYTES, SIDECAR, Sidecar, open_sidecar
 from kempner.data.vocabulary import agree, read_vocabulary
 from kempner.directories import Kind, read_run_id, refuse_other_file, refuse_others
 from kempner.front_door import complain, how_to_run, list_problems, run_program
@@ -370,12 +370,18 @@ def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
 
 
 def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
-    """Are the token ids of the data those that the weights know?"""
+    """Are the token ids of the data, or of rl.tokenizer, those that the weights know?"""
     from kempner.data.opening import has_sidecar  # imports NumPy, which --help does without
 
     own = source_tokenizer(weights)
-    if own is None or cfg.rl.on:
+    if own is None:
         return []
+    if cfg.rl.on:
+        theirs = named_tokenizer(cfg.rl.tokenizer)
+        if theirs is None or _same_ids(theirs, own):
+            return []
+        fix = "leave rl.tokenizer out"
+        return [_other_ids(f"rl.tokenizer = {cfg.rl.tokenizer}", theirs, own, fix)]
     found = []
     for one in cfg.data.mixed:
         theirs = None
@@ -390,11 +396,27 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
             fix = f"prepare the data again with --tokenizer {given}"
             if not weights.is_checkpoint and not of_bytes:
                 fix += f"; if its ids mean the same, put {TOKENIZER} of the data in place of that"
-            found.append(
-                f"{one.path}: its tokenizer is {_shown(theirs)}, that of the weights "
-                f"{_shown(own)}, so that a token id means another text; {fix}"
-            )
+            found.append(_other_ids(one.path, theirs, own, fix))
     return found
+
+
+def named_tokenizer(name: str) -> dict[str, str] | None:
+    """As source_tokenizer() has it, what rl.tokenizer names; None: nothing that is there."""
+    folder = Path(name).expanduser()
+    if name == BYTES["kind"]:
+        return dict(BYTES)
+    if name and (folder / TOKENIZER).is_file():
+        return tokenizer_of_file(folder / TOKENIZER)
+    if name and (folder / SIDECAR).is_file():  # data of bytes
+        return Sidecar.load(folder / SIDECAR).tokenizer
+    return None
+
+
+def _other_ids(what: str, theirs: Mapping[str, str], own: Mapping[str, str], fix: str) -> str:
+    return (
+        f"{what}: its tokenizer is {_shown(theirs)}, that of the weights {_shown(own)}, so that a "
+        f"token id means another text; {fix}"
+    )
 
 
 def _same_ids(theirs: Mapping[str, str], own: Mapping[str, str]) -> bool:
@@ -438,9 +460,12 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
     try:
         sources, held_out = open_data(cfg, rank == 0)
         if cfg.rl.on:
-            from kempner.rl.opening import open_parts  # imports NumPy, which --help does without
+            # imports NumPy, which --help does without
+            from kempner.rl.opening import check_isolation, open_parts
 
-            open_parts(cfg, servers)
+            envs, _ = open_parts(cfg, servers)
+            if servers:
+                check_isolation(envs.values())
         else:
             open_mixture(cfg, sources, Progress().plan(cfg))
         if cfg.distributed.cp > 1 and cfg.distributed.cp_method == "ring":

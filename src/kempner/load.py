@@ -20,8 +20,9 @@ from kempner.data.chat_template import (
     Message,
     read_config,
 )
-from kempner.data.sidecar import SIDECAR, TOKENIZER_CONFIG, Sidecar
+from kempner.data.sidecar import BYTES, SIDECAR, TOKENIZER_CONFIG, Sidecar
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, need
+from kempner.data.vocabulary import fingerprint, read_vocabulary
 from kempner.hf.source import FOLDER, TOKENIZER, Source, end_tokens, held, is_of_bytes, run_of
 from kempner.model.config import ModelConfig
 from kempner.parallel.config import LoraConfig
@@ -44,6 +45,12 @@ class Words(NamedTuple):
         """A text that the model continues."""
         # A model without a token to begin with has at least one that ends a text.
         return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.eod]
+
+    def fingerprint(self) -> str:
+        """Of what its token ids mean. Raises ConfigError."""
+        if isinstance(self.tokenizer, FileTokenizer):
+            return fingerprint(read_vocabulary(self.folder / TOKENIZER))
+        return BYTES["kind"]
 
     @property
     def has_template(self) -> bool:
@@ -75,6 +82,15 @@ class Loaded(NamedTuple):
     about: str  # for messages
 
 
+def seen(source: Source) -> tuple[ModelConfig, int]:
+    """The shape of a model, and how many tokens it has been trained to see. Raises ConfigError."""
+    cfg = ModelConfig(**source.model())
+    if not source.is_checkpoint:
+        return cfg, cfg.max_seq_len
+    fixed = commit.read_manifest(source.path)["fixed"]
+    return cfg, min(fixed["train"]["seq_len"], cfg.max_seq_len)
+
+
 def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None) -> Loaded:
     """`name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id of the hub.
     `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
@@ -90,14 +106,14 @@ def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None
     with held(name) as source:
         place = pick_device(device)
         if not source.is_checkpoint:
-            cfg = ModelConfig(**source.model())
+            cfg, window = seen(source)
             words = words_of_directory(source.path)
             model = read_base(source, cfg, place, fill=fill)
-            return Loaded(model, words, cfg.max_seq_len, str(source.path))
+            return Loaded(model, words, window, str(source.path))
         manifest = commit.read_manifest(source.path)
         words = words_of_run(Path(name), source.path)
         model = read_checkpoint(source, manifest, place)
-    window = min(manifest["fixed"]["train"]["seq_len"], model.cfg.max_seq_len)
+        window = seen(source)[1]
     return Loaded(model, words, window, f"step {manifest['step']:,} of {source.path}")
 
 

@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -37,6 +38,17 @@ def job_name(env: Mapping[str, str] = os.environ) -> str | None:
     if "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '?')}"
     return env.get("SLURM_JOB_ID")
+
+
+def is_here() -> bool:
+    """Whether this is a host of a cluster, whose jobs may run on other ones: it has sbatch, or a
+    batch script has started this process in a container, which has none."""
+    return shutil.which("sbatch") is not None or "KP_UNMOUNTED" in os.environ
+
+
+def on_node() -> bool:
+    """Whether this process is on a node of its job: a shell of salloc may be on a login node."""
+    return "SLURMD_NODENAME" in os.environ
 
 
 def start_name() -> str:

@@ -126,26 +126,52 @@ def test_gpus_are_not_seen(scorer: Scorer) -> None:
     assert run(scorer, code) == Score(1.0)
 
 
-def test_the_orchestrator_ends_before_anything_is_sampled(tmp_path: Path) -> None:
-    """As bad input, with the way out."""
-    (tmp_path / "rl.toml").write_text('[[rl.env]]\nid = "code"\n')
+def without_namespaces(
+    folder: Path, program: str, *more: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A program of a run that scores code, on a host that does not allow them."""
+    (folder / "rl.toml").write_text('[[rl.env]]\nid = "code"\n')
     words = [
-        sys.executable, str(ROOT / "scripts/orchestrate.py"), str(tmp_path / "rl.toml"),
-        f"--run.dir={tmp_path / 'run'}", "--rl.tokenizer=bytes", "--model.vocab_size=257",
-        "--train.seq_len=512", "--rl.inference.urls=['http://127.0.0.1:9']",
+        sys.executable, str(ROOT / "scripts" / program), str(folder / "rl.toml"),
+        f"--run.dir={folder / 'run'}", "--rl.tokenizer=bytes", "--model.vocab_size=257",
+        "--train.seq_len=512", *more,
     ]  # fmt: skip
     code = (
         "import os, sys\nfrom tests.refused_calls import *\n"
         "system_calls.install({NUMBERS['unshare']: errno.EPERM})\n"
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code, *words],
         cwd=ROOT,
-        env=clean_env(),
+        env=clean_env(**env),
         capture_output=True,
         text=True,
         timeout=100,
     )
+
+
+@pytest.mark.parametrize("program", ["rl.py", "orchestrate.py"])
+def test_a_check_finds_that_programs_cannot_be_isolated(tmp_path: Path, program: str) -> None:
+    """On a node of a job, and where there is no Slurm; a login node may differ from the nodes."""
+    slurm = tmp_path / "bin" / "sbatch"
+    slurm.parent.mkdir()
+    slurm.write_text("")
+    slurm.chmod(0o755)
+    path = f"{slurm.parent}:{os.environ['PATH']}"
+    done = without_namespaces(tmp_path, program, "--check", PATH=path)
+    assert done.returncode == 0 and done.stdout, done.stderr
+    assert 'warning: rl.env "code": runs programs' in done.stderr
+    assert "the nodes of a job may have what this host lacks" in done.stderr
+    done = without_namespaces(tmp_path, program, "--check", PATH=path, SLURMD_NODENAME="node1")
+    assert done.returncode == 2 and not done.stdout, done.stderr
+    assert 'rl.env "code": runs programs' in done.stderr and "`unsafe = true`" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_the_orchestrator_ends_before_anything_is_sampled(tmp_path: Path) -> None:
+    """As bad input, with the way out."""
+    urls = "--rl.inference.urls=['http://127.0.0.1:9']"
+    done = without_namespaces(tmp_path, "orchestrate.py", urls)
     assert done.returncode == 2, done.stderr
     assert 'rl.env "code": runs programs' in done.stderr and "`unsafe = true`" in done.stderr

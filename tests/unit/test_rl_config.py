@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from kempner.config.option import ConfigError
 from kempner.configure import OTHER_PROGRAM, check, load_config
 from kempner.planner.memory import memory
+from tests.served import make_model
 
 GOOD = ["--model.vocab_size=257", "--rl.tokenizer=bytes", "--rl.env=[{id='arithmetic'}]",
         "--rl.sampling.max_tokens=64"]  # fmt: skip
@@ -33,6 +36,8 @@ REFUSED = {
     "--eval.interval=5": "eval.interval: validates on data; rl.eval_interval",
     "--bench.data=real": "bench.data = real: rollouts are made by a whole run",
     "--rl.loss.mask=0.1": "rl.loss.mask = 0.1: is for rl.loss.name = masked",
+    "--rl.env=[{id='arithmetic',weight=0.0}]": "rl.env: the weights of those that are trained on",
+    "--rl.env=[{id='arithmetic',use='eval'}]": "rl.env: none is for training; give one",
     "--rl.group_size=6": "rl.batch_samples = 64: is not made of groups of rl.group_size = 6",
     "--rl.batch_samples=none": "rl.batch_samples = none: give it, or rl.batch_tokens",
     "--rl.sampling.max_tokens=1024": "is over train.seq_len = 1024",
@@ -63,6 +68,14 @@ def test_what_cannot_be_combined_is_refused(word: str) -> None:
         ("--rl.env=[{id='arithmetc'}]", "did you mean arithmetic?"),
         ("--rl.tokenizer=", "rl.tokenizer: is required"),
         ("--rl.sampling.max_tokens=1023", "are over train.seq_len = 1024"),
+        ("--rl.inference.args=['--nope']", "rl.inference.args: unrecognized arguments: --nope"),
+        ("--rl.inference.args=['--device','tpu']", "rl.inference.args: argument --device: invalid"),
+        ("--rl.inference.args=['--queue=0']", "rl.inference.args: --queue 0: must be at least 1"),
+        ("--rl.inference.args=['--window','4']", "--window 4: is under train.seq_len = 1024"),
+        ("--rl.inference.args=['--window=4096']", "--window 4096: the model sees 2048 tokens"),
+        ("--rl.inference.args=['--check']", "--check: cannot be given to an engine of a run"),
+        ("--rl.inference.args=['--publish=x']", "--publish: cannot be given to an engine"),
+        ("--rl.inference.args=['--help']", "--help: cannot be given to an engine"),
     ],
 )
 def test_the_environments_and_the_tokenizer_are_opened(word: str, expected: str) -> None:
@@ -81,3 +94,22 @@ def test_each_program_has_its_own_configurations() -> None:
     assert check(load_config([], GOOD), ONLY) == [OTHER_PROGRAM[False]]
     data = load_config([], ["--data.dataset_path=fake:"])
     assert check(data, ONLY, rewards=True) == [OTHER_PROGRAM[True]]
+
+
+def test_a_tokenizer_of_its_own_means_what_that_of_the_weights_means(tmp_path: Path) -> None:
+    """Ids that mean other texts would train the model on noise, silently."""
+    base, other = make_model(tmp_path / "base"), make_model(tmp_path / "other")
+    words = [f"--model.init_from={base}", "--model.vocab_size=260"]
+    words += ["--train.seq_len=128", f"--rl.tokenizer={other}"]
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content, indent=1))
+    assert problems(*words) == []  # another file, with the same ids
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    (problem,) = problems(*words)
+    assert problem.startswith(f"rl.tokenizer = {other}: its tokenizer is other/tokenizer.json")
+    assert "so that a token id means another text; leave rl.tokenizer out" in problem
+    (problem,) = problems(*words[:-1])  # GOOD has that of bytes
+    assert problem.startswith("rl.tokenizer = bytes: its tokenizer is bytes, that of the weights")

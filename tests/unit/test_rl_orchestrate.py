@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -107,6 +108,11 @@ def test_servers_that_are_no_engines_of_this_run_are_refused(
     engine.fault = lambda engine, path: 404
     assert f"{engine.url}: /health: 404" in problems(tmp_path, engine.url)
     engine.fault = lambda engine, path: None
+    engine.about["shape"]["dim"] = 32
+    assert "its model has model.dim = 32, that of the run 256; serve" in problems(
+        tmp_path, engine.url
+    )
+    engine.about["shape"]["dim"] = 256
     monkeypatch.setattr(fake_engine, "END", 2)
     assert "257 tokens, of which [2] end a text" in problems(tmp_path, engine.url)
     done = run(words(tmp_path, f"--rl.inference.urls=['{nobody}']", "--check"))
@@ -130,7 +136,15 @@ def test_a_job_that_is_started_again_waits_for_the_engine_of_another_run(
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:80", "https://x:1", "http://x", "http://x:y", "http://x:1/v1"]
+    "url",
+    [
+        "127.0.0.1:80",
+        "https://x:1",
+        "http://x",
+        "http://x:y",
+        "http://x:1/v1",
+        "http://x:1','http://X:01/",
+    ],
 )
 def test_urls_of_engines(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="must be http://HOST:PORT, each once"):
@@ -170,3 +184,32 @@ def test_bench(tmp_path: Path, engine: FakeEngine) -> None:
     assert found["engines"] == 1 and found["tokens_per_s"] > 0 and found["straggler_loss"] < 1
     assert found["prefix_reuse"] == 1.0  # it counts no tokens of prompts
     assert "lost to stragglers" in done.stdout
+
+
+def test_bench_of_engines_that_another_run_has_used(tmp_path: Path, engine: FakeEngine) -> None:
+    """Whose weights they are does not matter, unless that run uses the engine."""
+    given = words(tmp_path, "--bench", f"--rl.inference.urls=['{engine.url}']")
+    env = {**os.environ, "KEMPNER_SERVE_TOKEN": TOKEN}
+
+    def bench() -> subprocess.CompletedProcess[str]:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        command = [*PROGRAM, *given]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+
+    engine.owner = {"run": "/elsewhere/runs/other"}
+    done = bench()
+    assert done.returncode == 0 and "lost to stragglers" in done.stdout, done.stderr
+    engine.requests.clear()
+    engine.owner["leased"] = True
+    done = bench()
+    assert done.returncode == 2 and "which uses it; end that run" in done.stderr, done.stderr
+    assert not engine.requests
+    engine.owner["leased"], engine.about["shape"]["dim"] = False, 32
+    assert "its model has model.dim = 32" in bench().stderr  # that of a run that has ended
+    engine.about["shape"]["dim"] = 256
+
+    engine.owner = {}
+    engine.fault = lambda engine, path: 500 if path == "/v1/completions" else None
+    done = bench()
+    assert done.returncode == 1 and "no sample has come back" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr

@@ -25,7 +25,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kempner import load as loading
+from kempner import slurm
 from kempner.config.option import ConfigError
+from kempner.configure import load_config
 from kempner.data.tokenizer import ByteTokenizer, Piece
 from kempner.generate import sampling
 from kempner.generate.config import Sampling
@@ -35,6 +38,7 @@ from kempner.hf.load import not_finite
 from kempner.hf.source import find
 from kempner.load import Words, load
 from kempner.rl.engines import Busy, KitEngine, Leased, Lost
+from kempner.rl.opening import open_parts
 from kempner.rl.transfer import Gone
 from kempner.serve import http
 from kempner.serve.alternatives import look_at
@@ -422,6 +426,17 @@ def test_other_methods_and_models(engine: Client) -> None:
     assert code == 404 and "no such model: NOPE; the model here is small" in text.decode()
 
 
+def test_the_scheme_of_a_token_may_be_spelled_in_any_case(engine: Client) -> None:
+    """RFC 9110, 11.1."""
+    codes = []
+    for given in ("bearer secret", "BEARER  secret", "Bearer Secret", "Basic secret", "secret", ""):
+        connection = HTTPConnection("127.0.0.1", engine.port, timeout=60)
+        connection.request("GET", "/health", headers={"Authorization": given})
+        codes.append(connection.getresponse().status)
+        connection.close()
+    assert codes == [200, 200, 401, 401, 401, 401]
+
+
 def test_strangers_are_refused(engine: Client) -> None:
     for token in ("", "wrong", "secret2"):
         stranger = Client(engine.port, token)
@@ -791,6 +806,36 @@ def test_figures(engine: Client) -> None:
     }  # fmt: skip
 
 
+def test_a_run_knows_the_model_of_its_engine(
+    engine: Client, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shape, and what its token ids mean; other weights are welcome."""
+    monkeypatch.setenv("KEMPNER_SERVE_TOKEN", "secret")
+
+    def problem(**changes: Any) -> str:
+        start = make_model(tmp_path / "start", seed=2, **changes)
+        if exchanged:
+            (start / "tokenizer.json").write_text(exchanged)
+        words = [
+            f"--model.init_from={start}", f"--run.dir={tmp_path / 'run'}", "--train.seq_len=64",
+            "--rl.env=[{id='reverse'}]", "--rl.sampling.max_tokens=8", f"--rl.inference.urls={url}",
+        ]  # fmt: skip
+        try:
+            open_parts(load_config([], words), servers=True)
+        except ConfigError as error:
+            return "; ".join(error.problems)
+        return ""
+
+    exchanged, url = "", [f"http://127.0.0.1:{engine.port}"]
+    assert problem() == ""
+    assert "its model has model.dim = 48, that of the run 64; serve" in problem(hidden_size=64)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    exchanged = json.dumps(content)
+    assert "the token ids of its model mean other texts than those of the run" in problem()
+
+
 # --- the program ---
 
 
@@ -830,6 +875,51 @@ def test_a_bad_command_line(
         code = serve.main([*words, "--device=cpu"])
     err = capsys.readouterr().err
     assert code == 2 and err.count("\n") == 1 and problem in err and "secret" not in err, err
+
+
+@pytest.mark.parametrize("more", [["--check"], []])
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["MODEL", "--window=129"], "--window 129: the model sees 128 tokens at most"),
+        (["MODEL", "--slots=10000000000"], "values of 10,000,000,000 texts of 128 tokens take"),
+        pytest.param(
+            ["MODEL", "--device=cuda"],
+            "--device cuda: no GPU is visible; give --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+        (["CUT"], "model.safetensors: truncated or not a safetensors file"),
+        (["MODEL", "--publish=MODEL/config.json/x"], "--publish: "),
+        (["MODEL", "--token-file=SPACES"], "a token is one word"),
+    ],
+)
+def test_a_check_refuses_what_the_start_refuses(
+    serve: ModuleType, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch,
+    words: list[str], problem: str, more: list[str],
+) -> None:  # fmt: skip
+    """Before the model is read."""
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the model was read"))
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+    cut = make_model(tmp_path / "cut")
+    os.truncate(cut / "model.safetensors", 5000)
+    (tmp_path / "spaces").write_text("sec ret\n")
+    (tmp_path / "spaces").chmod(0o600)
+    names = {"MODEL": folder, "CUT": cut, "SPACES": tmp_path / "spaces"}
+    for name, value in names.items():
+        words = [word.replace(name, str(value)) for word in words]
+    code = serve.main(["--device=cpu", "--port=0", *words, *more])
+    err = capsys.readouterr().err
+    assert code == 2 and err.count("\n") == 1 and problem in err and "sec ret" not in err, err
+
+
+def test_an_engine_that_finds_no_memory_says_what_to_do(
+    serve: ModuleType, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have taken it."""
+    monkeypatch.setattr(serve, "check_room", lambda *_: None)
+    code = serve.main([str(folder), "--device=cpu", "--port=0", "--slots=1000000000000"])
+    err = capsys.readouterr().err
+    assert code == 2 and err.count("\n") == 1 and "give fewer --slots" in err, err
 
 
 def test_the_versions_of_a_trainer(

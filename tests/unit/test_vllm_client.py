@@ -315,8 +315,9 @@ def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) ->
     assert [event.get("status", event.get("code")) for event in sent] == [401, None] * 2 + [1008]
     for kind in ("http", "websocket"):
         ask(kind, (b"authorization", b"Bearer secret"))
+        ask(kind, (b"authorization", b"bearer secret"))
     ask("lifespan")
-    assert reached == ["http", "websocket", "lifespan"]
+    assert reached == [*["http"] * 2, *["websocket"] * 2, "lifespan"]
     options, _ = vllm_engine.parse(["--weights=w", "--publish=p", "--token-file=t"])
     assert "secret" not in str(vllm_engine.words(Path("w/v00000003"), options, 80))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,12 @@ def read_vocabulary(file: Path) -> dict[int, str]:
         raise ConfigError(
             f"{file}: not a tokenizer.json ({type(error).__name__}: {error})"
         ) from None
+
+
+def fingerprint(texts: Mapping[int, str]) -> str:
+    """Of a vocabulary: the same wherever each token id means the same text."""
+    digest = hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()
+    return f"sha256:{digest}"
 
 
 def agree(one: Mapping[int, str], other: Mapping[int, str]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kempner.config.option import option
 from kempner.config.values import shown
@@ -128,6 +129,16 @@ class ModelConfig:
     @property
     def resolved_head_dim(self) -> int:
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What must be the same in two models, for one to take the weights of the other."""
+        values = asdict(self) | {"n_kv_heads": self.kv_heads, "head_dim": self.resolved_head_dim}
+        return {
+            key: value
+            for key, value in values.items()
+            if key not in ("init_from", "max_seq_len", *OF_TRAINING)
+        }
 
     @property
     def router_is_blind(self) -> bool:

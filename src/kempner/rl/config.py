@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -233,6 +234,13 @@ def _sizes(cfg: RunConfig) -> list[str]:
             f"rl.batch_samples = {rl.batch_samples}: is not made of groups of rl.group_size = "
             f"{rl.group_size}; give a multiple, such as --rl.batch_samples={near}"
         )
+    trained = [env.weight for env in rl.env if env.use != "eval"]
+    if not trained:
+        found.append('rl.env: none is for training; give one use = "train" or "both"')
+    elif not sum(trained):
+        found.append(
+            "rl.env: the weights of those that are trained on sum to 0; give one a weight over 0"
+        )
     if sampling.max_tokens >= cfg.train.seq_len:
         found.append(
             f"rl.sampling.max_tokens = {sampling.max_tokens}: with one token of a prompt this is "
@@ -252,10 +260,11 @@ def _sizes(cfg: RunConfig) -> list[str]:
             )
     except ConfigError as error:
         found += [f"{text}, and engines get their weights by one" for text in error.problems]
+    places = [_server(url) for url in cfg.rl_inference.urls]
     found += [
         f"rl.inference.urls: {url}: must be http://HOST:PORT, each once"
-        for url in cfg.rl_inference.urls
-        if not _is_server(url) or cfg.rl_inference.urls.count(url) > 1
+        for url, place in zip(cfg.rl_inference.urls, places, strict=True)
+        if place is None or places.count(place) > 1
     ]
     if (problem := sampling.sampling(0).problem()) is not None:
         name, allowed = problem
@@ -263,9 +272,10 @@ def _sizes(cfg: RunConfig) -> list[str]:
     return found
 
 
-def _is_server(url: str) -> bool:
-    try:
+def _server(url: str) -> tuple[str, int] | None:
+    """Host and port, the same for all spellings of the URL; None: it is not that of a server."""
+    with contextlib.suppress(ValueError):  # of the port
         parts = urlsplit(url)
-        return bool(parts.scheme == "http" and parts.hostname and parts.port) and parts.path in "/"
-    except ValueError:  # of the port
-        return False
+        if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/"):
+            return {"localhost": "127.0.0.1"}.get(parts.hostname, parts.hostname), parts.port
+    return None

@@ -40,6 +40,15 @@ class Scores(NamedTuple):
     version: int  # of the weights that have computed them
 
 
+class About(NamedTuple):
+    """The model of an engine."""
+
+    vocab_size: int  # of its tokenizer
+    ends: set[int]  # tokens that end a text
+    tokenizer: str  # see Words.fingerprint
+    shape: dict[str, Any]  # see ModelConfig.shape
+
+
 class Lost(Exception):
     """The engine does not answer, or not as an engine of this job; says why."""
 
@@ -169,9 +178,9 @@ class KitEngine:
     living: tuple[int, ...] = (200, 503)  # codes of /health; 503: it has no weights
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
-    def __init__(self, url: str, token: str, run: str = "") -> None:
+    def __init__(self, url: str, token: str, run: str | None = "") -> None:
         """`run`: see Exchange.run; an engine with weights of another attempt has to be given those
-        of this one first."""
+        of this one first. None: whose weights it has does not matter, unless that run uses it."""
         self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -227,23 +236,26 @@ class KitEngine:
         return self._version_in(answer)
 
     def _own(self, run: str) -> None:
-        """Raises Lost when weights of this run are another one's."""
-        if run not in ("", self._run):
+        """Raises Lost when weights of this run are another one's, where that matters."""
+        if self._run is not None and run not in ("", self._run):
             raise Lost(f"it has weights of another run, {run}")
 
     def _ours(self, run: str, leased: Callable[[], bool]) -> None:
         """The same before anything is asked of it. Raises Busy; Leased when that run uses it."""
+        if run not in ("", self._run) and leased():
+            raise Leased(f"it has weights of another run, {run}, which uses it")
         try:
             self._own(run)
         except Lost as other:
-            raise Leased(f"{other}, which uses it") if leased() else Busy(str(other)) from None
+            raise Busy(str(other)) from None
 
     def update(self, body: dict[str, Any]) -> int:
         named = {"run": self._run} if self._run and "path" in body else {}
         return self._version_in(self._ask("/update_weights", body | named, UPDATE_S))
 
     def release(self) -> None:
-        self._ask("/release", {"run": self._run}, BEAT_S)
+        if self._run:
+            self._ask("/release", {"run": self._run}, BEAT_S)
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
         answer = self._ask("/score", {"tokens": list(tokens), "temperature": temperature}, SCORE_S)
@@ -253,11 +265,11 @@ class KitEngine:
         except (KeyError, TypeError, ValueError) as error:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
 
-    def words(self) -> tuple[int, list[int]]:
-        """Of its tokenizer: how many tokens it has, and those that end a text."""
+    def about(self) -> About:
         try:
-            (about,) = self._ask("/v1/models", None, BEAT_S)["data"]
-            return int(about["vocab_size"]), list(about["ends"])
+            (told,) = self._ask("/v1/models", None, BEAT_S)["data"]
+            tokenizer = int(told["vocab_size"]), set(told["ends"]), str(told["tokenizer"])
+            return About(*tokenizer, dict(told["shape"]))
         except (KeyError, TypeError, ValueError) as error:
             raise Lost(f"its answer is not an engine's: {error!r}") from None
 
@@ -358,7 +370,7 @@ class VllmEngine(KitEngine):
     counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
     def __init__(
-        self, url: str, token: str, ends: Collection[int], seeded: bool = True, run: str = ""
+        self, url: str, token: str, ends: Collection[int], seeded: bool = True, run: str | None = ""
     ) -> None:
         """`ends`: tokens that end a text; it has no tokenizer. `seeded`: samples follow from their
         seeds, for which vLLM leaves its fast sampler and draws row by row."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kempner.files import write_atomic
 from kempner.history.tables import aligned
 from kempner.rl.curriculum import Curriculum
-from kempner.rl.engines import Closed, NoEngines
+from kempner.rl.engines import Closed, Lost, NoEngines
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Score, Task
 from kempner.rl.groups import Group
@@ -67,7 +67,7 @@ class Bench:
         self._curriculum, self._stop = curriculum, stop
 
     def run(self) -> None:
-        """Prints a table, and writes RUN/bench-engines.json. Raises Closed, NoEngines."""
+        """Prints a table, and writes RUN/bench-engines.json. Raises Closed, Lost, NoEngines."""
         until = time.monotonic() + FIRST_ENGINE_S
         while not self._router.alive():
             if self._stop.wait(0.1):
@@ -130,6 +130,8 @@ class Bench:
             left = (count - number) * self._cfg.rl.group_size
             if number > count // 6 and left >= room:
                 marks.append((time.monotonic(), tokens))
+        if not tokens:
+            raise Lost(f"no sample has come back of {count} groups: see the lines above")
         seconds = time.monotonic() - began
         full = tokens / seconds
         if len(marks) > 1:  # between two moments with as many tokens under way

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from kempner import slurm
 from kempner.config.option import ConfigError
+from kempner.hf.families import config_json, model_values
+from kempner.hf.source import CONFIG
+from kempner.model.config import ModelConfig
 from kempner.rl.conversation import Writer, open_words
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Busy, Engine, KitEngine, Leased, Lost, Rejected, Silent, VllmEngine
 from kempner.rl.environments.opening import Tasks, open_environments
+from kempner.rl.environments.scorer import Scorer
 from kempner.rl.exchange import Exchange
 from kempner.rl.router import Router
+from kempner.serve.command_line import TOKEN, problem_of
 
 if TYPE_CHECKING:
     from kempner.load import Words
     from kempner.run import RunConfig
 
 LOOKED_AT = 32  # tasks of each environment, whether they fit
-TOKEN = "KEMPNER_SERVE_TOKEN"
 QUEUED = 2  # groups that wait in an engine, so that it never runs out of work
 
 
@@ -42,6 +49,11 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
             f"rl.eval_interval = {cfg.rl.eval_interval}: no rl.env is for evaluation; give one "
             'use = "eval" or "both", or leave it out'
         )
+    inference, sees = cfg.rl_inference, cfg.model.max_seq_len
+    if inference.engine == "kit" and (
+        problem := problem_of(inference.args, cfg.train.seq_len, sees)
+    ):
+        problems.append(f"rl.inference.args: {problem}")
     if words is not None:
         problems += check_words(cfg, words)
         for env in envs:
@@ -51,6 +63,25 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
         raise ConfigError(dict.fromkeys(problems))
     assert words is not None
     return {env.label: env for env in envs}, words
+
+
+def check_isolation(envs: Iterable[Tasks]) -> None:
+    """Raises ConfigError when programs that a model has written would run here, and cannot be
+    isolated; a warning where the job may run on another host."""
+    exposed = [env for env in envs if env.environment.runs_code and not env.cfg.unsafe]
+    if not exposed:
+        return
+    try:
+        with contextlib.closing(Scorer(1, lambda _: None)) as scorer:
+            scorer.check(exposed)
+    except OSError as error:
+        raise ConfigError(f"rl.env: {error}") from None
+    except ConfigError as error:
+        if slurm.on_node() or not slurm.is_here():
+            raise
+        for problem in error.problems:
+            more = "the nodes of a job may have what this host lacks"
+            print(f"warning: {problem}; {more}", file=sys.stderr)
 
 
 def check_words(cfg: RunConfig, words: Words) -> list[str]:
@@ -102,12 +133,11 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     for url in cfg.rl_inference.urls:
         engine = make_engine(cfg, url, token, words.ends, run)
         try:
-            engine.version()
-            problem = other_words(engine, words)
-        except Leased as error:
-            problem = "" if again else f"{error}; end that run, or start another engine"
-        except Busy:
-            problem = ""
+            problem = in_use(engine)
+            if not problem:
+                problem = other_model(cfg, engine, words)
+            elif again:
+                problem = ""
         except Silent as error:
             silent.append(f"rl.inference.urls: {url}: no engine answers: {error}; start it first")
             continue
@@ -119,18 +149,41 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     return problems
 
 
-def other_words(engine: KitEngine, words: Words) -> str:
-    """Why its texts would be other ones than those of the run's tokenizer; empty: they are not.
-    vLLM is told what ends a text."""
+def in_use(engine: KitEngine) -> str:
+    """Which other run uses it; empty: none. Raises Lost, Rejected."""
+    try:
+        engine.version()
+    except Leased as error:
+        return f"{error}; end that run, or start another engine"
+    except Busy:  # without weights, or with those of a run that has ended
+        pass
+    return ""
+
+
+def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
+    """Why it cannot take the weights of the run, or its texts would be other ones than those of the
+    run's tokenizer; empty: neither. vLLM says neither; it is told what ends a text."""
     if isinstance(engine, VllmEngine):
         return ""
-    (size, ends), own = engine.words(), words.tokenizer.vocab_size
-    if (size, set(ends)) == (own, set(words.ends)):
-        return ""
-    return (
-        f"the tokenizer of its model has {size} tokens, of which {sorted(ends)} end a text; that "
-        f"of the run has {own}, and {sorted(words.ends)}; serve the model that the run starts from"
-    )
+    its, fix = engine.about(), "serve the model that the run starts from"
+    for key, value in published_shape(cfg.model).items():
+        if (found := its.shape.get(key)) != value:
+            return f"its model has model.{key} = {found}, that of the run {value}; {fix}"
+    if (its.vocab_size, its.ends) != (words.tokenizer.vocab_size, words.ends):
+        return (
+            f"the tokenizer of its model has {its.vocab_size} tokens, of which {sorted(its.ends)} "
+            f"end a text; that of the run has {words.tokenizer.vocab_size}, and "
+            f"{sorted(words.ends)}; {fix}"
+        )
+    if its.tokenizer != words.fingerprint():
+        return f"the token ids of its model mean other texts than those of the run; {fix}"
+    return ""
+
+
+def published_shape(cfg: ModelConfig) -> dict[str, Any]:
+    """As engines read it: a config.json does not have what has no effect, such as bounds of a
+    RoPE scaling that there is not."""
+    return ModelConfig(**model_values(config_json(cfg, None, "", None), CONFIG)).shape
 
 
 def open_curriculum(
@@ -150,9 +203,14 @@ def open_curriculum(
 
 
 def open_router(
-    cfg: RunConfig, exchange: Exchange, ends: Collection[int], say: Callable[[str], None]
+    cfg: RunConfig,
+    exchange: Exchange,
+    ends: Collection[int],
+    say: Callable[[str], None],
+    bench: bool = False,
 ) -> Router:
-    """Of the engines of this job, or of those that run already. `ends`: tokens that end a text."""
+    """Of the engines of this job, or of those that run already. `ends`: tokens that end a text.
+    `bench`: they are only measured, with whatever weights they have."""
     inference, urls = cfg.rl_inference, cfg.rl_inference.urls
     given = os.environ.pop(TOKEN, "").strip()
 
@@ -168,7 +226,7 @@ def open_router(
         return {path.name: url for path in paths if (url := read(path))}
 
     def make(url: str) -> Engine:
-        return make_engine(cfg, url, token(), ends, exchange.run)
+        return make_engine(cfg, url, token(), ends, None if bench else exchange.run)
 
     slots, queued = inference.resolved_slots, QUEUED * cfg.rl.group_size
     silence = inference.timeout
@@ -176,7 +234,7 @@ def open_router(
 
 
 def make_engine(
-    cfg: RunConfig, url: str, token: str, ends: Collection[int], run: str = ""
+    cfg: RunConfig, url: str, token: str, ends: Collection[int], run: str | None = ""
 ) -> KitEngine:
     if cfg.rl_inference.engine == "vllm":
         # Asynchronous, samples depend on timing whatever their seeds.

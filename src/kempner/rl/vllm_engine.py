@@ -57,16 +57,17 @@ class Allowed:
     websockets."""
 
     def __init__(self, app: Any) -> None:
-        self.app, self.wanted = app, f"Bearer {os.environ.get(TOKEN, '')}".encode()
+        self.app, self.wanted = app, os.environ.get(TOKEN, "").encode()
         self.lease = Lease()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
-        given = headers.get(b"authorization", b"")
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        allowed = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.wanted)
         run = headers.get(RUN.lower().encode(), b"").decode("latin-1")
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
-        elif not hmac.compare_digest(given, self.wanted):
+        elif not allowed:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:

@@ -175,10 +175,9 @@ class Handler(BaseHTTPRequestHandler):
             self._say(405, error(405, message), {"Allow": allowed})
 
     def _allowed(self) -> None:
-        given = self.headers.get("Authorization", "")
-        if self.server.token and not hmac.compare_digest(
-            given.encode(), f"Bearer {self.server.token}".encode()
-        ):
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        allowed = hmac.compare_digest(given.strip().encode(), self.server.token.encode())
+        if self.server.token and not (allowed and scheme.lower() == "bearer"):
             self.close_connection = True  # what it has sent is not read
             self._say(401, error(401, "give the token of this engine: Authorization: Bearer TOKEN"))
             raise ClientGone
@@ -263,6 +262,7 @@ class Handler(BaseHTTPRequestHandler):
         worker = self.server.worker
         one |= {"created": self.server.began, "max_model_len": worker.window}
         one |= {"vocab_size": worker.words.tokenizer.vocab_size, "ends": sorted(worker.words.ends)}
+        one |= {"tokenizer": worker.tokenizer, "shape": worker.texts.engine.model.cfg.shape}
         return one | self._version()
 
     def metrics(self, _: bytes) -> None:

@@ -6,10 +6,9 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kempner.checkpoint.commit import Damaged
 from kempner.config.option import ConfigError
@@ -17,7 +16,7 @@ from kempner.config.values import shown
 from kempner.hf.load import is_finite, load_weights, not_finite
 from kempner.hf.source import Source, held
 from kempner.hf.stored import check_source
-from kempner.model.config import OF_TRAINING, ModelConfig
+from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
 from kempner.parallel.lora import is_adapter
 from kempner.serve.lease import Refused
@@ -62,21 +61,13 @@ def check(model: Decoder, source: Source) -> None:
     """Raises ConfigError or Damaged when these are not weights of this model."""
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise ConfigError("the model has adapters; serve one that they are merged into")
-    found, own = shape(ModelConfig(**source.model())), shape(model.cfg)
+    found, own = ModelConfig(**source.model()).shape, model.cfg.shape
     for key, value in own.items():
         if found[key] != value:
             raise ConfigError(
                 f"{source.path}: model.{key} is {shown(found[key])}, here it is {shown(value)}"
             )
     check_source(source, model.cfg)
-
-
-def shape(cfg: ModelConfig) -> dict[str, Any]:
-    """What must be the same in both."""
-    values = asdict(cfg) | {"n_kv_heads": cfg.kv_heads, "head_dim": cfg.resolved_head_dim}
-    for key in ("init_from", "max_seq_len", *OF_TRAINING):
-        del values[key]
-    return values
 
 
 # --- The versions of a trainer: see rl/exchange.py ---

@@ -64,6 +64,7 @@ class Worker:
         """`slots`: texts at a time; `window`: the most tokens of one; `queue`: texts that wait at
         most; `version`: of the weights; `fixed`: see KVCache."""
         self.words, self.window, self.queue = loaded.words, window, queue
+        self.tokenizer = loaded.words.fingerprint()
         vocab_size = loaded.words.tokenizer.vocab_size
         self.texts = Texts(Engine(loaded.model, vocab_size, window, slots, fixed))
         self.texts.engine.version = version

@@ -1,0 +1,132 @@
+"""The options of scripts/serve.py, also as rl.inference.args. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kempner.config.command_line import argument_parser
+from kempner.config.option import ConfigError
+from kempner.model.config import ModelConfig
+from kempner.planner.engine import engine_memory
+from kempner.planner.memory import GIB
+from kempner.rl.config import InferenceConfig
+
+TOKEN = "KEMPNER_SERVE_TOKEN"
+OF_RUN = ("source", "weights", "token_file", "publish", "check")  # what a run itself says
+
+
+def parse(argv: Sequence[str], doc: str | None = None) -> argparse.Namespace:
+    """`doc`: the text of --help. Raises ConfigError."""
+    parser = argument_parser("serve.py", doc)
+    add = parser.add_argument
+    add(
+        "source",
+        metavar="MODEL",
+        nargs="?",
+        help="a run (RUN or RUN@STEP), a checkpoint, or a directory in Hugging Face's form",
+    )
+    add(
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="in place of MODEL: where a trainer publishes versions; waits for the first",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    add("--port", type=int, default=8000, help="0: one that is free (default: 8000)")
+    add("--slots", type=int, default=16, help="texts that are generated at a time (default: 16)")
+    add("--queue", type=int, default=1024, help="texts that wait, at most (default: 1024)")
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt and its completion, at most (default: all that the model sees)",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="the same log-probabilities to the last bit, whoever shares the engine; slower",
+    )
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to run the model")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"the token that requests must have, in a file of mode 600 (default: {TOKEN})",
+    )
+    add(
+        "--publish",
+        type=Path,
+        metavar="DIR",
+        help="write the URL to engine-K here once requests are taken; K: KEMPNER_ENGINE, else the "
+        "number of this task, or 0",
+    )
+    add("--check", action="store_true", help="check the command line, and end")
+    options = parser.parse_args(argv)
+    if bool(options.source) == bool(options.weights):
+        parser.error("give either MODEL or --weights DIR")
+    for name in ("slots", "queue", "window"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} {value}: must be at least 1")
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port {options.port}: must be from 0 to 65535")
+    return options
+
+
+def problem_of(words: Sequence[str], least: int, most: int) -> str:
+    """What is wrong with more words for an engine of a run, whose texts grow up to `least` tokens,
+    and whose model sees `most`; empty: nothing."""
+    given = ["--weights=.", f"--window={least}"]
+    try:
+        if {"-h", "--help"} & {*words}:
+            return "--help: cannot be given to an engine of a run; leave it out"
+        plain, options = vars(parse(given)), vars(parse([*given, *words]))
+    except ConfigError as error:
+        return "; ".join(error.problems)
+    for name in OF_RUN:
+        if options[name] != plain[name]:
+            name = "MODEL" if name == "source" else f"--{name.replace('_', '-')}"
+            return f"{name}: cannot be given to an engine of a run; leave it out"
+    window = options["window"]
+    if window < least:
+        return f"--window {window}: is under train.seq_len = {least}, up to which texts may grow"
+    try:
+        check_window(window, most)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def check_window(asked: int | None, most: int) -> int:
+    """The tokens of a text, of which the model sees `most`. Raises ConfigError."""
+    if asked is not None and asked > most:
+        raise ConfigError(f"--window {asked}: the model sees {most} tokens at most")
+    return asked or most
+
+
+def check_room(cfg: ModelConfig, slots: int, window: int, device: str) -> None:
+    """Raises ConfigError where the model, and keys and values of all texts, are more than the
+    memory of the GPU or, with `device` cpu, of the host."""
+    need = engine_memory(
+        cfg, InferenceConfig(slots=slots), window, "bf16" if device == "cuda" else "fp32"
+    )
+    if device == "cuda":
+        import torch
+
+        room = torch.cuda.get_device_properties(0).total_memory
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need.peak > room:
+        where = "the GPU" if device == "cuda" else "this host"
+        why = f"{need.cache / GIB:,.1f} GiB, the model {need.weights / GIB:,.1f}, and {where} has "
+        raise ConfigError(no_room(slots, window, f"{why}{room / GIB:,.1f}"))
+
+
+def no_room(slots: int, window: int, why: str) -> str:
+    return (
+        f"--slots {slots}: keys and values of {slots:,} texts of {window:,} tokens take {why}; "
+        "give fewer --slots, or a smaller --window"
+    )
