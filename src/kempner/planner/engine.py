@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
+from kempner.config.option import ConfigError
 from kempner.model.config import ModelConfig
 from kempner.planner.memory import GIB
 from kempner.rl.config import InferenceConfig
@@ -37,3 +39,28 @@ def engine_memory(
     texts, cut = (inference.resolved_slots, 1) if own else (1, inference.tp)
     token = 2 * model.n_layers * model.kv_heads * model.resolved_head_dim * size
     return EngineMemory(size * model.count_parameters() / cut, texts * window * token / cut, texts)
+
+
+def check_room(cfg: ModelConfig, slots: int, window: int, device: str) -> None:
+    """Raises ConfigError where the model, and keys and values of all texts, are more than the
+    memory of the GPU or, with `device` cpu, of the host."""
+    need = engine_memory(
+        cfg, InferenceConfig(slots=slots), window, "bf16" if device == "cuda" else "fp32"
+    )
+    if device == "cuda":
+        import torch
+
+        room = torch.cuda.get_device_properties(0).total_memory
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need.peak > room:
+        where = "the GPU" if device == "cuda" else "this host"
+        why = f"{need.cache / GIB:,.1f} GiB, the model {need.weights / GIB:,.1f}, and {where} has "
+        raise ConfigError(no_room(slots, window, f"{why}{room / GIB:,.1f}"))
+
+
+def no_room(slots: int, window: int, why: str) -> str:
+    return (
+        f"--slots {slots}: keys and values of {slots:,} texts of {window:,} tokens take {why}; "
+        "give fewer --slots, or a smaller --window"
+    )

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from kempner.config.command_line import argument_parser
 from kempner.config.option import ConfigError
-from kempner.model.config import ModelConfig
-from kempner.planner.engine import engine_memory
-from kempner.planner.memory import GIB
-from kempner.rl.config import InferenceConfig
 
 TOKEN = "KEMPNER_SERVE_TOKEN"
 OF_RUN = ("source", "weights", "token_file", "publish", "check")  # what a run itself says
@@ -105,28 +100,3 @@ def check_window(asked: int | None, most: int) -> int:
     if asked is not None and asked > most:
         raise ConfigError(f"--window {asked}: the model sees {most} tokens at most")
     return asked or most
-
-
-def check_room(cfg: ModelConfig, slots: int, window: int, device: str) -> None:
-    """Raises ConfigError where the model, and keys and values of all texts, are more than the
-    memory of the GPU or, with `device` cpu, of the host."""
-    need = engine_memory(
-        cfg, InferenceConfig(slots=slots), window, "bf16" if device == "cuda" else "fp32"
-    )
-    if device == "cuda":
-        import torch
-
-        room = torch.cuda.get_device_properties(0).total_memory
-    else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need.peak > room:
-        where = "the GPU" if device == "cuda" else "this host"
-        why = f"{need.cache / GIB:,.1f} GiB, the model {need.weights / GIB:,.1f}, and {where} has "
-        raise ConfigError(no_room(slots, window, f"{why}{room / GIB:,.1f}"))
-
-
-def no_room(slots: int, window: int, why: str) -> str:
-    return (
-        f"--slots {slots}: keys and values of {slots:,} texts of {window:,} tokens take {why}; "
-        "give fewer --slots, or a smaller --window"
-    )
