@@ -108,7 +108,8 @@ def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, host: float) 
     print(aligned([*rows, ["  in all", f"{needs.peak / GIB:.2f}"]], 2, (1,)))
     over = (needs.peak - gpu.usable) / GIB
     print(f"  over by {over:.2f} GiB" if over > 0 else f"  {-over:.2f} GiB are free")
-    if offloaded := host_memory(cfg, world_size, per_node):
+    offloaded = host_memory(cfg, world_size, per_node)
+    if offloaded:
         over = (offloaded - host) / GIB
         room = f"over by {over:.1f}" if over > 0 else f"{-over:.1f} are free"
         print(f"offloaded to the memory of a node: {offloaded / GIB:.1f} GiB; {room}")
