@@ -3,7 +3,6 @@ gradients of experts without a token; and one by one where its rows are not alig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,30 +14,26 @@ from tests.gpu_path import kernels, pretend
 from tests.gpu_path.kernels import GPU, registered
 from tests.gpu_path.pretend import Gpu
 from tests.gpu_path.test_kernels import products, through
-from tests.gpu_path.test_step import EXPERTS, build, gpu, optimizer_of, train
+from tests.gpu_path.test_step import gpu
 
 __all__ = ["gpu", "products"]  # fixtures
 
 
-@pytest.fixture(params=[(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], ids=str)
-def capability(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: request.param)
-    yield request.param
-
-
 @pytest.mark.usefixtures("gpu")
-def test_from_ampere_on_the_host_does_not_read_the_load(capability: tuple[int, int]) -> None:
-    model = build(**EXPERTS)
-    train(model, optimizer_of(model))
-
-
-@pytest.mark.usefixtures("gpu")
-def test_before_ampere_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has no grouped product there."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+@pytest.mark.parametrize(
+    ("capability", "waits"),
+    [
+        ((7, 5), ["moe.py: one_by_one: tolist"]),  # torch has no grouped product there
+        *(((major, minor), []) for major, minor in ((8, 0), (8, 6), (9, 0), (10, 0), (12, 0))),
+    ],
+)
+def test_from_ampere_on_the_host_does_not_read_the_load(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], waits: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     x, weight = Gpu(torch.ones(6, 16).bfloat16()), Gpu(torch.ones(2, 16, 16).bfloat16())
     moe.through_experts(x, Gpu(torch.tensor([4, 2])), weight, weight, weight)
-    assert pretend.waits == ["moe.py: one_by_one: tolist"]
+    assert pretend.waits == waits
 
 
 def aligned(a: Tensor, b: Tensor, offs: Tensor, *more: Any) -> Tensor:

@@ -58,7 +58,9 @@ def updated(name: str, compiled: bool, steps: int, **how: bool) -> nn.ParameterL
     return found
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "schedule_free"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("adamw", marks=pytest.mark.soak), "lion", "schedule_free"]
+)
 def test_sizes_steps_and_learning_rates_have_the_same_graphs(graphs: list[Any], name: str) -> None:
     """One for each number of dims: torch looks at the tensor that a flat one is a view of. At the
     ninth graph it gives up."""
