@@ -20,7 +20,7 @@ from kempner.rl.environments import system_calls
 PROCESSES = 64  # that a reward may have at a time
 FILE_BYTES = 64 << 20  # of each file that it writes
 SCRATCH = "/dev/shm"  # exists everywhere; a file system of ours lies over it
-SCRATCH_OPTIONS = b"size=256m,mode=1777"
+SCRATCH_OPTIONS = b"size=256m,nr_inodes=32k,mode=1777"
 
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
@@ -29,8 +29,8 @@ MS_READ_ONLY, MS_REMOUNT, MS_BIND = 1, 0x20, 0x1000
 KEPT_OPTIONS = {"nosuid": 2, "nodev": 4, "noexec": 8}  # of a mount: to drop one is not allowed
 SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
 # RLIMIT_NPROC does not hold for root; since Linux 6.14 a process namespace has a limit of its own,
-# and before it root would set that of the whole node. No smaller one is taken.
-PID_MAX, PID_MAX_OF_NAMESPACE = 301, (6, 14)
+# and before it root would set that of the whole node. Past 300 the kernel gives no lower numbers.
+PID_MAX, PID_MAX_OF_NAMESPACE = 300 + 2 * PROCESSES, (6, 14)
 # Below it RLIMIT_NPROC counts all of the user's processes on the node, not those of a namespace.
 NPROC_OF_NAMESPACE = (5, 14)
 
@@ -94,6 +94,7 @@ def _seal() -> tuple[list[str], str]:
         _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", 0, SCRATCH_OPTIONS))
         scratch = SCRATCH
         _make_read_only(os.path.realpath(scratch))
+        _return_to(_leave_pid_namespace())  # own_processes() will do so
     except OSError as error:
         return [f"no read-only files ({error.strerror}): it may write files"], scratch
     return [], scratch
@@ -139,6 +140,39 @@ def _is_reachable(path: str, number: int | None) -> bool:
     if number in (errno.ENOENT, errno.EACCES, errno.ENOTDIR):
         return False
     return number != errno.EINVAL or not os.statvfs(path).f_flag & os.ST_RDONLY
+
+
+@contextlib.contextmanager
+def own_processes() -> Iterator[None]:
+    """The process that is started within is the init of a process namespace of its own, where the
+    kernel allows that: it neither sees nor signals any other, and what it starts ends with it."""
+    try:
+        ours = _leave_pid_namespace()
+    except PermissionError:  # what runs programs all the same is `unsafe`
+        yield
+        return
+    try:
+        yield
+    finally:
+        _return_to(ours)
+
+
+def _leave_pid_namespace() -> int:
+    """For children of this process; returns what leads back. Raises OSError."""
+    ours = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_libc.unshare(NEWPID))
+    except OSError:
+        os.close(ours)
+        raise
+    return ours
+
+
+def _return_to(namespace: int) -> None:
+    try:
+        _check(_libc.setns(namespace, NEWPID))
+    finally:
+        os.close(namespace)
 
 
 @contextlib.contextmanager
