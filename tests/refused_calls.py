@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kempner.config.option import ConfigError
 from kempner.rl.config import EnvConfig
-from kempner.rl.environments import limits, system_calls
+from kempner.rl.environments import landlock, limits, system_calls
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.scorer import Scorer
 from tests.conftest import ROOT
@@ -23,8 +23,13 @@ from tests.rewards import score
 OURS = (ROOT, Path(sys.prefix).resolve(), Path(sys.base_prefix))
 PLACES = ("/dev/shm", *(() if any(path.is_relative_to("/tmp") for path in OURS) else ("/tmp",)))
 OTHERS = {"x86_64": {"unshare": 272, "mount": 165}, "aarch64": {"unshare": 97, "mount": 40}}
-NUMBERS = {**OTHERS[platform.machine()], "mount_setattr": limits.SYS_MOUNT_SETATTR}
-ERRORS = {"unshare": errno.EPERM, "mount": errno.EPERM, "mount_setattr": errno.ENOSYS}
+NUMBERS = {
+    **OTHERS[platform.machine()],
+    "mount_setattr": limits.SYS_MOUNT_SETATTR,
+    "landlock": landlock.CREATE_RULESET,
+}
+ERRORS = dict.fromkeys(("unshare", "mount"), errno.EPERM)
+ERRORS |= dict.fromkeys(("mount_setattr", "landlock"), errno.ENOSYS)
 WRITE = f"open('{PLACES[-1]}/segment', 'w')"
 
 

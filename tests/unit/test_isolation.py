@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kempner.rl.config import EnvConfig
+from kempner.rl.environments import landlock, limits
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Score
 from kempner.rl.environments.scorer import Scorer
@@ -62,8 +66,9 @@ def test_programs_are_run_there_when_the_user_says_so() -> None:
     assert not found["same"]  # the program has written: that is what unsafe means
 
 
-def test_before_linux_5_12_files_are_read_only_all_the_same() -> None:
-    found = refused_calls("mount_setattr", "--", "code")
+@pytest.mark.parametrize("missing", ["mount_setattr", "landlock"])
+def test_on_older_kernels_files_are_read_only_all_the_same(missing: str) -> None:
+    found = refused_calls(missing, "--", "code")
     assert found["rewards"] == [0.0, 0.0]  # its write to /tmp was refused
     assert found["same"] and not found["said"]
 
@@ -119,6 +124,92 @@ def test_a_socket_of_the_user_cannot_be_reached(scorer: Scorer, tmp_path: Path) 
 )
 def test_memory_is_counted_whatever_holds_it(scorer: Scorer, code: str, why: str) -> None:
     assert why in run(scorer, code).why
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket\nsocket.socket(40, socket.SOCK_STREAM)",  # AF_VSOCK
+        "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+        "import socket\nsocket.socketpair(socket.AF_UNIX, socket.SOCK_RAW)",
+        "open('/dev/kmsg', 'wb', 0)",
+        "open('/dev/ptmx', 'wb', 0)",
+        "import fcntl, os\nfcntl.fcntl(os.open({file!r}, os.O_RDONLY), 1024, 0)",  # a lease
+        "import os\nos.open({fifo!r}, os.O_RDWR)",
+        "import os\nos.open({fifo!r}, os.O_WRONLY | os.O_NONBLOCK)",
+        "import os\nos.truncate({file!r}, 0)",
+        "import os\nos.chmod({file!r}, 0)",
+        "import os\nos.setxattr({file!r}, 'user.x', b'')",
+        "import os\nos.utime({file!r})",
+        "open('/proc/self/oom_score_adj', 'w')",
+        "open('/proc/sys/kernel/pid_max', 'w')",
+        "import ctypes, platform\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "number = {{'x86_64': 248, 'aarch64': 217}}[platform.machine()]\n"
+        "if libc.syscall(number, b'user', b'kempner', b'x', 1, -4) < 0:\n"  # of this user
+        "    raise OSError(ctypes.get_errno(), '')",
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.msgget(7, 0o1600) < 0: raise OSError(ctypes.get_errno(), '')",
+    ],
+)
+def test_nothing_of_the_host_is_opened_for_writing(
+    scorer: Scorer, tmp_path: Path, code: str
+) -> None:
+    if "fifo" in code and not has_landlock():
+        pytest.skip("this kernel has no Landlock")
+    file, fifo = tmp_path / "file", tmp_path / "fifo"
+    file.write_text("of the host")
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    found = run(scorer, code.format(file=str(file), fifo=str(fifo)))
+    os.close(reader)
+    assert found.reward is None and "Error" in found.why
+    assert "SyntaxError" not in found.why and "NameError" not in found.why
+
+
+def has_landlock() -> bool:
+    create = landlock.CREATE_RULESET
+    return limits._libc.syscall(create, None, 0, landlock.VERSION) >= landlock.FIRST  # type: ignore[no-any-return]
+
+
+def test_locks_of_the_host_stay_free(scorer: Scorer, tmp_path: Path) -> None:
+    """A program may lock files of its own; that costs nobody else a wait."""
+    path = tmp_path / "lock"
+    path.touch()
+    go = tmp_path / "go"
+    code = (
+        "import fcntl, os, time\n"
+        f"file = open({str(path)!r})\n"
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(run, scorer, code)
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and not waits.done():
+            with path.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.01)
+        go.touch()
+        assert waits.result() == Score(1.0)
+
+
+def test_only_its_own_processes_and_devices_are_there(scorer: Scorer) -> None:
+    code = (
+        "import os\n"
+        "pids = [int(name) for name in os.listdir('/proc') if name.isdigit()]\n"
+        "result = float(pids == [os.getpid()])"
+    )
+    assert run(scorer, code) == Score(1.0)
+    names = {*limits.DEVICES, *limits.LINKS, "shm"}
+    code = f"import os\nassert set(os.listdir('/dev')) == {names}"
+    assert run(scorer, code) == Score(1.0)
+    code = (
+        "assert open('/dev/zero', 'rb').read(2) == bytes(2)\nopen('/dev/urandom', 'rb').read(1)\n"
+        "for name in ('null', 'zero'): open('/dev/' + name, 'w').write('x')"
+    )
+    assert run(scorer, code) == Score(1.0)
 
 
 def test_gpus_are_not_seen(scorer: Scorer) -> None:

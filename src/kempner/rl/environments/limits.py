@@ -15,22 +15,25 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kempner.rl.environments import system_calls
+from kempner.rl.environments import landlock, system_calls
 
 PROCESSES = 64  # that a reward may have at a time
 FILE_BYTES = 64 << 20  # of each file that it writes
 SCRATCH = "/dev/shm"  # exists everywhere; a file system of ours lies over it
-SCRATCH_OPTIONS = b"size=256m,mode=1777"
+SCRATCH_OPTIONS = b"size=256m,nr_inodes=32k,mode=1777"
+DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}  # of /dev, to /proc/self/fd
 
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
-MS_REC, MS_PRIVATE, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 0x4000, 0x40000, -100, 0x8000, 1
-MS_READ_ONLY, MS_REMOUNT, MS_BIND = 1, 0x20, 0x1000
-KEPT_OPTIONS = {"nosuid": 2, "nodev": 4, "noexec": 8}  # of a mount: to drop one is not allowed
+MS_REC, MS_PRIVATE, AT_FDCWD, AT_RECURSIVE = 0x4000, 0x40000, -100, 0x8000
+MS_READ_ONLY, MS_NO_SUID, MS_NO_DEVICES, MS_NO_EXEC = 1, 2, 4, 8  # also of mount_setattr
+MS_REMOUNT, MS_BIND, MS_MOVE = 0x20, 0x1000, 0x2000
+KEPT_OPTIONS = {"nosuid": 2, "noexec": 8}  # of a mount: to drop one is not allowed
 SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
 # RLIMIT_NPROC does not hold for root; since Linux 6.14 a process namespace has a limit of its own,
-# and before it root would set that of the whole node. No smaller one is taken.
-PID_MAX, PID_MAX_OF_NAMESPACE = 301, (6, 14)
+# and before it root would set that of the whole node. Past 300 the kernel gives no lower numbers.
+PID_MAX, PID_MAX_OF_NAMESPACE = 300 + 2 * PROCESSES, (6, 14)
 # Below it RLIMIT_NPROC counts all of the user's processes on the node, not those of a namespace.
 NPROC_OF_NAMESPACE = (5, 14)
 
@@ -91,26 +94,49 @@ def _seal() -> tuple[list[str], str]:
     try:
         _check(_libc.unshare(NEWNS))
         _check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-        _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", 0, SCRATCH_OPTIONS))
+        _make_devices()
+        own = MS_NO_SUID | MS_NO_DEVICES
+        _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", own, SCRATCH_OPTIONS))
         scratch = SCRATCH
-        _make_read_only(os.path.realpath(scratch))
+        with contextlib.suppress(OSError):  # refused in a container that hides a part of its own
+            _check(_libc.mount(b"proc", b"/proc", b"proc", own | MS_NO_EXEC, None))
+        _make_read_only(scratch)
+        landlock.allow_writing(scratch, [f"/dev/{name}" for name in DEVICES])
+        _return_to(_leave_pid_namespace())  # own_processes() will do so
     except OSError as error:
         return [f"no read-only files ({error.strerror}): it may write files"], scratch
     return [], scratch
 
 
+def _make_devices() -> None:
+    """A /dev without terminals and disks, and an empty SCRATCH. Raises OSError."""
+    _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", MS_NO_SUID, b"size=64k,mode=755"))
+    for name in DEVICES:
+        path = Path(SCRATCH, name)
+        path.touch()
+        _check(_libc.mount(f"/dev/{name}".encode(), os.fsencode(path), None, MS_BIND, None))
+    for name, of in LINKS.items():
+        Path(SCRATCH, name).symlink_to(f"/proc/self/fd{of}")
+    Path(SCRATCH, Path(SCRATCH).name).mkdir()
+    _check(_libc.mount(SCRATCH.encode(), b"/dev", None, MS_MOVE, None))
+
+
 def _make_read_only(scratch: str) -> None:
-    """Every mount but this one. Raises OSError."""
+    """Every mount but this one, and no devices but DEVICES. Raises OSError."""
+    devices = {f"/dev/{name}" for name in DEVICES}
     try:
-        _set_attributes("/", AT_RECURSIVE, ATTR_RDONLY, 0)
-        _set_attributes(scratch, 0, 0, ATTR_RDONLY)
+        _set_attributes("/", AT_RECURSIVE, MS_READ_ONLY | MS_NO_DEVICES, 0)
+        _set_attributes(scratch, 0, 0, MS_READ_ONLY)
+        for path in devices:
+            _set_attributes(path, 0, 0, MS_NO_DEVICES)
         return
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
     for path, options in _mounts():  # Linux before 5.12
         kept = sum(flag for name, flag in KEPT_OPTIONS.items() if name in options)
-        if path == scratch or "ro" in options:
+        kept |= 0 if path in devices else MS_NO_DEVICES
+        if path == scratch or ("ro" in options and ("nodev" in options or path in devices)):
             continue
         try:
             flags = MS_REMOUNT | MS_BIND | MS_READ_ONLY | kept
@@ -139,6 +165,39 @@ def _is_reachable(path: str, number: int | None) -> bool:
     if number in (errno.ENOENT, errno.EACCES, errno.ENOTDIR):
         return False
     return number != errno.EINVAL or not os.statvfs(path).f_flag & os.ST_RDONLY
+
+
+@contextlib.contextmanager
+def own_processes() -> Iterator[None]:
+    """The process that is started within is the init of a process namespace of its own, where the
+    kernel allows that: it neither sees nor signals any other, and what it starts ends with it."""
+    try:
+        ours = _leave_pid_namespace()
+    except PermissionError:  # what runs programs all the same is `unsafe`
+        yield
+        return
+    try:
+        yield
+    finally:
+        _return_to(ours)
+
+
+def _leave_pid_namespace() -> int:
+    """For children of this process; returns what leads back. Raises OSError."""
+    ours = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_libc.unshare(NEWPID))
+    except OSError:
+        os.close(ours)
+        raise
+    return ours
+
+
+def _return_to(namespace: int) -> None:
+    try:
+        _check(_libc.setns(namespace, NEWPID))
+    finally:
+        os.close(namespace)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
-from kempner.rl.environments import run_program
+from kempner.rl.environments import limits, run_program
 from kempner.rl.environments.pipes import Ended, Late, receive, send
 from kempner.rl.environments.protocol import Environment, Task
 from kempner.rl.environments.qa import read_rows
@@ -65,6 +65,8 @@ class Checks(NamedTuple):
 
 class Code(Environment):
     """A Python program is run, and tests call what it defines; the reward is 1 when all hold."""
+
+    failed = 0.0
 
     def __init__(self, file: str = "", seconds: float = 3.0, held_out: float = 0.125) -> None:
         """`file`: JSON lines with "prompt" and "tests", which is Python with assert statements;
@@ -136,14 +138,16 @@ class ModelProgram(run_program.Peer):
     def __enter__(self) -> ModelProgram:
         theirs, self._requests = os.pipe()
         self._answers, ours = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", run_program.__file__, str(theirs), str(ours)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd=tempfile.gettempdir(),
-            pass_fds=(theirs, ours),
-        )
+        with limits.own_processes():
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", run_program.__file__, str(theirs), str(ours)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=tempfile.gettempdir(),
+                pass_fds=(theirs, ours),
+                start_new_session=True,
+            )
         os.close(theirs)
         os.close(ours)
         return self

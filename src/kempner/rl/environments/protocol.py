@@ -65,6 +65,10 @@ class Environment:
     runs_code: bool = True
     """A reward may run what the model has written. False: it only reads texts, and is computed also
     where the kernel keeps a program from nothing."""
+    failed: float | None = None
+    """The reward where its process crashes, is late, or has too much memory or too many processes,
+    because that is the doing of a program of the model. Each reward then has a process of its own.
+    None: the environment may be at fault, and the sample is left out."""
 
     def task(self, number: int, rng: random.Random) -> Task:
         """With `size`, task `number` < size; without, any task, drawn from `rng` alone: it is the

@@ -1,8 +1,9 @@
 """System calls that what a reward runs may not make (seccomp). Linux; no torch.
 
 A mount or network namespace does not keep a process from the Unix sockets of its user, such as
-those of tmux, ssh-agent or a container's daemon, which run what they are told outside of it. And
-memory that no process has mapped is in no figure that we could look at.
+those of tmux, ssh-agent or a container's daemon, which run what they are told outside of it; nor
+from locks on files that it may read, for which others then wait. And memory that no process has
+mapped is in no figure that we could look at.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
@@ -21,6 +22,7 @@ ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 # Instructions of a classic BPF program, and where seccomp's record has what they load.
 LOAD, AND, RETURN, EQUAL, AT_LEAST = 0x20, 0x54, 0x06, 0x15, 0x35
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+ANY = 0xFFFFFFFF  # a mask
 X32 = 0x40000000  # the other table of system calls that x86-64 has
 IO_URING_SETUP, MEMFD_SECRET = 425, 447  # on every architecture
 
@@ -31,14 +33,19 @@ class Machine(NamedTuple):
     audit: int
     socket: int
     socketpair: int
-    shmget: int
+    fcntl: int
+    flock: int
+    ipc: tuple[int, ...]  # shmget, semget, msgget, mq_open
     memfd_create: int
+    keys: tuple[int, ...]  # add_key, request_key, keyctl
 
 
 MACHINES = {
-    "x86_64": Machine(0xC000003E, 41, 53, 29, 319),
-    "aarch64": Machine(0xC00000B7, 198, 199, 194, 279),
+    "x86_64": Machine(0xC000003E, 41, 53, 72, 73, (29, 64, 68, 240), 319, (248, 249, 250)),
+    "aarch64": Machine(0xC00000B7, 198, 199, 25, 32, (194, 190, 186, 180), 279, (217, 218, 219)),
 }
+LOCKS = (6, 7, 37, 38)  # F_SETLK and F_SETLKW, also of open files; fcntl has those of 32 bits
+SET_LEASE = 1024
 
 Instruction = tuple[int, int, int, int]  # code, steps ahead if true, if false, constant
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,20 +56,26 @@ class _Program(ctypes.Structure):
 
 
 def forbid() -> list[str]:
-    """For this process and its children, for good: Unix sockets (but pairs of streams), memory in
-    files without a name, System V's shared memory, and io_uring, which makes sockets, too. Returns
-    what the kernel does not allow."""
+    """For this process and its children, for good: all sockets but those of the Internet and pairs
+    of streams, memory in files without a name, what System V shares, message queues, keys, leases,
+    and io_uring, which makes sockets, too. A lock on a file succeeds and does nothing: a program
+    may need one on a file of its own, and a filter does not see which file it is. Returns what the
+    kernel does not allow."""
     machine = MACHINES.get(platform.machine())
     if machine is None:
         return [f"no filter of system calls on {platform.machine()}: it may use Unix sockets"]
-    refused = dict.fromkeys((machine.shmget, machine.memfd_create, IO_URING_SETUP), errno.ENOSYS)
+    missing = (*machine.ipc, machine.memfd_create, *machine.keys, IO_URING_SETUP, MEMFD_SECRET)
+    refused = {**dict.fromkeys(missing, errno.ENOSYS), machine.flock: 0}
     tests = [
-        *_if(machine.socket, 0, 0xFFFFFFFF, socket.AF_UNIX),
+        *_if(machine.socket, 0, ANY, (socket.AF_INET, socket.AF_INET6), errno.EACCES, False),
+        *_if(machine.socketpair, 0, ANY, (socket.AF_UNIX,), errno.EACCES, False),
         # An end of a pair of datagrams can be connected to another socket.
-        *_if(machine.socketpair, 1, 0xF, socket.SOCK_DGRAM),
+        *_if(machine.socketpair, 1, 0xF, (socket.SOCK_STREAM,), errno.EACCES, False),
+        *_if(machine.fcntl, 1, ANY, LOCKS, 0),
+        *_if(machine.fcntl, 1, ANY, (SET_LEASE,), errno.EACCES),
     ]
     try:
-        install(refused | {MEMFD_SECRET: errno.ENOSYS}, tests)
+        install(refused, tests)
     except OSError as error:
         return [f"no filter of system calls ({error.strerror}): it may use Unix sockets"]
     return []
@@ -94,13 +107,21 @@ def install(refused: Mapping[int, int], tests: list[Instruction] | None = None) 
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _if(number: int, argument: int, mask: int, value: int) -> list[Instruction]:
-    """The call is refused when an argument of it, an int, has this value under the mask."""
+def _if(
+    number: int, argument: int, mask: int, values: Sequence[int], code: int, among: bool = True
+) -> list[Instruction]:
+    """The call gets the error `code` when an argument of it, an int, is among these values under
+    the mask; or else, when it is not."""
+    last = len(values) - 1
+    # Where one is equal the rest is skipped up to the refusal, or up to what follows it.
+    found = [(EQUAL, last - n + (not among), 0, value) for n, value in enumerate(values)]
+    if among:
+        found[last] = (EQUAL, 0, 1, values[last])
     return [
-        (EQUAL, 0, 5, number),
+        (EQUAL, 0, len(values) + 4, number),
         (LOAD, 0, 0, ARGUMENTS + 8 * argument),  # little-endian: its lower half
         (AND, 0, 0, mask),
-        (EQUAL, 0, 1, value),
-        (RETURN, 0, 0, ERRNO | errno.EACCES),
+        *found,
+        (RETURN, 0, 0, ERRNO | code),
         (LOAD, 0, 0, NUMBER),
     ]

@@ -14,12 +14,10 @@ import math
 import os
 import pickle
 import select
-import shutil
 import signal
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
@@ -28,6 +26,7 @@ from kempner.rl.environments import limits
 from kempner.rl.environments.opening import make, refusal
 from kempner.rl.environments.pipes import EVER, Ended, Late, receive, send
 from kempner.rl.environments.protocol import Environment, Message, Task
+from kempner.rl.environments.scratch import emptied
 
 OPEN_S = 120.0  # that an environment may take to be made
 LOOK_S = 0.05  # between two looks at a reward that takes longer
@@ -68,7 +67,7 @@ class Outer:
         request: Request = pickle.loads(message)
         try:
             answer: dict[str, Any] = json.loads(self._watch(request.env, message))
-            fine = limits.end_descendants(self.inner, 1.0)
+            fine = "last" not in answer and limits.end_descendants(self.inner, 1.0)
         except (Late, ValueError) as error:
             answer, fine = {"why": str(error)}, False
         if not fine:
@@ -87,17 +86,19 @@ class Outer:
         """The last answer that it gives. Raises Late with the reason when it has gone over a limit,
         or has ended."""
         end, reason = time.monotonic() + OPEN_S, f"was not open within {OPEN_S:.0f} s"
-        before = 0
+        before, failed = 0, None
         try:
             send(self.to_inner, message, end)
             while True:
                 if self._answers():
                     answer = receive(self.from_inner, end)
-                    if answer != BEGIN:
+                    if not answer.startswith(BEGIN):
                         return answer
+                    failed = json.loads(answer[len(BEGIN) :])
                     end = time.monotonic() + QUICK_S + env.timeout
                     reason = f"took more than {env.timeout:g} s"
-                    before = limits.memory([self.inner])
+                    # A reward's own process shares with it what both of them are counted for.
+                    before = limits.memory([self.inner]) * (1 if failed is None else 2)
                     continue
                 family = limits.descendants(self.inner, limits.PROCESSES + 1)
                 if len(family) > limits.PROCESSES:
@@ -111,6 +112,8 @@ class Outer:
         except Ended:
             raise Late(_how(os.waitpid(self.inner, 0)[1])) from None
         except Late as error:
+            if failed is not None:
+                return json.dumps({"reward": failed, "last": True}).encode()
             raise Late(str(error) or reason) from None
 
     def _answers(self) -> bool:
@@ -150,11 +153,15 @@ class Outer:
             os.kill(self.inner, signal.SIGKILL)
         limits.end_descendants(os.getpid(), 10.0)
         if self.directory:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            emptied(self.directory)
+            with contextlib.suppress(OSError):
+                os.rmdir(self.directory)
 
 
 def serve(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
     """The inner process. `lacks`: what the kernel did not allow before."""
+    os.setsid()  # a signal to our group must not reach the outer one
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the init of a namespace does not get
     more, own = limits.confine(not lacks)
     lacks = lacks + more
     # Only what was made for it is ever emptied: its own file system, or else a new directory.
@@ -168,6 +175,7 @@ def serve(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
         while True:
             request: Request = pickle.loads(receive(requests, EVER))
             limits.reap()
+            emptied(scratch)  # of what a process has written that had to be ended
             try:
                 if request.env not in environments:
                     environments[request.env] = make(request.env.id, request.env.args)
@@ -178,15 +186,19 @@ def serve(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
             except BaseException as error:
                 send(answers, json.dumps({"why": _why(error)}).encode(), EVER)
                 continue
-            send(answers, BEGIN, EVER)
+            failed = environment.failed if request.call == "judge" else None
+            send(answers, BEGIN + json.dumps(failed).encode(), EVER)
             until = time.monotonic() + QUICK_S
             for number, talk in enumerate(talks, 1):
-                answer = json.dumps(ask(environment, request, task, talk)).encode()
-                for path in Path(scratch).iterdir():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                last = number == len(talks) or time.monotonic() > until
+                how = ask if failed is None else ask_apart
+                found = how(environment, request, task, talk)
                 # A process that it has left behind must be gone before the next one begins.
-                if last or not limits.reap() or not note(notes, answer):
+                alone = limits.reap()
+                if not emptied(scratch):
+                    found["last"] = True
+                answer = json.dumps(found).encode()
+                last = number == len(talks) or "last" in found or time.monotonic() > until
+                if last or not alone or not note(notes, answer):
                     send(answers, answer, EVER)
                     break
 
@@ -200,6 +212,28 @@ def note(notes: int, answer: bytes) -> bool:
         return False
 
 
+def ask_apart(
+    environment: Environment, request: Request, task: Task, talk: list[Message]
+) -> dict[str, Any]:
+    """In a process that only this conversation has. What ends it is the program's doing; but it
+    cannot send SIGKILL, which the kernel does where the host has no memory left."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(ours)
+            send(theirs, json.dumps(ask(environment, request, task, talk)).encode(), EVER)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    found: dict[str, Any] = {"reward": environment.failed}
+    with contextlib.suppress(Ended, ValueError):
+        found = json.loads(receive(ours, EVER))
+    os.close(ours)
+    status = os.waitpid(pid, 0)[1]
+    return {"why": _how(status)} if status == signal.SIGKILL else found
+
+
 def ask(
     environment: Environment, request: Request, task: Task, talk: list[Message]
 ) -> dict[str, Any]:
@@ -210,6 +244,8 @@ def ask(
                 return {"reply": reply and [str(reply.content), str(reply.role)]}
             reward = float(environment.judge(task, talk))
     except BaseException as error:  # also SystemExit, MemoryError, RecursionError
+        if isinstance(error, MemoryError) and environment.failed is not None:
+            return {"reward": environment.failed}
         return {"why": _why(error)}
     return {"reward": reward} if math.isfinite(reward) else {"why": f"its reward is {reward}"}
 
