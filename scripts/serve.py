@@ -34,7 +34,7 @@ from kempner.front_door import explain_os_error, read_text, run_program
 from kempner.hf.source import held
 from kempner.hf.stored import check_source
 from kempner.planner.engine import check_room, no_room
-from kempner.serve.command_line import TOKEN, check_window, parse
+from kempner.serve.arguments import TOKEN, check_window, parse
 from kempner.signals import TO_LEAVE, leave_event
 
 OPEN_TO_ALL = ("0.0.0.0", "::")

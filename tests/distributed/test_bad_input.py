@@ -220,7 +220,7 @@ def test_world_that_is_only_asked_for(good: list[str], tmp_path: Path) -> None:
     mesh, batch = rejected(*good, *check, "--distributed.dp_shard=4")
     assert "1 x 4 = 4" in mesh and "world of 6 ranks" in mesh and "product is 6" in mesh
     assert "8 sequences do not divide by 6 ranks = 6" in batch and "--train.global_batch=6" in batch
-    assert "at least 1" in one(*good, "--check", "--nodes=0")
+    assert "from 1 to 100,000" in one(*good, "--check", "--nodes=0")
     assert list(tmp_path.iterdir()) == []
 
 

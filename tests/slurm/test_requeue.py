@@ -130,18 +130,20 @@ def test_a_signal_between_two_attempts(
 ) -> None:
     """It comes while the batch script decides, when no rank is there to hear it."""
     deciding = tmp_path / "deciding"
-    slowly = f"[[ ! -e {tmp_path}/go ]] || [[ $1 != show ]] || {{ touch {deciding}; sleep 2; }}"
+    go = tmp_path / "go"
+    slowly = f"while [[ -e {go} && $1 == show ]]; do touch {deciding}; sleep 0.1; done"
     env = {**FAKE, **calls_of("scontrol", tmp_path / "bin", slowly)}
     arguments = [f"--run.dir={tmp_path / 'run'}", "--plan=crash-later,done"]
     job = cluster.sbatch(
         "singlenode.sh", *arguments, options=["--gpus-per-node=2"], cwd=tmp_path, env=env
     )
     cluster.wait_for("here is attempt 0", tmp_path / f"kempner-{job}.out")
-    (tmp_path / "go").touch()
+    go.touch()
     while not deciding.exists():
         time.sleep(0.05)
-    (tmp_path / "go").unlink()
     cluster.ask("scancel", "--batch", f"--signal={signal}", job)
+    time.sleep(2)  # the shell has it, and hears it when scontrol has answered
+    go.unlink()
     cluster.wait(job)
     assert [d["decision"] for d in decisions(tmp_path)] == story
 

@@ -20,7 +20,7 @@ from kempner.rl.environments.opening import Tasks, open_environments
 from kempner.rl.environments.scorer import Scorer
 from kempner.rl.exchange import Exchange
 from kempner.rl.router import Router
-from kempner.serve.command_line import TOKEN, problem_of
+from kempner.serve.arguments import TOKEN, problem_of
 
 if TYPE_CHECKING:
     from kempner.load import Words
