@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from kempner.signals import TO_LEAVE
+from tests.conftest import ROOT
 
 PROGRAM = """
 import signal, sys
@@ -29,3 +31,14 @@ def test_a_signal_in_the_middle_of_a_wait(number: int) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_no_simple_queue_is_waited_for_with_a_limit() -> None:
+    """Up to Python 3.12 its get(timeout=) waits for ever when a signal comes near the end of the
+    time; that of a Queue does not."""
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    names = [name for text in sources for name in re.findall(r"(\w+)\S* = SimpleQueue\(\)", text)]
+    names += [name for text in sources for name in re.findall(r"(\w+): SimpleQueue\[", text)]
+    waits = [each for text in sources for each in re.findall(r"(\w+)\.get\(timeout", text)]
+    assert "_come" in waits and "_inbox" in names
+    assert not set(names) & set(waits)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner.files import write_atomic
@@ -109,7 +109,7 @@ class Bench:
 
     def _measure(self, count: int, room: int) -> Measured:
         """`count` groups, all asked at once."""
-        come: SimpleQueue[Group | Exception] = SimpleQueue()
+        come: Queue[Group | Exception] = Queue()
 
         def work() -> None:
             try:
@@ -139,7 +139,7 @@ class Bench:
             full = (more - few) / (last - first) if last > first else full
         return Measured(tokens, prompts, seconds, full)
 
-    def _next(self, come: SimpleQueue[Group | Exception]) -> Group:
+    def _next(self, come: Queue[Group | Exception]) -> Group:
         while True:
             if self._stop.is_set():
                 raise Closed

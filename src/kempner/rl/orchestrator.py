@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
 
 from kempner.history import results
@@ -53,7 +53,7 @@ class Orchestrator:
         self._cfg, self._exchange, self._envs = cfg, exchange, envs
         self._sampler, self._router, self._say, self._stop = sampler, router, say, stop
         self._curriculum, self._beat = curriculum, Beat(exchange, "orchestrator")
-        self._come: SimpleQueue[tuple[Flight, Group | Exception]] = SimpleQueue()
+        self._come: Queue[tuple[Flight, Group | Exception]] = Queue()
         self._again: deque[Place] = deque()  # asked before, and not trained
         self._flying: dict[Flight, Place] = {}  # asked, and not here
         self._cancelled = 0  # groups since the last batch
@@ -161,7 +161,7 @@ class Orchestrator:
     def _evaluate(self, version: int) -> None:
         """Greedy, on tasks that training never sees. Newer weights wait until it is done. A sample
         without a reward counts as 0: what breaks the judge does not raise the score."""
-        answers: SimpleQueue[tuple[str, float | None] | Exception] = SimpleQueue()
+        answers: Queue[tuple[str, float | None] | Exception] = Queue()
 
         def work(env: Tasks, number: int) -> None:
             try:
@@ -187,7 +187,7 @@ class Orchestrator:
         self._say(f"step {version}: evaluation: {text or 'no rewards'}")
         self._evaluated = version
 
-    def _next_of(self, queue: SimpleQueue[Any]) -> Any:
+    def _next_of(self, queue: Queue[Any]) -> Any:
         """Waits; raises what a thread has raised."""
         while True:
             self._beat.alive()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from kempner.data.tokenizer import Piece
@@ -46,7 +46,7 @@ class Job:
     def __init__(self, stream: bool) -> None:
         self.stream = stream  # news of every token, not only of the last one
         self.texts: list[Text] = []
-        self.news: SimpleQueue[News | Unavailable] = SimpleQueue()
+        self.news: Queue[News | Unavailable] = Queue()
 
 
 class Worker:
