@@ -102,8 +102,9 @@ class Policy:
         assert self._batch is not None
         flat = (self._batch.logprobs, self._batch.advantages, self._batch.fresh, targets != IGNORE)
         given = [tensor.flatten().unsqueeze(1) for tensor in flat]
-        first = torch.zeros(self._batch.targets.shape[1], device=targets.device)
+        first = None
         if self._batch.own is not None:
+            first = torch.zeros(self._batch.targets.shape[1], device=targets.device)
             self._batch.own.append(first)
 
         def judge(losses: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -112,13 +113,14 @@ class Policy:
                 losses = losses.detach().requires_grad_()
                 ours, log_ratio, held = policy_losses(self._cfg, -losses, old, advantages)
                 (slopes,) = torch.autograd.grad(ours.sum(), losses)
-            mine = first[rows.start : rows.stop]  # nothing of rows after the first one
-            mine.copy_(-losses.detach()[: len(mine), 0])
+            if first is not None:
+                there = first[rows.start : rows.stop]  # nothing of rows after the first one
+                there.copy_(-losses.detach()[: len(there), 0])
             distance = log_ratio.detach().abs()
             # Of samples of the sampler this has the mean KL(sampler, model), and is never negative.
             kl = log_ratio.detach().expm1() - log_ratio.detach()
-            sums = (distance, distance * fresh, fresh.float(), held.float(), kl)
-            for i, values in enumerate(sums):
+            mine = (distance, distance * fresh, fresh.float(), held.float(), kl)
+            for i, values in enumerate(mine):
                 self._sums[i] += torch.where(counts, values, 0.0).sum()
             return ours.detach(), slopes
 

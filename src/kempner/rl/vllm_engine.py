@@ -34,10 +34,10 @@ from kempner.files import write_atomic
 from kempner.front_door import run_program
 from kempner.port_range import NoFreePort, ReservedPort
 from kempner.rl.engines import CHANGES, LEASE, SLOTS
+from kempner.serve.arguments import TOKEN
 from kempner.serve.lease import RUN, Lease, Leased
 from kempner.signals import leave_event
 
-TOKEN = "KEMPNER_SERVE_TOKEN"
 BEARER = "Authorization: Bearer TOKEN"
 LOOK_S = 0.5
 ENVIRONMENT = {
