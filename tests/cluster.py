@@ -41,6 +41,7 @@ class Cluster:
     ) -> None:
         """`small_disk`: a disk of 2 MB that the hosts see too; `user`: who types."""
         self.number, self.data, self.small_disk, self.user = number, data, small_disk, user
+        self._pending: dict[str, float] = {}  # since when, by job
         self.env = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
             "SLURM_CONF": slurm_conf,
@@ -128,21 +129,31 @@ class Cluster:
         """Wait for the end of a job, through its requeues; returns its exit code (128 + n: signal
         n)."""
         end = time.monotonic() + timeout
-        pending_since = time.monotonic()
         while (state := self.state(job)) not in ENDED:
             # Newer Slurm calls a job this that was preempted once, however its last start ends.
             if state == "PREEMPTED" and self.field(job, "Requeue") == "0":
                 break
             assert time.monotonic() < end, f"job {job} is still {state} after {timeout} s"
-            if state != "PENDING":
-                pending_since = time.monotonic()
-            elif time.monotonic() - pending_since > 2 and self.field(job, "Restarts") != "0":
-                # A requeued job waits until its old credential has expired, but it is enough when
-                # the new one is of another second.
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            self.hasten(job)
             time.sleep(0.2)
         code, number = map(int, self.field(job, "ExitCode").split(":"))
         return code or (128 + number if number else 0)
+
+    def hasten(self, job: str) -> None:
+        """Let a requeued job start now, and not when its old credential has expired. It must be of
+        another second, or the start fails: so not before the job has been pending for two."""
+        if self.state(job) != "PENDING" or self.field(job, "Restarts") == "0":
+            self._pending.pop(job, None)
+        elif time.monotonic() - self._pending.setdefault(job, time.monotonic()) > 2:
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def start_again(self, job: str, timeout: float = 120) -> None:
+        """Wait until a job that is being requeued runs again."""
+        end = time.monotonic() + timeout
+        while self.field(job, "Restarts") == "0" or self.state(job) != "RUNNING":
+            assert time.monotonic() < end, f"job {job} has not started again after {timeout} s"
+            self.hasten(job)
+            time.sleep(0.2)
 
     def wait_for(self, what: str, file: Path, timeout: float = 180) -> str:
         """Wait until a file holds some text; returns all of it."""

@@ -334,9 +334,7 @@ def test_no_answer_at_a_start(site: Site, later: bool) -> None:
         site.cluster.ask("scancel", "--batch", "--signal=TERM", job)
         site.cluster.wait_for("requeue: interrupted", folder / f"{job}.out")
         away.touch()
-        while site.cluster.field(job, "Restarts") == "0" or site.cluster.state(job) != "RUNNING":
-            site.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-            time.sleep(0.5)
+        site.cluster.start_again(job)
     site.cluster.wait_for("Slurm does not answer", folder / f"{job}.out")
     time.sleep(2)
     away.unlink()

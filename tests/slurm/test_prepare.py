@@ -49,13 +49,6 @@ def task_of(job: str) -> int:
     return 0
 
 
-def start_again(cluster: Cluster, job: str) -> None:
-    """A requeued job need not wait for long, see Cluster.wait."""
-    while cluster.state(job) != "RUNNING":
-        time.sleep(2)
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-
-
 def wait_for_units(out: Path, more_than: int) -> int:
     """Until more units are encoded; returns how many."""
     end = time.monotonic() + 120
@@ -75,7 +68,7 @@ def test_two_nodes_write_what_one_machine_writes_also_after_a_kill_and_a_warning
     os.kill(task_of(job), signal.SIGKILL)
     cluster.wait_for("requeue: ", log)
     assert not (out / "dataset.json").exists()
-    start_again(cluster, job)
+    cluster.start_again(job)
     cluster.wait_for("restart count 1", log)
     wait_for_units(out, count + 10)
     cluster.ask("scancel", "--batch", "--signal=TERM", job)

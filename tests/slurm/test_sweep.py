@@ -85,7 +85,7 @@ class Sweep:
         """A requeued job waits for its old credential to expire: let it start now."""
         for job in self.cluster.ask("squeue", "-h", "-r", "-t", "PD", "-o", "%i %r").splitlines():
             if job.endswith("BeginTime"):
-                self.cluster.run("scontrol", "update", f"JobId={job.split()[0]}", "StartTime=now")
+                self.cluster.hasten(job.split()[0])
 
     def run_dir(self, name: str) -> Path:
         (found,) = (self.folder / "runs/lr").glob(f"{name}-*")
