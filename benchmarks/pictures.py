@@ -4,8 +4,7 @@
     python -m benchmarks.pictures scale lowcomm    # some
 
 status, tmux: runs on a test bed of two hosts, one of which fails on purpose; rl: `make rl`, and its
-report; scale, lowcomm: drawn anew from the figures that docs/*.json recorded. docs/soak.png and
-docs/page*.png show a run of `python -m benchmarks.soak --faults 30 --seed 1`, which takes an hour.
+report; scale, lowcomm: drawn anew from the recorded figures.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from benchmarks.soak import cluster_of, say
 from tests.cluster import ROOT, SCRIPTS, Cluster
 from tests.fault.broken_run import until
 
-DOCS = ROOT / "docs"
+PICTURES = ROOT / "docs/pictures"
 FAULTY = {"KEMPNER_TRAIN": str(ROOT / "tests/fault/faulty_train.py")}
 COLUMNS, ROWS = 140, 50
 DARK, LIGHT = "#1c1e26", "#e6e6e6"
@@ -93,9 +92,9 @@ def of_runs(wanted: set[str]) -> None:
         if "status" in wanted:
             command = ["bash", str(SCRIPTS / "status.sh")]
             shown = cluster.run(*command, cwd=home, env={"COLUMNS": "110"}).stdout
-            terminal(f"$ bash scripts/slurm/status.sh\n{shown}$", DOCS / "status.png", 112)
+            terminal(f"$ bash scripts/slurm/status.sh\n{shown}$", PICTURES / "status.png", 112)
         if "tmux" in wanted:
-            terminal(screen(cluster, home), DOCS / "tmux.png")
+            terminal(screen(cluster, home), PICTURES / "tmux.png")
         cluster.run("scancel", job)
 
 
@@ -156,7 +155,7 @@ def of_rl() -> None:
         subprocess.run(["bash", SCRIPTS / "rl.sh", *words], cwd=ROOT, check=True)
         subprocess.run([sys.executable, ROOT / "scripts/report.py", "runs/arithmetic"],
                        cwd=folder, check=True)  # fmt: skip
-        shutil.copy(run / "report.png", DOCS / "rl.png")
+        shutil.copy(run / "report.png", PICTURES / "rl.png")
 
 
 def main() -> None:
@@ -165,8 +164,8 @@ def main() -> None:
     parser.add_argument("pictures", nargs="*", choices=[*names, []], metavar="|".join(names))
     wanted = set(parser.parse_args().pictures or names)
     if "scale" in wanted:
-        now, before = (read(str(DOCS / f"scale{x}.json")) for x in ("", "-before"))
-        plot(now, before, str(DOCS / "scale.png"))
+        now, before = (read(str(PICTURES / f"scale{x}.json")) for x in ("", "-before"))
+        plot(now, before, str(PICTURES / "scale.png"))
     if "lowcomm" in wanted:
         draw_recorded()
     if "rl" in wanted:
@@ -176,14 +175,14 @@ def main() -> None:
 
 
 def draw_recorded() -> None:
-    """lowcomm.png from the table of docs/lowcomm.md: the median, the lowest and the highest."""
+    """Plot lowcomm.png from the table of its page: the median, the lowest and the highest."""
     rows = re.findall(
         r"^\| ([^|]+) \| ([\d.]+) % \(([\d.]+) to ([\d.]+)\)",
-        (DOCS / "lowcomm.md").read_text(),
+        (ROOT / "docs/extensions/lowcomm.md").read_text(),
         re.MULTILINE,
     )
     ratios = {name.replace("`", ""): [float(x) / 100 for x in found] for name, *found in rows}
-    draw({"no communication": [1.0], **ratios}, DOCS / "lowcomm.png")
+    draw({"no communication": [1.0], **ratios}, PICTURES / "lowcomm.png")
 
 
 if __name__ == "__main__":

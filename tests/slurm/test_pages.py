@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/*.md, typed as they stand there in a copy of the repository.
+"""The commands of README.md and docs/, typed as they stand there in a copy of the repository.
 
 `make test` types those that take seconds and need no cluster; `make soak` types all of them.
 `python -m tests.pages` counts them.

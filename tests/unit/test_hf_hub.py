@@ -249,7 +249,7 @@ def test_the_commands_of_the_document(
     hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tied SmolLM with a real tokenizer, from the first command to the last."""
-    document = (ROOT / "docs/hugging-face.md").read_text()
+    document = (ROOT / "docs/extensions/hugging-face.md").read_text()
     make("smollm", tmp_path / "models/llama")
     (tmp_path / "corpus").mkdir()
     text = (ROOT / "README.md").read_text()
