@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from kempner.config.option import schema
 from kempner.run import RunConfig
@@ -82,3 +85,68 @@ def test_each_page_that_a_program_names_exists() -> None:
             assert (ROOT / page).exists(), (name, page)
             named += 1
     assert named > 100
+
+
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs/README.md"
+    linked = {
+        (index.parent / link).resolve()
+        for link in re.findall(r"\]\(([\w/.-]+\.md)", index.read_text())
+    }
+    assert [page.name for page in PAGES[1:] if page != index and page not in linked] == []
+
+
+def test_the_readme_fits_on_a_few_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_lines_that_the_readme_counts() -> None:
+    """Thousands of lines, counted again."""
+    if not (ROOT / "src/kempner/jobs").exists():
+        pytest.skip("the package has its earlier layout")
+    said = [
+        int(n) for n in re.findall(r"about ([\d,]+),000 lines", (ROOT / "README.md").read_text())
+    ]
+    library = ROOT / "src/kempner"
+    kit = ["jobs", "config"]
+    trainer = ["train", "model", "data", "parallel", "optim", "checkpoint"]
+    counted = [
+        count_lines([ROOT / "scripts/slurm"], "*.sh"),
+        count_lines([library / name for name in kit], "*.py"),
+        count_lines([library / name for name in trainer], "*.py"),
+        count_lines([library / "extensions"], "*.py"),
+    ]
+    for thousands, lines in zip(said, counted, strict=True):
+        assert abs(thousands * 1000 - lines) <= 1000, (said, counted)
+
+
+def count_lines(folders: list[Path], pattern: str) -> int:
+    files = (file for folder in folders for file in folder.rglob(pattern))
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def test_each_test_that_guarantees_a_promise_exists() -> None:
+    page = (ROOT / "docs/reference/guarantees.md").read_text()
+    promises = [line for line in page.splitlines() if line.startswith("| ")]
+    promises = [line for line in promises if not line.startswith("| Promise")]
+    assert len(promises) > 50
+    for promise in promises:
+        named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", promise)
+        assert named, promise
+        for name, function in named:
+            path = ROOT / name
+            assert path.exists(), promise
+            tests = find_tests(path)
+            assert function in tests if function else tests, promise
+
+
+def find_tests(path: Path) -> set[str]:
+    """The names of the tests in a file, or in the files of a directory."""
+    files = [path] if path.is_file() else path.rglob("test_*.py")
+    trees = [ast.parse(file.read_text()) for file in files]
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return {
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
