@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import subprocess
 from pathlib import Path
@@ -150,3 +151,11 @@ def find_tests(path: Path) -> set[str]:
         for node in nodes
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
+
+
+def test_each_test_of_a_fault_exists() -> None:
+    page = (ROOT / "docs/guide/resilience.md").read_text()
+    tests = sorted(find_tests(ROOT / "tests"))
+    named = set(re.findall(r"`(test_\w+\*?)`", page))
+    assert len(named) > 30
+    assert [x for x in sorted(named) if not fnmatch.filter(tests, x)] == []
