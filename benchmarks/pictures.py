@@ -2,9 +2,11 @@
 
     python -m benchmarks.pictures                  # all that take minutes; needs root and tmux
     python -m benchmarks.pictures scale lowcomm    # some
+    python -m benchmarks.pictures soak             # 10 to 15 minutes; needs Chromium
 
 status, tmux: runs on a test bed of two hosts, one of which fails on purpose; rl: `make rl`, and its
-report; scale, lowcomm: drawn anew from the recorded figures.
+report; scale, lowcomm: drawn anew from the recorded figures; soak: soak.png, page.png and
+page-phone.png, of a run with 30 faults.
 """
 
 from __future__ import annotations
@@ -158,11 +160,35 @@ def of_rl() -> None:
         shutil.copy(run / "report.png", PICTURES / "rl.png")
 
 
+def of_soak(faults: int = 30) -> None:
+    """soak.png, page.png and page-phone.png: the timeline and the page of a run with faults."""
+    from PIL import Image
+
+    from tests.browser import browser
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "soak"
+        words = ["--faults", str(faults), "--seed", "1", "--keep", str(kept)]
+        subprocess.run([sys.executable, "-m", "benchmarks.soak", *words], cwd=ROOT, check=True)
+        run = kept / "kit/run"
+        for page in ([], ["--html"]):
+            command = [sys.executable, str(ROOT / "scripts/report.py"), "run", *page]
+            subprocess.run(command, cwd=run.parent, check=True)
+        shutil.copy(run / "timeline.png", PICTURES / "soak.png")
+        with browser() as opened:
+            for name, width in (("page", 1100), ("page-phone", 375)):
+                out = PICTURES / f"{name}.png"
+                opened.open(run / "report.html", width)
+                opened.picture(out, 1500)
+                Image.open(out).convert("P", palette=Image.Palette.ADAPTIVE).save(out)
+
+
 def main() -> None:
-    names = ("status", "tmux", "rl", "scale", "lowcomm")
+    quick = ("status", "tmux", "rl", "scale", "lowcomm")
+    names = (*quick, "soak")
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("pictures", nargs="*", choices=[*names, []], metavar="|".join(names))
-    wanted = set(parser.parse_args().pictures or names)
+    wanted = set(parser.parse_args().pictures or quick)
     if "scale" in wanted:
         now, before = (read(str(PICTURES / f"scale{x}.json")) for x in ("", "-before"))
         plot(now, before, str(PICTURES / "scale.png"))
@@ -172,6 +198,8 @@ def main() -> None:
         of_rl()
     if wanted & {"status", "tmux"}:
         of_runs(wanted)
+    if "soak" in wanted:
+        of_soak()
 
 
 def draw_recorded() -> None:
