@@ -11,7 +11,7 @@
 # make cluster-down   shut that cluster down
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs torch from there: another build for older drivers
-# (docs/slurm.md). It stays until another one is named.
+# (docs/reference/slurm.md). It stays until another one is named.
 #
 # SLURM_BIN=DIR takes the Slurm in DIR in place of the one in PATH, for test, soak and cluster.
 #

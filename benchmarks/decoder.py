@@ -4,7 +4,7 @@
     python -m benchmarks.decoder --quick      only shows that it works
 
 Both live in one process, on one thread, and take turns step by step. CPU seconds of the process
-count, so that other jobs on the machine matter little. docs/benchmarks.md has figures.
+count, so that other jobs on the machine matter little. docs/reference/benchmarks.md has figures.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """What replicas over a slow link cost: DiLoCo, streaming DiLoCo and data parallelism, beside the
 same replicas without any communication.
 
-    sudo python -m benchmarks.lowcomm --turns 3 --out docs/lowcomm.png        about 12 minutes
+    sudo python -m benchmarks.lowcomm --turns 3 --out docs/pictures/lowcomm.png  # about 12 minutes
 
 Two network namespaces stand for two islands with a GPU each. Between them is a link of 100 Mbit/s
 whose packets arrive 20 ms later: a TUN device in each, and a process that carries packets from one
 to the other and counts their bytes. A step of a real model takes a GPU longer than a CPU takes for
 this small one, so each step waits for --step-ms. What decides is how long a round is, in times of
-what its fp32 numbers take on the link; that is printed, and docs/lowcomm.md says what it means.
+what its fp32 numbers take on the link; that is printed, and docs/extensions/lowcomm.md says what it
+means.
 
 The ways take turns; each tokens/s is divided by that of the replicas without communication in the
 same turn, and the table has the median of the turns, the lowest and the highest. Other work on the

@@ -6,7 +6,7 @@
 One process without FSDP. The peak is counted, not measured: a tracker adds up the storages of all
 tensors that exist, without weights, their gradients, and the copies on the host. Workspace inside
 of a kernel is not seen. The time is that of a step, forward and backward, all levers by turns.
-docs/benchmarks.md has figures.
+docs/reference/benchmarks.md has figures.
 """
 
 from __future__ import annotations

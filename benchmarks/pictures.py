@@ -2,10 +2,11 @@
 
     python -m benchmarks.pictures                  # all that take minutes; needs root and tmux
     python -m benchmarks.pictures scale lowcomm    # some
+    python -m benchmarks.pictures soak             # 10 to 15 minutes; needs Chromium
 
 status, tmux: runs on a test bed of two hosts, one of which fails on purpose; rl: `make rl`, and its
-report; scale, lowcomm: drawn anew from the figures that docs/*.json recorded. docs/soak.png and
-docs/page*.png show a run of `python -m benchmarks.soak --faults 30 --seed 1`, which takes an hour.
+report; scale, lowcomm: drawn anew from the recorded figures; soak: soak.png, page.png and
+page-phone.png, of a run with 30 faults.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.soak import cluster_of, say
 from tests.cluster import ROOT, SCRIPTS, Cluster
 from tests.fault.broken_run import until
 
-DOCS = ROOT / "docs"
+PICTURES = ROOT / "docs/pictures"
 FAULTY = {"KEMPNER_TRAIN": str(ROOT / "tests/fault/faulty_train.py")}
 COLUMNS, ROWS = 140, 50
 DARK, LIGHT = "#1c1e26", "#e6e6e6"
@@ -93,9 +94,9 @@ def of_runs(wanted: set[str]) -> None:
         if "status" in wanted:
             command = ["bash", str(SCRIPTS / "status.sh")]
             shown = cluster.run(*command, cwd=home, env={"COLUMNS": "110"}).stdout
-            terminal(f"$ bash scripts/slurm/status.sh\n{shown}$", DOCS / "status.png", 112)
+            terminal(f"$ bash scripts/slurm/status.sh\n{shown}$", PICTURES / "status.png", 112)
         if "tmux" in wanted:
-            terminal(screen(cluster, home), DOCS / "tmux.png")
+            terminal(screen(cluster, home), PICTURES / "tmux.png")
         cluster.run("scancel", job)
 
 
@@ -156,34 +157,60 @@ def of_rl() -> None:
         subprocess.run(["bash", SCRIPTS / "rl.sh", *words], cwd=ROOT, check=True)
         subprocess.run([sys.executable, ROOT / "scripts/report.py", "runs/arithmetic"],
                        cwd=folder, check=True)  # fmt: skip
-        shutil.copy(run / "report.png", DOCS / "rl.png")
+        shutil.copy(run / "report.png", PICTURES / "rl.png")
+
+
+def of_soak(faults: int = 30) -> None:
+    """soak.png, page.png and page-phone.png: the timeline and the page of a run with faults."""
+    from PIL import Image
+
+    from tests.browser import browser
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "soak"
+        words = ["--faults", str(faults), "--seed", "1", "--keep", str(kept)]
+        subprocess.run([sys.executable, "-m", "benchmarks.soak", *words], cwd=ROOT, check=True)
+        run = kept / "kit/run"
+        for page in ([], ["--html"]):
+            command = [sys.executable, str(ROOT / "scripts/report.py"), "run", *page]
+            subprocess.run(command, cwd=run.parent, check=True)
+        shutil.copy(run / "timeline.png", PICTURES / "soak.png")
+        with browser() as opened:
+            for name, width in (("page", 1100), ("page-phone", 375)):
+                out = PICTURES / f"{name}.png"
+                opened.open(run / "report.html", width)
+                opened.picture(out, 1500)
+                Image.open(out).convert("P", palette=Image.Palette.ADAPTIVE).save(out)
 
 
 def main() -> None:
-    names = ("status", "tmux", "rl", "scale", "lowcomm")
+    quick = ("status", "tmux", "rl", "scale", "lowcomm")
+    names = (*quick, "soak")
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("pictures", nargs="*", choices=[*names, []], metavar="|".join(names))
-    wanted = set(parser.parse_args().pictures or names)
+    wanted = set(parser.parse_args().pictures or quick)
     if "scale" in wanted:
-        now, before = (read(str(DOCS / f"scale{x}.json")) for x in ("", "-before"))
-        plot(now, before, str(DOCS / "scale.png"))
+        now, before = (read(str(PICTURES / f"scale{x}.json")) for x in ("", "-before"))
+        plot(now, before, str(PICTURES / "scale.png"))
     if "lowcomm" in wanted:
         draw_recorded()
     if "rl" in wanted:
         of_rl()
     if wanted & {"status", "tmux"}:
         of_runs(wanted)
+    if "soak" in wanted:
+        of_soak()
 
 
 def draw_recorded() -> None:
-    """lowcomm.png from the table of docs/lowcomm.md: the median, the lowest and the highest."""
+    """Plot lowcomm.png from the table of its page: the median, the lowest and the highest."""
     rows = re.findall(
         r"^\| ([^|]+) \| ([\d.]+) % \(([\d.]+) to ([\d.]+)\)",
-        (DOCS / "lowcomm.md").read_text(),
+        (ROOT / "docs/extensions/lowcomm.md").read_text(),
         re.MULTILINE,
     )
     ratios = {name.replace("`", ""): [float(x) / 100 for x in found] for name, *found in rows}
-    draw({"no communication": [1.0], **ratios}, DOCS / "lowcomm.png")
+    draw({"no communication": [1.0], **ratios}, PICTURES / "lowcomm.png")
 
 
 if __name__ == "__main__":

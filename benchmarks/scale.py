@@ -2,7 +2,8 @@
 in a hang.
 
     python -m benchmarks.scale                                  the table, for 256 to 16,384 ranks
-    python -m benchmarks.scale --before docs/scale-before.json --plot docs/scale.png
+    python -m benchmarks.scale --before docs/pictures/scale-before.json \\
+        --plot docs/pictures/scale.png
 
 Needs no GPU and no second machine. Up to 1,024 clients, threads of this process, talk to one real
 store, and up to 128 to each other by gloo. Checkpoints, the step's all-reduce and the data run as

@@ -541,7 +541,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="Markdown of the figures")
     parser.add_argument("--keep", type=Path, help="keep the run directories here")
     parser.add_argument(
-        "--site", help="hostile, or parts of it: docs/testbed.md; the kit, as a user"
+        "--site", help="hostile, or parts of it: docs/start/testbed.md; the kit, as a user"
     )
     parser.add_argument(
         "--kit", type=Path, help="with --site: the kit of another checkout, as a contrast"

@@ -6,7 +6,8 @@
     python -m benchmarks.trainer data                 tokens/s that one core reads
     python -m benchmarks.trainer checkpoint           what a save costs the steps
 
-`--quick` only shows that it works. docs/benchmarks.md has figures, and says how they are taken.
+`--quick` only shows that it works. docs/reference/benchmarks.md has figures, and says how
+they are taken.
 """
 
 from __future__ import annotations

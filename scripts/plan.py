@@ -7,8 +7,8 @@ Prints the memory of one GPU by part at its largest, the bytes that each rank se
 the three combinations with the shortest estimated step, as overrides for scripts/train.py. The
 times rank combinations and are ranges, from the estimate to a quarter more: no GPU was measured.
 `train.py --bench` measures. What is offloaded must fit into --host-memory GiB of a node (900).
-Reads no data and needs no GPU. docs/scaling.md says what is estimated, and how well. Exit code 1:
-nothing fits; 2: bad input.
+Reads no data and needs no GPU. docs/extensions/scaling.md says what is estimated, and how well.
+Exit code 1: nothing fits; 2: bad input.
 """
 
 if __name__ == "__main__":

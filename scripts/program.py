@@ -1,6 +1,6 @@
 """Any program under the care of this kit: scripts/slurm/run.sh starts one of these for each rank.
 
-python scripts/program.py [OPTIONS] -- COMMAND [ARGUMENTS]      see docs/any-program.md
+python scripts/program.py [OPTIONS] -- COMMAND [ARGUMENTS]      see docs/start/any-program.md
 
 --here N     all N ranks on this machine, without Slurm
 --check N    only checks the words, for a job of N nodes; prints ANSWER, the run directory,

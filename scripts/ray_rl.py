@@ -5,7 +5,8 @@ actors, each running its script in a process of its own.
         sbatch --nodes=2 scripts/slurm/ray.sh
 
 Takes what scripts/rl.py takes. An engine that is lost is started again; when another program fails,
-the run ends, and the same command resumes it. scripts/slurm/rl.sh needs no Ray: docs/rl.md.
+the run ends, and the same command resumes it. scripts/slurm/rl.sh needs no Ray:
+docs/extensions/rl.md.
 """
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
     python scripts/serve.py --weights runs/rl/rl/0/weights    the newest version of a trainer
 
 Completions and chat completions as OpenAI has them, with the log-probabilities and ids of tokens;
-weights change without a restart: docs/serve.md. SIGTERM or Ctrl-C ends it: requests in work are
-refused. Exit code 0, 1 when the engine has failed, or 2 on bad input.
+weights change without a restart: docs/extensions/serve.md. SIGTERM or Ctrl-C ends it: requests
+in work are refused. Exit code 0, 1 when the engine has failed, or 2 on bad input.
 """
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from kempner.history.tables import aligned, duration
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are read
 COLUMNS = ("run", "state", "step", "loss", "tokens/s", "attempts", "left", "")
 NODE_COLUMNS = ("host", "runs", "attempts", "hours", "excluded", "faults", "last fault")
-SCHEMA = 1  # of --json: docs/monitoring.md
+SCHEMA = 1  # of --json: docs/start/monitoring.md
 
 
 def main(argv: list[str]) -> int:

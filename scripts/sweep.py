@@ -7,9 +7,9 @@
     python scripts/sweep.py SWEEP.toml cancel             what is queued or running
     python scripts/sweep.py SWEEP.toml table              the results: text, CSV and a picture
 
-Without Slurm, `submit --here` runs the points on this machine, one after another. docs/sweeps.md
-has the format of the file. Exit code 1: something was not submitted, or has failed; 2: bad input,
-every problem on a line of its own, and nothing is submitted.
+Without Slurm, `submit --here` runs the points on this machine, one after another.
+docs/extensions/sweeps.md has the format of the file. Exit code 1: something was not submitted, or
+has failed; 2: bad input, every problem on a line of its own, and nothing is submitted.
 """
 
 if __name__ == "__main__":

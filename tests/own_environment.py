@@ -1,4 +1,4 @@
-"""The environment of docs/rl.md."""
+"""The environment of docs/extensions/rl.md."""
 
 from kempner.rl.environments.protocol import Environment, Task
 

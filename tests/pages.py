@@ -1,4 +1,4 @@
-"""The commands that README.md and docs/*.md print, and what stands in for what only a reader has.
+"""The commands that README.md and docs/ print, and what stands in for what only a reader has.
 
     python -m tests.pages          # how many there are, and how each is tested
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in DOCS)]
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 ACTIVATE = ". .venv/bin/activate"
 NEEDS = {
     "cluster": "sbatch and srun are those of a test bed, with small configurations",
@@ -52,7 +52,7 @@ CHAT = (
 PREPARE = "python scripts/prepare_data.py"
 # What makes each, in bash, in the repository's copy. A stand-in may need those that come before it.
 STAND_INS = {
-    "corpus/": "mkdir corpus && cp -r docs/*.md src tests corpus",
+    "corpus/": "mkdir corpus && cp -r docs/*/*.md src tests corpus",
     "data/corpus": f"{PREPARE} corpus/ --out data/corpus --train-bpe 32000",
     "data/stdlib": f"{PREPARE} --source stdlib --out data/stdlib",
     "more.jsonl": """echo '{"text": "one more document"}' >more.jsonl""",

@@ -6,7 +6,7 @@
 #   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
 #   bash scripts/slurm/multinode.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
-# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=2

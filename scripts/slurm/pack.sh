@@ -5,8 +5,8 @@
 #   sbatch --gpus-per-node=8 --array=0-9 scripts/slurm/pack.sh 4 @FILE    four lines of FILE in each job
 #   bash scripts/slurm/pack.sh 2 A.toml B.toml --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
-# Each is a run as singlenode.sh makes it, and has its batch log in its own logs/. Sweeps use it: docs/sweeps.md.
-# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+# Each is a run as singlenode.sh makes it, and has its batch log in its own logs/. Sweeps use it: docs/extensions/sweeps.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=1
 #SBATCH --exclusive

@@ -6,7 +6,7 @@
 #   bash scripts/slurm/preflight.sh                             in a shell of salloc
 #
 # Exit code 0: all nodes pass; 1: some do not, and the last lines name them. KEMPNER_PREFLIGHT=1 does the same at the
-# start of each training job: docs/preflight.md.
+# start of each training job: docs/guide/preflight.md.
 #SBATCH --job-name=preflight
 #SBATCH --nodes=2
 #SBATCH --exclusive

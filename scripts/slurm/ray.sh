@@ -5,7 +5,7 @@
 #   sbatch --nodes=4 scripts/slurm/ray.sh                              interactive, until touch JOBID-logs/ENDED
 #   bash JOBID-attach.sh [N|HOSTNAME] [-- COMMAND...]                  both: a shell or a command on a node; 0: the head
 #
-# Variables, logs, exit codes: docs/ray.md.
+# Variables, logs, exit codes: docs/guide/ray.md.
 #SBATCH --job-name=ray
 #SBATCH --nodes=2
 #SBATCH --exclusive
@@ -43,7 +43,7 @@ done
 RAY_BEGAN=$(date +%s.%N)
 kp_begin # the repository, site.env
 kp_in_job || kp_die "ray.sh runs in a job: sbatch --nodes=N scripts/slurm/ray.sh"
-ray_defaults   # the variables of docs/ray.md
+ray_defaults   # the variables of docs/guide/ray.md
 ray_names      # under the names of the other launch scripts
 kp_enter       # secrets, container, the job as Slurm sees it
 ray_resources  # CPUs, GPUs, memory of a node

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Train replicas that may be lost (lowcomm.mode = steps), each in a srun step of its own: docs/lowcomm.md.
+# Train replicas that may be lost (lowcomm.mode = steps), each in a srun step of its own: docs/extensions/lowcomm.md.
 #
 #   sbatch scripts/slurm/replicas.sh configs/train/lowcomm/steps.toml
 #   sbatch --nodes=16 --time=24:00:00 --partition=gpu scripts/slurm/replicas.sh CONFIG [OVERRIDES]
 #   bash scripts/slurm/replicas.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
-# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options of the trainer, which scripts/train.py --help lists.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=2

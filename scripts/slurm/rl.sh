@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Reinforcement learning: a trainer, engines that sample, and an orchestrator between them, in one job: docs/rl.md.
+# Reinforcement learning: a trainer, engines that sample, and an orchestrator between them, in one job: docs/extensions/rl.md.
 #
 #   sbatch --nodes=3 scripts/slurm/rl.sh configs/rl/arithmetic.toml --rl.deployment.num_infer_nodes=2
 #   bash scripts/slurm/rl.sh CONFIG [OVERRIDES]    outside Slurm: the same on this machine
@@ -7,7 +7,7 @@
 #   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --bench    the same for 20 steps, and where the time of each part went
 #   bash scripts/slurm/rl.sh CONFIG [OVERRIDES] --dry-run [SBATCH OPTIONS]    shows what sbatch would do
 #
-# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 # OVERRIDES are the options that scripts/rl.py --help lists.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run any program on whole nodes, one process per GPU (or per node: --ntasks-per-node=1, torchrun), with the care that the trainer gets: docs/any-program.md.
+# Run any program on whole nodes, one process per GPU (or per node: --ntasks-per-node=1, torchrun), with the care that the trainer gets: docs/start/any-program.md.
 #
 #   sbatch scripts/slurm/run.sh -- python my_train.py --lr 3e-4
 #   sbatch --nodes=16 --time=24:00:00 scripts/slurm/run.sh --checkpoints='out/ckpt-*' -- python my_train.py
@@ -13,7 +13,7 @@
 #   --heartbeat=SECONDS    a rank that does not touch $KEMPNER_HEARTBEAT for so long hangs
 #   --signal=NAME          what asks the program to save and leave (the one it handles: TERM, else USR1)
 #
-# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/slurm.md.
+# sbatch's command line and SBATCH_* variables override the #SBATCH lines: docs/reference/slurm.md.
 #SBATCH --job-name=kempner
 #SBATCH --nodes=1
 #SBATCH --exclusive

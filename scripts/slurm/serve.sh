@@ -6,7 +6,7 @@
 #   bash scripts/slurm/serve.sh runs/7b --dry-run --nodes=2    shows what sbatch would do
 #
 # The options are those of scripts/serve.py. In runs/serve-JOBID: engines.txt, the URLs, one a line; token, which
-# requests must have; logs. docs/serve.md
+# requests must have; logs. docs/extensions/serve.md
 #SBATCH --job-name=serve
 #SBATCH --nodes=1
 #SBATCH --exclusive

@@ -5,7 +5,7 @@
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/run.sh --code=DIR [OPTIONS] -- COMMAND
 #   bash scripts/slurm/submit.sh --refresh JOB    the job has the code as it is now from its next start on
 #
-# It is sbatch, but for the code: that of RUN/code/HASH, a copy of the repository, or of the program's: docs/startup.md
+# It is sbatch, but for the code: that of RUN/code/HASH, a copy of the repository, or of the program's: docs/guide/startup.md
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh

@@ -351,13 +351,14 @@ def _check_transport(log: str) -> None:
     host, wanted = slurm.host_name(), nccl_transport.expected(found)
     said = f"NCCL uses NET/{used}" if used else "NCCL did not say which network it uses"
     if wanted and not used:
-        said += f": scripts/slurm/preflight.sh measures whether it is {found} (docs/debugging.md)"
+        said += f": scripts/slurm/preflight.sh measures whether it is {found}"
+        said += " (docs/start/debugging.md)"
     print(f"kempner: network of {host}: {said}", file=sys.stderr, flush=True)
     if used and wanted and used not in wanted and not nccl_transport.chosen_by_user():
         raise ConfigError(
             f"{host} has {found}, but NCCL uses NET/{used}, not NET/{wanted[0]}: run "
-            f"scripts/slurm/preflight.sh, and see docs/debugging.md; set NCCL_NET={used} to train "
-            "over it all the same"
+            f"scripts/slurm/preflight.sh, and see docs/start/debugging.md; set NCCL_NET={used} "
+            "to train over it all the same"
         )
 
 

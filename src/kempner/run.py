@@ -45,7 +45,8 @@ class RunSection:
     )
     fork: str = option(
         "",
-        "begin from a checkpoint of another run: RUN, its directory, or RUN@STEP; see docs/fork.md",
+        "begin from a checkpoint of another run: RUN, its directory, or RUN@STEP; "
+        "see docs/guide/fork.md",
     )
     fork_optimizer: str = option(
         "keep",

@@ -368,7 +368,7 @@ def accounted(jobs: Sequence[str]) -> dict[str, str]:
     return {job: state.partition(" ")[0] for job, _, state in lines if state}
 
 
-# --- for programs under scripts/slurm/run.sh: docs/any-program.md --------------------------------
+# --- for programs under scripts/slurm/run.sh: docs/start/any-program.md --------------------------
 
 
 def stop_requested() -> bool:

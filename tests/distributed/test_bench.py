@@ -40,8 +40,9 @@ def test_decoder_quick() -> None:
 
 
 def test_scale_quick() -> None:
+    before = "docs/pictures/scale-before.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scale", "--quick", "--before", "docs/scale-before.json"],
+        [sys.executable, "-m", "benchmarks.scale", "--quick", "--before", before],
         cwd=ROOT,
         env=clean_env(),
         capture_output=True,

@@ -1,4 +1,4 @@
-"""docs/data.md: its commands and its configuration, as they stand there."""
+"""docs/guide/data.md: its commands and its configuration, as they stand there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_commands_for_several_data_sets_do_what_the_page_says(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    page = (ROOT / "docs/data.md").read_text()
+    page = (ROOT / "docs/guide/data.md").read_text()
     section = page[page.index("\n## Several data sets") : page.index("\n## Documents")]
     [config] = re.findall(r"```toml\n# mix.toml\n(.*?)```", section, re.S)
     (folder / "mix.toml").write_text(config)

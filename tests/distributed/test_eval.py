@@ -31,7 +31,7 @@ QUESTIONS = [
     {"question": "return ", "choices": ["None", "x y z"], "answer": 0},
 ]
 TEXTS = ["from __future__ import annotations\n" * 3, "def main() -> None:\n    pass\n", "x"]
-DOCUMENT = (ROOT / "docs/evaluate.md").read_text()
+DOCUMENT = (ROOT / "docs/extensions/evaluate.md").read_text()
 TASKS = {  # beside `mine`, which is the document's
     "texts": """
 output_type: loglikelihood_rolling

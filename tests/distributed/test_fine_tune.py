@@ -78,7 +78,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text += '[model]\ninit_from = "runs/sft@4"\n'
         (path / f"configs/train/{name}.toml").write_text(text)
     script = ["set -e", f'PATH="{Path(sys.executable).parent}:$PATH"']
-    script += [*commands("docs/fine-tune.md"), *commands("docs/align.md")]
+    script += [*commands("docs/guide/fine-tune.md"), *commands("docs/extensions/align.md")]
     assert len(script) == 7
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],

@@ -161,8 +161,8 @@ def test_what_is_refused(base: Path, train: Train, tmp_path: Path) -> None:
 def test_a_run_with_checkpoints_is_no_fork_of_another(
     base: Path, train: Train, tmp_path: Path
 ) -> None:
-    """The fork is that of docs/fork.md."""
-    block = (ROOT / "docs/fork.md").read_text().split("    python scripts/train.py ")[1]
+    """The fork is that of docs/guide/fork.md."""
+    block = (ROOT / "docs/guide/fork.md").read_text().split("    python scripts/train.py ")[1]
     command = block.split("\n\n")[0].replace("\\\n", "")
     config, run_dir, *words = shlex.split(command.replace("runs/debug", str(base)))
     assert (config, run_dir) == (TINY[0], "--run.dir=runs/long")

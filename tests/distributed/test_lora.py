@@ -155,9 +155,9 @@ def test_the_base_is_frozen_in_bf16_and_costs_no_gradient() -> None:
 def test_the_commands_of_the_document(data_dir: Path, tmp_path: Path) -> None:
     import peft
 
-    document = (ROOT / "docs/lora.md").read_text()
+    document = (ROOT / "docs/guide/lora.md").read_text()
     make("smollm", tmp_path / "models/llama", torch.bfloat16)
-    text = (ROOT / "README.md").read_text() * 3
+    text = (ROOT / "docs/reference/slurm.md").read_text() * 3
     (tmp_path / "models/llama/tokenizer.json").write_bytes(train_bpe([text], 260))
     (tmp_path / "text.md").write_text(text)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")

@@ -2,8 +2,9 @@
 a variable, is pointed at directories of other people's files, and at those of other programs of
 this kit. None of their files changes, and what was refused has left nothing.
 
-DOORS is the table of docs/checkpoints.md. Below it, a test for each place where a path may come in
-(sections of the configuration, argparse, run.sh, variables) fails for one that is in no list.
+DOORS is the table of docs/reference/checkpoints.md. Below it, a test for each place where a path
+may come in (sections of the configuration, argparse, run.sh, variables) fails for one that is in no
+list.
 """
 
 from __future__ import annotations
@@ -500,7 +501,7 @@ def test_every_variable_is_in_the_table() -> None:
 
 
 def as_table() -> str:
-    """DOORS as docs/checkpoints.md has it."""
+    """DOORS as docs/reference/checkpoints.md has it."""
     lines = ["| | " + " | ".join(KINDS.values()) + " |", "|---" * (len(KINDS) + 1) + "|"]
     for name, door in DOORS.items():
         cells = ("written" if kind in door.own else "refused" for kind in KINDS)
@@ -509,4 +510,4 @@ def as_table() -> str:
 
 
 def test_the_page_has_the_table() -> None:
-    assert as_table() in (ROOT / "docs/checkpoints.md").read_text()
+    assert as_table() in (ROOT / "docs/reference/checkpoints.md").read_text()

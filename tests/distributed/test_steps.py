@@ -21,7 +21,7 @@ NETWORK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 @contextlib.contextmanager
 def judging(run: Path) -> Iterator[Path]:
-    """The judge of docs/lowcomm.md; yields its address."""
+    """The judge of docs/extensions/lowcomm.md; yields its address."""
     run.mkdir()
     words = ["-m", "kempner.lowcomm.judge", run / ".door", "127.0.0.1", "--log"]
     program = [sys.executable, *words, run / "replicas.jsonl"]

@@ -66,9 +66,10 @@ def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_variables_are_those_of_the_docs() -> None:
-    rows = re.findall(r"^\| (`KEMPNER_.*?) \|", (ROOT / "docs/slurm.md").read_text(), re.M)
+    page = (ROOT / "docs/reference/slurm.md").read_text()
+    rows = re.findall(r"^\| (`KEMPNER_.*?) \|", page, re.M)
     told = set(re.findall(r"`KEMPNER_(\w+)`", " ".join(rows)))
-    told |= {"ORCHESTRATE", "SERVE", "SERVE_TOKEN", "VLLM"}  # docs/rl.md, docs/serve.md
+    told |= {"ORCHESTRATE", "SERVE", "SERVE_TOKEN", "VLLM"}  # docs/extensions/
     assert set(bash('echo "${KP_VARIABLES[@]}"').stdout.split()) == told
 
 

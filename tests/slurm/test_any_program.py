@@ -1,5 +1,5 @@
-"""The table of docs/any-program.md: kinds of programs under run.sh, each struck by one fault after
-the other in one job. Too slow for every day:
+"""The table of docs/start/any-program.md: kinds of programs under run.sh, each struck by one fault
+after the other in one job. Too slow for every day:
 
     .venv/bin/python -m pytest -m soak -s tests/slurm/test_any_program.py
 

@@ -1,5 +1,5 @@
 """The code of the submission: a run has the repository as it was, whatever becomes of it. See
-docs/startup.md."""
+docs/guide/startup.md."""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def test_the_variables_that_are_set(cluster: Cluster, tmp_path: Path) -> None:
     arguments = [*cluster.debug_run(tmp_path / "run"), "--dry-run", "--nodes=2"]
     done = dry(cluster, tmp_path, "multinode.sh", *arguments, env=env | {"KEMPNER_MINE": "1"})
     assert done.returncode == 0, done.stderr
-    told = done.stdout.split("variables of the kit that you have set (docs/slurm.md):\n")[1]
+    title = "variables of the kit that you have set (docs/reference/slurm.md):\n"
+    told = done.stdout.split(title)[1]
     set_here = told.split("\n\n")[0].split("\n")
     assert "  KEMPNER_RESTARTS=2" in set_here and "  KEMPNER_WEBHOOK=***" in set_here
     assert not [line for line in set_here if "SIGNAL_LEAD" in line or "CHIAN" in line]
@@ -103,8 +104,9 @@ def test_the_variables_that_are_set(cluster: Cluster, tmp_path: Path) -> None:
         line.split("warning: ")[1] for line in done.stdout.split("\n") if "warning: " in line
     ]
     assert warnings == [
-        "nothing reads KEMPNER_CHIAN (did you mean KEMPNER_CHAIN?): docs/slurm.md has the list",
-        "nothing reads KEMPNER_MINE: docs/slurm.md has the list",
+        "nothing reads KEMPNER_CHIAN (did you mean KEMPNER_CHAIN?): docs/reference/slurm.md has "
+        "the list",
+        "nothing reads KEMPNER_MINE: docs/reference/slurm.md has the list",
     ]
 
 

@@ -447,8 +447,8 @@ def test_a_program_that_is_ended_and_leaves_in_order_is_not_done(tmp_path: Path)
 
 @pytest.mark.soak
 def test_the_callback_for_lightning(tmp_path: Path) -> None:
-    """That of docs/any-program.md, in the program there: the step of the request is not lost."""
-    page = (ROOT / "docs/any-program.md").read_text()
+    """That of the page, in the program there: the step of the request is not lost."""
+    page = (ROOT / "docs/start/any-program.md").read_text()
     callback = re.search(r"^(class Leave.*?)\n```", page, re.MULTILINE | re.DOTALL)
     assert callback
     program = (ROOT / "tests/slurm/programs/lightning_module.py").read_text()

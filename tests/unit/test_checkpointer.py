@@ -27,7 +27,7 @@ from kempner.config.option import ConfigError
 from kempner.resilience.lock import RunLock
 
 DATA = "ranks-000/__0_0.distcp"
-DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+DOCS = Path(__file__).parents[2] / "docs/reference/checkpoints.md"
 
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -301,7 +301,7 @@ def test_a_wrong_section(folder: Path) -> None:
     Path("a.toml").write_text('[slurm]\npartition = "gpu"\n')
     assert "slurm: the request is made to sbatch; give its options" in problem("a.toml")
     Path("a.toml").write_text("[vlm]\nx = 5\n")
-    assert "those of other kits are in docs/coming-from.md" in problem("a.toml")
+    assert "those of other kits are in docs/start/coming-from.md" in problem("a.toml")
     Path("a.toml").write_text("max_steps = 5\n")
     assert problem("a.toml") == "a.toml: max_steps: unknown key; did you mean train.max_steps?"
 
@@ -561,7 +561,7 @@ def test_help_needs_no_torch() -> None:
 
 
 def test_the_examples_of_the_page_are_true(tmp_path: Path) -> None:
-    page = (REPO / "docs/configuration.md").read_text()
+    page = (REPO / "docs/start/configuration.md").read_text()
     command, _, shown = page.partition("\n$ python scripts/train.py ")[2].partition("\n")
     shown = shown.partition("\n```")[0].replace("/home/me/kempner", str(REPO))
     assert train(*shlex.split(command)).stderr.strip() == shown.strip()
@@ -675,8 +675,8 @@ def test_a_required_key_of_a_section_within_another_is_named_whole() -> None:
     ("word", "hint"),
     [
         ("--slurm.nodes=2", "the request is made to sbatch; give its options"),
-        ("--output_dir=x", "--help lists all; those of other kits are in docs/coming-from.md"),
-        ("--vlm.freeze=1", "--help lists all; those of other kits are in docs/coming-from.md"),
+        ("--output_dir=x", "--help lists all; those of other kits are in docs/start/"),
+        ("--vlm.freeze=1", "--help lists all; those of other kits are in docs/start/"),
         ("--train.max_step=3", "did you mean --train.max_steps?"),
     ],
 )

@@ -290,7 +290,7 @@ def test_what_can_be_combined_is_taken(words: str) -> None:
 
 
 def test_the_command_of_the_page_fits_its_world() -> None:
-    page = (ROOT / "docs/long-sequences.md").read_text()
+    page = (ROOT / "docs/guide/long-sequences.md").read_text()
     command = page.partition("multinode.sh ")[2].partition("\n\n")[0].replace("\\\n", " ")
     file, *words = command.split()
     assert check_world(load_config([file], words), 16, 8) == []

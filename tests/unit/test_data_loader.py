@@ -285,7 +285,7 @@ def test_validation_counts_the_same_samples_once_for_any_world_size(
 
 
 def test_reading_is_far_faster_than_any_training(tmp_path: Path) -> None:
-    """docs/data.md has 22 to 340 M tokens/s: the limit here leaves a busy machine a wide margin."""
+    """docs/guide/data.md has 22 to 340 M tokens/s: the limit leaves a busy machine a margin."""
     np.save(tmp_path / "0.npy", np.zeros(4_000_000, np.uint16))
     about = {"name": "bytes", "kind": "bytes", "hash": ""}
     splits: dict[str, list[Shard]] = {"train": [Shard("0.npy", 4_000_000, 0, 0)], "val": []}

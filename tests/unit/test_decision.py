@@ -193,7 +193,7 @@ def test_a_node_that_is_left_out_begins_the_count_anew() -> None:
 def test_the_table_of_the_page() -> None:
     """Write it there when a rule changes: python -c 'from kempner.history import decision;
     print(decision.table())'."""
-    assert table() in (ROOT / "docs/slurm.md").read_text()
+    assert table() in (ROOT / "docs/reference/slurm.md").read_text()
 
 
 # --- judge.py -------------------------------------------------------------------------------------

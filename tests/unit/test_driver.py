@@ -69,7 +69,7 @@ def test_what_fits(version: str | None, cuda: str | None, fix: str | None) -> No
 
 
 def test_the_page_has_every_index() -> None:
-    page = (ROOT / "docs/slurm.md").read_text()
+    page = (ROOT / "docs/reference/slurm.md").read_text()
     for branch, index in driver.INDEXES.items():
         assert re.search(rf"\| {branch} .*`{driver.INDEX}{index}`", page), index
 

@@ -348,7 +348,7 @@ def test_an_own_environment_and_the_page_that_shows_it() -> None:
     assert env.score(Task("Vowels in abe: ", 2), " 2 ") == 1.0
     assert env.score(Task("Vowels in abe: ", 2), "3") == 0.0
     code = OWN.read_text().split('"""\n\n', 1)[1].strip()
-    assert len(code.splitlines()) <= 15 and code in (ROOT / "docs/rl.md").read_text()
+    assert len(code.splitlines()) <= 15 and code in (ROOT / "docs/extensions/rl.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "mixed"])

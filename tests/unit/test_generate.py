@@ -236,7 +236,7 @@ def test_the_commands_of_the_document(
     """Also what a directory in Hugging Face's form continues: the texts of transformers."""
     import transformers
 
-    document = (ROOT / "docs/generate.md").read_text()
+    document = (ROOT / "docs/extensions/generate.md").read_text()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/quickstart").symlink_to(run)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
@@ -324,7 +324,7 @@ def test_a_dialogue(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_server_of_its_document(text: Any, run: Path, tmp_path: Path) -> None:
     """Its commands work; greedy texts are those of this program; SIGTERM answers what waits."""
-    document = (ROOT / "docs/serve.md").read_text()
+    document = (ROOT / "docs/extensions/serve.md").read_text()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/quickstart").symlink_to(run)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")

@@ -195,7 +195,7 @@ def test_a_data_set_of_the_hub(hub: dict[str, str], train: Train, tmp_path: Path
 def test_a_tokenizer_without_the_weights_of_its_model(hub: dict[str, str], tmp_path: Path) -> None:
     """To train from scratch: 16 GB came with the tokenizer of an 8B model."""
     make("smollm", Hub.files)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/reference/slurm.md").read_text()
     (Hub.files / "tokenizer.json").write_bytes(train_bpe([text], 260))
     (tmp_path / "text.md").write_text(text)
     words = [tmp_path / "text.md", "--tokenizer", "me/tiny@main", "--out"]
@@ -249,10 +249,10 @@ def test_the_commands_of_the_document(
     hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tied SmolLM with a real tokenizer, from the first command to the last."""
-    document = (ROOT / "docs/hugging-face.md").read_text()
+    document = (ROOT / "docs/extensions/hugging-face.md").read_text()
     make("smollm", tmp_path / "models/llama")
     (tmp_path / "corpus").mkdir()
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/reference/slurm.md").read_text()
     (tmp_path / "corpus/text.md").write_text(text)
     (tmp_path / "models/llama/tokenizer.json").write_bytes(train_bpe([text], 260))
     shutil.copytree(tmp_path / "models/llama", Hub.files)

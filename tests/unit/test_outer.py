@@ -364,7 +364,7 @@ def test_the_shipped_files_fit_any_world(path: Path) -> None:
 
 
 def test_the_page_names_the_files_and_its_commands_are_valid() -> None:
-    page = (ROOT / "docs/lowcomm.md").read_text()
+    page = (ROOT / "docs/extensions/lowcomm.md").read_text()
     assert all(f"`{path.name}`" in page for path in FILES)
     node = re.search(r'NODE="(.*)"', page)
     assert node is not None

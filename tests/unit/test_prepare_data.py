@@ -366,14 +366,14 @@ def test_tokenizers_that_cut_pad_and_add_are_kept_from_it(tmp_path: Path, bpe: P
 
 
 def test_the_directory_of_a_model_is_a_tokenizer_too(tmp_path: Path, bpe: Path) -> None:
-    """As docs/prepare.md has it. Its end-of-sequence token counts where no usual name is known."""
+    """As docs/guide/prepare.md has it. Its own end-of-sequence token counts."""
     tokenizers = pytest.importorskip("tokenizers")
     model = tmp_path / "models/llama3"
     model.mkdir(parents=True)
     unusual = json.loads((bpe / "tokenizer.json").read_text().replace("<|endoftext|>", "<|fin|>"))
     (model / "tokenizer.json").write_text(json.dumps(unusual))
     write_texts(tmp_path / "corpus", 3, 500)
-    document = (REPO / "docs/prepare.md").read_text()
+    document = (REPO / "docs/guide/prepare.md").read_text()
     (words,) = re.findall(
         r"^    python scripts/prepare_data.py (.* models/llama3)$", document, re.M
     )

@@ -140,8 +140,8 @@ def test_a_page_in_a_browser_of_this_machine(
 
 
 def test_the_command_of_the_page_keeps_the_token_to_itself(engine: Client, tmp_path: Path) -> None:
-    """docs/serve.md; every user of the host sees the words of curl."""
-    (block,) = (block for block in blocks("docs/serve.md") if "Bearer" in block.text)
+    """docs/extensions/serve.md; every user of the host sees the words of curl."""
+    (block,) = (block for block in blocks("docs/extensions/serve.md") if "Bearer" in block.text)
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "curl").write_text(
         f'#!/bin/sh\necho "$@" >words\nexec {shutil.which("curl")} --silent --fail "$@"\n'

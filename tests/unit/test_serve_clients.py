@@ -24,7 +24,7 @@ from tests.served import TEMPLATE, Client, make_model
 openai = pytest.importorskip("openai")
 MESSAGES = [{"role": "user", "content": "a few words"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-PAGE = (ROOT / "docs/serve.md").read_text()
+PAGE = (ROOT / "docs/extensions/serve.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -854,7 +854,7 @@ def test_ctrl_c_here(swept: list[Point], monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_commands_of_the_page() -> None:
     """Its commands are known to the program, and its files are there."""
-    page = (ROOT / "docs/sweeps.md").read_text()
+    page = (ROOT / "docs/extensions/sweeps.md").read_text()
     lines = re.findall(r"scripts/sweep\.py (\S+\.toml) (.+)", page)
     assert len(lines) == 3
     for file, words in lines:

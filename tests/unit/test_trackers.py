@@ -280,7 +280,7 @@ def values(record: Any) -> dict[str, Any]:
 
 def test_the_commands_of_the_document(run: Path, server: Path) -> None:
     pytest.importorskip("tensorboard")
-    text = (ROOT / "docs/trackers.md").read_text()
+    text = (ROOT / "docs/guide/trackers.md").read_text()
     commands = re.findall(r"python -m kempner.trackers runs/debug([^#\n]*)", text)
     assert len(commands) == 3
     for words in commands:

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in docs/slurm.md.
+# What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in docs/reference/slurm.md.
 
 # The user's shell may export functions in place of commands; others, such as module, belong to the site.
 unset -f cd echo exec export kill printf pwd read source trap wait declare type unset mapfile

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The Python that trains, in a container if the site names one: docs/containers.md.
+# The Python that trains, in a container if the site names one: docs/guide/containers.md.
 
 KP_HOST_PYTHON='' # with a container: a Python of this host, 3.10 or later; "none": there is none
 

@@ -209,7 +209,7 @@ kp_dry_tell() { # says it all, and ends the script
     kp_chain_tell
     [[ -z ${KP_CODE_NOTE:-} ]] || echo "$KP_CODE_NOTE"
 
-    [[ -z $settings ]] || printf '\nvariables of the kit that you have set (docs/slurm.md):\n%s\n' "$settings"
+    [[ -z $settings ]] || printf '\nvariables of the kit that you have set (docs/reference/slurm.md):\n%s\n' "$settings"
     echo
     echo "variables that the script would set, in addition to your own, which go to every task (secrets as ***):"
     kp_dry_variables

@@ -15,7 +15,7 @@ ray_defaults() { # sets the variables that the user has not set; none of them re
         DEDICATED_RAY_HEAD OBJECT_STORE_MEMORY RAY_LOG_SYNC_FREQUENCY START_TIMEOUT UV_CACHE_DIR_OVERRIDE BASE_LOG_DIR
 }
 
-ray_names() { # sets the paths, and the KEMPNER_* variables that have other names in docs/ray.md
+ray_names() { # sets the paths, and the KEMPNER_* variables that have other names in docs/guide/ray.md
     RAY_LOGS=$(realpath -m -- "$BASE_LOG_DIR")/$SLURM_JOB_ID-logs${SLURM_RESTART_COUNT:+-r$SLURM_RESTART_COUNT}
     RAY_ATTACH=$SLURM_SUBMIT_DIR/$SLURM_JOB_ID-attach.sh
     RAY_TOKEN=$RAY_LOGS/.ray-token

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
-# The table of decisions is in docs/slurm.md.
+# The table of decisions is in docs/reference/slurm.md.
 
 KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
 KP_AWAY_S=10                 # seconds between two questions to a controller that is away

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The parts of rl.sh from the start on: what is lost, and what is done about it: docs/rl.md.
+# The parts of rl.sh from the start on: what is lost, and what is done about it: docs/extensions/rl.md.
 
 readonly KP_ENGINE_PAUSE_S=5          # an engine that is lost again and again waits so much longer each time
 readonly KP_ENGINE_SERVED_S=60        # one that was there for so long begins to count anew

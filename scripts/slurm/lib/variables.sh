@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The variables that a user may set, and what is wrong with them; docs/slurm.md and docs/rl.md say what each does.
+# The variables that a user may set, and what is wrong with them; docs/reference/slurm.md and docs/extensions/rl.md say what each does.
 # Source lib/all.sh.
 
 KP_VARIABLES=(SITE PYTHON TRAIN MAX_CRASHES MAX_WAIT RESTARTS SPARES SPARE_COMMAND EXCLUDE CHAIN SIGNAL_LEAD
@@ -17,7 +17,7 @@ kp_check_variables() { # warns of each KEMPNER_ variable that no file of the kit
         ! kp_is_setting "$name" || continue
         ! grep -rqwF -- "$name" "$KP_ROOT/scripts" "$KP_ROOT/src" || continue
         near=$(kp_nearest "${name#KEMPNER_}" "${KP_VARIABLES[@]}")
-        kp_log "warning: nothing reads $name${near:+ (did you mean KEMPNER_$near?)}: docs/slurm.md has the list"
+        kp_log "warning: nothing reads $name${near:+ (did you mean KEMPNER_$near?)}: docs/reference/slurm.md has the list"
     done < <(compgen -A export KEMPNER_)
 }
 

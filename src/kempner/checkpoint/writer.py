@@ -3,7 +3,8 @@ writes.
 
 The memory of a rank is the image of the file that it writes: each tensor between the bytes that
 torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP)
-can read it. The training waits for that copy alone. docs/benchmarks.md has the measurements.
+can read it. The training waits for that copy alone. docs/reference/benchmarks.md has the
+measurements.
 
 Behind the image, the file ends with its own index as JSON, and a footer that says where it begins:
 

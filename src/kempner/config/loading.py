@@ -31,10 +31,10 @@ from kempner.config.option import (
 )
 from kempner.config.values import shown, to_text
 
-OTHER_KITS = "; those of other kits are in docs/coming-from.md"
+OTHER_KITS = "; those of other kits are in docs/start/coming-from.md"
 NO_SLURM = (  # as in files of prime-rl
     "the request is made to sbatch; give its options, SBATCH_* variables or site.env, and leave "
-    "this out (docs/slurm.md)"
+    "this out (docs/reference/slurm.md)"
 )
 T = TypeVar("T")
 Values = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given

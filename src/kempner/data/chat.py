@@ -161,7 +161,7 @@ def _tools(value: Any) -> Any:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    kind = "what a row is: text (default), chat or preference (see docs/fine-tune.md)"
+    kind = "what a row is: text (default), chat or preference (see docs/guide/fine-tune.md)"
     add("--kind", choices=("text", *GROUP), default="text", help=kind)
     loss_on = "of chat data: roles whose messages are in the loss, with commas (default: assistant)"
     add("--loss-on", metavar="ROLES", default="assistant", help=loss_on)
@@ -178,8 +178,8 @@ def wrong_options(options: argparse.Namespace) -> list[str]:
         f"--kind {options.kind} needs the tokenizer of a model: give --tokenizer DIRECTORY, with "
         "tokenizer.json and tokenizer_config.json": options.tokenizer == "bytes",
         f"--kind {options.kind} reads files of rows, not --source": options.source is not None,
-        "--text-key belongs to --kind text: give prepare_data.py the keys that docs/fine-tune.md "
-        "lists": options.text_key != "text",
+        "--text-key belongs to --kind text: give prepare_data.py the keys that "
+        "docs/guide/fine-tune.md lists": options.text_key != "text",
     }
     return [problem for problem, wrong in checks.items() if wrong]
 

@@ -70,7 +70,7 @@ def remedy(driver: str | None) -> str:
     if driver and not fits:
         return f"no build of torch 2.13 runs on it: ask for driver {min(INDEXES)} or later"
     index = fits[0] if fits else "cu126"
-    return f"make .venv/train TORCH_INDEX={INDEX}{index} (docs/slurm.md has a table)"
+    return f"make .venv/train TORCH_INDEX={INDEX}{index} (docs/reference/slurm.md has a table)"
 
 
 def both() -> str | None:

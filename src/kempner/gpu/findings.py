@@ -1,6 +1,6 @@
 """What is wrong with a GPU, and what follows from it. No torch.
 
-The table of docs/resilience.md. Source: NVIDIA's Xid catalog and GPU debug guidelines
+The table of docs/guide/resilience.md. Source: NVIDIA's Xid catalog and GPU debug guidelines
 (docs.nvidia.com/deploy/xid-errors, docs.nvidia.com/deploy/gpu-debug-guidelines).
 """
 

@@ -1,7 +1,7 @@
 """What follows when a step has ended: the one place where that is decided. No I/O, no torch.
 
 judge.py collects the facts and asks decide() once; the batch script (requeue.sh) obeys. RULES in
-their order are the table of docs/slurm.md, which tests/unit/test_decision.py compares.
+their order are the table of docs/reference/slurm.md, which tests/unit/test_decision.py compares.
 
 Every fact has a default for the case that nobody knows it, and with the defaults the run goes on:
 only what is known ends it.
@@ -266,7 +266,8 @@ RULES = (
         lambda e, n: f"{e.what}; it was the last job of its chain: submit it again to go on",
     ),
     Rule(
-        "the [preflight](preflight.md) found faulty nodes, and too few others could take the job",
+        "the [preflight](../guide/preflight.md) found faulty nodes, and too few others could "
+        "take the job",
         lambda e, n: e.preflight and n.too_few,
         "end",
         lambda e, n: f"{e.what}; there are no other nodes to take",
@@ -349,6 +350,6 @@ def kind_of(ended: Ended) -> Class:
 
 
 def table() -> str:
-    """RULES, as docs/slurm.md has them."""
+    """RULES, as docs/reference/slurm.md has them."""
     rows = [f"| {rule.case} | {rule.answer} | {rule.kind or '-'} |" for rule in RULES]
     return "\n".join(["| Case | Decision | Whose fault |", "|---|---|---|", *rows])

@@ -3,7 +3,7 @@
 The trainer appends all kinds but Decision, which the batch script writes (kp_record in
 scripts/slurm). Rank 0 and, between two attempts, the batch script write attempts.jsonl; all others
 write attempts/HOST.jsonl: no file has writers on two hosts at once, which NFS would mix up.
-docs/monitoring.md has the same as a table. A reader ignores kinds and fields that
+docs/start/monitoring.md has the same as a table. A reader ignores kinds and fields that
 it does not know; a field that is missing, or of another type, has its default.
 """
 

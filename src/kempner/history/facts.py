@@ -1,5 +1,5 @@
 """The facts of a run as one JSON object: what `status.py --json` prints, a notification carries,
-and the page begins with. The fields are described in docs/monitoring.md. No torch."""
+and the page begins with. The fields are described in docs/start/monitoring.md. No torch."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class GroupConfig:
 class OptimizerConfig:
     name: str = option(
         "adamw",
-        "what changes the weights; see docs/optimizers.md",
+        "what changes the weights; see docs/guide/optimizers.md",
         choices=tuple(STATE),
     )
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)

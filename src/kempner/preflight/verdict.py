@@ -233,7 +233,7 @@ def check_transport(node: NodeResult, alone: bool) -> None:
     if setting := node.facts["nccl_setting"]:
         node.notes.append(f"{what}: {setting} is set")
     else:
-        node.faults.append(f"{what}; see its log with NCCL_DEBUG=INFO (docs/debugging.md)")
+        node.faults.append(f"{what}; see its log with NCCL_DEBUG=INFO (docs/start/debugging.md)")
 
 
 def check_whole(report: Report) -> None:

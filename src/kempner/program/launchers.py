@@ -13,9 +13,9 @@ from pathlib import Path
 from kempner.config.option import ConfigError
 
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-MPI = "srun starts the ranks of MPI, with KEMPNER_MPI=pmix: docs/any-program.md"
+MPI = "srun starts the ranks of MPI, with KEMPNER_MPI=pmix: docs/start/any-program.md"
 REFUSED = {  # and what they are not needed for
-    "accelerate": "Accelerate reads the variables of run.sh: docs/any-program.md has more",
+    "accelerate": "Accelerate reads the variables of run.sh: docs/start/any-program.md has more",
     "accelerate-launch": "Accelerate reads the variables of run.sh",
     "accelerate.commands.launch": "Accelerate reads the variables of run.sh",
     "accelerate.commands.accelerate_cli": "Accelerate reads the variables of run.sh",

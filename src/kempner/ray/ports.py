@@ -4,7 +4,7 @@ scripts/slurm/ray.sh runs this once, on the batch host, before any step starts:
 
     python -m kempner.ray.ports CPUS_PER_NODE NAME=ADDRESS...
 
-It reads the user's variables (docs/ray.md) from the environment and prints every port as
+It reads the user's variables (docs/guide/ray.md) from the environment and prints every port as
 NAME=value, all on one line, which kempner.ray.node takes as --ports. Ports that cannot work end
 it with exit code 2. kempner.ray imports only the standard library (and Ray, where ready.py asks
 it): the batch host's Python may have nothing else.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class EnvConfig:
     """One of [[rl.env]]."""
 
-    id: str = option(REQUIRED, "a built-in environment, or FILE.py:CLASS; see docs/rl.md")
+    id: str = option(REQUIRED, "a built-in environment, or FILE.py:CLASS: docs/extensions/rl.md")
     name: str = option("", "its name in metrics; unset: id")
     args: str = option("", 'its arguments as a JSON object, such as {"below": 100}')
     weight: float = option(1.0, "its share of the prompts, of the sum of weights", minimum=0.0)

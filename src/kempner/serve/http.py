@@ -183,9 +183,8 @@ class Handler(BaseHTTPRequestHandler):
             raise ClientGone
         if not self.server.token and not self._is_direct():
             self.close_connection = True
-            self._say(
-                403, error(403, "for clients of this machine; others need a token: docs/serve.md")
-            )
+            reason = "for clients of this machine; others need a token: docs/extensions/serve.md"
+            self._say(403, error(403, reason))
             raise ClientGone
         self.known = True
 

@@ -1,5 +1,5 @@
-"""SWEEP.toml -> what it says, and the combinations of its axes. docs/sweeps.md has the format.
-No torch."""
+"""SWEEP.toml -> what it says, and the combinations of its axes. docs/extensions/sweeps.md has the
+format. No torch."""
 
 from __future__ import annotations
 

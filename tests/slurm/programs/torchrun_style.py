@@ -1,6 +1,6 @@
 """A training script that was started by `torchrun --nproc-per-node=8 train.py`: it reads
 LOCAL_RANK, and torch.distributed.elastic records its errors. Three lines make it leave when it is
-asked to (level 2 of docs/any-program.md)."""
+asked to (level 2 of docs/start/any-program.md)."""
 
 import os
 import sys

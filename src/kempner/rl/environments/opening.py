@@ -160,7 +160,7 @@ def refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) -> str:
         f'rl.env "{cfg.label}": runs programs that the model has written, and this host cannot '
         f"isolate them: {'; '.join(lacks)}; take a host that allows user namespaces, or give this "
         "entry `unsafe = true`: such a program can then delete whatever you may delete "
-        '(docs/rl.md, "Limits of a reward")'
+        '(docs/extensions/rl.md, "Limits of a reward")'
     )
 
 
