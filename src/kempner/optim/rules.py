@@ -13,8 +13,8 @@ from kempner.optim.rule import Group, Guard, Part, Rule, State
 
 
 class AdamW(Rule):
-    """arXiv:1711.05101, torch's fused kernel: it reads grad_scale and found_inf itself. Compiled,
-    in plain operators, which become one kernel with what is around them."""
+    """AdamW (arXiv:1711.05101) by torch's fused kernel, which reads grad_scale and found_inf
+    itself; compiled, in plain operators, which fuse into one kernel with their surroundings."""
 
     pointwise = True
     averages, copies = STATE["adamw"]
@@ -59,7 +59,8 @@ class AdamW(Rule):
 
 
 class Lion(Rule):
-    """arXiv:2302.06675, algorithm 2: the sign of an average, so each element changes by lr."""
+    """Lion (arXiv:2302.06675, algorithm 2): the update is the sign of an average, so each element
+    changes by lr."""
 
     averages, copies = STATE["lion"]
     pointwise = True
@@ -106,7 +107,7 @@ class ScheduleFree(Rule):
 
     @staticmethod
     def _counted(state: State, rate: Tensor, keep: Tensor) -> State:
-        """The scalars after this update, which all parameters of a group have alike."""
+        """Return the scalars after this update, the same for all parameters of a group."""
         highest = torch.maximum(state["lr_max"], rate)
         return {
             "step": state["step"] + keep,
@@ -115,6 +116,6 @@ class ScheduleFree(Rule):
         }
 
     def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
-        """x, from y and z."""
+        """Compute x from y and z."""
         x = weight.float().lerp(state["z"].to(weight.device), 1 - 1 / group["betas"][0])
         return x.to(weight.dtype)
