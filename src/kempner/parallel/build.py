@@ -1,6 +1,6 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> experts ->
-context -> stages ->
-recompute -> compile -> offload -> shard -> memory -> weights."""
+"""Build a sharded model with weights from its shape, in this order: meta -> adapters -> tensor ->
+fp8 -> experts -> context -> stages -> recompute -> compile -> offload -> shard -> memory ->
+weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kempner.parallel.shard import GradientSums, shard
 
 
 class Settings(RecomputeSettings, Protocol):
-    """What of the [train] section shapes the model."""
+    """Fields of the [train] section that shape the model."""
 
     @property
     def dtype(self) -> str: ...
@@ -61,8 +61,8 @@ def build_model(
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
-    """The model on this rank's device: master shards in train.weights, train.dtype compute, fp32
-    gradient sums. A frozen one has no gradients, and the weights in the compute dtype.
+    """Build the model on this rank's device: master shards in train.weights, train.dtype compute,
+    fp32 gradient sums. A frozen one has no gradients, and its weights in the compute dtype.
 
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
@@ -92,7 +92,7 @@ def plan_model(
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
-    """The same model on the meta device: all plans are applied, and it has no values yet."""
+    """Build the same model on the meta device: all plans are applied, but it has no values yet."""
     with torch.device("meta"):
         model = Decoder(cfg)
     device_type = layout.mesh.device_type
@@ -133,16 +133,16 @@ def plan_model(
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:
-    """bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
+    """Resolve the compute dtype: bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
     if name == "auto":
         name = "bf16" if device_type == "cuda" else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
 def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
-    """Initial values, each parameter from a generator of its own, whole, then cut: the same on
-    every mesh. With init_from those of adapters alone: the others come from there, or from a
-    checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
+    """Set initial values. Each parameter is drawn whole, from a generator of its own, then cut: the
+    same on every mesh. With init_from only adapters are drawn: the rest is loaded from there or
+    from a checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
     for buffer in buffer_names(model).values():
         buffer.zero_()
     named = parameter_names(model)
@@ -162,13 +162,13 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names that they have without wrappers: what checkpoints use."""
+    """Map names to parameters, without the names of wrappers: as in checkpoints."""
     return {_plain(name): param for name, param in model.named_parameters()}
 
 
 def buffer_names(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that checkpoints hold, the biases of routers, in the same way. They are equal on
-    all ranks."""
+    """Map names to the buffers that checkpoints hold, the biases of routers. They are equal on all
+    ranks."""
     stored = model.state_dict().keys()
     return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in stored}
 
