@@ -145,11 +145,11 @@ def test_what_is_refused(base: Path, train: Train, tmp_path: Path) -> None:
     nowhere = refused(train, run, f"--run.fork={tmp_path / 'nowhere'}@3")
     assert f"no such directory {tmp_path / 'nowhere'}; name the run.dir" in nowhere
     (tmp_path / "empty").mkdir()
-    assert "there is no complete checkpoint in" in refused(
+    assert "has no complete checkpoint yet" in refused(
         train, run, f"--run.fork={tmp_path / 'empty'}"
     )
     missing = refused(train, run, f"--run.fork={base}@5")
-    assert "no complete checkpoint of step 5; there are those of steps 3, 6, 8" in missing
+    assert "no complete checkpoint of step 5, only of steps 3, 6, 8" in missing
     assert "is this run itself" in refused(train, base, f"--run.fork={base}@3")
     assert not run.exists()
     shape = refused(train, run, f"--run.fork={base}", "--model.dim=32", "--train.seq_len=16")

@@ -1,13 +1,13 @@
-"""Saving that hardly disturbs the training: one copy into memory that is kept, then few large
-writes.
+"""Write checkpoints with little disturbance of the training: one copy into reused memory, then few
+large writes.
 
 The memory of a rank is the image of the file that it writes: each tensor between the bytes that
-torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP)
-can read it. The training waits for that copy alone. docs/benchmarks.md has the measurements.
+torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP) can
+read it. The training waits for that copy alone. docs/benchmarks.md has the measurements.
 
-Behind the image, the file ends with its own index as JSON, and a footer that says where it begins:
+Behind the image, the file ends with its own index as JSON, and a footer with the index's offset:
 
-    image, whole pages | index | zeros | footer
+image, whole pages | index | zeros | footer
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class _Gap(io.RawIOBase):
 
 @functools.cache
 def frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """The bytes that torch.save writes before and after the data of a contiguous tensor."""
+    """Return the bytes that torch.save writes before and after the data of a contiguous tensor."""
     stream, size = _Gap(), math.prod(shape) * dtype.itemsize
     strides = torch.empty(shape, device="meta").stride()
-    # Reserved, never touched: torch.empty would fill it when algorithms must be deterministic.
+    # Reserved, never touched: torch.empty would fill it under deterministic algorithms.
     storage = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
     with torch.serialization.skip_data():
         tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
@@ -77,7 +77,7 @@ def frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 
 class Slot(NamedTuple):
-    """Where a part of a tensor is in the file: [offset] before [data] data [.. + size] after."""
+    """Place of a tensor's part in the file: [offset] before [data] data [.. + size] after."""
 
     key: str  # in the table
     name: str  # on disk
@@ -94,7 +94,7 @@ class Slot(NamedTuple):
         return torch.Size(length for _, length in self.box)
 
     def entry(self) -> dict[str, Any]:
-        """In the index of the file."""
+        """Return the slot's entry in the file's index."""
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": self.shape,
@@ -110,7 +110,7 @@ FilePlan = list[Slot]
 
 
 def plan_file(table: Table, rank: int) -> FilePlan:
-    """What a rank writes, and where: from the table alone, without asking anybody."""
+    """Plan a rank's file: contents and offsets, from the table alone, without communication."""
     plan, at = [], 0
     for key, box in chunks_of(table, rank):
         stored = table[key]
@@ -131,7 +131,7 @@ class Image:
     def __init__(
         self, plan: FilePlan, device: torch.device | None, warn: Callable[[str], None]
     ) -> None:
-        """`device`: the GPU that copies into it by itself, None on a CPU. May run in a thread.
+        """`device`: the GPU that copies into the memory, None on a CPU. May run in a thread.
 
         Pinning can fail where the rest of a save does not (a limit on locked memory, a virtual
         machine). Then the memory stays pageable, with a warning: the copies are slower.
@@ -160,7 +160,7 @@ class Image:
 
     @torch.no_grad()
     def stage(self, state: dict[str, Tensor]) -> None:
-        """Copy the tensors of this moment in; when it returns, the training may change them."""
+        """Copy the tensors as they are now; when it returns, the training may change them."""
         sources = [local(state[key]) for key in self.targets]
         asynchronous = self._pinned is not None
         if sources:
@@ -183,7 +183,7 @@ def pin(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bo
 
 
 def pages(size: int) -> mmap.mmap:
-    """Zeroed memory for at least `size` bytes, in whole pages."""
+    """Allocate zeroed memory for at least `size` bytes, in whole pages."""
     size = max(-(-size // PAGE) * PAGE, PAGE)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # a kernel without it
@@ -193,7 +193,7 @@ def pages(size: int) -> mmap.mmap:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, without a gradient."""
+    """Return this rank's part of a tensor, without a gradient."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -226,7 +226,7 @@ def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
 
 
 def _trailer(index: dict[str, Any], at: int) -> memoryview:
-    """The index and the footer, which is at the end of a page."""
+    """Return the index and the footer, which ends a page."""
     text = json.dumps(index, separators=(",", ":")).encode()
     length = -(-(len(text) + FOOTER.size) // PAGE) * PAGE
     memory = memoryview(pages(length))
