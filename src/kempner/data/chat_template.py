@@ -205,7 +205,7 @@ def read_config(directory: Path, template_file: Path | None = None) -> dict[str,
         ]
     if not config.get("chat_template"):
         raise DataError(
-            f"{path}: has no chat template, and there is no {TEMPLATE} beside it (a base model?); "
+            f"{path}: has no chat template, nor a {TEMPLATE} beside it (a base model?); "
             "give one by --chat-template FILE"
         )
     if isinstance(config["chat_template"], dict | list) and "default" not in {

@@ -1,4 +1,4 @@
-"""What the optimizer and its rules share: a part of a parameter, what the step says of its
+"""Shared types of the optimizer and its rules: a part of a parameter, the step's verdict on its
 gradients, and the rule itself."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ RUN = "X-Kempner-Run"  # header: which run asks
 
 
 class Refused(ValueError):
-    """These weights cannot be taken; the model is unchanged."""
+    """An engine cannot take these weights; its model is unchanged."""
 
 
 class Leased(Refused):

@@ -57,14 +57,14 @@ class Environment:
     """Base class of an environment. The arguments of its __init__ are `args` in [[rl.env]]."""
 
     size: int | None = None
-    """How many tasks there are: each is seen once before any is seen again. None: no end."""
+    """Number of tasks: each is seen once before any is seen again. None: unlimited."""
     held_out: float = 0.125
     """Share of the prompts, chosen by their hash, that only evaluation sees."""
     turns: int = 1
-    """Turns that the model has at most."""
+    """Most turns of the model."""
     runs_code: bool = True
-    """A reward may run what the model has written. False: it only reads texts, and is computed also
-    where the kernel keeps a program from nothing."""
+    """Rewards may run programs that the model has written. False: they only read texts, and are
+    computed also where the kernel cannot isolate a program."""
     failed: float | None = None
     """The reward where its process crashes, is late, or has too much memory or too many processes,
     because that is the doing of a program of the model. Each reward then has a process of its own.
