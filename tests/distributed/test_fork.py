@@ -170,7 +170,7 @@ def test_a_run_with_checkpoints_is_no_fork_of_another(
     other = refused(train, tmp_path / "run", f"--run.fork={base}@3")
     assert f"is of a run that is a fork of {base}@8" in other and "--run.dir" in other
     mine = refused(train, base, f"--run.fork={tmp_path / 'run'}")
-    assert "is of a run that is no fork" in mine and "leave out run.fork" in mine
+    assert "is of a run that is not a fork" in mine and "leave out run.fork" in mine
     resumed = train(tmp_path / "run", "--train.seq_len=16", code=2).stderr
     assert "train.seq_len is 256 there, 16 here" in resumed and "--run.fork=RUN_DIR" in resumed
 

@@ -67,6 +67,7 @@ class Checkpointer:
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
         self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
         self._background = futures.ThreadPoolExecutor(1, "checkpoint")
+        # A thread of its own: deleting may take minutes, and must not hold up the next save.
         self._retention = futures.ThreadPoolExecutor(1, "retention")
         self._pruning: futures.Future[None] | None = None
         self._prune_due = False
@@ -81,6 +82,7 @@ class Checkpointer:
         self._pending: tuple[int, float, futures.Future[float]] | None = None
         self._lock: RunLock | None = None
         self._run_lock = run_lock
+        # Rank 0's for all: they write into one directory, which has this name in it.
         self._attempt = self._ranks.on_first(attempt_name)
         self._ranks.on_first(self._claim)
 
@@ -108,6 +110,7 @@ class Checkpointer:
             return
         self.wait()
         began = time.monotonic()
+        # An error is handed on, not raised: the other ranks wait for this one in _write.
         problem = self._stage()
         position = copy.deepcopy(position)  # the caller keeps mutating its dict
         future = self._background.submit(self._write, step, position, problem)
@@ -142,6 +145,7 @@ class Checkpointer:
         self.saved_step, self.failed_saves, self._prune_due = step, 0, True
         self.seconds = future.result() - began
         self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
+        # Again only when saves have become clearly slower.
         if self.seconds > 1.2 * self._warned_of and (
             warning := short_window(self.seconds, self._step_time)
         ):
@@ -163,6 +167,7 @@ class Checkpointer:
             futures.wait([self._retention.submit(self._prune)], LAST_PRUNE_S)
         for executor in (self._background, self._retention):
             executor.shutdown(wait=False)
+        # A write in flight still reads that memory.
         if self._pending is None:
             self._unpin()
         if self._lock is not None:
@@ -286,6 +291,7 @@ class Checkpointer:
         aside.
         """
         self.wait()  # a run that goes back: what is in flight is the newest checkpoint
+        # Retention must not delete what is about to be chosen.
         futures.wait([self._pruning] if self._pruning else [])
         if left := self._ranks.on_first(lambda: commit.clean(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(left)}")
@@ -297,6 +303,7 @@ class Checkpointer:
             except Damaged as error:
                 self._ranks.on_first(partial(set_aside, path, error, self.log))
                 continue
+            # Only after all ranks have read and verified it.
             self._ranks.on_first(partial(commit.set_latest, path))
             self.saved_step = int(choice[1]["step"])
             return choice[1]

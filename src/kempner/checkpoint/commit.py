@@ -86,6 +86,7 @@ def commit(
     partial, final = partial_of(root, step, attempt), root / name_of(step)
     for name, content in texts.items():
         write_atomic(partial / name, content)
+    # The data files are durable; their names are only when their folder is.
     for folder in partial.iterdir():
         if folder.is_dir():
             fsync(folder)
@@ -94,11 +95,14 @@ def commit(
         for name, content in texts.items()
     }
     manifest = {**facts, "format": FORMAT, "step": step, "time": time.time(), "files": files}
+    # The manifest comes last: a directory without one is not a checkpoint.
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
     check()
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)
         doom(final)
+    # The order is the protocol: the directory is complete, then has its name, then `latest` names
+    # it.
     partial.rename(final)
     fsync(root)
     point_latest(root, final.name)
@@ -170,6 +174,7 @@ def branches(root: Path) -> tuple[list[Path], list[Path]]:
     head = latest(root)
     named = step_of((root / LATEST).resolve().name)
     if head is None and named is None and newest_first:
+        # Without any `latest`, take the newest.
         head = newest_first[0]
     at = found[head] if head else _Commit(0, named or 0, None)
     branch = [head] if head else []
@@ -281,6 +286,7 @@ def set_aside(path: Path) -> Path:
     only its manifest names."""
     branch, _ = branches(path.parent)
     if branch[1:] and branch[0] == path:
+        # Before the rename below: at no instant may `latest` dangle.
         point_latest(path.parent, branch[1].name)
     target = unused(path.parent, f"{path.name}.corrupt")
     path.rename(target)

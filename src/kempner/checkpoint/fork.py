@@ -52,7 +52,7 @@ def _not_from(source: str, own: Path) -> list[str]:
     found = lineage[0]
     if found.get("dir") == str(run.resolve()) and step in (None, found["step"]):
         return []
-    is_fork = f"a fork of {found['from']}" if found else "no fork"
+    is_fork = f"a fork of {found['from']}" if found else "not a fork"
     return [
         f"run.fork = {source}: {own} is of a run that is {is_fork}; leave out run.fork to continue "
         "that one, or give the new fork a directory of its own, --run.dir=runs/NAME"

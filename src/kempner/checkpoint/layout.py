@@ -110,8 +110,8 @@ def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: i
 
 
 def ranks_of(tensors: Iterable[Tensor], world: int) -> range:
-    """Return the ranks that together hold these tensors: those of a DTensor's mesh, each with
-    equally many tensors; else all."""
+    """Return the ranks that together hold these tensors: those of a DTensor's mesh, as all these
+    meshes have the same ranks; else all."""
     mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
     if mesh is None:
         return range(world)

@@ -82,6 +82,7 @@ class DataFile:
         if magic != MAGIC or at + length + FOOTER.size > size:
             raise self._damage(f"of its {size} bytes the last are not those of a data file")
         first = at - (size - len(tail))
+        # Usually the one read of the tail has the whole index.
         text = tail[first : first + length] if first >= 0 else os.pread(self._fd, length, at)
         if zlib.crc32(text) != crc:
             raise self._damage("the CRC-32 of its index differs")
@@ -182,6 +183,7 @@ def read_wanted(
     for rank, of_rank in sorted(by_rank.items()):
         with DataFile(path, manifest, rank) as file:
             entries = file.index["tensors"]
+            # In the order of the file: then each block is read and verified once.
             of_rank.sort(key=lambda want: entries.get(want.name, {"at": 0})["at"])
             for want, after in zip_longest(of_rank, of_rank[1:]):
                 if after is not None:

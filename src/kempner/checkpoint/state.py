@@ -76,6 +76,7 @@ class OptimizerState:
 
     def tensors(self) -> dict[str, Tensor]:
         if isinstance(self.optimizer, Optimizer):
+            # State that is offloaded may still be on its way to the host.
             self.optimizer.wait()
         trained = averaging_of(self.optimizer)
         return {
@@ -110,6 +111,7 @@ class OptimizerState:
     @torch.no_grad()
     def restored(self) -> None:
         """Continue from the published weights if the optimizer trains what it publishes."""
+        # Popped, so that the optimizer does not take it for state of its own.
         trained = {p: state.pop(WEIGHT, None) for p, state in self.optimizer.state.items()}
         for p in averaging_of(self.optimizer):
             if (weight := trained.get(p)) is not None:
@@ -186,6 +188,7 @@ def targets(
     for prefix, provider in providers.items():
         start = f"{prefix}.*." if provider.per_rank else f"{prefix}."
         stored = {key.removeprefix(start): of for key, of in table.items() if key.startswith(start)}
+        # The world has grown: this rank starts with random state of its own.
         if provider.per_rank and rank >= stored_world:
             stored = {}
         wanted = provider.restore(stored)

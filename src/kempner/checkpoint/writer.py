@@ -166,6 +166,7 @@ class Image:
         if sources:
             torch._foreach_copy_(list(self.targets.values()), sources, non_blocking=asynchronous)
         if asynchronous:
+            # When this returns, the training overwrites the sources.
             torch.cuda.current_stream().synchronize()
 
 
@@ -208,6 +209,7 @@ def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
     is full.
     """
     try:
+        # O_EXCL: never into a file that somebody else has begun.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             set_direct(fd, True)
@@ -215,6 +217,7 @@ def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
             for start in range(0, len(data), WRITE):
                 part = data[start : start + WRITE]
                 _write(fd, part, start)
+                # Summed right after the write, while the part is in the processor's cache.
                 sums += [crc32(part[k : k + BLOCK]) for k in range(0, len(part), BLOCK)]
             index = {**index, "bytes": len(data), "block": BLOCK, "crc32": sums}
             _write(fd, _trailer(index, len(data)), len(data))
@@ -241,6 +244,8 @@ def _write(fd: int, data: memoryview, at: int) -> None:
         try:
             done += os.pwrite(fd, data[done:], at + done)
         except OSError as error:
+            # Some file systems accept O_DIRECT and then refuse the write: go on through the page
+            # cache.
             if error.errno != errno.EINVAL or not set_direct(fd, False):
                 raise
 

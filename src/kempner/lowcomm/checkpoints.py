@@ -33,6 +33,7 @@ class ReplicaCheckpointer(Checkpointer):
 
     def load(self, only: int | None = None) -> dict[str, Any] | None:
         self.wait()
+        # Again whenever a replica has found its checkpoint damaged: all must load the same step.
         for attempt in itertools.count():
             all_steps = self._ranks.on_first(partial(self._all_steps, attempt))
             step = agreed(all_steps)

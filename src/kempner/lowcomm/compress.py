@@ -62,6 +62,7 @@ class Linear:
             return x.new_empty(0, dtype=torch.uint8)
         low = x.amin(1, keepdim=True)
         step = (x.amax(1, keepdim=True) - low) / (2**self.bits - 1)
+        # A constant row has step 0: all its codes are 0.
         codes = ((x - low) / torch.where(step > 0, step, 1.0)).round()
         return torch.cat((as_bytes(torch.cat((low, step), 1)), pack(codes, self.bits).flatten()))
 

@@ -32,6 +32,7 @@ class SeveralCopies(Copies):
         self.count = self._group.size()
 
     def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        # all_gather() takes parts of one size only.
         padded = torch.nn.functional.pad(ours, (0, max(sizes) - len(ours)))
         found = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(found, padded, self._group)

@@ -94,6 +94,7 @@ class Judge:
             self._tell()
             before, awake = awake, time.monotonic()
             if awake - before > self._silence / 2:  # it was this process that was stopped
+                # Its own silence must not be held against the replicas.
                 self._heard = dict.fromkeys(self._heard, awake)
             for peer, last in list(self._heard.items()):
                 if peer in self._heard and awake - last > self._silence:
@@ -183,6 +184,7 @@ class Judge:
         if reason != "left":
             for other in [x for x, known in self._names.items() if known == name]:
                 self._lose(other, reason)
+        # After a round the state is gone with its last holder.
         if self._weights and not self._names:
             self._untold.append("over")
 

@@ -192,6 +192,7 @@ class Membership:
                 return None
             epoch = found
             result, problem = self._attempt(epoch, exchange)
+            # One vote for a replica: a rank that failed must be known to rank 0 first.
             problem = self._any(problem)
             self._next = epoch.number + 1
             self._forget(epoch)
@@ -250,6 +251,7 @@ class Membership:
             if isinstance(proposed, str):
                 return proposed
             if proposed is not None:
+                # The first proposal wins; whoever comes later reads that one in the next turn.
                 self.store.compare_set(f"epoch/{self._next}", "", json.dumps(proposed))
                 continue
             time.sleep(POLL_S)
@@ -328,6 +330,7 @@ class Membership:
     def _group(self, epoch: Epoch, connection: Any) -> Group:
         import torch.distributed as dist
 
+        # One prefix for each epoch and rank: an abandoned group never meets the next one.
         store = dist.PrefixStore(f"group/{epoch.number}/{self.rank}", connection)
         place, limit = epoch.everyone.index(self.me), timedelta(seconds=COLLECTIVE_S)
         gloo = dist.ProcessGroupGloo(store, place, len(epoch.everyone), limit)

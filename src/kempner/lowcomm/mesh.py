@@ -60,6 +60,7 @@ class _Parts:
 
     def wait(self) -> Tensor:
         self._work.wait()
+        # In the order of the replicas, so that the sum is the same on all, bit for bit.
         total = self._decode(self._parts[0])
         for part in self._parts[1:]:
             total += self._decode(part)

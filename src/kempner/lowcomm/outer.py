@@ -120,6 +120,8 @@ class Fragment:
             self.spoilt |= ~finite.all()
             d = torch.where(finite, d, 0.0)
             if i in self.errors:
+                # In place: the error that remains after encoding is subtracted from this very
+                # tensor below.
                 d = self.errors[i].mul_(self.cfg.feedback).add_(d)
             changes.append(d.contiguous())
         if self.cfg.compress == "none":
@@ -177,6 +179,7 @@ class Fragment:
             anchor.sub_(d, alpha=lr)
             if alpha:
                 mixed = anchor + alpha * (weights - anchor)
+                # Weights that are not finite are replaced by the anchor: here the replica recovers.
                 weights.copy_(torch.where(torch.isfinite(mixed), mixed, anchor))
             else:
                 weights.copy_(anchor)
@@ -226,6 +229,7 @@ class Outer:
         P; it ends with step (t + 1) H / P, and its exchange has started tau steps before. At the
         end of a round nothing is in flight."""
         turn, rest = divmod(step + self.cfg.tau, self.turn_steps)
+        # Send first: with tau = 0 the fragment that leaves arrives in the same call.
         if rest == 0 and turn:
             fragment = self.fragments[(turn - 1) % len(self.fragments)]
             fragment.send(self.exchange, f"turn {turn - 1}")

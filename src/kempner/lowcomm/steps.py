@@ -69,6 +69,7 @@ class StepsExchange:
                 started.run()
             except Exception as error:
                 problem = error
+                # The trainer's thread raises it in wait().
                 started.done.set_exception(error)
 
 
@@ -95,6 +96,7 @@ class _Started:
             exchange.last, mean, sent, exchange.seconds = self.done.result()
         exchange.sent += sent
         if mean.is_cuda:
+            # It was made on another stream, and may be freed while this one uses it.
             mean.record_stream(torch.cuda.current_stream())
         return mean
 
@@ -149,6 +151,7 @@ class StepsReplicas(LowcommReplicas):
         their state."""
         progress = super().begin(progress)
         number, self._samples = self._round_of(progress), progress.samples
+        # Replicas that resume the same round may have different weights: see Membership._first.
         about = {**self._about(progress), "weights": self._checksum()}
         with self.waiting(JOIN_S):
             done = self._or_too_few(lambda: self.membership.enter(number, about, self._share))

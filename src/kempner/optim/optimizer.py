@@ -76,6 +76,7 @@ class Optimizer(torch.optim.Optimizer):
                 present = [p for p in present if p not in set(alone)]
             batches = rule.batches(present) or self._batches(present)
             coming = self._fetch(batches[0], rule) if batches else []
+            # The state of the next batch is on its way while this one is updated.
             for batch, following in itertools.zip_longest(batches, batches[1:]):
                 states = coming
                 self._arrived(states)

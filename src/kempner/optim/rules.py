@@ -95,6 +95,7 @@ class ScheduleFree(Rule):
             torch._foreach_copy_([part.state[scalar] for part in parts], [news] * len(parts))
         state = parts[0].state
         correction = 1 - beta2 ** state["step"].clamp(min=1)
+        # In a bad step the weight is 0, so that the mean stays.
         weight = state["lr_max"].square() * keep
         share = weight / state["weight_sum"].clamp(min=torch.finfo(torch.float32).tiny)
         for part in parts:
@@ -102,6 +103,7 @@ class ScheduleFree(Rule):
             square.lerp_(part.grad.square(), (1 - beta2) * keep)
             change = part.grad.div_(square.div(correction).sqrt_().add_(group["eps"]))
             change.add_(y * group["weight_decay"])
+            # x is not stored: y = (1 - beta1) z + beta1 x moves by what x and z would move it.
             y.lerp_(z, share).add_(change * (rate * (beta1 * (1 - share) - 1)))
             z.sub_(change.mul_(rate))
 

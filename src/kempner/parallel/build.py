@@ -77,6 +77,7 @@ def build_model(
     else:
         model.to_empty(device=device_type)
     with torch.no_grad():
+        # to_empty() leaves buffers undefined, too.
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
     if train.weights == "bf16" and not frozen:
@@ -93,6 +94,7 @@ def plan_model(
     frozen: bool = False,
 ) -> Decoder:
     """Build the same model on the meta device: all plans are applied, but it has no values yet."""
+    # On the meta device: a model larger than any rank's memory is planned without a byte of it.
     with torch.device("meta"):
         model = Decoder(cfg)
     device_type = layout.mesh.device_type
@@ -120,6 +122,7 @@ def plan_model(
         from kempner.parallel.pipeline import keep_own_stages
 
         keep_own_stages(model, layout, distributed, dtype)
+    # Innermost first: recomputation, then compilation over it, then FSDP's hooks outside of both.
     add_recompute(model, train)
     if layout.tp is not None:
         compute_on_parts(model)
@@ -155,6 +158,7 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
             param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
         device = layout.mesh.device_type  # with fsdp_cpu_offload the parameter is on the host
+        # Seeded by the name: adding or removing a parameter leaves the values of all others.
         generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(param.shape, device=device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)

@@ -95,6 +95,7 @@ def _prepare(own: Path) -> bool:
     try:
         if not own.is_dir():
             others = sorted(own.parent.glob(f"{own.name.split('-')[0]}-*"), key=os.path.getmtime)
+            # Made under another name, then renamed: a killed start leaves no half cache.
             fresh = own.with_name(f".{own.name}.new")
             shutil.rmtree(fresh, ignore_errors=True)
             if others:
@@ -134,6 +135,7 @@ class _LateCompiler(ModuleType):
         pass
 
     def __getattr__(self, name: str) -> Any:
+        # Step aside, or the import below would find this stand-in again.
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), name)

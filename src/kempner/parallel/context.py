@@ -133,6 +133,7 @@ class _Ring(torch.autograd.Function):
             queries, keys = _parts(rounds, group.rank(), q.shape[2])
             seen_k, seen_v = kv[:, :, :, keys].unbind()
             block, block_lse, *_ = kernel(q[:, :, queries], seen_k, seen_v)
+            # Both parts are rescaled to the joint denominator of the softmax, in logarithms.
             total = torch.logaddexp(lse[:, :, queries], block_lse)  # [B, H, queries]
             old = (lse[:, :, queries] - total).exp().unsqueeze(-1)
             new = (block_lse - total).exp().unsqueeze(-1)
@@ -167,6 +168,7 @@ class _Ring(torch.autograd.Function):
             dkv = returning.wait()
             dkv[0, :, :, keys] += dk
             dkv[1, :, :, keys] += dv
+        # One hop is left to the rank that owns these keys.
         dk, dv = _Passing(dkv, group, tag=1).wait().to(k.dtype).unbind()
         return dq.to(q.dtype), dk, dv, None
 

@@ -272,6 +272,7 @@ def build_layout(
     outer = {PP: pp, REPLICATE: replicate}
 
     def mesh(axes: dict[str, int]) -> DeviceMesh:
+        # fully_shard needs its axis even at size 1; the others would only add groups.
         kept = {name: size for name, size in axes.items() if size > 1 or name == FSDP}
         return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 

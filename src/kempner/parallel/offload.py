@@ -87,6 +87,7 @@ class Offload:
         if self._stream is not None:
             group.copied = self._stream.record_event()
         self._leaving.append(group)
+        # The computation waits for the oldest copies here, which bounds the memory in flight.
         while len(self._leaving) > self._in_flight:
             self._free(self._leaving.popleft())
 
@@ -106,6 +107,7 @@ class Offload:
         storage = x.untyped_storage()
         if storage.nbytes() < SMALLEST or storage.data_ptr() in self._stays:
             return x
+        # Autograd saves views of one memory one by one: copy it once.
         kept = self._here.get(storage.data_ptr())
         if kept is None:
             kept = self._here[storage.data_ptr()] = self._send(storage)
@@ -129,6 +131,7 @@ class Offload:
             return packed
         kept, dtype, *place = packed
         ahead: Group | None = kept.group
+        # The backward pass needs this group now, and those before it next.
         for _ in range(1 + self._in_flight):
             if ahead is not None:
                 self._fetch(ahead)

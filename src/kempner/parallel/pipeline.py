@@ -144,6 +144,7 @@ class Pipeline:
     def backward_passes(self, loss_of: LossOf, micro_batches: list[MicroBatch]) -> None:
         self._loss_of, self._micro_batches = loss_of, micro_batches
         key = len(micro_batches), micro_batches[0].inputs.shape
+        # torch's schedule is made for one number and one shape of micro-batches.
         if key not in self._schedules:
             self._schedules[key] = self._schedule(micro_batches)
         # The schedule can only cut tensors into micro-batches; ours also have documents. So it cuts
@@ -197,6 +198,8 @@ class Pipeline:
             )
             for stage in self._stages
         ]
+        # The last stage returns the loss itself, a sum over tokens: torch must not scale its
+        # gradients.
         settings: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(list(stages), len(micro_batches), **settings)

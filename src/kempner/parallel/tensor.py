@@ -61,6 +61,7 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
     if model.output is not None:  # what goes in and out is the loss's matter
         _cut(model.output, mesh, weight=ROWS)
+    # Each of these ranks routes all tokens, and the gradients of its losses are summed.
     model.routings.copies = mesh.size()
     model.loss = VocabularyLoss(model.loss, mesh)
 
@@ -74,6 +75,7 @@ def _split_block(block: Block, mesh: DeviceMesh) -> None:
         # Of an adapter B A, one matrix is cut like W; the other has no side of W's that is cut.
         a, b = (cut, Replicate()) if cut == COLUMNS else (Replicate(), cut)
         _cut(module, mesh, weight=cut, bias=cut, lora_a=a, lora_b=b)
+    # Norms work on each rank's own tokens; between gather and scatter all ranks have all tokens.
     for norm in (block.attention_norm, block.ffn_norm):
         norm.register_forward_hook(partial(_gather, mesh.get_group()))
     for layer in (block.attention, block.ffn):

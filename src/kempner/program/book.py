@@ -95,6 +95,7 @@ class Book:
         continues from is known once it prints a step."""
         self._resumes = newest
         self.step = newest if self._options.steps is None else None
+        # The first line of metrics measures its step time from here.
         self._line = (time.time(), newest or 0)
         batch_began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
         copy = self._copy
@@ -173,6 +174,7 @@ class Book:
             return
         began = max(0, steps.first - (1 if every is None else every))
         newest = self._resumes
+        # The checkpoint's number is surer than the distance between two printed steps.
         if newest is not None and (began <= newest or steps.beats) and newest <= steps.first:
             began = newest
         self._record_first_step(steps.at, began, steps.first)

@@ -41,6 +41,7 @@ class Channel:
         with contextlib.suppress(OSError):
             data = self.socket.recv(1 << 16)
         self._text += data
+        # recv() returns nothing when the other end has closed; a line without an end is not ours.
         self.open = self.open and bool(data) and len(self._text) < LONGEST
         *lines, self._text = self._text.split(b"\n")
         found = []

@@ -157,6 +157,7 @@ class Child:
         return bool(found)
 
     def _handlers(self, pid: int, number: signal.Signals) -> Iterator[int]:
+        # The default action of the signal would kill a process that does not handle it.
         if _handles(pid, number) and not _is_torchrun(pid):
             yield pid
         else:
@@ -182,6 +183,7 @@ class Child:
         for pid in found:
             with contextlib.suppress(OSError):
                 _, most = resource.prlimit(pid, resource.RLIMIT_CORE)
+                # SIGABRT would also dump a core, which may be all of its memory.
                 resource.prlimit(pid, resource.RLIMIT_CORE, (0, most))
                 os.kill(pid, signal.SIGABRT)
         end = time.monotonic() + STACKS_S

@@ -232,6 +232,7 @@ class Coordinator:
     def _start(self) -> None:
         self._started = True
         hosts = [self._hosts[rank] for rank in range(self.size)]
+        # All ranks have met: the address is of no more use, and a later start must not find it.
         forget_rendezvous(self.options.run_dir)
         changed = self._book.start(hosts, self._watch.number)
         say(
@@ -241,6 +242,7 @@ class Coordinator:
         )
         for text in changed:
             say(f"changed since the last attempt: {text}")
+        # Before the ranks start, so that their first checkpoint counts.
         self._watch.start()
         port = self._port.port
         self._tell(do="start", attempt=self._book.attempt, address=self.address, port=port)
@@ -248,12 +250,13 @@ class Coordinator:
     # --- requests to leave ---
 
     def _ask(self, kind: str, why: str) -> None:
-        """Ask the ranks to leave. `kind`: interrupt (save and go on later), or stop (for good),
-        which wins."""
+        """Ask the ranks to save or leave. `kind`: save (and go on), interrupt (leave, to be
+        continued), or stop (for good), which wins."""
         if kind == "save":
             say(f"{why}: the program is asked to save")
             self._tell(do="save")
             return
+        # The same request again, or one that a stop has overruled.
         if self._asked in (kind, "stop"):
             return
         self._asked, self._asked_at = kind, time.monotonic()
@@ -282,12 +285,13 @@ class Coordinator:
         return saved and self._watch.written > self._asked_at + POLL_S
 
     def _may_go_on(self) -> bool:
-        """Return whether a program that ignores the request may train on until it has saved: if
-        Slurm says how long."""
+        """Return whether a program that ignores the request may train on until it has saved: only
+        in a job, whose end Slurm knows."""
         return self._asked == "interrupt" and slurm.job_name() is not None
 
     def _end(self, why: str) -> None:
         self._sent_end = why
+        # From now on the ranks have ENDED_S.
         self._finishing = time.monotonic()
         say(f"the program is ended: {why}")
         self._tell(do="end")
@@ -314,6 +318,7 @@ class Coordinator:
 
     def _end_hang(self) -> None:
         if not self._hung.get(-1):
+            # A mark that all ranks have been asked; it is not a rank.
             self._hung[-1] = {}
             self._tell(do="report")
         answered = len(self._hung) - 1 + len(self._endings) >= self.size
@@ -351,6 +356,7 @@ class Coordinator:
             if rank not in self._endings and rank not in self._ending:  # its host does not answer
                 self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
         ended = list(self._endings.values())  # in the order of their ends
+        # Only a program that left in order has surely completed its last checkpoint.
         by_itself = not self._sent_end and (self._asked or all(e.code == 0 for e in ended))
         over = self._bad_at or self._finishing or time.monotonic()
         self._watch.look_at_last(bool(by_itself), over)

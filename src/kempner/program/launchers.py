@@ -60,6 +60,7 @@ def simple_commands(command: Sequence[str]) -> list[list[str]]:
     place = shell_string(command)
     if place is None:
         return [[*command]]
+    # punctuation_chars parts words at ; & | < > and parentheses, as the shell does.
     lexer = shlex.shlex(command[place].replace("\n", " ; "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:

@@ -34,6 +34,7 @@ def supervise_here(options: Options, ranks: int) -> int:
     server = listen("127.0.0.1")
     if ranks == 1:
         return _rank(options, World(0, 0, 1, "single"), server)
+    # Blocked across the forks: no signal is lost before a child's handlers are there.
     signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)
     pids = []
     for rank in range(ranks):

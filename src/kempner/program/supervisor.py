@@ -155,6 +155,7 @@ class Supervisor:
             self._reported = True
             self._tell_end(127, str(error), False, time.monotonic())
         finally:
+            # Only the program may hold this end: its end is the end of the output.
             os.close(target)
         self._output.start()
 
@@ -165,6 +166,7 @@ class Supervisor:
         self._unheard = ""
         if self._child is None or self._reported:
             return
+        # A program that looks for the file needs no signal, and may not handle any.
         heard = self._place.asks.exists() or self._child.warn()
         if kind == "stop" and not heard:
             heard = self._child.tell(signal.SIGINT)  # Python: KeyboardInterrupt
@@ -222,6 +224,7 @@ class Supervisor:
         limit, now = self.options.heartbeat or 0.0, time.monotonic()
         at, _ = self._place.beat()
         absent, self._awake = now - self._awake, now
+        # Only a change of the time counts, measured by this host's clock.
         if at != self._beat:
             self._beat, self._since = at, now
         elif absent > limit / 2:  # suspended (SIGSTOP, scontrol suspend), and so was the program

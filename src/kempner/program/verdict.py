@@ -90,6 +90,7 @@ def judge(
     bad = [ending for ending in ended if ending.code != 0]
     if hung:
         return Outcome("", "no heartbeat", HUNG)
+    # A user's stop counts whatever the program made of it.
     if asked == "stop":
         return Outcome("stopped", "stopped by the user", 0)
     lost = any(ending.gone for ending in bad)  # Slurm ends the step of a host that is lost
@@ -101,6 +102,7 @@ def judge(
     reason = first.reason
     if first.lost:
         reason = f"which rank failed is not known; one that has lost it: {reason}"
+    # Exit code 2 after progress is not bad input: another start may succeed.
     if first.code in NOT_STARTED and not progressed and not first.gone:
         return Outcome("", reason, BAD_INPUT, final=True)
     code = 128 - first.code if first.code < 0 else first.code

@@ -141,6 +141,8 @@ class Watch(threading.Thread):
             if self._pattern and now >= self._pause_until:
                 with contextlib.suppress(OSError):  # one that is being pruned
                     self._look()
+                # Large checkpoints are looked at less often, so that looking stays a small share of
+                # the time.
                 self._pause_until = now + (time.monotonic() - now) / SHARE
             if (job := slurm.job_name()) is not None and now > end:
                 end = now + END_POLL_S
@@ -162,6 +164,7 @@ class Watch(threading.Thread):
         if self._last == before or self._last.path != before.path:
             self._take(before, complete=True)
             return
+        # A new inode: written beside and renamed. The same size again: written in place to its end.
         replaced, whole = self._last.inode != before.inode, self._last.size == before.size
         if replaced or whole:
             self._take(before, complete=replaced and whole)

@@ -126,7 +126,9 @@ class RunLock:
 
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
+        # In a thread with a limit: the file system may be what hangs.
         telling.join(TELL_S)
+        # Without finalisers: nothing that this process still does may touch the run.
         os._exit(LOST)
 
     # --- taking it ---
@@ -146,6 +148,8 @@ class RunLock:
             elif _is_gone(self._self, seen.holder) or self._is_still(seen):
                 if self._replace(seen):
                     return
+            # Refuse only if it is still the same holder; it may have left or been replaced
+            # meanwhile.
             elif (now := _look(self.path)) is not None and now.text == seen.text:
                 raise ConfigError(
                     f"{directory} is in use by {_name(seen.holder)}: wait for it or cancel it, or "
@@ -193,10 +197,13 @@ class RunLock:
                 os.close(os.open(claims[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
                 break
             except FileExistsError:
+                # Somebody else claims it. If nothing comes of that, its process has died: the next
+                # claim.
                 if not self._stays(seen, MISSED_S):
                     return False
         try:
             fresh.write_bytes(self._text)
+            # Once more, with the claim in hand: the holder may have come back.
             now = _look(self.path)
             if now is None or now.text != seen.text or (now != seen and not though_it_beats):
                 return False

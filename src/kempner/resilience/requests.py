@@ -202,6 +202,7 @@ def final_verdict(
     is orderly only when its last step is durable."""
     if verdict.save:  # nothing new, unless a step was left undone: then the one before it
         checkpointer.save(progress.step, progress.record())
+    # An interrupted job has no time to delete old checkpoints; its next start does that.
     checkpointer.close(seconds, prune=verdict.state != "interrupted")
     step = progress.step
     if verdict.state == "failed" or checkpointer.saved_step == step:

@@ -53,6 +53,7 @@ class Spikes:
             same = same & (before == now)
             before.fill_(now)
         count.mul_(same)
+        # Before this step enters the window: a spike must not raise its own limit.
         spread, mean = torch.std_mean(values, dim=1)
         limits = torch.where(count >= self.window, mean + self.sigma * spread, torch.inf)  # [2]
         numbers = torch.stack((loss, grad_norm))

@@ -56,6 +56,7 @@ class BlockClock:
             start, end = map(torch.compiler.disable, (start, end))
         # Inside fully_shard's hooks: its weights are gathered by then, and are not timed.
         clocked.register_forward_pre_hook(start)
+        # Prepended, so that FSDP's own hook, which frees the weights, is not timed.
         clocked.register_forward_hook(end, prepend=True)
 
     def _start(self, *_: object) -> None:
@@ -137,6 +138,7 @@ class Stragglers:
         """Return [packed ratio and rank, seconds a step that the slowest one is late], on their way
         to the host. The ratio is that of a rank's work to the mean of the others'."""
         others = (total - self._mine) / self._others
+        # Bounded, so that it fits into the packed number below.
         ratio = min(self._mine / others, 1e3) if others > 0 else 1.0
         # fp64 keeps integers up to 2^53: 1e3 * 1e6 * 2^20 is 2^50. The seconds are a maximum of
         # their own: the rank with the largest ratio has the largest delay, too.

@@ -133,6 +133,7 @@ class Watchdog:
             yield
         finally:
             now = time.monotonic()
+            # The section is taken out of the step's time: the beat moves by as much.
             self._beat, self._limit = min(now, self._beat + now - began), limit
 
     def stop(self) -> None:
@@ -174,6 +175,7 @@ class Watchdog:
         what = f"no step for {self._limit:.0f} s after step {self._step}"
         if self._starting:
             what = f"the start has stood still for {self._limit:.0f} s"
+        # The stacks first: what follows needs the store, which may be what hangs.
         self._within(WRITE_S, lambda: self._write_stacks(what))
         answers = self._within(2 * self._patience + 1, lambda: self._ask(place))
         self._within(WRITE_S, lambda: self._record(what, answers))

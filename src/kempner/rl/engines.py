@@ -478,7 +478,7 @@ class VllmEngine(KitEngine):
             self._ask(LEASE, {}, BEAT_S)
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
-        """Return None but at temperature 1: vLLM gives log-probabilities of a prompt at no
+        """Return the log-probabilities at temperature 1, else None: vLLM gives a prompt's at no
         other."""
         if temperature != 1.0:
             return None
