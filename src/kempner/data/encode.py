@@ -116,6 +116,7 @@ def in_workers(
     running: deque[Future[R]] = deque()
     try:
         source = iter(items)
+        # Two units for each worker, so that none waits for its next one.
         running.extend(_submit(pool, act, item) for item in itertools.islice(source, 2 * workers))
         while running:
             yield _result(pool, running.popleft())
@@ -161,8 +162,7 @@ def _start_worker(how: Encoding) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to end this worker with its parent; it would wait forever for its next
-    unit."""
+    """End this worker with its parent; it would wait forever for its next unit."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

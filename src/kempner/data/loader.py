@@ -106,6 +106,7 @@ class TrainLoader:
             except BaseException:
                 self.close()
                 raise
+        # Counted here, not where the thread reads: reading ahead must not move the run's position.
         ranges = self._ranges(self.position, stage_at(self._stages, self.step).batch)
         self.phase = self.mixture.phase(ranges[0][0])
         self.position = ranges[-1][1]

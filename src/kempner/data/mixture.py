@@ -202,6 +202,7 @@ def _used_up(segment: Segment, left: Sequence[float]) -> list[int]:
 def parts_of(weights: Sequence[float]) -> Parts:
     """Express weights as whole parts: exact where at most LONGEST_PATTERN of them suffice (7 : 2 :
     1, 0.35 : 0.65); else of FINE parts, and at least one sample a turn for each."""
+    # By its decimal digits: 0.1 is 1/10, not the nearest binary fraction.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     common = math.lcm(*(share.denominator for share in shares))
@@ -209,6 +210,7 @@ def parts_of(weights: Sequence[float]) -> Parts:
         return tuple(int(share * common) for share in shares)
     least = FINE // LONGEST_PATTERN
     parts = [max(least, int(share * FINE)) if share else 0 for share in shares]
+    # The largest share takes the rounding errors of all.
     parts[parts.index(max(parts))] += FINE - sum(parts)
     return tuple(parts)
 

@@ -97,12 +97,14 @@ class StreamedDocuments:
         rows = np.empty((len(indices), length), np.int64)
         begins = np.empty(rows.shape, np.bool_)
         for row, starts, index in zip(rows, begins, indices.tolist(), strict=True):
+            # Backwards, or the first read after a start: go on from a bookmark.
             if index < self._sample or not self._sought:
                 self._go_to(self._bookmark(index))
                 self._sought = True
             while self._sample <= index:
                 self._fill(length)
                 row[:], starts[:] = self._left[:length], self._begins[:length]
+                # The last token is also the first input of the next sample.
                 self._left, self._begins = self._left[length - 1 :], self._begins[length - 1 :]
                 self._sample += 1
         if rows.size and rows.view(np.uint64).max() >= self._vocab_size:

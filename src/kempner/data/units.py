@@ -111,6 +111,7 @@ def encode_share(
     tokens. Ends early on a request to leave, which status.json then has for the batch script."""
     leave = Leave()
     others = [item for number, item in enumerate(items) if number % tasks != rank]
+    # Each task in an order of its own, so that helpers seldom meet at one unit.
     random.Random(rank).shuffle(others)
 
     def missing() -> Iterator[Item]:

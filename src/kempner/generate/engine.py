@@ -123,6 +123,7 @@ class Engine(Generic[R]):
         """Draw the next token of every request; returns those that have one."""
         sizes = zip(self.requests, self.cache.lengths, strict=True)
         full = [request for request, size in sizes if size == self.cache.length]
+        # They outgrow the window: join() reads them again from their last tokens on.
         for request in full:
             self.leave(request)
         grown = list(self.requests)

@@ -27,6 +27,7 @@ class TextStream:
         """Add a token; returns the text that is now certain."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids[self._begin :])
+        # Perhaps half a character, which the next tokens complete.
         if text.endswith(UNFINISHED) and len(self._ids) - self._read < CHARACTER:
             return ""
         return self._certain(text)
@@ -46,6 +47,7 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
+        # An end that may begin a stop string is held back.
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

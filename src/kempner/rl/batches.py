@@ -111,6 +111,7 @@ class Groups:
             if tokens >= least:
                 return self._ready[:number]
         count = len(self._ready)
+        # Too few tokens: ask for as many more groups as these suggest.
         self._target = count + math.ceil((least - tokens) / (tokens / count))
         return None
 

@@ -52,6 +52,7 @@ def pack(
     packing = first_fit_decreasing(lengths, seq_len)
     unit = ranks * micro_batch
     count = -(-len(packing) // unit) * unit
+    # Balanced rows may fail to fit; first-fit decreasing never does.
     rows = spread(lengths, seq_len, count)
     if rows is None:
         order, starts = packing.order.tolist(), packing.starts.tolist()

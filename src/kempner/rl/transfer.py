@@ -153,6 +153,7 @@ def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
         with ThreadPoolExecutor(min(SENDERS, len(senders))) as pool:
             list(pool.map(read_from, senders))
     except OSError as error:
+        # Some weights may be overwritten: the model is neither the old one nor the new one.
         if begun.is_set():
             raise OSError(f"the transfer has broken off ({error})") from None
         raise Gone(str(error)) from None

@@ -198,6 +198,7 @@ class Worker:
         except Exception as error:  # out of memory, for example
             traceback.print_exc()
             cause = repr(error)
+            # A failed pass leaves the cache in an unknown state.
             self.texts.engine.clear()
             failed = [text for text in self._jobs if text not in self.texts.waiting]
             why = "the engine has failed; see its log"
