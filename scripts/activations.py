@@ -1,5 +1,5 @@
-"""Write what a model computes inside to disk: its residual stream after some blocks, for the first
-samples of prepared data, from one checkpoint or several.
+"""Write a model's activations to disk: its residual stream after some blocks, for the first samples
+of prepared data, from one checkpoint or several.
 
     python scripts/activations.py runs/7b data/corpus --layers 0,15,-1 --out activations/7b
     python scripts/activations.py runs/7b data/corpus --layers all --steps all --out activations/all
@@ -82,7 +82,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def join_layers(argv: list[str]) -> list[str]:
-    """`--layers -1,0` as `--layers=-1,0`: argparse takes the second word for an option."""
+    """Rewrite `--layers -1,0` as `--layers=-1,0`: argparse takes the second word for an option."""
     joined: list[str] = []
     for word in argv:
         if joined[-1:] == ["--layers"] and re.match(r"-\d", word):
@@ -93,7 +93,7 @@ def join_layers(argv: list[str]) -> list[str]:
 
 
 def models(name: str, steps: str | None) -> list[str]:
-    """The checkpoints, as names for load(). Raises ConfigError."""
+    """Return the checkpoints, as names for load(). Raises ConfigError."""
     if steps is None:
         return [name]
     directory, step = named.split(name)
@@ -109,7 +109,7 @@ def models(name: str, steps: str | None) -> list[str]:
 
 
 def check_models(out: Path, names: list[str]) -> None:
-    """Are they all there, and are the shards that are there theirs? Raises ConfigError."""
+    """Check that all checkpoints exist, and that existing shards are theirs. Raises ConfigError."""
     problems = []
     for name in names:
         try:
@@ -135,7 +135,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def layers_of(text: str, count: int) -> list[int]:
-    """The numbers of blocks, in order."""
+    """Parse the numbers of blocks, in order."""
     if text == "all":
         return list(range(count))
     numbers = _numbers("--layers", text)
@@ -149,7 +149,7 @@ def layers_of(text: str, count: int) -> list[int]:
 
 
 def check_data(path: str, data: TokenDataset, loaded: Loaded) -> None:
-    """Is it plain text, in the tokens of the model? Raises ConfigError."""
+    """Check that the data are plain text, in the tokens of the model. Raises ConfigError."""
     if data.sidecar.kind != "text":
         raise ConfigError(f"{path}: is of the kind {data.sidecar.kind}; give data of plain text")
     if data.sidecar.tokenizer["hash"] != loaded.words.tokenizer.describe()["hash"]:
@@ -160,7 +160,7 @@ def check_data(path: str, data: TokenDataset, loaded: Loaded) -> None:
 
 
 def write(options: argparse.Namespace, name: str) -> None:
-    """The shards of one checkpoint."""
+    """Write the shards of one checkpoint."""
     with held(name) as source:
         folder, weights = folder_of(source), identity_of(source)
         identity, config = str(source.path), {}

@@ -114,8 +114,8 @@ def evaluate_once(options: argparse.Namespace, name: str) -> None:
 
 
 def follow(options: argparse.Namespace) -> None:
-    """The newest checkpoint, each time that there is a new one; the last one is always among them,
-    because the run has ended before it is looked for."""
+    """Evaluate the newest checkpoint, each time that there is a new one; the last one is always
+    among them, because the run has ended before it is looked for."""
     run_dir = Path(options.model)
     leave_on_request(run_dir)
     while True:
@@ -142,8 +142,8 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def leave_on_request(run_dir: Path) -> None:
-    """The batch script asks at the end of its job's time: nothing is lost but the evaluation that
-    runs, which the next attempt repeats."""
+    """End when the batch script asks at the end of its job's time: only the running evaluation is
+    lost, which the next attempt repeats."""
 
     def leave(number: int, _: object) -> NoReturn:
         say_state(run_dir, "interrupted")
@@ -154,7 +154,7 @@ def leave_on_request(run_dir: Path) -> None:
 
 
 def say_state(run_dir: Path, state: str) -> None:
-    """For eval.sh: how this attempt has ended."""
+    """Record for eval.sh how this attempt has ended."""
     attempt = os.environ.get("KEMPNER_ATTEMPT_ID")
     if attempt:
         record = f'{{"state": "{state}", "attempt_id": "{attempt}"}}\n'

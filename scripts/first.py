@@ -1,5 +1,5 @@
-"""What every program here calls first: where the environment is missing it says what to do, and
-from then on Ctrl-C and closed streams are seen to, while the rest is imported.
+"""First import of every program here: says what to do if the environment is missing, and handles
+Ctrl-C and closed streams from then on, while the rest is imported.
 
 It is also read by an old Python: no syntax after 3.6, neither here nor in the programs.
 """
@@ -22,8 +22,8 @@ def begin():
 
 
 def hook(kind, error, trace):
-    """In place of the traceback of an import that fails for want of the environment, or that is
-    interrupted before front_door.py sees to that."""
+    """Replace the traceback of an import that fails for want of the environment, or that is
+    interrupted before front_door.py handles that."""
     if issubclass(kind, KeyboardInterrupt):
         os._exit(130)
     lacking = getattr(error, "name", None)
@@ -36,7 +36,7 @@ def hook(kind, error, trace):
 
 
 def in_environment():
-    """The same command by the environment's Python."""
+    """Return the same command by the environment's Python."""
     import shlex
 
     python = os.path.join(BIN, "python")
@@ -47,7 +47,7 @@ def in_environment():
 
 
 def refuse(why, fix):
-    """One line, and exit code 2; for --help what the program is, and 0."""
+    """Print one line, exit code 2; for --help describe the program, exit code 0."""
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
         about = sys.modules["__main__"].__doc__.strip()
         sys.stdout.write(f"{about}\n\nAll options, which need the environment: {fix}\n")

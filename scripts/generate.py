@@ -153,8 +153,8 @@ def prompt_ids(loaded: Loaded, prompts: list[str], chat: bool) -> list[list[int]
 def print_texts(
     loaded: Loaded, prompts: list[str], ids: list[list[int]], sampling: Sampling, batch: int
 ) -> int:
-    """Generate what follows `ids`, and print it after the prompts; a single text as it comes,
-    several in the order of the prompts. Returns the number of new tokens."""
+    """Generate the continuations of `ids`, and print them after the prompts; a single text as it
+    comes, several in the order of the prompts. Returns the number of new tokens."""
     from kempner.generate.engine import Engine
     from kempner.generate.texts import Text, generate
 

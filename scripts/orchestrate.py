@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         return 0
     cfg = load_config(command.files, command.overrides, command.problems)
     if not cfg.rl.on:
-        raise ConfigError("rl.env: there is none; scripts/train.py trains without")
+        raise ConfigError("rl.env: is not set; scripts/train.py trains without it")
     problems = check_directories(cfg, 0)
     if problems:
         raise ConfigError(problems)
@@ -103,5 +103,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # os._exit: threads that wait for an engine or a reward have nothing to finish.
+    # os._exit: threads that wait for an engine or a reward would keep the process alive.
     run_program(main, leave=os._exit)

@@ -1,4 +1,4 @@
-"""What a configuration needs on so many GPUs, and which combinations of levers fit them.
+"""Estimate what a configuration needs on some GPUs, and which combinations of levers fit them.
 
     python scripts/plan.py configs/train/7b.toml --nodes 2 --gpus-per-node 8 --gpu H100
     python scripts/plan.py configs/train/70b.toml --nodes 16 --gpu H200 --train.seq_len=8192
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu, host: float) -> None:
-    """What the configuration needs as it is."""
+    """Print what the configuration needs as it is."""
     needs = memory(cfg, world_size, per_node)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])
     rows = [[f"memory of one GPU, {needs.moment}", "GiB"]]

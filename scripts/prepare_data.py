@@ -1,4 +1,4 @@
-"""Text -> token shards, ready for training.
+"""Turn text into token shards, ready for training.
 
     python scripts/prepare_data.py corpus/ more.jsonl --out data/corpus --train-bpe 32000
     python scripts/prepare_data.py --source stdlib --out data/quickstart
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 def again(out: Path) -> str:
-    """What to do after a stop."""
+    """Return what to do after a stop."""
     fix = "run the same command again"
     begun = any((out / name).is_file() for name in (PROGRESS, SIDECAR))
     return f"{fix}: it resumes after the last whole shard in {out}" if begun else fix
@@ -207,7 +207,7 @@ def prepare_data(options: argparse.Namespace, out: Path) -> None:
 
 
 def all_or_errors(*acts: Callable[[], Any]) -> list[Any]:
-    """What each returns, or one ConfigError with the problems of all."""
+    """Return the results of all functions, or raise one ConfigError with the problems of all."""
     results, problems = [], []
     for act in acts:
         try:
@@ -236,7 +236,7 @@ def find_units(
 
 
 def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What identifies the tokenizer before it exists."""
+    """Return the settings that identify the tokenizer before it exists."""
     if options.train_bpe:
         name, size = f"bpe of {options.train_bpe} tokens", options.train_bpe
     elif options.tokenizer == "bytes":
@@ -249,8 +249,8 @@ def tokenizer_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_tokenizer(given: str, only: str | None) -> tuple[str, str]:
-    """A path, and a name where it is not that of the path. A tokenizer of the hub is downloaded
-    unless it is in the cache: not by each task of prepare.sh."""
+    """Return a path, and a name if it is not that of the path. A tokenizer of the hub is downloaded
+    unless it is in the cache, but not by each task of prepare.sh."""
     named = hub.REPO.fullmatch(given) and not given.endswith(".json")
     if not named or Path(given).expanduser().exists():
         return given, ""
@@ -290,7 +290,7 @@ def tokenizer_file(options: argparse.Namespace) -> Path:
 def make_tokenizer(
     options: argparse.Namespace, out: Path, pieces: list[sources.Piece]
 ) -> Tokenizer:
-    """The tokenizer to encode with; its file is stored in the data directory."""
+    """Return the tokenizer to encode with; its file is stored in the data directory."""
     if options.train_bpe:
         sample = pieces[:: math.ceil(sum(piece.size for piece in pieces) / BPE_SAMPLE)]
         print(
@@ -316,8 +316,8 @@ def make_tokenizer(
 
 
 def training_texts(options: argparse.Namespace, pieces: Sequence[sources.Piece]) -> Iterator[str]:
-    """The documents to train a vocabulary on, without those that are held out. Of a compressed
-    file, which is one piece of any size, its beginning."""
+    """Yield the documents to train a vocabulary on, without those that are held out; from a
+    compressed file, which is one piece of any size, only its beginning."""
     share = BPE_SAMPLE // len(pieces)  # characters
     for piece in pieces:
         left = share if piece.source.compression else math.inf

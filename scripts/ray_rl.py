@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         return 0
     cfg = load_config(command.files, command.overrides, command.problems)
     if not cfg.rl.on:
-        raise ConfigError("rl.env: there is none; ray_train.py trains without")
+        raise ConfigError("rl.env: is not set; ray_train.py trains without it")
     problems = check_directories(cfg, 0)
     if problems:
         raise ConfigError(problems)
@@ -78,7 +78,7 @@ class Run:
         self.cfg, self.exchange = cfg, exchange
         self.variables = {"KEMPNER_ATTEMPT_ID": os.environ["KEMPNER_ATTEMPT_ID"]}
         self.tries = [0] * parts.engines
-        # Engines first: with one node of GPUs they are then the first ones, as under rl.sh.
+        # Engines first: on a single node of GPUs they get the first ones, as under rl.sh.
         self.engines = programs(parts.engines, cfg.rl_inference.tp * gpu) if parts.engines else []
         trainers = programs(parts.train_nodes * parts.train_tasks, int(gpu))
         self.running: dict[Any, str] = {}
@@ -105,8 +105,8 @@ class Run:
         self.running[self.engines[engine].run.remote(words, told)] = f"engine {engine}"
 
     def follow(self) -> int:
-        """Until trainer and orchestrator have ended; their exit code. The last evaluation, after
-        the trainer's end, takes as long as it takes."""
+        """Wait until trainer and orchestrator have ended; returns their exit code. The last
+        evaluation, after the trainer's end, has no time limit."""
         orchestrator = Listener(self.exchange, "orchestrator")
         while self.left("trainer") or self.left("orchestrator"):
             ended, _ = ray.wait(list(self.running), timeout=LOOK_S)

@@ -1,4 +1,4 @@
-"""Summary of a run, or of several side by side: a table and a picture.
+"""Summarize a run, or several side by side: a table and a picture.
 
     python scripts/report.py runs/quickstart
     python scripts/report.py runs/a runs/b --out compared.png
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def summarize(options: argparse.Namespace) -> int:
-    """The table, and the pictures."""
+    """Print the table, and draw the pictures."""
     runs, problems = find_runs(options.runs)
     if problems:
         raise ConfigError(problems)
@@ -80,8 +80,8 @@ def summarize(options: argparse.Namespace) -> int:
 
 
 def pictures(runs: list[History], named: Path | None) -> tuple[Path, Path | None]:
-    """Of the curves and, of one run with several attempts, of its time. Raises ConfigError when
-    another program's file is there."""
+    """Return the paths of the pictures: of the curves and, for one run with several attempts, of
+    its time. Raises ConfigError if another program's file is there."""
     alone, times = len(runs) == 1, None
     out = named or (runs[0].path / "report.png" if alone else Path("report.png"))
     refuse_other_picture(out, "--out", named is not None)
@@ -128,7 +128,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def write_html(options: argparse.Namespace) -> int:
-    """The page of a run, or of all runs in directories."""
+    """Write the page of a run, or of all runs in directories."""
     paths = list(dict.fromkeys(options.runs))
     runs = list(dict.fromkeys(run for path in paths for run in runs_in(path)))
     if not runs:
@@ -170,7 +170,7 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
             last = f"; the last attempt: {ends[-1].ending}" if ends else ""
             last = f"; {run.refusal.text}" if run.refusal else last
             problems.append(
-                f"{path}: no step is recorded yet; there is a line every metrics.log_interval "
+                f"{path}: no step is recorded yet; a line is written every metrics.log_interval "
                 f"steps{last}"
             )
         elif runs_in(path):
@@ -186,7 +186,7 @@ def find_runs(paths: list[Path]) -> tuple[list[History], list[str]]:
 
 
 def is_program(run: History) -> bool:
-    """Of run.sh: it has attempts, and no figures."""
+    """Return whether it is a run of run.sh: it has attempts, and no figures."""
     return any(a.began for a in run.attempts) and not (run.path / "config.toml").exists()
 
 

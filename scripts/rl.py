@@ -110,7 +110,7 @@ def train(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) ->
         }
         lr = learning_rate(cfg.schedule, cfg.optimizer.lr, progress.step, cfg.train.max_steps)
         numbers = update(optimizer, reduce_step(sums, layout), feed.tokens, lr, cfg.train.grad_clip)
-        # The engines wait for it, so it comes first; the weights go through the host anyway.
+        # Publish first: the engines wait for it, and the weights go through the host anyway.
         with recorder.clock.part("publish"), watchdog.patient():
             feed.publish(step)
         progress = progress.after_step(feed.position, feed.tokens)

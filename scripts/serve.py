@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for what a start would find when it has read the model, or later. What
-    this host lacks the nodes of a job may have: they look themselves."""
+    """Raise ConfigError for what a start would find when it has read the model, or later. The nodes
+    of a job may have what this host lacks: they look themselves."""
     from kempner.load import pick_device, seen  # imports NumPy, which --help does without
 
     here = not (options.check and slurm.is_here())
@@ -71,13 +71,13 @@ def check(options: argparse.Namespace) -> None:
 
 
 def place_of(options: argparse.Namespace) -> Path:
-    """The file of this engine's URL."""
+    """Return the file of this engine's URL."""
     task = os.environ.get("KEMPNER_ENGINE") or os.environ.get("SLURM_PROCID", "0")
     return Path(options.publish, f"engine-{task}").resolve()
 
 
 def read_token(options: argparse.Namespace) -> str:
-    """Raises ConfigError; never with the token in it."""
+    """Return the token. Raises ConfigError; never with the token in it."""
     token, file = os.environ.pop(TOKEN, "").strip(), options.token_file
     if file is not None:
         token = read_text(file, "--token-file").strip()
@@ -96,7 +96,7 @@ def read_token(options: argparse.Namespace) -> str:
 
 
 def check_place(folder: Path, make: bool) -> None:
-    """Raises ConfigError where no file can be written into a directory that may have to be made."""
+    """Raise ConfigError if no file can be written into a directory that may have to be made."""
     there = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
     try:
         if make:
@@ -112,7 +112,7 @@ def check_place(folder: Path, make: bool) -> None:
 
 
 def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
-    """Until `end` is set."""
+    """Serve until `end` is set."""
     from kempner.load import load
     from kempner.port_range import BadPortRange, NoFreePort
     from kempner.process_group import allow_open_files
@@ -176,7 +176,7 @@ def serve(options: argparse.Namespace, token: str, end: threading.Event) -> int:
 
 
 def own_gpu() -> None:
-    """An engine drives one GPU: of those of its node, the one with the number of its task."""
+    """Take one GPU for the engine: of those of its node, the one with the number of its task."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     task = int(os.environ.get("SLURM_LOCALID", "0"))
     if len(visible) > 1 and "SLURM_STEP_NUM_TASKS" in os.environ:

@@ -1,4 +1,4 @@
-"""All runs on one screen: state, step, speed, attempts; those that need attention come first.
+"""Show all runs on one screen: state, step, speed, attempts; those that need attention come first.
 
     python scripts/status.py                  every run in runs/
     python scripts/status.py runs/7b scratch  these runs, and those in these directories
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def no_run(path: Path) -> str:
-    """Why there is nothing to show of it."""
+    """Return why there is nothing to show of a path."""
     try:
         os.listdir(path)
     except FileNotFoundError:
@@ -87,7 +87,7 @@ def no_run(path: Path) -> str:
 
 
 def why_hidden(path: Path) -> str:
-    """Why a run that may be there is not shown, or not all of it."""
+    """Return why a run that may be there is not shown, or not all of it."""
     if path.is_symlink() and not os.path.exists(path):
         return f"{path}: a link to {os.readlink(path)}, which is not there; correct or remove it"
     return f"{path}: cannot be read: Permission denied; ls -ld {path} says who may"
@@ -126,7 +126,7 @@ def node_row(node: Node) -> tuple[str, ...]:
 
 
 def starts(run: History) -> str:
-    """How many there were and, of these, how many in place; the job's idle nodes."""
+    """Return the number of starts, how many of them were in place, and the job's idle nodes."""
     text = str(sum(attempt.began is not None for attempt in run.attempts))
     again = sum(attempt.decision == "restart" for attempt in run.attempts)
     if again:
@@ -165,7 +165,7 @@ def row(run: History) -> tuple[str, ...]:
 
 
 def rewarded(last: Record) -> str:
-    """Of reinforcement learning."""
+    """Describe the state of reinforcement learning."""
     if last.get("reward") is None:
         return ""
     return f", reward {last['reward']:.2f}, {last.get('engines', 0):.0f} engines"

@@ -1,4 +1,4 @@
-"""Many runs from one file: plan them, submit them as job arrays, and compare what comes out.
+"""Run many runs from one file: plan them, submit them as job arrays, and compare the results.
 
     python scripts/sweep.py SWEEP.toml plan [--gpu H100]  check every point, and say what it costs
     python scripts/sweep.py SWEEP.toml submit             what is new; returns at once
@@ -132,12 +132,12 @@ def say(text: str) -> None:
 
 
 def folder(sweep: Sweep) -> Path:
-    """The sweep's own files, beside its run directories."""
+    """Return the directory of the sweep's own files, beside its run directories."""
     return sweep.dir / "sweep"
 
 
 def refuse_directory(sweep: Sweep) -> None:
-    """Raise ConfigError unless DIR/NAME is a sweep, or not there yet, or holds a few notes."""
+    """Raise ConfigError unless DIR/NAME is a sweep, or does not exist yet, or holds a few notes."""
     place, fix = sweep.dir, "give the sweep another name, or another dir"
     above = next(path for path in place.absolute().parents if os.path.lexists(path))
     if not above.is_dir():
@@ -154,7 +154,7 @@ def refuse_directory(sweep: Sweep) -> None:
 
 
 def points_of(sweep: Sweep, journal: Journal) -> list[Point]:
-    """All of them; with [propose] those that are proposed so far."""
+    """Return all points; with [propose] those that are proposed so far."""
     return proposed(sweep, journal) if sweep.propose else expand(sweep)
 
 
@@ -166,7 +166,7 @@ def settle_all(journal: Journal, options: argparse.Namespace) -> None:
 def next_points(
     sweep: Sweep, looks: Sequence[Look], journal: Journal, most: int | None = None
 ) -> dict[str, Values]:  # fmt: skip
-    """[propose]: the values of those that follow from the results so far, by name."""
+    """Return the values of the points that follow from the results so far, by name ([propose])."""
     count, why = room(sweep, looks)
     if why:
         say(why)
@@ -215,12 +215,12 @@ def plan(sweep: Sweep, points: list[Point], journal: Journal, gpu: str | None) -
 
 
 def number_of(sweep: Sweep, points: Sequence[object]) -> str:
-    """How many; with [propose] also how many there will be."""
+    """Return the number of points; with [propose] also how many there will be."""
     return f"{len(points)} of {sweep.propose.points}" if sweep.propose else str(len(points))
 
 
 def search(sweep: Sweep, points: list[Point], journal: Journal, options: argparse.Namespace) -> int:
-    """submit with [propose]: the next points, too; with --here each follows from all before it."""
+    """Submit with [propose]: the next points, too; with --here each follows from all before it."""
     code = 0
     while True:
         looks = look(points, journal)
@@ -244,7 +244,7 @@ def search(sweep: Sweep, points: list[Point], journal: Journal, options: argpars
 def send(
     sweep: Sweep, looks: Sequence[Look], journal: Journal, options: argparse.Namespace
 ) -> int:  # fmt: skip
-    """submit: what is new; resubmit: what has failed, unless it was tried often enough."""
+    """Submit what is new, or resubmit what has failed, unless it was tried often enough."""
     again = options.command == "resubmit"
     chosen = [each for each in looks if (each.failed if again else each.new)]
     tired = [each for each in chosen if again and each.tries >= sweep.tries]
@@ -262,7 +262,7 @@ def send(
     if not points:
         print(f"nothing to {options.command}; {counts(looks)}")
         return 1 if tired or unknown else 0
-    # The next points of [propose] are counted before they are proposed.
+    # Counted first: the next points of [propose] have to fit in, too.
     held = held_arrays(looks) if sweep.max_running and not sweep.propose else []
     arrays = check(sweep, points, [] if options.here else held)
     rule = sweep.early_stop
@@ -270,7 +270,7 @@ def send(
     if options.here:
         return run_here(journal.folder, points, beside)
     if shutil.which("sbatch") is None:
-        raise ConfigError(f"there is no sbatch here: {options.command} --here runs the points")
+        raise ConfigError(f"this host has no sbatch: {options.command} --here runs the points")
     if sweep.propose:
         beside["KEMPNER_PROPOSE"] = str(sweep.file.absolute())
         beside["KEMPNER_PROPOSE_PYTHON"] = sys.executable
@@ -314,7 +314,7 @@ def status(sweep: Sweep, looks: Sequence[Look]) -> int:
 
 
 def cancel(journal: Journal, looks: Sequence[Look]) -> int:
-    """scancel of what is queued or running; its run directories stay, and submit continues them."""
+    """Cancel what is queued or running; its run directories stay, and submit continues them."""
     held = [each for each in looks if each.task and each.state.word in
             ("running", "silent", "starting", "waiting")]  # fmt: skip
     if held:

@@ -12,13 +12,13 @@ if TYPE_CHECKING:  # `import kempner` must stay cheap: no torch before it is nee
 
 
 def load_model(source: str | PathLike[str], device: str = "auto") -> tuple[Decoder, Tokenizer]:
-    """A plain nn.Module and its tokenizer, from a run (RUN or RUN@STEP), a checkpoint, or a
+    """Load a plain nn.Module and its tokenizer from a run (RUN or RUN@STEP), a checkpoint, or a
     directory in Hugging Face's form.
 
         model, tokenizer = load_model("runs/quickstart")
         logits = model(torch.tensor([tokenizer.encode("def ")]))  # [1, T, V]
 
-    It is in evaluation mode, bf16 on a GPU and fp32 on a CPU; `device`: auto, cpu or cuda.
+    The model is in evaluation mode, bf16 on a GPU and fp32 on a CPU; `device`: auto, cpu or cuda.
     """
     from kempner.load import load
 

@@ -1,11 +1,11 @@
-"""What a model computes inside: the residual stream after some of its blocks, and what attention
-and feed-forward layer add to it, for the first samples of a data set; in shards on the disk.
+"""Activations of a model: the residual stream after some of its blocks, and the outputs of
+attention and feed-forward layer, for the first samples of a data set; in shards on the disk.
 
     OUT/activations.json                    what is in the shards, and of which data and model
     OUT/step_00001000/00000.safetensors     the first samples, by the checkpoint of step 1000
 
-A shard is there as a whole or not at all, so that another start makes those that are missing. It
-names the weights that it was made by, in the header of its file.
+A shard exists as a whole or not at all, so that another start makes the missing ones. It names the
+weights that made it, in the header of its file.
 Shapes: S samples of a shard, T tokens, D width.
 """
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 RECORD = "activations.json"
 SHARD_BYTES = 1 << 28  # of activations, which wait in the host's memory for the whole shard
-# What adds to the residual stream passes these modules on its way, whether they change it or not.
+# The outputs of attention and feed-forward layer pass these modules before the residual sum.
 PARTS = {"stream": "", "attention": "attention_post_norm", "ffn": "ffn_post_norm"}
 
 
 class Wanted(NamedTuple):
-    """Which activations: of these blocks, these of PARTS."""
+    """Requested activations: of these blocks, these of PARTS."""
 
     layers: Sequence[int]
     parts: Sequence[str]
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What all shards of a directory have in common; a later start must have the same."""
+    """Facts that all shards of a directory share; a later start must have the same."""
 
     model: str  # id of the run, or the directory
     data: str
@@ -75,13 +75,13 @@ class Record:
 
     @property
     def shards(self) -> list[tuple[int, int]]:
-        """The first sample of each, and the one after its last."""
+        """Return the first sample of each shard, and the one after its last."""
         starts = range(0, self.samples, self.shard)
         return [(start, min(start + self.shard, self.samples)) for start in starts]
 
 
 def start_output(out: Path, record: Record) -> None:
-    """Make the directory, or see that it is of the same record. Raises ConfigError."""
+    """Make the directory, or check that it has the same record. Raises ConfigError."""
     refuse_others(out, "--out", (Kind.ACTIVATIONS,), "give another directory")
     try:
         before = json.loads((out / RECORD).read_text())
@@ -102,7 +102,7 @@ def start_output(out: Path, record: Record) -> None:
 
 
 def identity_of(source: Source) -> str:
-    """16 hex digits that differ for other weights, and for another config.json beside them."""
+    """Return 16 hex digits that identify the weights and the config.json beside them."""
     weights = fingerprint(source)
     if source.is_checkpoint:
         return weights
@@ -111,7 +111,7 @@ def identity_of(source: Source) -> str:
 
 
 def check_weights(folder: Path, weights: str) -> None:
-    """Are the shards that are there by these weights? Raises ConfigError."""
+    """Check that the existing shards are by these weights. Raises ConfigError."""
     for path in sorted(folder.glob("*.safetensors")):
         if (metadata := read_whole(path)) is not None and metadata.get("weights") != weights:
             raise ConfigError(
@@ -121,7 +121,8 @@ def check_weights(folder: Path, weights: str) -> None:
 
 
 def read_whole(path: Path) -> dict[str, str] | None:
-    """The metadata of a shard; None for what is not a whole file of safetensors. Raises OSError."""
+    """Read the metadata of a shard; None if it is not a whole file of safetensors. Raises
+    OSError."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
@@ -195,14 +196,14 @@ def _shard(
 
 
 class DocumentNumbers:
-    """Where tokens stand in the documents of a split, whose samples follow each other."""
+    """Numbering of tokens in the documents of a split, whose samples follow each other."""
 
     def __init__(self, eod: int) -> None:
         self._eod, self._document, self._position = eod, 0, 0
 
     def follow(self, inputs: Any) -> tuple[Any, Any]:
-        """Of the next samples [S, T]: the number of each token's document in the split, and its
-        position in that, int64 [S, T] each. A document includes the token that ends it."""
+        """Return for the next samples [S, T] the number of each token's document in the split, and
+        its position in that, int64 [S, T] each. A document includes the token that ends it."""
         flat = inputs.ravel()
         ends = np.flatnonzero(flat == self._eod)
         places = np.arange(len(flat))
@@ -218,8 +219,8 @@ class DocumentNumbers:
 def run_blocks(
     model: Decoder, inputs: Any, packed: Documents | None, wanted: Wanted
 ) -> dict[str, Tensor]:
-    """Of inputs int64 [B, T], by the names of `wanted`, [B, T, D] each, on the CPU. Blocks after
-    the last of its layers do not run."""
+    """Return the activations for inputs int64 [B, T], by the names of `wanted`, [B, T, D] each, on
+    the CPU. Blocks after the last requested one do not run."""
     import torch
 
     from kempner.model.decoder import through

@@ -1,7 +1,7 @@
 """Writes in a thread of their own, so that a file system that does not answer stops no step.
 
 On a shared file system a write may block for minutes while a server fails over. The steps do not
-depend on any of what is written here (log lines, metrics, status.json), so they do not wait for it.
+depend on the files written here (log lines, metrics, status.json), so they do not wait for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Background:
     """A thread that does writes one after the other, in order."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
-        """`complain` tells the user that something is not written, on another way."""
+        """`complain` tells the user, in another way, that something is not written."""
         self._complain = complain
         self._waiting: queue.Queue[tuple[Callable[[], object], Path | None]]
         self._waiting = queue.Queue(MOST)
@@ -31,7 +31,7 @@ class Background:
         threading.Thread(target=self._work, daemon=True, name="writer").start()
 
     def put(self, write: Callable[[], object], path: Path | None = None) -> None:
-        """Do this write soon; never waits. `path`: what it writes to, for messages. When it raises
+        """Do this write soon; never waits. `path`: where it writes to, for messages. When it raises
         OSError the user is told once, and it is dropped."""
         try:
             self._waiting.put_nowait((write, path))
@@ -46,7 +46,8 @@ class Background:
             threading.Thread(target=self._complain, args=(text,), daemon=True).start()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all writes so far are done; False when that takes longer than `seconds`."""
+        """Wait until all writes so far are done; returns False if that takes longer than
+        `seconds`."""
         done = threading.Event()
         try:
             self._waiting.put((done.set, None), timeout=seconds)

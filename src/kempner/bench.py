@@ -54,8 +54,8 @@ class Variant:
 
 
 def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
-    """What makes a run of `cfg` a measurement: as many steps, and nothing beside them; of replicas
-    whole rounds, with their outer steps."""
+    """Return the words that make a run of `cfg` a measurement: this many steps, and nothing besides
+    them; for replicas whole rounds, with their outer steps."""
     bench, rounds = cfg.bench, cfg.lowcomm.interval if cfg.lowcomm.on else 1
     warmup, steps = (-(-number // rounds) * rounds for number in (bench.warmup, bench.steps))
     words = [
@@ -104,7 +104,7 @@ def measure(
 
 
 def _run(variant: Variant, number: int, leaves: Callable[[], float]) -> int:
-    """This rank's process of a variant, to its end. When another rank has failed it is ended: it
+    """Run this rank's process of a variant to its end. It is ended when another rank has failed: it
     may wait for that one in a collective."""
     env = dict(os.environ)
     if "TORCHELASTIC_RESTART_COUNT" in env:  # the variants share the store of torchrun
@@ -184,7 +184,8 @@ def _summary(values: list[float | None]) -> dict[str, float | None]:
 def _figures(
     line: dict[str, Any], tokens: int, ranks: int, full: float | None
 ) -> dict[str, float | None]:
-    """`full`: seconds of one GPU at its peak for a token, with full attention."""
+    """Return a step's figures. `full`: seconds of one GPU at its peak for a token, with full
+    attention."""
     speed = tokens / line["step_time"]
     each = speed / ranks
     values = (line["step_time"], speed, each, line["mfu"], full and each * full, line["memory_gib"])
@@ -193,7 +194,7 @@ def _figures(
 
 
 def _why(run_dir: Path, code: int) -> str:
-    """Why a variant has no figures; of one without memory, by how much it was over at least."""
+    """Return why a variant has no figures; for one out of memory, by how much at least."""
     faults = events.of_kind(events.read(run_dir / "attempts.jsonl"), events.Fault)
     fault = faults[-1] if faults else None
     if fault is None or fault.kind != "oom":
@@ -241,14 +242,14 @@ def _table(result: Result) -> str:
     rows = [["", "mean", "sd", "min", "max", ""]]
     for name, values in result["summary"].items():
         cells = ["-" if x is None else format(x, FIGURES[name]) for x in values.values()]
-        # On a CPU the peak is that of the process, with all of its libraries.
+        # On a CPU the peak includes the process's libraries.
         planned = f"tensors, as planned: {result['planned_gib']:.2f}" if "memory" in name else ""
         rows.append([name, *cells, planned])
     return aligned(rows, 2, range(1, 5))
 
 
 def _comparison(results: Sequence[Result]) -> str:
-    """The fastest first; what failed last."""
+    """Sort the results, the fastest first; failures last."""
 
     def speed(result: Result) -> float:
         return float(result["summary"]["tokens/s"]["mean"]) if result["summary"] else 0.0
@@ -267,7 +268,7 @@ def _comparison(results: Sequence[Result]) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Device, versions and commit, once nobody uses the device."""
+    """Describe device, versions and commit, once nobody uses the device."""
     import torch
 
     gpu = torch.cuda.is_available()

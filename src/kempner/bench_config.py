@@ -9,7 +9,7 @@ from kempner.config.option import option
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Of `train.py --bench` and `rl.py --bench`; no other run reads it."""
+    """The [bench] section, for `train.py --bench` and `rl.py --bench`; no other run reads it."""
 
     warmup: int = option(5, "steps that do not count", minimum=1)
     steps: int = option(20, "steps that count", minimum=1)

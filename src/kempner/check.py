@@ -23,7 +23,7 @@ from kempner.front_door import ANSWER, run_module
 
 
 def answers(text: str) -> Iterator[str]:
-    """The parts of a checked configuration that the batch script needs."""
+    """Yield the parts of a checked configuration that the batch script needs."""
     cfg = toml.loads(text)
     yield cfg["run"]["dir"]
     yield cfg.get("checkpoint", {}).get("dir", "")
@@ -36,8 +36,8 @@ def answers(text: str) -> Iterator[str]:
 
 
 def checked(said: str) -> str:
-    """The configuration in what --check has printed: behind what a sitecustomize or a plugin may
-    have printed before it. Raises ValueError, KeyError or TypeError where there is none."""
+    """Return the configuration in the output of --check, past anything that a sitecustomize or a
+    plugin may have printed before it. Raises ValueError, KeyError or TypeError if there is none."""
     lines = said.splitlines(keepends=True)
     for first in range(len(lines)):
         text = "".join(lines[first:])

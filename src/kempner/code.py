@@ -1,5 +1,5 @@
-"""Which code and which packages a run has: RUN/code/HASH, a copy of the repository that the batch
-script has made (scripts/slurm/lib/code.sh), or the repository itself. No torch."""
+"""The code and the packages of a run: RUN/code/HASH, a copy of the repository that the batch script
+has made (scripts/slurm/lib/code.sh), or the repository itself. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = 3  # names of files that differ
 
 
 class Code(NamedTuple):
-    """What an attempt runs; "" and () where it is not known."""
+    """Code of an attempt; "" and () where it is not known."""
 
     hash: str  # the name of the copy; "": the repository itself
     commit: str
@@ -31,7 +31,7 @@ class Code(NamedTuple):
 
 
 def this(root: Path = ROOT) -> Code:
-    """That of this process."""
+    """Return the code of this process."""
     found = [f"python {platform.python_version()}"]
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -41,7 +41,8 @@ def this(root: Path = ROOT) -> Code:
 
 
 def commit_of(root: Path, copy: bool) -> str:
-    """That a repository has checked out, or that it had when a copy of it was made; "": none."""
+    """Return the commit that a repository has checked out, or had when a copy of it was made; "" if
+    none."""
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.TimeoutExpired):
         if copy:
             return str(json.loads(root.with_name(f"{root.name}.json").read_text())["commit"])
@@ -52,7 +53,7 @@ def commit_of(root: Path, copy: bool) -> str:
 
 
 def differences(before: Code, now: Code, root: Path = ROOT) -> str:
-    """In words, what is other code or another version, "" for nothing."""
+    """Describe the differences in code or versions, "" for none."""
     found = []
     if before.hash and now.hash and before.hash != now.hash:
         files = differing(root.with_name(before.hash), root)
@@ -78,7 +79,7 @@ def _shown(files: list[str] | None) -> str:
 
 
 def differing(one: Path, other: Path) -> list[str] | None:
-    """The files that two copies do not share, None where one of them is gone."""
+    """List the files that two copies do not share, None if one of them is gone."""
     if not (one.is_dir() and other.is_dir()):
         return None
     names = sorted({*files_of(one), *files_of(other)})
@@ -99,7 +100,7 @@ def files_of(root: Path) -> Iterator[str]:
 
 
 def inputs(arguments: Sequence[str]) -> list[Path]:
-    """The configuration files among these words, and those that they name as their base."""
+    """Return the configuration files among these words, and those that they name as their base."""
     words = [word for word in arguments if word.endswith(".toml") and not word.startswith("-")]
     found: list[Path] = []
     left = [Path(os.path.abspath(word)) for word in words]

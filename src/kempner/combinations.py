@@ -1,5 +1,5 @@
-"""What cannot be combined across the sections of a configuration: told before a GPU is asked
-for."""
+"""Combinations across the sections of a configuration that are not supported: reported before a GPU
+is asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RING_HEAD = 8  # the ring calls the flash kernel itself; elsewhere torch pads th
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """One message each, with the way out."""
+    """List the problems, one message each, with the way out."""
     found = _data_problems(cfg)
     if cfg.train.seq_len > cfg.model.max_seq_len:
         found.append(
@@ -86,7 +86,8 @@ def _data_problems(cfg: RunConfig) -> list[str]:
 
 
 def _loss_problems(cfg: RunConfig) -> list[str]:
-    """Of the cross entropy of the next token, which other objectives do not compute."""
+    """List problems of options for next-token cross entropy, which other objectives do not
+    compute."""
     found, loss = [], cfg.preference.loss
     if cfg.train.loss_chunk is not None and loss != "none":
         found.append(
@@ -138,7 +139,8 @@ def _spike_problems(cfg: RunConfig) -> list[str]:
 
 
 def _fp8_problems(cfg: RunConfig) -> list[str]:
-    """The tokens of a pass are the inner size of the product that makes a weight's gradient."""
+    """List problems of fp8. The tokens of a pass are the inner size of the product that makes a
+    weight's gradient."""
     train, ranks = cfg.train, cfg.distributed.cp
     if train.fp8 == "none":
         return []
@@ -157,7 +159,7 @@ def _fp8_problems(cfg: RunConfig) -> list[str]:
 
 
 def _block_problems(cfg: RunConfig) -> list[str]:
-    """Of what has an effect only where FSDP gathers each block by itself."""
+    """List options that only have an effect when FSDP gathers each block by itself."""
     if cfg.train.compile_scope == "block":
         return []
     given = cfg.distributed
@@ -171,8 +173,8 @@ def _block_problems(cfg: RunConfig) -> list[str]:
 
 
 def _tensor_problems(cfg: RunConfig) -> list[str]:
-    """Of distributed.tp: each rank has whole heads, as many as the others, and between the
-    products the same number of tokens."""
+    """List problems of distributed.tp: each rank has whole heads, as many as the others, and
+    between the products the same number of tokens."""
     axes, model, given = cfg.distributed, cfg.model, f"distributed.tp = {cfg.distributed.tp}"
     sizes = {
         "model.n_heads": model.n_heads,
@@ -201,7 +203,8 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
 
 
 def _pipeline_problems(cfg: RunConfig) -> list[str]:
-    """Of distributed.pp: each stage has whole blocks, and is all that its ranks know."""
+    """List problems of distributed.pp: each stage has whole blocks, and its ranks know nothing
+    else."""
     axes, model, given = cfg.distributed, cfg.model, f"distributed.pp = {cfg.distributed.pp}"
     if axes.pp == 1:
         return []
@@ -263,14 +266,14 @@ def _expert_problems(cfg: RunConfig) -> list[str]:
 
 
 def _trains_weights(cfg: RunConfig) -> str:
-    """The option that changes how all weights are trained, if there is one."""
+    """Return the option that changes how all weights are trained, if there is one."""
     if cfg.train.weights != "fp32":
         return f"train.weights = {cfg.train.weights}"
     return f"train.fp8 = {cfg.train.fp8}" if cfg.train.fp8 != "none" else ""
 
 
 def _context_problems(cfg: RunConfig) -> list[str]:
-    """Of rows whose tokens several ranks share (context.py)."""
+    """List problems of rows whose tokens several ranks share (context.py)."""
     ranks, method = cfg.distributed.cp, cfg.distributed.cp_method
     if ranks == 1:
         return []

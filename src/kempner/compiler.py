@@ -1,5 +1,5 @@
-"""What a host must have to compile for a device: torch.compile writes C++ for a CPU, and for a GPU
-Triton makes a module of C at its first kernel; and where compiled kernels are kept. No torch.
+"""Requirements of compilation on a host: torch.compile writes C++ for a CPU, and for a GPU Triton
+makes a module of C at its first kernel; and the place of compiled kernels. No torch.
 
 As torch/_inductor/cpp_builder.py of torch 2.13 looks for it, the compiler is CXX or g++; as
 triton/runtime/build.py of Triton 3.7 does, CC, gcc or clang. Both include Python.h.
@@ -31,15 +31,15 @@ COMPILERS = {
 
 
 def lacking(device: str, env: Mapping[str, str] = os.environ) -> str | None:
-    """What this host lacks to compile for `device`, cpu or cuda, and what to do about it; None when
-    it has all."""
+    """Return what this host lacks to compile for `device`, cpu or cuda, and the fix; None if it has
+    all."""
     host = socket.gethostname()
     compiler, variable, names = COMPILERS[device]
     needs = f"train.compile on a {'GPU' if device == 'cuda' else 'CPU'} needs"
     given, path = env.get(variable), env.get("PATH")
     if given is not None and not shutil.which(given, path=path):
         return (
-            f"{needs} {compiler}, and {variable}={given} is no program on {host}: "
+            f"{needs} {compiler}, and {variable}={given} is not a program on {host}: "
             f"unset {variable}, or set it to one that is there, {OFF}"
         )
     if given is None and not any(shutil.which(name, path=path) for name in names):
@@ -66,16 +66,17 @@ def _include() -> str:
 
 
 def need(compiles: bool, device: str) -> None:
-    """Raises ConfigError where this process would fail in its first step, on every node."""
+    """Raise ConfigError if this process would fail in its first step, on every node."""
     if compiles and (text := lacking(device)):
         raise ConfigError(text)
 
 
 def keep_private() -> None:
-    """Call it before torch.compile: torch's own place, /tmp/torchinductor_USER, is of whoever makes
-    it first, and torch runs what it finds there. A place that the user has named stays.
+    """Set a private cache of compiled code. Call it before torch.compile: torch's own place,
+    /tmp/torchinductor_USER, belongs to whoever makes it first, and torch runs what it finds there.
+    A place that the user has named stays.
     """
-    # Precompiled headers would be there all the same, wherever the rest is.
+    # Precompiled headers ignore the cache's place and would still be in /tmp.
     os.environ[HEADERS] = "0"
     if config := sys.modules.get("torch._inductor.config"):  # it has read its environment
         config.cpp_cache_precompile_headers = False  # type: ignore[attr-defined]

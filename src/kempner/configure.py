@@ -1,4 +1,5 @@
-"""The command line -> a configuration that is checked against its files and its world."""
+"""The path from the command line to a configuration that is checked against its files and its
+world."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) -> RunConfig:
-    """The configuration of a command line, checked against the files that it names. `rewards`: what
-    the program learns from.
+    """Return the configuration of a command line, checked against the files that it names.
+    `rewards`: the program learns from rewards.
 
     Exits here for --help and --check (0), and for bad input (2, every problem on a line of its
     own).
@@ -121,17 +122,17 @@ def configure(argv: Sequence[str], stop: StopRequests, rewards: bool = False) ->
 
 
 def set_allocator() -> None:
-    """PyTorch's allocator of GPU memory in this process, unless the user has set it; before torch
-    is imported. Not in the environment of the whole job: memory in such segments cannot be shared
-    by cudaIpcGetMemHandle, as vLLM does with tensor parallelism (vllm-project/vllm#42609)."""
+    """Set PyTorch's allocator of GPU memory in this process, unless the user has set it; before
+    torch is imported. Not in the environment of the whole job: memory in such segments cannot be
+    shared by cudaIpcGetMemHandle, as vLLM does with tensor parallelism
+    (vllm-project/vllm#42609)."""
     if not any(os.environ.get(name) for name in ALLOCATOR):
-        # Segments that grow fragment less: a run near the limit of its memory keeps it.
+        # Segments that grow fragment less: a run near its memory limit then still fits.
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> list[str]:
-    """What is wrong with a configuration: with its program, with its files, and in the world that
-    it is meant for."""
+    """List the problems of a configuration: with its program, with its files, and in its world."""
     only = flags["check"] or flags["build"]
     if cfg.rl.on != rewards:
         return [OTHER_PROGRAM[rewards]]
@@ -147,8 +148,8 @@ def check(cfg: RunConfig, flags: Mapping[str, Any], rewards: bool = False) -> li
 
 
 def compiles_for(cfg: RunConfig) -> str | None:
-    """The device that this host will compile for, cpu or cuda. None: nothing is compiled, or this
-    host is not one of the job's nodes."""
+    """Return the device that this host will compile for, cpu or cuda. None: nothing is compiled, or
+    this host is not one of the job's nodes."""
     kind = cfg.distributed.device
     if not cfg.train.compile:
         return None
@@ -159,7 +160,7 @@ def compiles_for(cfg: RunConfig) -> str | None:
 
 
 def warn_of_compiler(cfg: RunConfig) -> None:
-    """What may be missing where the job runs; check() has looked where this is one of its nodes."""
+    """Warn of what the job's nodes may lack; check() has looked if this is one of them."""
     if not cfg.train.compile or compiles_for(cfg):
         return
     if text := compiler.lacking("cpu" if cfg.distributed.device == "cpu" else "cuda"):
@@ -167,8 +168,8 @@ def warn_of_compiler(cfg: RunConfig) -> None:
 
 
 def compare_driver(cfg: RunConfig) -> None:
-    """Print driver and CUDA side by side; a warning where they do not fit, which the nodes of a job
-    may do all the same, and where a newer libcuda (NVIDIA's cuda-compat) makes up for it."""
+    """Print driver and CUDA side by side; warn if they do not fit: the job's nodes may, and a newer
+    libcuda (NVIDIA's cuda-compat) makes up for it."""
     if cfg.distributed.device == "cpu":
         return
     if text := driver.both():
@@ -178,13 +179,13 @@ def compare_driver(cfg: RunConfig) -> None:
 
 
 def size_of(flags: Mapping[str, Any]) -> tuple[int, int]:
-    """Ranks in all, and on each node, that the command line names."""
+    """Return the number of ranks in all, and on each node, that the command line names."""
     nodes, per_node = flags["nodes"] or 1, flags["gpus-per-node"] or 1
     return nodes * per_node, per_node
 
 
 def bench_variants(command: Command, cfg: RunConfig) -> list[Variant]:
-    """The runs that `--bench` starts, with the words for each. Raises ConfigError."""
+    """Return the runs that `--bench` starts, with the words for each. Raises ConfigError."""
     found, problems = [], []
     for number, name in enumerate(cfg.bench.compare or ("",), 1):
         more = parse_command(shlex.split(name), {})
@@ -206,8 +207,9 @@ def reject(
     stop: StopRequests,
     leave: Callable[[int], NoReturn] = sys.exit,
 ) -> NoReturn:
-    """Bad input: every problem on standard error, exit code 2; NoFreePort: 1. `leave` ends the
-    process: once the ranks have met, without finalisers, as those of torch's threads may abort it.
+    """Report bad input: every problem on standard error, exit code 2; NoFreePort: 1. `leave` ends
+    the process: once the ranks have met, without finalisers, as those of torch's threads may abort
+    it.
 
     Rank 0 speaks for all; the others leave later. srun or torchrun terminates them as soon as rank
     0 has left, and a rank that is not terminated reports its own problem.
@@ -232,9 +234,9 @@ def reject(
 def load_config(
     files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
 ) -> RunConfig:
-    """load(), with what follows from other values: a run without run.dir is named after its first
-    configuration file, after `prefix`, one with model.init_from has the shape of those weights, and
-    the batch of one with [[rl.env]] is that of [rl]."""
+    """Run load() and add what follows from other values: a run without run.dir is named after its
+    first configuration file, after `prefix`, one with model.init_from has the shape of those
+    weights, and the batch of one with [[rl.env]] is that of [rl]."""
     run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
     cfg = load(RunConfig, files, overrides, problems, partial(complete_model, run_dir=run_dir))
     if cfg.rl.on and cfg.rl.batch_samples is not None:
@@ -243,9 +245,9 @@ def load_config(
 
 
 def complete_model(given: Values, run_dir: str) -> list[str]:
-    """The rest of [model] from what model.init_from names, or the run that is forked in its place.
-    A key that contradicts it is a problem; the maximum length and what only shapes the training
-    are no part of the weights. A fork may have another context."""
+    """Complete [model] from the weights of model.init_from, or of the forked run. Returns problems:
+    keys that contradict it; the maximum length and training options are not properties of the
+    weights. A fork may have another context."""
     model = given["model"]
     if (source := model.get("init_from")) is None:
         return []
@@ -270,8 +272,8 @@ def complete_model(given: Values, run_dir: str) -> list[str]:
 
 
 def begun(run: Path, checkpoints: Path, source: str) -> dict[str, Any] | None:
-    """The [model] section of a run that has a checkpoint, and so needs its source no more; None
-    when it has yet to start from `source`."""
+    """Return the [model] section of a run that has a checkpoint, and so needs its source no more;
+    None if it has yet to start from `source`."""
     if not has_checkpoint(checkpoints):
         return None
     try:
@@ -282,8 +284,8 @@ def begun(run: Path, checkpoints: Path, source: str) -> dict[str, Any] | None:
 
 
 def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
-    """What a resumed run does in another way than before: each changed key, from the config.toml
-    that the last attempt has left, and what that does to the learning rate of its next step."""
+    """List what a resumed run changes: each changed key, from the config.toml that the last attempt
+    has left, and the effect on the learning rate of its next step."""
     try:
         before = load(RunConfig, [file])
     except ConfigError:  # not there, or of a version with other options
@@ -307,7 +309,7 @@ def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
 
 
 def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
-    """Do the axes and the batch fit so many ranks, `per_node` on each host?"""
+    """List problems of axes and batch with this many ranks, `per_node` on each host."""
     found: list[str] = []
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
@@ -329,7 +331,7 @@ def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
 
 
 def warn(cfg: RunConfig) -> None:
-    """Print what is fine in a trial of a few steps, or of a model that is there, but seldom meant
+    """Warn of settings that suit a trial of a few steps, or an existing model, but are seldom meant
     in a whole run."""
     if cfg.model.router_is_blind:
         print(
@@ -353,8 +355,8 @@ def warn(cfg: RunConfig) -> None:
 
 
 def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
-    """FSDP cuts the experts along their width, after tensor parallelism; of that it takes no uneven
-    parts."""
+    """List problems of sharding the experts: FSDP cuts them along their width, after tensor
+    parallelism, and takes no uneven parts."""
     ranks = axes.shard * axes.cp // cfg.distributed.ep
     if cfg.distributed.ep == 1 or not cfg.model.n_experts:
         return []
@@ -370,7 +372,8 @@ def check_experts(cfg: RunConfig, axes: Axes) -> list[str]:
 
 
 def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
-    """Are the token ids of the data, or of rl.tokenizer, those that the weights know?"""
+    """List problems if the token ids of the data, or of rl.tokenizer, are not those of the
+    weights."""
     from kempner.data.opening import has_sidecar  # imports NumPy, which --help does without
 
     own = source_tokenizer(weights)
@@ -401,7 +404,8 @@ def check_tokenizer(weights: Source, cfg: RunConfig) -> list[str]:
 
 
 def named_tokenizer(name: str) -> dict[str, str] | None:
-    """As source_tokenizer() has it, what rl.tokenizer names; None: nothing that is there."""
+    """Describe the tokenizer that rl.tokenizer names, as source_tokenizer() does; None if it is not
+    there."""
     folder = Path(name).expanduser()
     if name == BYTES["kind"]:
         return dict(BYTES)
@@ -420,28 +424,28 @@ def _other_ids(what: str, theirs: Mapping[str, str], own: Mapping[str, str], fix
 
 
 def _same_ids(theirs: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """Whether token ids mean the same to two tokenizers. The files may differ: a tool has written
-    one again, or it has more tokens, of a chat template."""
+    """Return whether token ids mean the same to two tokenizers. The files may differ: a tool has
+    rewritten one, or it has more tokens, of a chat template."""
     if theirs["hash"] == own["hash"] or "bytes" in (theirs["kind"], own["kind"]):
         return theirs["hash"] == own["hash"]
     return agree(*(read_vocabulary(Path(each["file"])) for each in (theirs, own)))
 
 
 def _shown(tokenizer: Mapping[str, str]) -> str:
-    """`models/a/tokenizer.json (sha256:1a2b3c4d5e6f)`."""
+    """Format a tokenizer: `models/a/tokenizer.json (sha256:1a2b3c4d5e6f)`."""
     return f"{tokenizer['name']} ({tokenizer['hash'][:19]})".replace(" ()", "")
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Where a directory cannot be read there is none, as far as the check of the input goes, which
-    names the directory."""
+    """Return whether the run has a checkpoint. An unreadable directory counts as empty here; the
+    check of the input reports it."""
     with contextlib.suppress(OSError):
         return bool(commit.complete(root))
     return False
 
 
 def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
-    """Whether the files can be used: token shards readable and of this vocabulary, the weights to
+    """List problems of the files: token shards readable and of this vocabulary, the weights to
     start from, the run to be forked, the run directory writable; and with `servers` the engines
     that run already. Creates nothing."""
     found = []
@@ -486,8 +490,8 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
 
 
 def changed_config(weights: Source, cfg: RunConfig) -> list[str]:
-    """Does the config.json of the weights that every start reads say the same as the copy that the
-    run has kept of it? What it says besides the model's own values may change."""
+    """List changes of the weights' config.json, which every start reads, since the run's copy. Keys
+    besides the model's own values may change."""
     kept = Path(cfg.run.dir) / FOLDER  # in a fork what the other run has kept
     if weights.is_checkpoint or cfg.run.fork or not (kept / CONFIG).is_file():
         return []
@@ -506,8 +510,9 @@ def changed_config(weights: Source, cfg: RunConfig) -> list[str]:
 
 
 def check_checkpoint(cfg: RunConfig) -> list[str]:
-    """Whether the run may go on from its newest checkpoint or, before it has one, begin from that
-    of run.fork: each rank would find it out by itself, when the start has left its traces."""
+    """List reasons why the run cannot continue from its newest checkpoint or, before it has one,
+    start from that of run.fork: otherwise each rank would find them by itself, when the start has
+    left its traces."""
     from kempner.checkpoint import fits  # imports NumPy, which --help does without
 
     about = {"fixed": fixed_facts(cfg, True)}
@@ -530,8 +535,8 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
 
 
 def newest_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that a start would load, as far as its manifest tells, and that. Raises
-    ConfigError when it is of another version."""
+    """Return the checkpoint that a start would load, as far as its manifest tells, and that. Raises
+    ConfigError if it is of another version."""
     for path in commit.complete(root):
         with contextlib.suppress(commit.Damaged):
             return path, commit.read_manifest(path)
@@ -539,7 +544,8 @@ def newest_checkpoint(root: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def check_directories(cfg: RunConfig, rank: int) -> list[str]:
-    """Whether run.dir and checkpoint.dir can be written, and hold nothing but this run."""
+    """List problems of run.dir and checkpoint.dir: they must be writable, and hold nothing but this
+    run."""
     found = []
     for key, path in (("run.dir", cfg.run.dir), ("checkpoint.dir", cfg.checkpoint.dir)):
         if not path:
@@ -561,7 +567,7 @@ def check_directories(cfg: RunConfig, rank: int) -> list[str]:
 
 
 def check_bench_files(cfg: RunConfig) -> None:
-    """Raise ConfigError where the files of a benchmark would replace others."""
+    """Raise ConfigError if the files of a benchmark would replace others."""
     refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
     if cfg.bench.output_json:
         refuse_other_file(cfg.bench.output_json, "bench.output_json", (bench.SIGN,))

@@ -1,5 +1,5 @@
-"""What a checkpoint of a run holds beside tensors: its configuration, and the facts that tell a
-later start whether it may go on from there."""
+"""Contents of a run's checkpoint besides tensors: its configuration, and the facts that tell a
+later start whether it may continue from there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kempner.run import RunConfig
 
 
 def contents(cfg: RunConfig, world: World, run_dir: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Files by name, and facts for the manifest. Those under "fixed" define the meaning of its
-    weights and its position: a checkpoint with others is refused."""
+    """Return files by name, and facts for the manifest. Those under "fixed" define the meaning of
+    its weights and its position: a checkpoint with others is refused."""
     first = world.rank == 0
     return (
         {"config.toml": to_toml(cfg)},
@@ -32,7 +32,7 @@ def contents(cfg: RunConfig, world: World, run_dir: Path) -> tuple[dict[str, str
 
 
 def run_id(run_dir: Path) -> str:
-    """The identity of a run, made at its first start: checkpoints carry it, so that no run
+    """Return the identity of a run, made at its first start: checkpoints carry it, so that no run
     continues another's."""
     path = run_dir / "id"
     if not path.exists():

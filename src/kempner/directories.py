@@ -1,6 +1,6 @@
-"""What stands at a path, told by the marks that this kit's programs and others leave: a program
-writes, renames and deletes only in a directory of its own kind, and a message can name what is
-there. No torch.
+"""Kinds of paths, known by the marks that this kit's programs and others leave: a program writes,
+renames and deletes only in a directory of its own kind, and a message can name what is there. No
+torch.
 
 A run has `id`, a data set dataset.json, a model in Hugging Face's form config.json. Directories
 that have no such file are given one, `.kempner`, before anything else is written to them: a killed
@@ -27,16 +27,16 @@ RUN_ID = re.compile(r"[0-9a-f]{32}\n?")
 SEAL = "0" * 64  # see seal()
 SHOWN = 3  # names of other files that a message has
 
-# What a job leaves in a run directory before the run has its id, and what its user may have put
-# there: sbatch's output, and configurations (config.toml is the run's own).
+# Files that a job leaves in a run directory before the run has its id, and files that its user may
+# have put there: sbatch's output, and configurations (config.toml is the run's own).
 BEFORE_THE_RUN = re.compile(
     r"(attempts|chain|gpu|metrics|replicas)\.jsonl|(status|bench)\.json|lock|report\.html"
     r"|STOP|SAVE|PROFILE|README(\.\w+)?|attempts|logs|code|eval|rl|replicas|notified|\d+"
     r"|\.(reserve|lock\.|rendezvous-|ask-|door-|environment-|size-).*"
     r"|\..*\.new|.*\.(out|err|log)|(?!config\.toml$).*\.toml"
 )
-# What its user may have put there, too: no program of this kit writes such a name in a run. More of
-# them are somebody's texts.
+# Other files that its user may have put there: no program of this kit writes such a name in a run.
+# More of them are somebody's texts.
 NOTE = re.compile(r".*\.(md|txt|ya?ml|sh|sbatch)")
 FEW = 8
 # Entries of file systems, desktops and git, which do not make a directory somebody's.
@@ -49,7 +49,7 @@ LINES = ("attempts.jsonl", "metrics.jsonl", "gpu.jsonl")  # empty where attempts
 
 
 class Kind(enum.Enum):
-    """The value completes "PATH is ..."."""
+    """Kind of a path; the value completes "PATH is ..."."""
 
     MISSING = "not there"
     DANGLING = "a link to something that is not there"
@@ -76,7 +76,7 @@ NOTHING = (Kind.MISSING, Kind.EMPTY)
 
 
 def kind_of(path: str | Path) -> Kind:
-    """What stands there; links are followed. Raises nothing."""
+    """Return the kind of a path; links are followed. Raises nothing."""
     path = Path(path).expanduser()
     try:
         if not path.exists():
@@ -90,7 +90,7 @@ def kind_of(path: str | Path) -> Kind:
 
 
 def describe(path: str | Path) -> str:
-    """The same in words that complete "PATH is ..."."""
+    """Describe the path in words that complete "PATH is ..."."""
     path, kind = Path(path).expanduser(), kind_of(path)
     if kind is Kind.DANGLING:
         return f"a link to {os.readlink(path)}, which is not there"
@@ -109,9 +109,9 @@ def refuse_others(path: str | Path, option: str, kinds: Collection[Kind], fix: s
 
 
 def refuse_other_file(path: str | Path, option: str, signs: Collection[str]) -> None:
-    """Raise ConfigError unless the file that an option names is not there yet, or was made by an
-    earlier run of the same program: it then holds one of these texts and, where it has a seal(), is
-    as that program left it. By way of a link, too: the caller writes to where that leads."""
+    """Raise ConfigError unless the file that an option names does not exist yet, or was made by an
+    earlier run of the same program: it then holds one of these texts and, if it has a seal(), is as
+    that program left it. Links are followed, as the caller writes through them."""
     path, what = Path(path).expanduser(), "is there, and was not made by this program"
     if path.is_dir():
         what = f"is {describe(path)}"
@@ -128,38 +128,39 @@ def refuse_other_file(path: str | Path, option: str, signs: Collection[str]) -> 
 
 
 def seal(content: str) -> str:
-    """The text with its digest in place of SEAL, by which a later edit is known."""
+    """Put the text's digest in place of SEAL; it reveals a later edit."""
     return content.replace(SEAL, hashlib.sha256(content.encode()).hexdigest(), 1)
 
 
 def is_as_sealed(content: bytes) -> bool:
-    """Whether a file with a seal is as it was written; one without may be of an older version."""
+    """Return whether a file with a seal is as it was written; one without may be of an older
+    version."""
     found = re.search(rb'(?<=content="kempner )[0-9a-f]{64}(?=")', content)
     plain = content.replace(found[0], SEAL.encode(), 1) if found else b""
     return found is None or hashlib.sha256(plain).hexdigest().encode() == found[0]
 
 
 def mark(directory: Path, kind: Kind, run: str = "") -> None:
-    """Make the directory, and say in it what it is, and of which run."""
+    """Make the directory, and mark it with its kind and run."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomic(directory / MARK, json.dumps({"is": kind.name, "run": run}) + "\n")
 
 
 def read_mark(directory: Path) -> tuple[Kind | None, str]:
-    """The kind that mark() has noted, and the id of the run; (None, "") where it has not."""
+    """Return the kind that mark() has noted, and the id of the run; (None, "") if it has not."""
     found = _object(directory / MARK)
     name, run = found.get("is"), found.get("run")
     return Kind.__members__.get(str(name)), run if isinstance(run, str) else ""
 
 
 def read_run_id(directory: Path) -> str:
-    """The identity of the run in this directory; "" when there is none."""
+    """Return the identity of the run in this directory; "" if there is none."""
     text = _text(directory / "id")
     return text.strip() if RUN_ID.fullmatch(text) else ""
 
 
 def read_manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint of ours; {} when there is none."""
+    """Return the manifest of a checkpoint of ours; {} if there is none."""
     found = _object(checkpoint / "manifest.json")
     return found if {"format", "step", "files"} <= found.keys() else {}
 
@@ -220,7 +221,7 @@ def _is_sidecar(found: dict[str, Any]) -> bool:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} when it holds none."""
+    """Return the JSON object in a file, {} if it holds none."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(_text(path) or "{}")
         return found if isinstance(found, dict) else {}
@@ -228,7 +229,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """A file's text; "" when it cannot be read or is no text."""
+    """Return a file's text; "" if it cannot be read or is not text."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if path.is_file():
             return path.read_text()

@@ -27,8 +27,8 @@ def validate(
     device: torch.device,
     stop: StopRequests,
 ) -> dict[str, tuple[float, int]]:
-    """For each set, by its name, the mean loss over the held-out tokens of all ranks, and how many
-    they are; when a request to leave comes in between, of those until then."""
+    """Return for each set, by its name, the mean loss over the held-out tokens of all ranks, and
+    their number; if a request to leave comes in between, of those until then."""
     found = {}
     for name, batches in sets.items():
         totals = torch.zeros(3, dtype=torch.float64)

@@ -32,7 +32,7 @@ def write_atomic(
     is durable. `content` may be a function that writes to the open file. An error, such as OSError
     on a full disk, leaves the old file and nothing else. `mode`: less the umask; 0o600 for a
     secret."""
-    # By thread: two of a process may write the same file. The first one has the process's number.
+    # Named by thread: two threads may write the same file. The main thread has the process's id.
     fresh = path.with_name(f".{path.name}.{threading.get_native_id()}.new")
     try:
         with open(_create(fresh, mode), "wb") as file:
@@ -53,8 +53,8 @@ def write_atomic(
 
 
 def _create(path: Path, mode: int) -> int:
-    """A file that was not there: where others can write, one of that name could be a link that
-    leads anywhere, or a FIFO that nobody reads. One of a killed process is removed."""
+    """Create a new file: where others can write, an existing one of that name could be a link that
+    leads anywhere, or a FIFO that nobody reads. A leftover of a killed process is removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, mode)
@@ -73,15 +73,15 @@ def swap_link(link: Path, target: str) -> None:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a complete checkpoint, from its name: step_00000100 -> 100; None for any other
+    """Parse the step in the name of a complete checkpoint: step_00000100 -> 100; None for any other
     name."""
     found = STEP.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def read_jsonl(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a JSONL file in order, without lines that a crash has torn; [] when it cannot
-    be read. `tail`: only those of its last so many bytes."""
+    """Read the objects of a JSONL file in order, without lines that a crash has torn; [] if it
+    cannot be read. `tail`: only those of its last bytes."""
     try:
         with open(path, "rb") as file:
             if tail is not None:
@@ -105,8 +105,8 @@ def _record(line: str) -> object:
 
 
 class LineFile:
-    """Appends whole lines to a file. Without a buffer: what a full disk does not take is lost, and
-    never written later in the middle of something else."""
+    """A file to which whole lines are appended. Unbuffered: what a full disk does not take is lost,
+    and never written later in the middle of something else."""
 
     def __init__(self, path: Path) -> None:
         end_torn_line(path)
@@ -114,7 +114,8 @@ class LineFile:
         self._torn = False
 
     def write(self, line: str) -> None:
-        """Raises OSError; half a line may be there then, and the next one starts anew."""
+        """Append a line. Raises OSError; half a line may be there then, and the next one starts
+        anew."""
         data = f"{line}\n".encode()
         if self._torn:
             data = b"\n" + data
@@ -125,7 +126,7 @@ class LineFile:
 
 
 def end_torn_line(path: Path) -> None:
-    """A killed writer may have left half a line: end it, so that it does not swallow the next."""
+    """End half a line that a killed writer may have left, so that it does not swallow the next."""
     if path.exists() and path.stat().st_size:
         with open(path, "rb+") as file:
             file.seek(-1, os.SEEK_END)

@@ -1,5 +1,5 @@
-"""The way into a program of this kit and out of it: one clear error in place of a traceback, quiet
-ends by Ctrl-C and by a closed pipe, and the right exit code. No torch.
+"""Entry and exit of this kit's programs: one clear error in place of a traceback, quiet ends by
+Ctrl-C and by a closed pipe, and the right exit code. No torch.
 
     if __name__ == "__main__":
         run_program(main)
@@ -37,11 +37,11 @@ ANSWER = "kempner-answer"  # before what a batch script reads: a wrapper may hav
 
 
 def begin_program() -> None:
-    """Call it first of all: from here on Ctrl-C ends the process quietly, also in an import, unless
-    the program asks for it by interruptible(); and all three streams are there.
+    """Prepare the process; call it first of all: from here on Ctrl-C ends the process quietly, also
+    in an import, unless the program calls interruptible(); and all three streams are open.
 
-    A file that is opened while a descriptor of these is closed gets its number, and then all that
-    is printed.
+    A file that is opened while one of their descriptors is closed gets its number, and then all
+    that is printed.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -56,7 +56,7 @@ def begin_program() -> None:
 
 
 def interruptible() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt: something has to be said or cleaned up."""
+    """Let Ctrl-C raise KeyboardInterrupt from here on: something has to be said or cleaned up."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -78,7 +78,8 @@ def run_program(
 def run_module(
     main: Callable[..., int | None], usage: str | None, least: int, most: int = 0
 ) -> NoReturn:
-    """run_program() for a module that a script starts with `least` to `most` words by position."""
+    """Run run_program() for a module that a script starts with `least` to `most` positional
+    words."""
     from kempner.config.option import ConfigError
 
     def act(words: list[str]) -> int | None:
@@ -93,7 +94,7 @@ def run_module(
 
 
 def exit_code(main: Callable[[list[str]], int | None], words: list[str], name: str) -> int:
-    """That of `main`, or of the exception that it raises, which is reported."""
+    """Return the exit code of `main`, or of the exception that it raises, which is reported."""
     from kempner.config.option import ConfigError
     from kempner.port_range import NoFreePort
 
@@ -113,20 +114,20 @@ def exit_code(main: Callable[[list[str]], int | None], words: list[str], name: s
 
 
 def complain(name: str, problems: Sequence[str]) -> int:
-    """Say on standard error what is wrong with the input; returns the exit code."""
+    """Report on standard error what is wrong with the input; returns the exit code."""
     text = problems[0] if len(problems) == 1 else list_problems(problems)
     print(f"{name}: error: {text}", file=sys.stderr, flush=True)
     return BAD_INPUT
 
 
 def list_problems(problems: Sequence[str]) -> str:
-    """Their number, and a line for each."""
+    """Format the number of problems, and a line for each."""
     count = len(problems)
     return "\n  - ".join([f"{count} problem{'s' * (count > 1)} with the input", *problems])
 
 
 def explain_os_error(error: OSError) -> str:
-    """The path, what is wrong with it, and what to do."""
+    """Format the path, what is wrong with it, and what to do."""
     path = error.filename2 or error.filename
     where = f"{path}: " if path else ""
     free = f" ({_free(path):,} bytes are free)" if error.errno == errno.ENOSPC and path else ""
@@ -135,7 +136,7 @@ def explain_os_error(error: OSError) -> str:
 
 
 def read_text(path: Path, option: str) -> str:
-    """A file that an option names. Raises ConfigError, which names both."""
+    """Read a file that an option names. Raises ConfigError, which names both."""
     from kempner.config.option import ConfigError
 
     try:
@@ -147,7 +148,8 @@ def read_text(path: Path, option: str) -> str:
 
 
 def how_to_run(script: str) -> str:
-    """What a user types to start a program of scripts/: by this Python, as it was typed itself."""
+    """Return what a user types to start a program of scripts/: by this Python, as it was typed
+    itself."""
     place = os.path.dirname(sys.argv[0])
     if not os.path.isfile(os.path.join(place, script)):
         place = "scripts"
@@ -155,7 +157,7 @@ def how_to_run(script: str) -> str:
 
 
 def _free(path: str | bytes | int) -> int:
-    """Bytes that a file there may take."""
+    """Return the bytes that a file there may take."""
     there = Path(os.fsdecode(path) if not isinstance(path, int) else "").absolute()
     while not there.is_dir():
         there = there.parent
@@ -164,7 +166,8 @@ def _free(path: str | bytes | int) -> int:
 
 
 def _is_closed_pipe(error: OSError) -> bool:
-    """Has the reader of our standard output left? A pipe to another program is its caller's."""
+    """Return whether the reader of our standard output has left. A pipe to another program is its
+    caller's."""
     import select
 
     if not isinstance(error, BrokenPipeError):
@@ -175,7 +178,8 @@ def _is_closed_pipe(error: OSError) -> bool:
 
 
 def _flush_or_drop() -> None:
-    """What nobody takes is dropped: Python's own end would print an error about it."""
+    """Flush standard output; drop what nobody takes: Python's own exit would print an error about
+    it."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -24,7 +24,8 @@ MOST_NEW = 256  # tokens of a generated answer, where the task does not say
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A context begins as a document does in the training: after the tokens `begin`."""
+    """A model for the harness. A context begins as a document does in the training: after the
+    tokens `begin`."""
 
     def __init__(self, loaded: Loaded, batch: int) -> None:
         """`batch`: texts at a time. Of a context longer than the window the last part is read."""
@@ -54,7 +55,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return context if context == [self.prefix_token_id] else [*self.begin, *context]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: object) -> list[float]:
-        """The log-likelihood of whole texts: each token counts once, within windows."""
+        """Return the log-likelihood of whole texts: each token counts once, within windows."""
         pairs: list[Scored] = []
         of: list[int] = []
         for number, request in enumerate(requests):
@@ -70,8 +71,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @torch.inference_mode()
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Of each pair the sum of log p(continuation | context), and whether the continuation is
-        what greedy decoding gives. Long ones first: what does not fit into memory fails at once."""
+        """Return for each pair the sum of log p(continuation | context), and whether the
+        continuation is what greedy decoding gives. Long ones run first, so that lack of memory
+        shows at once."""
         device = self.model.embed.weight.device
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
         scores: dict[int, tuple[float, bool]] = {}
@@ -92,7 +94,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return [scores[i] for i in range(len(pairs))]
 
     def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
-        """Texts up to one of the strings that each task names; requests alike go together."""
+        """Generate texts up to one of the strings that each task names; equal requests run
+        together."""
         groups: dict[Sampling, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             groups[_sampling(request.args[1])].append(number)
@@ -122,8 +125,8 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 
 def _manager(tasks: Sequence[str], include: list[str]) -> Any:
-    """lm-eval's index of tasks: of the given directories if they have them all, because its own
-    15,000 take half a minute to list. Raises ConfigError for a task that there is not."""
+    """Make lm-eval's index of tasks: of the given directories if they have them all, because its
+    own 15,000 take half a minute to list. Raises ConfigError for an unknown task."""
     missing = list(tasks)
     for defaults in (False, True) if include else (True,):
         manager = lm_eval.tasks.TaskManager(include_path=include, include_defaults=defaults)
@@ -143,13 +146,13 @@ def evaluate(
     fewshot: int | None,
     limit: int | None,
 ) -> tuple[dict[str, float], str]:
-    """The figures as task/metric, and the harness's own table. Raises ConfigError for a task that
-    there is not."""
+    """Return the figures as task/metric, and the harness's own table. Raises ConfigError for an
+    unknown task."""
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
-    # Else it forks for the standard errors, and waits for ever for a process that does not end of
-    # SIGTERM, as a copy of this one may not. It has one piece of work for these processes.
+    # Otherwise it forks for the standard errors, and waits for ever for a process that does not end
+    # on SIGTERM, as a copy of this one may not. It has only one piece of work for them.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     manager = _manager(tasks, list(include))
     found = simple_evaluate(

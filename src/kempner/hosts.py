@@ -1,4 +1,4 @@
-"""Which rank is on which host."""
+"""Hosts of the ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kempner.slurm import host_name
 
 
 def all_hosts(world: World) -> list[str]:
-    """The host of each rank; on other ranks than 0 that of rank 0 alone.
+    """Return the host of each rank; on other ranks than 0 that of rank 0 alone.
 
-    Each rank puts one small key into the rendezvous store, where a gather would send the whole
-    list to everybody.
+    Each rank puts one small key into the rendezvous store, while a gather would send the whole list
+    to everybody.
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"host/{world.rank}", host_name())
@@ -23,10 +23,10 @@ def all_hosts(world: World) -> list[str]:
 
 
 def ask_hosts(ranks: list[int], seconds: float) -> list[str]:
-    """The hosts of these ranks, in a hang; raises RuntimeError without an answer in time.
+    """Return the hosts of these ranks, in a hang; raises RuntimeError without an answer in time.
 
     It asks on a connection of its own, because the default one may be busy in the very call that
-    hangs. Rank 0, which serves the store, has to be well.
+    hangs. Rank 0, which serves the store, must be alive.
     """
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=seconds))

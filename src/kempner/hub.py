@@ -17,7 +17,7 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.json",
     "vocab.txt", "merges.txt",
 )  # fmt: skip
-# What goes with the weights from a model to a run, and from a run to an export.
+# Files that go with the weights from a model to a run, and from a run to an export.
 CARRIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 HF_DATA = "hf://datasets/"
 DATA = re.compile(rf"{HF_DATA}(\w[\w.-]*/\w[\w.-]*?)(?:@([\w.-]+))?/(.+)")
@@ -27,10 +27,10 @@ SHOWN = 5  # directories that a message names
 
 
 def snapshot(name: str, download: bool, weights: bool = True) -> Path:
-    """The directory of a model in the local cache; with `download`, it is brought up to date first,
-    and an interrupted download goes on. Without `weights`: its tokenizer and configuration.
+    """Return the directory of a model in the local cache; with `download`, it is brought up to date
+    first, and an interrupted download goes on. Without `weights`: its tokenizer and configuration.
 
-    Raises ConfigError when `name` is no id of a model, or the model is not there.
+    Raises ConfigError if `name` is not an id of a model, or the model is not there.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -59,11 +59,11 @@ def snapshot(name: str, download: bool, weights: bool = True) -> Path:
 
 
 def data_files(path: str, download: bool) -> str:
-    """The files `hf://datasets/OWNER/NAME[@REVISION]/PATTERN` in the local cache; with `download`,
-    they are brought up to date first. Files that are not there are read over the network, as `path`
-    says, unless HF_HUB_OFFLINE forbids it.
+    """Return the files `hf://datasets/OWNER/NAME[@REVISION]/PATTERN` in the local cache; with
+    `download`, they are brought up to date first. Missing files are read over the network, as
+    `path` says, unless HF_HUB_OFFLINE forbids it.
 
-    Raises ConfigError when `path` names none, or when they can be had from nowhere.
+    Raises ConfigError if `path` names none, or they cannot be had from anywhere.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -82,7 +82,7 @@ def data_files(path: str, download: bool) -> str:
         files = str(Path(root, pattern))
         if glob.glob(files, recursive=True):
             return files
-        why = "there are no such files in it"
+        why = "it has no such files"
     except LocalEntryNotFoundError as error:
         why = _first_line(error.__cause__ or error)
     except (HfHubHTTPError, ValueError, OSError) as error:
@@ -99,7 +99,7 @@ def data_files(path: str, download: bool) -> str:
 
 
 def push(directory: Path, name: str, private: bool) -> str:
-    """Upload a directory as a model, which is created if need be; run again, it goes on where it
+    """Upload a directory as a model, which is created if need be; run again, it continues where it
     was interrupted. Returns the address. Raises ConfigError."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -126,8 +126,8 @@ def push(directory: Path, name: str, private: bool) -> str:
 
 
 def _refuse_path(name: str, repo: str) -> None:
-    """RUN and DIR have the form of OWNER/NAME: one below a directory that is here is meant as a
-    path. Raises ConfigError."""
+    """Raise ConfigError for a missing path: RUN and DIR have the form of OWNER/NAME, and one below
+    an existing directory is meant as a path."""
     path = Path(repo)
     if path.is_dir():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is in the data, and what a run reads of them: `prepare_data.py inspect`."""
+"""Inspection of the data, and of what a run reads: `prepare_data.py inspect`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAMPLE = 256  # tokens of a sample of a directory
 
 
 def inspect(argv: Sequence[str]) -> None:
-    """Raises ConfigError."""
+    """Inspect data. Raises ConfigError."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE.format(command=how_to_run("prepare_data.py")))
         return
@@ -75,7 +75,8 @@ def inspect(argv: Sequence[str]) -> None:
 
 
 def sorted_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Data directories, and the others; after an option, as in `--plot DIR`, it is a value."""
+    """Sort the words into data directories and others; after an option, as in `--plot DIR`, a word
+    is its value."""
     folders: list[str] = []
     rest: list[str] = []
     for before, word in zip(["", *argv], argv, strict=False):
@@ -102,7 +103,8 @@ def counts(cfg: RunConfig, sources: Sequence[Source]) -> list[list[str]]:
 
 
 def shares(cfg: RunConfig, sources: Sequence[Source], mixture: Mixture) -> list[list[str]]:
-    """A column for each part of the run with shares of its own, and what all of it takes."""
+    """Return a column for each part of the run with shares of its own, and one for the whole
+    run."""
     stages = cfg.train.stages
     samples = samples_between(stages, 0, cfg.train.max_steps)
     parts = [each for each in mixture.segments if each.start < samples]
@@ -117,14 +119,15 @@ def shares(cfg: RunConfig, sources: Sequence[Source], mixture: Mixture) -> list[
 
 
 def first_of(mixture: Mixture, number: int, batch: int) -> int:
-    """The index of the first sample of a source in the run; 0 when it is not among the first."""
+    """Return the index of the first sample of a source in the run; 0 if it is not among the
+    first."""
     sources, indices = mixture.draw(0, min(100 * batch, mixture.end or 100 * batch))
     mine = indices[sources == number]
     return int(mine[0]) if len(mine) else 0
 
 
 def sample(cfg: SourceConfig, source: Source, index: int) -> str:
-    """A sample as text, or its token ids where no tokenizer is known."""
+    """Return a sample as text, or its token ids if no tokenizer is known."""
     rows = source.read(np.array([index]))
     inputs, targets = rows.inputs[0], rows.targets[0]
     documents = np.zeros_like(inputs) if rows.documents is None else rows.documents[0]
@@ -147,7 +150,7 @@ def _tokenizer(cfg: SourceConfig) -> Tokenizer | None:
 
 
 def draw(cfg: RunConfig, mixture: Mixture, out: Path) -> None:
-    """The shares and the learning rate over the steps."""
+    """Draw the shares and the learning rate over the steps."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,5 +1,5 @@
-"""A model and its tokenizer in this one process: from a run, from a checkpoint, or from a directory
-in Hugging Face's form."""
+"""Load a model and its tokenizer into this process: from a run, a checkpoint, or a directory in
+Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Words(NamedTuple):
-    """Text for a model."""
+    """Tokenizer and special tokens of a model."""
 
     tokenizer: Tokenizer
     begin: list[int]  # tokens before each text
@@ -42,27 +42,27 @@ class Words(NamedTuple):
     folder: Path  # with the tokenizer's files
 
     def prompt(self, text: str) -> list[int]:
-        """A text that the model continues."""
-        # A model without a token to begin with has at least one that ends a text.
+        """Encode a text that the model continues."""
+        # A model without a first token has at least one that ends a text.
         return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.eod]
 
     def fingerprint(self) -> str:
-        """Of what its token ids mean. Raises ConfigError."""
+        """Return a fingerprint of the meaning of the token ids. Raises ConfigError."""
         if isinstance(self.tokenizer, FileTokenizer):
             return fingerprint(read_vocabulary(self.folder / TOKENIZER))
         return BYTES["kind"]
 
     @property
     def has_template(self) -> bool:
-        """False for a tokenizer of a model that only continues texts."""
+        """False for the tokenizer of a model that only continues texts."""
         with contextlib.suppress(OSError, ValueError):
             config = json.loads((self.folder / TOKENIZER_CONFIG).read_bytes())
             return bool(config.get("chat_template")) or (self.folder / TEMPLATE).is_file()
         return False
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation up to where the next answer comes, as the tokenizer's own template has it.
-        Raises ConfigError without one, ValueError when it refuses."""
+        """Encode a conversation up to where the next answer comes, by the tokenizer's own template.
+        Raises ConfigError without one, ValueError if it refuses."""
         if not self.has_template:
             raise ConfigError(
                 f"{self.folder}: has no chat template, so the model was not trained on "
@@ -83,7 +83,8 @@ class Loaded(NamedTuple):
 
 
 def seen(source: Source) -> tuple[ModelConfig, int]:
-    """The shape of a model, and how many tokens it has been trained to see. Raises ConfigError."""
+    """Return the shape of a model, and the number of tokens it has been trained to see. Raises
+    ConfigError."""
     cfg = ModelConfig(**source.model())
     if not source.is_checkpoint:
         return cfg, cfg.max_seq_len
@@ -92,13 +93,13 @@ def seen(source: Source) -> tuple[ModelConfig, int]:
 
 
 def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None) -> Loaded:
-    """`name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id of the hub.
-    `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
+    """Load a model. `name`: RUN[@STEP], a checkpoint, a directory in Hugging Face's form, or an id
+    of the hub. `device`: auto, cpu or cuda. `fill`: gives the weights of a directory that has none.
 
     The weights are bf16 on a GPU and fp32 on a CPU. Retention leaves a checkpoint alone while it is
-    read. In this whole process attention takes no kernel of cuDNN from now on: it compiles a plan
-    for each new shape, up to half a second for every length of a text. Raises ConfigError, Damaged
-    or OSError; each says what to do.
+    read. From now on attention in this process uses no kernel of cuDNN: it compiles a plan for each
+    new shape, up to half a second for every length of a text. Raises ConfigError, Damaged or
+    OSError; each says what to do.
     """
     import torch
 
@@ -121,9 +122,9 @@ def load(name: str, device: str, fill: Callable[[Decoder], object] | None = None
 
 
 def words_of_run(source: Path, checkpoint: Path) -> Words:
-    """Of the run, or of the data that it was made from. A document begins where one has ended, or
-    with its BOS; a conversation, which follows no other one, as its tokenizer begins a text, as in
-    an export."""
+    """Return the words of the run, or of the data that it was made from. A document begins where
+    one has ended, or with its BOS; a conversation, which follows no other one, as its tokenizer
+    begins a text, as in an export."""
     config = toml.loads((checkpoint / "config.toml").read_text())
     named = (config["run"]["dir"], config["data"]["dataset_path"])
     tried = dict.fromkeys(
@@ -148,7 +149,8 @@ def words_of_run(source: Path, checkpoint: Path) -> Words:
 
 
 def words_of_directory(directory: Path) -> Words:
-    """Of a directory in Hugging Face's form: texts begin as its tokenizer has it."""
+    """Return the words of a directory in Hugging Face's form: texts begin as its tokenizer has
+    it."""
     ends = end_tokens(directory)
     if is_of_bytes(directory):
         return Words(ByteTokenizer(), [ByteTokenizer.eod], set(ends), directory)
@@ -157,7 +159,7 @@ def words_of_directory(directory: Path) -> Words:
 
 
 def own_beginning(directory: Path) -> list[int]:
-    """The tokens that a tokenizer itself puts before each text, such as a BOS."""
+    """Return the tokens that a tokenizer itself puts before each text, such as a BOS."""
     file = str(directory / TOKENIZER)
     return list(need("tokenizers").Tokenizer.from_file(file).encode("").ids)
 
@@ -174,7 +176,8 @@ def pick_device(kind: str) -> torch.device:
 
 
 def read_checkpoint(source: Source, manifest: dict[str, Any], device: torch.device) -> Decoder:
-    """The model of a checkpoint; of one with adapters, the base with these. Raises ConfigError."""
+    """Read the model of a checkpoint; one with adapters gets its base with these. Raises
+    ConfigError."""
     from kempner.checkpoint.reader import read_into
     from kempner.hf.adapter import base_of
     from kempner.parallel.lora import is_adapter
@@ -197,8 +200,8 @@ def read_base(
     lora: LoraConfig | None = None,
     fill: Callable[[Decoder], object] | None = None,
 ) -> Decoder:
-    """The model of a source, for inference; with `lora` its adapters have no values yet. `fill`:
-    see load(). Raises ConfigError."""
+    """Read the model of a source, for inference; with `lora` its adapters have no values yet.
+    `fill`: see load(). Raises ConfigError."""
     import torch
 
     from kempner.hf.load import load_weights

@@ -39,15 +39,15 @@ def cross_entropy(
     judge: Judge | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, ...]:
-    """Sum of -log p(target) over the targets that are not -100, fp32 []; and its terms, fp32 [N],
-    0 where the target is -100: these have no gradient.
+    """Return the sum of -log p(target) over the targets that are not -100, fp32 []; and its terms,
+    fp32 [N], 0 where the target is -100: these have no gradient.
 
     x [N, D], weight [V, D], targets int64 [N]; `chunk`: tokens whose logits exist at once, or as
-    many as make CHUNK_LOGITS. A sum and a count travel better than a mean: ranks
-    and micro-batches with different numbers of real tokens add up to the exact mean, and one
-    without any adds 0, not NaN. `part`: which rows of the vocabulary weight has; the gradient of x
-    is then the part of it that comes from these. `temperature`: that logits are divided by.
-    `judge`: what is summed up in place of -log p.
+    many as make CHUNK_LOGITS. A sum and a count reduce exactly where a mean does not: ranks and
+    micro-batches with different numbers of real tokens add up to the exact mean, and one without
+    any adds 0, not NaN. `part`: the rows of the vocabulary that weight has; the gradient of x is
+    then the part of it that comes from these. `temperature`: divides the logits. `judge`: what is
+    summed in place of -log p.
 
     With `z_loss` the gradient is that of the sum of -log p + z_loss log^2 Z, where Z is the sum of
     the exponentials of a token's logits (PaLM, arXiv:2204.02311, section 5); and the sum of log^2 Z
@@ -61,8 +61,9 @@ def cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Each chunk's gradient is made right after its loss, while its logits are there (as Liger
-    Kernel does, arXiv:2410.10989): backward multiplies by one number and computes no logits again.
+    """Cross entropy that computes each chunk's gradient right after its loss, while its logits are
+    there (as Liger Kernel does, arXiv:2410.10989): backward only scales it, and computes no logits
+    again.
 
     The weight's gradient is summed over the chunks in fp32. Summed by autograd in bf16 it loses a
     digit: 0.5 % relative error with 32 chunks, against 0.17 % of a single product.

@@ -1,5 +1,5 @@
-"""What is recorded of a run: one JSON line per logged step, and a console line (or a bar) made from
-the same record."""
+"""Metrics of a run: one JSON line per logged step, and a console line (or a bar) made from the same
+record."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MetricsConfig:
 
 
 def peak_flops(cfg: MetricsConfig, device_name: str) -> float | None:
-    """Peak of one device in operations per second, None where it is not known (a CPU)."""
+    """Return the peak of one device in operations per second, None if unknown (a CPU)."""
     if cfg.peak_tflops is not None:
         return cfg.peak_tflops * 1e12
     return next(
@@ -57,7 +57,7 @@ def peak_flops(cfg: MetricsConfig, device_name: str) -> float | None:
 
 @dataclass
 class Clock:
-    """Splits the wall time of the host into named parts; the remainder is compute."""
+    """A clock that splits the wall time of the host into named parts; the remainder is compute."""
 
     parts: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)  # newest time of each part
@@ -78,8 +78,8 @@ class Clock:
 
 
 def line(record: dict[str, Any], max_steps: int) -> str:
-    """A step's record as a console line of at most 80 columns. The shares of the step that went
-    into waiting for data or a checkpoint are shown when they matter."""
+    """Format a step's record as a console line of at most 80 columns. The shares of the step spent
+    waiting for data or a checkpoint are shown when they matter."""
     total = max(record["step_time"], 1e-9)
     shares = {name: record[f"{name}_time"] / total for name in ("data", "checkpoint")}
     parts = [
@@ -97,7 +97,7 @@ def line(record: dict[str, Any], max_steps: int) -> str:
 
 
 def short(number: float) -> str:
-    """12345.6 -> 12.3k"""
+    """Format a number: 12345.6 -> 12.3k."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f}{unit}"

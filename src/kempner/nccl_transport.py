@@ -1,4 +1,4 @@
-"""Which network NCCL uses between nodes, in its own words.
+"""The network that NCCL uses between nodes, according to its log.
 
 NCCL falls back to TCP without an error when its InfiniBand or libfabric plugin finds no device, and
 the training then runs at a tenth of its speed. Only its log says so, with NCCL_DEBUG=INFO and
@@ -31,8 +31,8 @@ _EXPECTED = {
 
 
 def transport_of(text: str) -> str:
-    """NCCL's network transport from its log: IB (also RoCE), OFI (libfabric: EFA and Slingshot),
-    Socket (TCP), or the name of another plugin; "" when the log names none."""
+    """Parse NCCL's network transport from its log: IB (also RoCE), OFI (libfabric: EFA and
+    Slingshot), Socket (TCP), or the name of another plugin; "" if the log names none."""
     if connected := _CONNECTED.findall(text):
         return _family(connected[-1])
     if chosen := _CHOSEN.findall(text):
@@ -41,7 +41,7 @@ def transport_of(text: str) -> str:
 
 
 def _family(name: str) -> str:
-    """Plugins have names of their own: IBext_v8 is InfiniBand, AWS Libfabric is OFI."""
+    """Map a plugin's name to its family: IBext_v8 is InfiniBand, AWS Libfabric is OFI."""
     known = name.lower()
     if "libfabric" in known or "ofi" in known:
         return "OFI"
@@ -51,13 +51,13 @@ def _family(name: str) -> str:
 
 
 def expected(network: str) -> tuple[str, ...]:
-    """The transports that use `network` (KEMPNER_NETWORK, as task.sh found it); empty: any will
-    do."""
+    """Return the transports that use `network` (KEMPNER_NETWORK, as task.sh found it); empty: any
+    will do."""
     return _EXPECTED.get(network, ())
 
 
 def chosen_by_user(env: Mapping[str, str] = os.environ) -> str:
-    """The user's own setting that keeps NCCL from choosing, such as NCCL_NET=Socket; "" for
+    """Return the user's own setting that keeps NCCL from choosing, such as NCCL_NET=Socket; "" for
     none."""
     for name, off in (("NCCL_NET", ""), ("NCCL_IB_DISABLE", "0")):
         if env.get(name, off) != off:

@@ -1,4 +1,4 @@
-"""What a step minimises. preference/ has others than this one."""
+"""Objectives: what a step minimises. preference/ has others."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Objective(Protocol):
     """The loss of a micro-batch of B rows of T tokens."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
-        """The sum of the losses, fp32 [], to be differentiated; its terms, [B, T], 0 where there is
-        none; and the batch, with a target other than -100 just where a loss counts."""
+        """Return the sum of the losses, fp32 [], to be differentiated; its terms, [B, T], 0 where
+        there is none; and the batch, with a target other than -100 exactly where a loss counts."""
         ...
 
     def numbers(self) -> dict[str, Tensor]:
-        """More sums of this rank to be recorded, fp32 [] by name, since the last call."""
+        """Return more sums of this rank to be recorded, fp32 [] by name, since the last call."""
         ...
 
 
@@ -31,7 +31,7 @@ class NextToken:
     """Cross entropy of each token given those before it."""
 
     def __init__(self, own_tokens: Callable[[MicroBatch], MicroBatch] | None = None) -> None:
-        """`own_tokens`: cuts the rows down to the tokens of this rank, where ranks share rows."""
+        """`own_tokens`: cuts the rows down to the tokens of this rank, if ranks share rows."""
         self._own_tokens = own_tokens
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
@@ -45,7 +45,7 @@ class NextToken:
 
 
 class WithExperts:
-    """Any objective of a model with experts: it also records how these are used."""
+    """Any objective, for a model with experts: it also records how these are used."""
 
     def __init__(
         self, objective: Objective, model: Decoder, layout: Layout, device: torch.device
@@ -57,8 +57,9 @@ class WithExperts:
         return self.objective(model, batch)
 
     def numbers(self) -> dict[str, Tensor]:
-        """The load of the busiest and of the idlest expert of any layer, as a multiple of the mean,
-        are those of the whole step: one rank names them, for the sum over ranks."""
+        """Return the numbers. The load of the busiest and of the idlest expert of any layer, as a
+        multiple of the mean, are those of the whole step: one rank contributes them to the sum over
+        ranks."""
         load, losses = self.routings.take(self._device)
         ours = self.layout.once({"load": load})["load"]
         self.routings.step_load = load = self.layout.sum(ours)  # [L, E]
@@ -73,7 +74,7 @@ class WithExperts:
 
 
 class WithZLoss:
-    """Any objective of a model whose loss has a z-loss: it also records that."""
+    """Any objective, for a model whose loss has a z-loss: it also records that."""
 
     def __init__(self, objective: Objective, model: Decoder, device: torch.device) -> None:
         self.objective, self._squares, self._device = objective, model.log_z_squares, device
@@ -82,7 +83,7 @@ class WithZLoss:
         return self.objective(model, batch)
 
     def numbers(self) -> dict[str, Tensor]:
-        """The sum of log^2 Z over the tokens; a rank without the output layer adds 0."""
+        """Return the sum of log^2 Z over the tokens; a rank without the output layer adds 0."""
         total = sum(self._squares, torch.zeros((), device=self._device))
         self._squares.clear()
         return {**self.objective.numbers(), "z_loss_sum": total}

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
-    """What holds for the whole process: the seed, deterministic kernels, and the kernel of the
-    attention, which is announced. Raises ConfigError when this device does not have it."""
+    """Set what holds for the whole process: the seed, deterministic kernels, and the kernel of the
+    attention, which is announced. Raises ConfigError if this device does not have it."""
     import torch
 
     startup.mark("process group")
@@ -72,21 +72,21 @@ def prepare_torch(cfg: RunConfig, run: Run, device: torch.device) -> None:
 
 
 def slow_products(device: str, dtype: str) -> str | None:
-    """What the log says where products run far below a GPU's speed: torch leaves TF32 off."""
+    """Return a log line if products run far below a GPU's speed: torch leaves TF32 off."""
     if device != "cuda" or dtype != "torch.float32":
         return None
     return "products: fp32, without TF32: several times slower than train.dtype=bf16 on this GPU"
 
 
 def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
-    """The meshes over the ranks of this replica, and its place among the others."""
+    """Build the meshes over the ranks of this replica, and its place among the others."""
     from kempner.parallel.layout import build_layout
     from kempner.resilience.watchdog import PATIENCE_S
 
     replica = world.replica, world.replicas
     layout = build_layout(cfg.distributed, world.size, world.per_node, device.type, replica)
-    # Until the watchdog knows these groups: the limit that NCCL begins with, ten minutes, is also
-    # that of a start that stands still, and its end leaves no record.
+    # Until the watchdog knows these groups: NCCL's initial limit, ten minutes, would otherwise end
+    # a start that stands still, and leave no record.
     process_group.set_timeout(max(cfg.distributed.start_timeout, PATIENCE_S), layout.groups)
     return layout
 
@@ -98,7 +98,7 @@ def open_checkpointer(
     optimizer: torch.optim.Optimizer,
     replicas: Replicas,
 ) -> Checkpointer:
-    """Saves and loads the weights, the optimizer's state, and each rank's random state."""
+    """Make the checkpointer of the weights, the optimizer's state, and each rank's random state."""
     from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.checkpoint.state import run_state
     from kempner.checkpoint.unsaved import Unsaved
@@ -118,7 +118,7 @@ def open_checkpointer(
 def open_objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
-    """What the run minimises, and what it counts beside that."""
+    """Return the objective of the run, which also counts what is recorded besides."""
     from kempner.objective import WithExperts, WithZLoss
 
     objective = _objective(cfg, layout, model, run, device)
@@ -130,8 +130,8 @@ def open_objective(
 def _objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
-    """The reference of DPO is sharded as the model is, and has the weights
-    of model.init_from after every restart, too."""
+    """Return the objective alone. The reference of DPO is sharded as the model is, and has the
+    weights of model.init_from after every restart, too."""
     if cfg.rl.on:
         from kempner.rl.loss import open_policy
 
@@ -159,7 +159,7 @@ def _objective(
 
 @functools.cache  # for the check of the input, the manifest, and the loaders
 def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
-    """The sources of the training and, when the run validates, the held-out data; none of a run
+    """Open the sources of the training and, if the run validates, the held-out data; none for a run
     that learns from rewards. `check` all shards, which rank 0 does; otherwise none is opened before
     it is read. Raises ConfigError."""
     if cfg.rl.on:
@@ -181,8 +181,8 @@ def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
 
 
 def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
-    """What gives the weights of a run and its position their meaning, by section: a later start
-    must have the same (checkpoint/fits.py). `first`: on rank 0, whose facts count. Raises
+    """Return the facts that define the meaning of a run's weights and position, by section: a later
+    start must have the same (checkpoint/fits.py). `first`: on rank 0, whose facts count. Raises
     ConfigError."""
     from kempner.config.loading import as_dict
     from kempner.data.opening import facts_of
@@ -207,7 +207,7 @@ def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
 
 
 def _packs(cfg: RunConfig, check: bool) -> bool:
-    """Whether rows have several documents each; `check`: see open_data()."""
+    """Return whether rows have several documents each; `check`: see open_data()."""
     sources, _ = open_data(cfg, check)
     return cfg.rl.on or cfg.data.document_mask or any(s.packing is not None for s in sources)
 
@@ -231,7 +231,7 @@ def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) ->
 
 
 def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) -> Mixture:
-    """The order of all samples. Raises ConfigError when they do not last for all steps."""
+    """Return the order of all samples. Raises ConfigError if they do not last for all steps."""
     from kempner.data.opening import facts_of, mixture_of
 
     mixture = mixture_of(facts_of(cfg.data, sources), progress.phases, cfg.data.seed)
@@ -244,8 +244,8 @@ def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) 
 def open_loaders(
     cfg: RunConfig, layout: Layout, pin: bool, progress: Progress
 ) -> tuple[TrainLoader, Callable[[], dict[str, Iterator[MicroBatch]]]]:
-    """This rank's share of the data: the training's loader at its position, and what makes
-    iterators over the held-out batches, by name of the set."""
+    """Open this rank's share of the data: the training's loader at its position, and a function
+    that makes iterators over the held-out batches, by name of the set."""
     from kempner.data.loader import TrainLoader, val_batches
 
     sources, held_out = open_data(cfg, layout.data_rank == 0)

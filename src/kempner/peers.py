@@ -1,5 +1,5 @@
-"""Who may talk to us: a socket that listens beyond the loopback is reached by every user of the
-network, so each side of a connection proves first that it has the key of this job. No torch.
+"""Authentication of peers: every user of the network reaches a socket that listens beyond the
+loopback, so each side of a connection first proves that it has the key of this job. No torch.
 
 The key is 128 random bits: in KEMPNER_PEER_KEY, which the batch script makes anew at each start and
 which only processes of this user can read, or in a file of mode 600. It never travels: the server
@@ -32,12 +32,12 @@ TICK_S = 1.0
 
 
 def new_key() -> str:
-    """128 random bits, as text."""
+    """Generate 128 random bits, as text."""
     return secrets.token_hex(16)
 
 
 def job_key() -> str:
-    """That of this start of the job. Raises ConfigError."""
+    """Return the key of this start of the job. Raises ConfigError."""
     if len(key := os.environ.get(VARIABLE, "")) < 32:
         raise ConfigError(
             f"{VARIABLE} is not set, so the processes of this job cannot prove who they are: start "
@@ -52,8 +52,9 @@ def _proof(key: str, side: bytes, nonces: bytes) -> bytes:
 
 
 class Entrance:
-    """Lets in whoever has the key, in a thread of its own: nobody keeps it, or its owner, waiting.
-    What says anything else, too little or nothing is dropped. It owns the socket that listens."""
+    """A listener that admits peers with the key, in a thread of its own, so that nobody can hold
+    it, or its owner, up. A peer that sends anything else, too little or nothing is dropped. It owns
+    the socket that listens."""
 
     def __init__(self, server: socket.socket, key: str) -> None:
         self.port = int(server.getsockname()[1])
@@ -72,11 +73,11 @@ class Entrance:
         self._thread.start()
 
     def fileno(self) -> int:
-        """For poll() and selectors: can be read when take() has somebody."""
+        """Return a descriptor for poll() and selectors: readable when take() has somebody."""
         return self._here.fileno()
 
     def take(self) -> list[socket.socket]:
-        """Those let in since the last call: connections that block."""
+        """Return the peers admitted since the last call: connections that block."""
         with contextlib.suppress(BlockingIOError):
             while self._here.recv(4096):
                 pass
@@ -86,7 +87,7 @@ class Entrance:
         return found
 
     def close(self) -> None:
-        """Nobody is let in any more; those who were stay."""
+        """Stop admitting peers; those who were admitted stay."""
         self._open = False
         self._close.close()
         self._thread.join(2 * TICK_S)
@@ -166,7 +167,7 @@ class Entrance:
 
 
 class _Guest:
-    """Who has not proved itself yet."""
+    """A peer that has not proved itself yet."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer, self.since = peer, time.monotonic()
@@ -174,8 +175,8 @@ class _Guest:
 
 
 def connect(address: str, port: int, key: str, seconds: float) -> socket.socket:
-    """A connection to an Entrance with this key, with `seconds` as its limit for each call. Raises
-    OSError, of which PermissionError says that the other side does not have the key."""
+    """Connect to an Entrance with this key, with `seconds` as its limit for each call. Raises
+    OSError; PermissionError means that the other side does not have the key."""
     peer = socket.create_connection((address, port), timeout=seconds)
     try:
         peer.settimeout(min(seconds, HELLO_S))

@@ -15,14 +15,14 @@ MAKER = "kempner, with Matplotlib"
 
 
 def refuse_other_picture(out: Path, option: str, named: bool) -> None:
-    """Raise ConfigError when the file is there and is not ours. `named`: by the user; under the
-    names that this program chooses, versions before this sign have left pictures, too."""
+    """Raise ConfigError if the file exists and is not ours. `named`: by the user; under the names
+    that this program chooses, versions before this mark have left pictures, too."""
     refuse_other_file(out, option, (MAKER,) if named else (MAKER, "Matplotlib"))
 
 
 def save_picture(figure: Figure, out: Path) -> None:
-    """An error leaves the picture that was there. Raises OSError, ValueError for a suffix that is
-    none of a picture."""
+    """Save the figure. An error leaves the old picture. Raises OSError, ValueError for a suffix
+    that is not one of a picture."""
     key = "Software" if out.suffix == ".png" else "Creator"
     about = {key: MAKER} if out.suffix in (".png", ".svg", ".pdf") else None
     kind = out.suffix[1:] or "png"

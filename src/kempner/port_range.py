@@ -38,7 +38,7 @@ class NoFreePort(OSError):
 
 
 def allowed_ports(env: Mapping[str, str] = os.environ) -> range | None:
-    """None: any. Raises BadPortRange."""
+    """Return the range; None: any. Raises BadPortRange."""
     text = env.get(VARIABLE, "")
     if not text:
         return None
@@ -79,8 +79,8 @@ class ReservedPort:
 
 
 def listen(host: str = "") -> socket.socket:
-    """A socket that listens; without `host` on all of this machine's addresses. Raises NoFreePort,
-    BadPortRange, OSError."""
+    """Return a socket that listens; without `host` on all of this machine's addresses. Raises
+    NoFreePort, BadPortRange, OSError."""
     dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
     allowed = allowed_ports()
@@ -104,7 +104,7 @@ def listen(host: str = "") -> socket.socket:
 def _free(
     allowed: range, host: str, family: socket.AddressFamily
 ) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Bound sockets, each with the lock of its port. Raises NoFreePort after the last one."""
+    """Yield bound sockets, each with the lock of its port. Raises NoFreePort after the last one."""
     begin = secrets.randbelow(len(allowed))
     for i in range(len(allowed)):
         port = allowed[(begin + i) % len(allowed)]
@@ -139,8 +139,8 @@ def _bound(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
 
 
 def store_server() -> tuple[int, int | None]:
-    """A port for a TCPStore that serves, and its `master_listen_fd`, which the store closes; 0 and
-    None where it may choose itself."""
+    """Return a port for a TCPStore that serves, and its `master_listen_fd`, which the store closes;
+    0 and None if it may choose itself."""
     if allowed_ports() is None:
         return 0, None
     server = listen()

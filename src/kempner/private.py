@@ -1,5 +1,5 @@
-"""A directory in a place that others can write, such as /tmp or a node's /local: whoever makes its
-name first, or may rename it, says what is in it, and so what is run and read from there. No torch.
+"""A private directory in a place that others can write, such as /tmp or a node's /local: whoever
+makes its name first, or may rename it, controls what is run and read from there. No torch.
 
 The same in bash: scripts/slurm/lib/private.sh.
 """
@@ -30,8 +30,8 @@ def make(path: Path) -> None:
 
 
 def why_not(path: Path) -> str:
-    """Why nothing may be run or read from this directory; "" when this user alone can change what
-    is in it."""
+    """Return why nothing may be run or read from this directory; "" if this user alone can change
+    its contents."""
     try:
         found = path.lstat()
     except OSError as error:
@@ -39,7 +39,7 @@ def why_not(path: Path) -> str:
     if stat.S_ISLNK(found.st_mode):
         return f"{path} is a link"
     if not stat.S_ISDIR(found.st_mode):
-        return f"{path} is no directory"
+        return f"{path} is not a directory"
     if found.st_uid != os.getuid():
         return f"{path} belongs to another user"
     if found.st_mode & WRITABLE:
@@ -48,7 +48,8 @@ def why_not(path: Path) -> str:
 
 
 def _wrong_above(path: Path) -> str:
-    """Who else may rename what is in this directory, or in one above it; "" for nobody."""
+    """Return who else may rename the contents of this directory, or of one above it; "" for
+    nobody."""
     path, known = Path(os.path.realpath(path)), {0, os.getuid()}
     if Path("/proc/self/uid_map").read_text().split() != WHOLE_MAP:
         known.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))  # root may be that here

@@ -1,4 +1,4 @@
-"""When a process began, and under which kernel, from /proc. No torch."""
+"""Birth and kernel of a process, from /proc. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def module_command(name: str) -> list[str]:
-    """The words that start a module of ours as a program: see src/kempner_module.py."""
+    """Return the words that start a module of ours as a program: see src/kempner_module.py."""
     return [sys.executable, str(Path(__file__).resolve().parents[1] / "kempner_module.py"), name]
 
 
 def birth(pid: int) -> str | None:
-    """When a process of this host began, in ticks since boot; None when there is none of that id,
-    or only what its parent has not buried yet."""
+    """Return when a process of this host began, in ticks since boot; None if there is none of that
+    id, or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -24,8 +24,8 @@ def birth(pid: int) -> str | None:
 
 
 def kernel() -> str | None:
-    """What the ids of processes have a meaning in: this boot of this machine and, in a container,
-    its namespace; None where /proc does not tell."""
+    """Return the scope of process ids: this boot of this machine and, in a container, its
+    namespace; None if /proc does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -34,7 +34,7 @@ def kernel() -> str | None:
 
 
 def began() -> float | None:
-    """Unix time when this process began, to some 10 ms; None where /proc does not tell."""
+    """Return the Unix time when this process began, to some 10 ms; None if /proc does not tell."""
     try:
         ticks = int(birth(os.getpid()) or "")
         uptime = float(Path("/proc/uptime").read_text().split()[0])

@@ -1,5 +1,5 @@
-"""From SLURM, torchrun or nothing to a process group: who am I, where is rank 0, which device is
-mine.
+"""The process group, from SLURM, torchrun or nothing: this process's rank, the address of rank 0,
+the device.
 
 Ranks come from an srun step, from torchrun's variables, or the process is alone.
 """
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 FIRST_COLLECTIVE_S = 60.0
 PCI_GPUS = {"0x10de": "NVIDIA"}
-# From here on a collective may take longer than the watchdog ever waits: see set_timeout().
+# A collective must be allowed longer than the watchdog ever waits: see set_timeout().
 LAST_RESORT_S = 60.0
 LEAVE_S = 30.0  # a rank that was killed in the middle of its orderly end must not hold up the first
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run; `source` is slurm, torchrun or single."""
+    """The place of this process among those of the run; `source` is slurm, torchrun or single."""
 
     rank: int
     local_rank: int
     size: int
     source: str
     per_node: int = 1  # ranks on each node
-    # Where there are replicas (lowcomm/), all of the above is of this process's own one.
+    # With replicas (lowcomm/) all fields above describe this process's own replica.
     replica: int = 0
     replicas: int = 1
     store: Any = field(default=None, compare=False)  # of all replicas; None: there is one
@@ -52,11 +52,11 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for the run: the first rank of the first replica."""
+        """True if this process speaks for the run: the first rank of the first replica."""
         return self.rank == 0 and self.replica == 0
 
     def split(self, replicas: int, store: dist.Store) -> World:
-        """This process in a world of its own replica. Replicas are blocks of ranks."""
+        """Return this process in a world of its own replica. Replicas are blocks of ranks."""
         size = self.size // replicas
         replica, rank = divmod(self.rank, size)
         return replace(
@@ -97,17 +97,17 @@ def discover(env: Mapping[str, str] = os.environ) -> World:
 
 
 def _of_step(world: World, env: Mapping[str, str]) -> World:
-    """Where each replica has a srun step of its own, its batch script says which one this is."""
+    """Add the replica that the batch script names, if each has a srun step of its own."""
     replica, replicas = env.get("KEMPNER_REPLICA", "0"), env.get("KEMPNER_REPLICAS", "1")
     return replace(world, replica=int(replica), replicas=int(replicas))
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this process: `kind` is auto, cuda or cpu. The index is the local rank, or 0
-    when one GPU is seen. Of several instances of MIG it hides all but its own.
+    """Return the device of this process: `kind` is auto, cuda or cpu. The index is the local rank,
+    or 0 if one GPU is seen. Of several MIG instances it hides all but its own.
 
-    Raises ConfigError when there are fewer GPUs than tasks on this host, or when a GPU is in this
-    host and in the job, but torch cannot use it: the run would train on the CPU for days.
+    Raises ConfigError if there are fewer GPUs than tasks on this host, or if a GPU is in this host
+    and in the job, but torch cannot use it: the run would train on the CPU for days.
     """
     import torch
 
@@ -139,9 +139,9 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def own_instance(local_rank: int) -> str | None:
-    """The name of this rank's own instance of MIG, where it sees several. A process can use one,
+    """Return the name of this rank's own MIG instance, if it sees several. A process can use one,
     and takes the first that it sees: all ranks would take the same one. None: it sees no instances,
-    or one. Raises ConfigError when there are fewer than ranks."""
+    or one. Raises ConfigError if there are fewer than ranks."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
         return None
@@ -154,7 +154,7 @@ def own_instance(local_rank: int) -> str | None:
 
 
 def _why_too_few(count: int) -> str:
-    """What to do where a task sees only `count` GPUs, several, but none for itself."""
+    """Return the fix for a task that sees only `count` GPUs, several, but none for itself."""
     given = os.environ.get("SLURM_GPUS_ON_NODE", "")
     if given.isdecimal() and int(given) > count:
         return (
@@ -183,7 +183,7 @@ def stay_near(device: torch.device, world: World) -> None:
 
 
 def _on_the_bus(index: int) -> str:
-    """The name of a GPU on the PCI bus; empty where this torch does not tell it."""
+    """Return the name of a GPU on the PCI bus; empty if this torch does not tell it."""
     import torch
 
     about: Any = torch.cuda.get_device_properties(index)
@@ -195,8 +195,8 @@ def _on_the_bus(index: int) -> str:
 
 
 def gpu_on_the_bus() -> str | None:
-    """The maker of the GPUs on this host's PCI bus, when SLURM has given some to the job. SLURM
-    alone is not enough: a test cluster counts GPUs that do not exist."""
+    """Return the maker of the GPUs on this host's PCI bus, if SLURM has given some to the job.
+    SLURM alone is not enough: a test cluster counts GPUs that do not exist."""
     numbers, count = os.environ.get("SLURM_STEP_GPUS"), os.environ.get("SLURM_GPUS_ON_NODE")
     if not numbers and (count or "0") == "0":  # of the numbers, "0" is the first GPU
         return None
@@ -236,7 +236,7 @@ def start(
     store = rendezvous.open_store(world, Path(run_dir), start_timeout)
     rendezvous.check_in(store, world, start_timeout)
     world = replace(world, meeting=store)
-    # First over gloo alone, so that a network that does not work is found before NCCL hangs in it.
+    # First over gloo alone, so that a broken network is found before NCCL hangs in it.
     _init(dist.PrefixStore("prove", store), world, None, FIRST_COLLECTIVE_S)
     _prove(store, world, "cpu", FIRST_COLLECTIVE_S)
     if replicas > 1:
@@ -248,7 +248,7 @@ def start(
     if device.type == "cuda":
         if replicas == 1:
             dist.destroy_process_group()
-        # NCCL names a network inside of one host, too, where it does not use it.
+        # NCCL names a network even inside one host, where it does not use it.
         log = _log_nccl(world) if world.size > world.per_node else None
         with _or_exit(start_timeout, lambda: "NCCL does not connect the ranks"):
             _init(dist.PrefixStore("train", store), world, device, start_timeout)
@@ -266,8 +266,8 @@ def start(
 
 def leave(world: World) -> None:
     """Meet all other ranks at an orderly end: srun takes a rank that leaves before the others for
-    one that failed. The first rank goes last: it serves the store, in which the barrier of a rank
-    that is behind may still look up the others."""
+    one that failed. The first rank goes last: it serves the store, in which the barrier of a slower
+    rank may still look up the others."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -286,7 +286,7 @@ def leave(world: World) -> None:
 def _init(
     store: dist.Store, world: World, device: torch.device | None, start_timeout: float
 ) -> None:
-    """`device`: of NCCL, which then connects at once; None or a CPU: gloo alone."""
+    """Make the group. `device`: of NCCL, which then connects at once; None or a CPU: gloo alone."""
     import torch.distributed as dist
 
     gpu = device if device is not None and device.type == "cuda" else None
@@ -306,7 +306,7 @@ def _init(
 
 
 def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None:
-    """One all-reduce, in bounded time. Each rank that comes out of it says so in the store, by
+    """Run one all-reduce, in bounded time. Each rank that completes it says so in the store, by
     which rank 0 names the others."""
     import torch
     import torch.distributed as dist
@@ -334,8 +334,8 @@ def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None
 
 
 def _log_nccl(world: World) -> Path | None:
-    """Make NCCL say, on the first rank of each host, which network it uses: the file that it will
-    write to. None on the other ranks, and where the user has settings of his own for its log."""
+    """Make NCCL log, on the first rank of each host, which network it uses; returns the file. None
+    on the other ranks, and if the user has settings of his own for its log."""
     if world.local_rank or any(name in os.environ for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")):
         return None
     fd, name = tempfile.mkstemp(prefix="kempner-nccl-")
@@ -345,8 +345,8 @@ def _log_nccl(world: World) -> Path | None:
 
 
 def _check_transport(log: str) -> None:
-    """Print NCCL's own word for the network of this host. Raises ConfigError when the fabric that
-    was found here is not the one that NCCL uses: the run would take ten times as long."""
+    """Print the network of this host from NCCL's log. Raises ConfigError if NCCL does not use the
+    fabric that was found here: the run would take ten times as long."""
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
     host, wanted = slurm.host_name(), nccl_transport.expected(found)
     said = f"NCCL uses NET/{used}" if used else "NCCL did not say which network it uses"
@@ -373,8 +373,7 @@ def allow_open_files() -> None:
 
 @contextlib.contextmanager
 def _or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """End the process with the message when the body takes longer: a hung collective cannot
-    raise."""
+    """End the process with the message if the body takes longer: a hung collective cannot raise."""
 
     def give_up() -> None:
         text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.causes()}"

@@ -1,5 +1,5 @@
-"""What a few steps spend their time and memory on, when somebody asks for it, and what filled the
-memory when it ran out. `touch RUN/PROFILE` asks; the files go into RUN/profile."""
+"""Profiles of time and memory of a few steps, on request, and of the memory when it ran out. `touch
+RUN/PROFILE` asks; the files go into RUN/profile."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ProfileConfig:
 
 
 class Profiler:
-    """Call step() on all ranks after every step. All begin at the same one, because the request
-    travels in the all-reduce of the step."""
+    """A profiler; call step() on all ranks after every step. All begin at the same one, because the
+    request travels in the all-reduce of the step."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Profiler:
             record_allocations(device)
 
     def step(self, step: int, asked: bool) -> None:
-        """`asked`: whether some rank has been asked for a profile."""
+        """Advance. `asked`: some rank has been asked for a profile."""
         if self._running is not None:
             self._left -= 1
             if not self._left:
@@ -67,7 +67,7 @@ class Profiler:
         self._first, self._left = step + 1, self._cfg.steps
 
     def _stop(self, step: int) -> None:
-        """The run stands still while the files are written."""
+        """Write the files; the run waits meanwhile."""
         assert self._running is not None
         self._running.stop()
         name = f"steps-{self._first}-{step}-rank-{self._rank}"
@@ -83,7 +83,7 @@ class Profiler:
 
 
 def record_allocations(device: torch.device, on: bool = True) -> None:
-    """Keep the stack of each allocation on a GPU, for snapshot(); or no more."""
+    """Keep, or stop keeping, the stack of each allocation on a GPU, for snapshot()."""
     import torch
 
     if device.type == "cuda":
@@ -91,8 +91,8 @@ def record_allocations(device: torch.device, on: bool = True) -> None:
 
 
 def snapshot(device: torch.device, path: Path) -> bool:
-    """Write what the GPU's memory holds, for https://pytorch.org/memory_viz; False on a CPU, whose
-    allocator keeps no record."""
+    """Write the contents of the GPU's memory, for https://pytorch.org/memory_viz; returns False on
+    a CPU, whose allocator keeps no record."""
     import torch
 
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Where a run is: its position in the data, and the way back to an earlier one."""
+"""Progress of a run: its position in the data, and the way back to an earlier one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: totals so far, the ranges of sample numbers that it leaves out, because their
-    steps were not finite, the sample numbers at which the data's phases begin, the checkpoints of
-    other runs that it comes from, nearest first (see fork.generation), and, on rank 0 of a run that
-    learns from rewards, the state of its orchestrator (see rl/exchange.py)."""
+    """Position of a run: totals so far, the ranges of sample numbers that it leaves out, because
+    their steps were not finite, the sample numbers at which the data's phases begin, the
+    checkpoints of other runs that it comes from, nearest first (see fork.generation), and, on rank
+    0 of a run that learns from rewards, the state of its orchestrator (see rl/exchange.py)."""
 
     step: int = 0
     samples: int = 0
@@ -38,7 +38,7 @@ class Progress:
 
     @classmethod
     def of(cls, manifest: dict[str, Any] | None) -> Progress:
-        """As the manifest of a checkpoint has it; None: at the start."""
+        """Read the progress from a checkpoint's manifest; None: the start."""
         if manifest is None:
             return cls()
         none: dict[str, Any] = {
@@ -50,8 +50,8 @@ class Progress:
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
     def plan(self, cfg: RunConfig) -> Progress:
-        """With the starts of the phases: those that have begun stay, whatever the global batch was
-        then; the others follow from the steps and tokens that are left until they begin."""
+        """Plan the starts of the phases: those that have begun stay, whatever the global batch was
+        then; the others follow from the steps and tokens left until they begin."""
         stages = cfg.train.stages
         starts = [start for start in self.phases if start < self.samples]
         for phase in cfg.data.phases[len(starts) :]:
@@ -72,11 +72,12 @@ class Progress:
         return replace(self, phases=starts)
 
     def after_step(self, samples: int, tokens: int) -> Progress:
-        """One step later. `samples`: the loader's position; `tokens`: of that step."""
+        """Return the progress one step later. `samples`: the loader's position; `tokens`: of that
+        step."""
         return replace(self, step=self.step + 1, samples=samples, tokens=self.tokens + tokens)
 
     def record(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the record for the manifest."""
         return asdict(self)
 
 
@@ -122,7 +123,7 @@ def begin_fork(
         carry(beside, run.dir / FOLDER)
     kept = "optim" in names and any(name.startswith("optim.") for name in table)
     lineage = generation(cfg.run.fork, manifest, "keep" if kept else "fresh")
-    # With the same samples in the same order the fork goes on where the other run was.
+    # With the same samples in the same order the fork continues at the other run's position.
     changed = list(differences(manifest, checkpointer.about, ("model.*",)))
     if not manifest["fixed"].get("data", {}).get("mixture"):  # imported, or of an older version
         changed.append("data.sources")
@@ -148,8 +149,8 @@ def go_back(
     loader: TrainLoader,
     run: Run,
 ) -> tuple[Progress, Verdict]:
-    """To the last checkpoint, from where the samples of the bad steps are left out; returns where
-    the run is then, and what is next. `since`: after the first of these steps."""
+    """Go back to the last checkpoint, leaving out the samples of the bad steps from there; returns
+    the new progress and verdict. `since`: the progress after the first of these steps."""
     bad = [since.samples - run.cfg.train.stage(since.step - 1).batch, loader.position]
     manifest = checkpointer.load()
     if manifest is None:

@@ -1,4 +1,4 @@
-"""Writes the record of a run: metrics.jsonl, and the console's lines from it."""
+"""Recorder of a run: metrics.jsonl, and the console's lines from it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kempner.step import StepResult
 
 
 class Recorder:
-    """Rank 0 writes metrics.jsonl and the console's lines from it; the other ranks only keep the
-    clock.
+    """The recorder. Rank 0 writes metrics.jsonl and the console's lines from it; the other ranks
+    only keep the clock.
 
     The file is appended to and never rewritten: after a resume the later line of a step counts.
     """
@@ -36,7 +36,7 @@ class Recorder:
         self.run, self.device, self.clock = run, device, Clock()
         self._profiler = Profiler(run.cfg.profile, run.dir, run.world.rank, device, run.announce)
         self.skipped = 0
-        # Of the line before: step, tokens, and the time spent until then.
+        # The previous line's step, tokens, and the time spent until then.
         self._last: tuple[int, int, dict[str, float]]
         self.begin(progress)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -62,7 +62,7 @@ class Recorder:
         return cfg.model.flops_per_token(cfg.train.seq_len // pieces, frozen, keys)
 
     def begin(self, progress: Progress) -> None:
-        """The rates start here: at a start, and when the run has gone back."""
+        """Start the rates: at a start, and when the run has gone back."""
         self._last = (progress.step, progress.tokens, self.clock.spent())
 
     def step(self, result: StepResult, loader: TrainLoader | Feed) -> None:
@@ -132,7 +132,7 @@ class Recorder:
         self.run.announce(line(record, self.run.cfg.train.max_steps))
 
     def validation(self, step: int, sets: dict[str, tuple[float, int]]) -> None:
-        """`sets`: loss and tokens of each; val_loss is that of the first."""
+        """Record a validation. `sets`: loss and tokens of each; val_loss is that of the first."""
         loss, tokens = next(iter(sets.values()))
         record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
         if len(sets) > 1:
@@ -146,7 +146,7 @@ class Recorder:
             self.run.announce(f"step {step}  validation loss{of} {loss:.4f} over {tokens:,} tokens")
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line; numbers that JSON does not know (a non-finite loss) become null."""
+        """Write one line; numbers that JSON does not know (a non-finite loss) become null."""
         if self._file is None:
             return
         head = {"step": record["step"], "time": round(time.time(), 3), "attempt": self.run.attempt}
@@ -158,14 +158,14 @@ class Recorder:
         self.run.background.put(lambda: file.write(text), self._path)
 
     def _add_results(self) -> None:
-        """What scripts/eval.py has found meanwhile: this process is the one writer of the file."""
+        """Add the results of scripts/eval.py: this process is the only writer of the file."""
         if (file := self._file) is not None:
             run_dir = self.run.dir
             self.run.background.put(lambda: results.add(run_dir, file.write), self._path)
 
 
 def _by_source(result: StepResult, loader: TrainLoader) -> dict[str, dict[str, float | None]]:
-    """Loss and tokens of this step, and how often the source has been gone through so far."""
+    """Return loss and tokens of this step, and the epochs so far, by source."""
     drawn = loader.mixture.drawn(result.after.samples)
     found: dict[str, dict[str, float | None]] = {}
     for source, samples in zip(loader.sources, drawn, strict=True):
@@ -177,9 +177,9 @@ def _by_source(result: StepResult, loader: TrainLoader) -> dict[str, dict[str, f
 
 
 def _of_experts(result: StepResult) -> dict[str, float]:
-    """The load of the busiest and of the idlest expert of any layer in this step, as a multiple of
-    the mean; and the auxiliary loss, 0 where there is none: mean of the layers, 1 at equal load.
-    And their z-loss, where there is one: mean of the layers, too."""
+    """Return the load of the busiest and of the idlest expert of any layer in this step, as a
+    multiple of the mean; the auxiliary loss, 0 if there is none: mean of the layers, 1 at equal
+    load; and their z-loss, if there is one: mean of the layers, too."""
     values, tokens = result.values, max(1.0, result.values["tokens"])
     found = {name: values[name] for name in ("load_max", "load_min")}
     found["aux_loss"] = values.get("aux_loss_sum", 0.0) / tokens
@@ -189,7 +189,7 @@ def _of_experts(result: StepResult) -> dict[str, float]:
 
 
 def _of_skipped(result: StepResult) -> tuple[dict[str, Any], str]:
-    """What the step was, for its line, and in words."""
+    """Return the record and the message for a skipped step."""
     if not result.spike:
         return {"not_finite": True}, "was not finite"
     names = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -200,7 +200,7 @@ def _of_skipped(result: StepResult) -> tuple[dict[str, Any], str]:
 
 
 def _of_round(result: StepResult) -> dict[str, Any]:
-    """What all replicas have in common: see Replicas."""
+    """Return the numbers that all replicas share: see Replicas."""
     whole = ("round", "replicas", "bytes_sent", "bytes_data_parallel")
     parts = ("round_loss", "outer_time")
     return {
@@ -214,7 +214,8 @@ def _of_round(result: StepResult) -> dict[str, Any]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Most memory so far, in GiB: of the device's tensors, or of the process on a CPU."""
+    """Return the peak memory so far, in GiB: of the device's tensors, or of the process on a
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -1,5 +1,5 @@
-"""How the ranks of a start find each other: rank 0 publishes its address in the run directory, the
-others come to its store, and rank 0 counts them.
+"""Rendezvous of the ranks: rank 0 publishes its address in the run directory, the others connect to
+its store, and rank 0 counts them.
 
 No port is ever guessed. Nothing here costs a rank more as the world grows, but for rank 0.
 """
@@ -74,7 +74,7 @@ def open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
 
 
 def publish(run_dir: Path, port: int) -> None:
-    """Rank 0 says where the others find it."""
+    """Publish where rank 0's store listens."""
     run_dir.mkdir(parents=True, exist_ok=True)
     text = f"{slurm.own_address()} {port}\n"
     write_atomic(_note_in(run_dir), text)
@@ -83,13 +83,13 @@ def publish(run_dir: Path, port: int) -> None:
 
 
 def find(run_dir: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
-    """The address and port that rank 0 has published. Raises RuntimeError."""
+    """Return the address and port that rank 0 has published. Raises RuntimeError."""
     return _read_note(_note_in(run_dir), copy_of(run_dir), local_rank, start_timeout)
 
 
 def _numeric(host: str) -> str:
-    """The address of a host that has one. TCPStore asks for its IPv6 address first, which is often
-    not in /etc/hosts, and waits 5 s for a name server that does not answer."""
+    """Resolve a host's address. TCPStore asks for its IPv6 address first, which is often not in
+    /etc/hosts, and waits 5 s for a name server that does not answer."""
     with contextlib.suppress(OSError):
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
         return addresses.pop() if len(addresses) == 1 else host
@@ -101,15 +101,15 @@ def _note_in(run_dir: Path) -> Path:
 
 
 def copy_of(run_dir: Path) -> Path:
-    """Where the first rank of a host leaves the address for the others of its host. The run is in
-    the name, too: jobs of two clusters may have one number."""
+    """Return where the first rank of a host leaves the address for the others of its host. The run
+    is in the name, too: jobs of two clusters may have the same number."""
     run = f"{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
     return Path(tempfile.gettempdir()) / f"kempner-{os.getuid()}-{run}{_note_in(run_dir).name}"
 
 
 def forget_copy(run_dir: Path) -> None:
-    """Remove it, once all ranks of this host have met, and what starts that were killed have left
-    beside it. The first rank of a host."""
+    """Remove the copy, once all ranks of this host have met, and the leftovers of killed starts
+    beside it. The first rank of a host calls it."""
     run = copy_of(run_dir).name.partition(".rendezvous-")[0]
     for path in Path(tempfile.gettempdir()).glob("kempner-*"):
         with contextlib.suppress(OSError):
@@ -124,17 +124,17 @@ def forget_copy(run_dir: Path) -> None:
 
 
 def _remove_unless_held(directory: Path) -> None:
-    """A rank's directory: its process holds a lock on `held` in it for as long as it lives, also
-    from within a container, whose processes have other numbers."""
+    """Remove a rank's directory unless its process lives: that holds a lock on `held` in it, also
+    from within a container, whose processes have other ids."""
     with open(directory / "held") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) -> tuple[str, int]:
-    """The address that rank 0 has published. Only the first rank of each host asks the shared file
-    system, less and less often, and copies it for the others of its host: the metadata server sees
-    one poller a host, while rank 0 is still importing torch."""
+    """Read the address that rank 0 has published. Only the first rank of each host asks the shared
+    file system, less and less often, and copies it for the others of its host: the metadata server
+    sees one poller a host, while rank 0 is still importing torch."""
     began = time.monotonic()
     pause = 0.05
     while (waited := time.monotonic() - began) < start_timeout:
@@ -158,8 +158,8 @@ def _read_note(note: Path, copy: Path, local_rank: int, start_timeout: float) ->
 
 
 def _read_file(path: Path, own: bool) -> str:
-    """Raises OSError, also for what is no file, such as a FIFO, on which nobody may wait; with
-    `own` for another user's, too."""
+    """Read a file. Raises OSError, also for anything else, such as a FIFO, on which nobody may
+    wait; with `own` for another user's, too."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(path, opener=lambda name, _: os.open(name, flags)) as file:
         found = os.fstat(file.fileno())
@@ -169,7 +169,7 @@ def _read_file(path: Path, own: bool) -> str:
 
 
 def check_in(store: dist.Store, world: World, start_timeout: float) -> None:
-    """Every rank counts itself in; rank 0 waits for the count, and names those that do not come."""
+    """Count every rank in; rank 0 waits for the count, and names those that do not come."""
     store.set(f"here/{world.rank}", socket.gethostname())
     store.add("here", 1)
     if world.rank:
@@ -195,7 +195,7 @@ def named(ranks: list[int]) -> str:
 
 
 def forget_rendezvous(run_dir: Path) -> None:
-    """Remove the published addresses, also those that killed starts have left. Rank 0, once all
-    have met."""
+    """Remove the published addresses, also those that killed starts have left. Rank 0 calls it,
+    once all have met."""
     for note in run_dir.glob(".rendezvous-*"):
         note.unlink(missing_ok=True)

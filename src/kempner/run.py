@@ -152,7 +152,7 @@ class TrainConfig:
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
-        """The sizes of all steps."""
+        """Sizes of all steps."""
         first, over = self.seq_len_ramp or (self.seq_len, 0)
         doublings = (self.seq_len // first).bit_length() - 1
         return stages(
@@ -160,7 +160,7 @@ class TrainConfig:
         )
 
     def stage(self, step: int) -> Stage:
-        """The sizes of a step."""
+        """Return the sizes of a step."""
         return stage_at(self.stages, step)
 
     def problems(self) -> list[str]:
@@ -268,15 +268,15 @@ class RunConfig:
         return combinations.problems(self)
 
     def forward_rows(self, data_ranks: int) -> int:
-        """Sequences of one forward pass of a rank. Of rollouts there are as many rows as samples,
-        at most. Raises ConfigError: see micro_batch."""
+        """Return the sequences of one forward pass of a rank. RL: at most one row per sample.
+        Raises ConfigError: see micro_batch."""
         if self.rl.on:
             return self.train.micro_batch or -(-self.train.sequences // data_ranks)
         return micro_batch(self.train, data_ranks, self.train.sequences)
 
     def of_replica(self, number: int) -> RunConfig:
-        """What replica `number` works with. The first one is the run itself; another has a run
-        directory of its own in that of the run."""
+        """Return the configuration of replica `number`. The first one is the run itself; another
+        has a run directory of its own in that of the run."""
         if number == 0:
             return self
         checkpoints = self.checkpoint.dir and f"{self.checkpoint.dir}/replicas/{number}"
@@ -289,14 +289,14 @@ class RunConfig:
 
 
 def check_batch(cfg: TrainConfig, world_size: int) -> None:
-    """Raises ConfigError with the arithmetic when the global batch of some step does not divide
-    into the micro-batches of so many ranks."""
+    """Raise ConfigError with the arithmetic if the global batch of some step does not divide into
+    the micro-batches of `world_size` ranks."""
     for batch in sorted({stage.batch for stage in cfg.stages}, reverse=True):
         micro_batch(cfg, world_size, batch)
 
 
 def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -> None:
-    """Raises ConfigError with the arithmetic when some step has too few micro-batches to keep the
+    """Raise ConfigError with the arithmetic if some step has too few micro-batches to keep the
     stages busy, or a number of them that the interleaved schedule cannot order."""
     if axes.pp == 1:
         return
@@ -314,8 +314,8 @@ def check_pipeline(cfg: TrainConfig, axes: DistributedConfig, data_ranks: int) -
 
 
 def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
-    """Sequences of one forward on one rank, in a step of `batch`: train.micro_batch, or all where a
-    rank has fewer."""
+    """Return the sequences of one forward on one rank, in a step of `batch`: train.micro_batch, or
+    all if a rank has fewer."""
     share, rest = divmod(batch, world_size)
     ramp = batch != cfg.sequences
     micro = cfg.micro_batch or share

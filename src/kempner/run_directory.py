@@ -46,7 +46,7 @@ from kempner.run_records import RunRecords, count_attempts
 from kempner.slurm import host_name
 from kempner.trackers.start import Trackers
 
-# What an error says on a rank that only lost a peer: that one is to blame.
+# Errors of a rank that only lost a peer: the peer is to blame.
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "remote")
 FLUSH_S = 30.0  # for the last writes of an attempt
 LAST_WORDS_S = 5.0  # the same, for one that crashed or hangs
@@ -54,7 +54,7 @@ LAST_POINTS_S = 15.0  # for the trackers
 
 
 def memory_is_ours() -> bool:
-    """Whether this process has all of its GPU's memory but a tenth; True where nobody says."""
+    """Return whether this process has all of its GPU's memory but a tenth; True if unknown."""
     if not torch.cuda.is_available():
         return True
     with contextlib.suppress(RuntimeError):  # after some errors CUDA answers nothing
@@ -64,7 +64,7 @@ def memory_is_ours() -> bool:
 
 
 class Opened(NamedTuple):
-    """What rank 0 finds when it opens the run directory."""
+    """Results of rank 0's opening of the run directory."""
 
     attempt: int = -1
     problems: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Run:
     def __init__(self, cfg: RunConfig, world: World) -> None:
         """Open the directory as a new attempt. All ranks call it, once the process group stands.
 
-        Raises ConfigError on all ranks when another live job works in it, or it cannot be written.
+        Raises ConfigError on all ranks if another live job works in it, or it cannot be written.
         """
         self.cfg, self.world = cfg, world
         self.dir = Path(cfg.run.dir)
@@ -116,7 +116,7 @@ class Run:
         return f"run.dir = {self.dir}: cannot be written: {why}: --run.dir=runs/NAME"
 
     def begin(self, progress: Progress) -> None:
-        """The state is loaded and the first step comes: record the start."""
+        """Record the start: the state is loaded and the first step comes."""
         self.step = self._began_at = step = progress.step
         lineage = tuple(parent["from"] for parent in progress.lineage)
         changed = self._record_start(lineage) if self.world.rank == 0 else []
@@ -146,7 +146,7 @@ class Run:
             self._gpus = start_watch(self.dir, self.attempt, interval, self._log.stderr)
 
     def _record_start(self, lineage: tuple[str, ...]) -> list[str]:
-        """Returns what has changed since the last attempt."""
+        """Record the start; returns what has changed since the last attempt."""
         forget_rendezvous(self.dir)
         startup.mark("checkpoint")
         code = this()
@@ -187,24 +187,25 @@ class Run:
         return self._log.file
 
     def log(self, text: str) -> None:
-        """A line in this rank's log."""
+        """Write a line to this rank's log."""
         self._log.log(text)
 
     def announce(self, text: str) -> None:
-        """A line in this rank's log, and that of the run's first rank on the console too."""
+        """Write a line to this rank's log, and that of the run's first rank to the console too."""
         self.log(text)
         if self.world.leads:
             self._console.emit(text)
 
     def progress(self, step: int) -> None:
-        """The numbers of a step have arrived."""
+        """Note that the numbers of a step have arrived."""
         if self.world.rank == 0 and not self._stepped:
             self._stepped = True
             self._records.event(FirstStep(**self._records.head(step)))
         self._console.update(step)
 
     def went_back(self, to: int, skip: list[int], reason: str) -> None:
-        """The run continues after step `to`, without the samples skip[0] to skip[1] - 1."""
+        """Record that the run continues after step `to`, without the samples skip[0] to skip[1] -
+        1."""
         self.announce(
             f"{reason}: back to step {to}, without the samples {skip[0]} to {skip[1] - 1}"
         )
@@ -249,7 +250,7 @@ class Run:
         final = bad_input
         self._log.to_stderr(f"{where}: {detail}\n  (traceback in {self._log.path})")
         if self._begun or not bad_input:
-            # The next start would need as much, unless steps have fit before, or others have the
+            # The next start would need as much, unless steps have fit before, or others hold the
             # memory.
             early = self.step - self._began_at < 2
             final = bad_input or (no_memory and early and memory_is_ours())
@@ -274,8 +275,8 @@ class Run:
         return 2 if bad_input else 1
 
     def _advise(self, reason: str, final: bool) -> None:
-        """How the run would need less memory. It takes seconds, in which the launcher may end this
-        rank, and a planner that fails must not hide the fault: that is on disk by now."""
+        """Say how the run would need less memory. That takes seconds, in which the launcher may end
+        this rank, and a planner that fails must not hide the fault, which is on disk by now."""
         self.background.flush(LAST_WORDS_S)
         try:
             fix = explain(self.cfg, self.world, check_world)
@@ -287,7 +288,8 @@ class Run:
             self._status("failed", f"{reason}; {fix}")
 
     def hangs(self, reason: str, silent: list[int]) -> None:
-        """The watchdog is about to end this process: the ranks that did not answer are to blame."""
+        """Record a hang, as the watchdog is about to end this process: the ranks that did not
+        answer are to blame."""
         self.log(reason)
         self._log.to_stderr(f"{reason} (stacks in {self._log.path})")
         known = dict(enumerate(self.hosts))
@@ -305,8 +307,8 @@ class Run:
         self.background.flush(LAST_WORDS_S)
 
     def _lost(self, reason: str) -> None:
-        """The run is another process's by now, and this one is about to end: nothing more is
-        written here but that. No host is to blame for it."""
+        """Record only that the run now belongs to another process; this one is about to end. No
+        host is to blame for it."""
         records = getattr(self, "_records", None)  # it may not have begun yet
         if records is None:
             print(f"error: {reason}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a rank says: its log file, and on rank 0 the console."""
+"""Log of a rank: its file, and on rank 0 the console."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ONE_DIRECTORY = 64  # ranks; the logs of more are in a directory for each host
 
 
 def log_path(run_dir: Path, attempt: int, world: World) -> Path:
-    """logs/attempt-K/rank-R.log or, in a large world, logs/attempt-K/HOST/rank-R.log: thousands of
-    files made at once in one directory wait for each other on a shared file system."""
+    """Return logs/attempt-K/rank-R.log or, in a large world, logs/attempt-K/HOST/rank-R.log:
+    thousands of files made at once in one directory wait for each other on a shared file system."""
     logs = run_dir / "logs" / f"attempt-{attempt}"
     folder = logs / host_name() if world.size > ONE_DIRECTORY else logs
     return folder / f"rank-{world.rank}.log"
@@ -48,7 +48,7 @@ class RankLog:
         self.background.put(lambda: self._lines.write(line), self.path)
 
     def to_stderr(self, text: str) -> None:
-        """On the console, from any rank."""
+        """Write to the console, from any rank."""
         with contextlib.suppress(OSError):
             os.write(self.stderr, f"error: {text}\n".encode())
 

@@ -1,4 +1,4 @@
-"""What rank 0 records of a run, and any rank of its end: status.json and attempts.jsonl."""
+"""Records of a run by rank 0, and of its end by any rank: status.json and attempts.jsonl."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ RESERVE = 1 << 16  # bytes; status.json and a few events need far less
 
 
 class RunRecords:
-    """Writes through `background`. On a full disk the reserve, a file that was written at the
-    start, makes room: without the record of its end a run that has failed would be requeued."""
+    """Records of a run, written through `background`. On a full disk the reserve, a file that was
+    written at the start, makes room: without the record of its end a run that has failed would be
+    requeued."""
 
     def __init__(
         self, run_dir: Path, attempt: int, background: Background, first: bool = True
     ) -> None:
-        """`first`: this is rank 0's."""
+        """`first`: these are rank 0's."""
         self.attempt, self._background = attempt, background
         self._status, self._all = run_dir / "status.json", run_dir / "attempts.jsonl"
         self._events = self._all if first else events.own_file(self._all)
         self._reserve = run_dir / ".reserve"
 
     def hold_reserve(self) -> None:
-        """Raises OSError."""
+        """Write the reserve. Raises OSError."""
         write_atomic(self._reserve, os.urandom(RESERVE))
 
     def release_reserve(self) -> None:
         self._background.put(lambda: self._reserve.unlink(missing_ok=True), self._reserve)
 
     def head(self, step: int | None) -> dict[str, Any]:
-        """The fields that all events have."""
+        """Return the fields that all events have."""
         return {
             "attempt": self.attempt,
             "time": round(time.time(), 3),
@@ -52,7 +53,8 @@ class RunRecords:
         }
 
     def other_code(self, now: Code, root: Path = ROOT) -> list[str]:
-        """In words, what is other than at the last start, if anything is. `root`: what runs now."""
+        """Describe what differs from the code of the last start, if anything. `root`: what runs
+        now."""
         for last in events.of_kind(events.read(self._all), Start)[-1:]:
             before = Code(last.code, last.commit, last.versions)
             return [text] if (text := differences(before, now, root)) else []
@@ -62,13 +64,13 @@ class RunRecords:
         self._put(lambda: events.append(self._events, event), self._events)
 
     def last_event(self, event: Event) -> None:
-        """Of a process that has lost the run: without what else has to be written first, and where
+        """Append the event of a process that has lost the run: ahead of pending writes, and where
         another rank 0 does not write. Raises OSError."""
         events.append(events.own_file(self._all), event)
 
     def status(self, state: str, reason: str, step: int | None, max_steps: int | None) -> None:
-        """status.json: the batch script and the history package read it. `step`, `max_steps`:
-        None where nobody knows."""
+        """Write status.json, which the batch script and the history package read. `step`,
+        `max_steps`: None if unknown."""
         head = self.head(step)
         del head["restart"]
         known = {} if max_steps is None else {"max_steps": max_steps}
@@ -89,8 +91,8 @@ class RunRecords:
 
 
 def count_attempts(run_dir: Path) -> int:
-    """Attempts of this run so far, from its logs: one that died before its first step counts
-    too."""
+    """Count the attempts of this run so far, from its logs: one that died before its first step
+    counts too."""
     numbers = []
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(run_dir / "logs")

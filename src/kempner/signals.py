@@ -1,4 +1,4 @@
-"""Signals that a thread takes. No torch.
+"""Signals handled in a thread. No torch.
 
 A Python handler runs in the main thread between two of its instructions: never while that thread
 waits in a collective, and with whatever locks it holds. Event.set() in a handler that came in the
@@ -17,8 +17,8 @@ TO_LEAVE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def on_signals(numbers: Collection[signal.Signals], act: Callable[[signal.Signals], None]) -> None:
-    """Call `act` in a thread with each of these signals that comes, until the process exits. Once
-    in a process, from its main thread: it has one wake-up descriptor."""
+    """Call `act` in a thread with each of these signals that comes, until the process exits. Call
+    it once in a process, from its main thread: there is one wake-up descriptor."""
     ours, wake_up = socket.socketpair()
     wake_up.setblocking(False)
 
@@ -36,12 +36,12 @@ def on_signals(numbers: Collection[signal.Signals], act: Callable[[signal.Signal
 
 
 def leave_event() -> threading.Event:
-    """It is set once a signal asks this process to leave."""
+    """Return an event that is set once a signal asks this process to leave."""
     event = threading.Event()
     on_signals(TO_LEAVE, lambda _: event.set())
     return event
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A handler in Python, so that the signal neither kills the process nor is ignored by the
-    wake-up descriptor."""
+    """Do nothing: a handler in Python keeps the signal from killing the process, and lets the
+    wake-up descriptor see it."""

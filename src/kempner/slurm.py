@@ -1,5 +1,5 @@
-"""All that Python knows of SLURM: the variables of a job and its steps, when the job ends, and
-whether another job still runs.
+"""The interface to SLURM: the variables of a job and its steps, when the job ends, and whether
+another job still runs.
 
 Every question to the controller may go unanswered (no SLURM, a container without scontrol, a busy
 controller): then the answer is None, and nothing depends on it.
@@ -33,7 +33,7 @@ _asks: list[bool] = []  # this process has asked stop_requested()
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str | None:
-    """The job of this process as users name it (`12`, or `12_3` in an array), None outside
+    """Return the job of this process as users name it (`12`, or `12_3` in an array), None outside
     SLURM."""
     if "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '?')}"
@@ -41,39 +41,40 @@ def job_name(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_here() -> bool:
-    """Whether this is a host of a cluster, whose jobs may run on other ones: it has sbatch, or a
-    batch script has started this process in a container, which has none."""
+    """Return whether this is a host of a cluster, whose jobs may run on other ones: it has sbatch,
+    or a batch script has started this process in a container, which has none."""
     return shutil.which("sbatch") is not None or "KP_UNMOUNTED" in os.environ
 
 
 def on_node() -> bool:
-    """Whether this process is on a node of its job: a shell of salloc may be on a login node."""
+    """Return whether this process is on a node of its job: a shell of salloc may be on a login
+    node."""
     return "SLURMD_NODENAME" in os.environ
 
 
 def start_name() -> str:
-    """The name of this start: no other step, of this job or of another, has it."""
+    """Return the name of this start: no other step, of this job or of another, has it."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     return ".".join(os.environ.get(name, "0") for name in names)
 
 
 def attempt_name() -> str:
-    """The name of this attempt, fit for a file: the batch script's; without one that of this
+    """Return the name of this attempt, fit for a file: the batch script's; without one that of this
     process, which then has to tell the others."""
     own = f"{socket.gethostname()}.{os.getpid()}.{int(time.time())}"
     return re.sub(r"[^\w.-]", "_", os.environ.get("KEMPNER_ATTEMPT_ID") or own)
 
 
 def tasks_per_node(env: Mapping[str, str] = os.environ) -> int | None:
-    """Tasks on each node of this step, from SLURM_STEP_TASKS_PER_NODE (`4(x2)`, or `4`); None when
-    the nodes differ or nothing is set."""
+    """Return the tasks on each node of this step, from SLURM_STEP_TASKS_PER_NODE (`4(x2)`, or `4`);
+    None if the nodes differ or nothing is set."""
     counts = set(re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", env.get("SLURM_STEP_TASKS_PER_NODE", "")))
     return int(counts.pop()) if len(counts) == 1 else None
 
 
 def own_address() -> str:
-    """The address of this host that the other hosts of the job reach: that of the interface which
-    routes to the host of srun."""
+    """Return the address of this host that the other hosts of the job reach: that of the interface
+    which routes to the host of srun."""
     peer = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if peer:
         family = socket.AF_INET6 if ":" in peer else socket.AF_INET
@@ -86,8 +87,8 @@ def own_address() -> str:
 
 
 def fast_address() -> str | None:
-    """The IPv4 address of this host on the fast network: that of the first interface that
-    lib/network.sh has chosen for gloo. None where none is named, or it has no such address."""
+    """Return the IPv4 address of this host on the fast network: that of the first interface that
+    lib/network.sh has chosen for gloo. None if none is named, or it has no such address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -98,7 +99,8 @@ def fast_address() -> str | None:
 
 
 def plain_environment() -> dict[str, str]:
-    """For a command of Slurm: without the options that the user's shell exports."""
+    """Return an environment for a command of Slurm, without the options that the user's shell
+    exports."""
     return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
 
 
@@ -116,12 +118,12 @@ def _ask(*command: str) -> str | None:
 
 
 class _NoAnswer(Exception):
-    """Of a question without which nothing can be said."""
+    """No answer to a question that cannot be left open."""
 
 
 def _insist(*command: str) -> str:
-    """As _ask, but asks again for some seconds: a busy controller drops one question and answers
-    the next. Raises _NoAnswer."""
+    """Ask as _ask does, but again for some seconds: a busy controller drops one question and
+    answers the next. Raises _NoAnswer."""
     end = time.monotonic() + 5
     while (told := _ask(*command)) is None:
         if time.monotonic() > end:
@@ -131,7 +133,7 @@ def _insist(*command: str) -> str:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """What `scontrol show job` says of it, {} when it says nothing."""
+    """Return the fields of `scontrol show job`, {} without an answer."""
     return _fields(_ask("scontrol", "show", "job", "-o", job) or "")
 
 
@@ -140,7 +142,7 @@ def _fields(told: str) -> dict[str, str]:
 
 
 def end_of(fields: dict[str, str]) -> float | None:
-    """The end of a job in unix seconds, None when it has none."""
+    """Return the end of a job in unix seconds, None if it has none."""
     try:
         return time.mktime(time.strptime(fields["EndTime"], "%Y-%m-%dT%H:%M:%S"))
     except (KeyError, ValueError):
@@ -148,19 +150,19 @@ def end_of(fields: dict[str, str]) -> float | None:
 
 
 def kill_wait() -> float:
-    """Seconds from SIGTERM to SIGKILL on this cluster; 30, Slurm's default, when it does not
-    say."""
+    """Return the seconds from SIGTERM to SIGKILL on this cluster; 30, Slurm's default, if it does
+    not say."""
     found = re.search(r"^KillWait\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)
     return float(found[1]) if found else 30.0
 
 
 def seconds_to_live(job: str) -> float | None:
-    """After a request to leave: seconds until SIGKILL, None when SLURM does not say.
+    """Return the seconds until SIGKILL, after a request to leave; None if SLURM does not say.
 
     While the job's state is RUNNING the request was the warning, or a preemption, whose grace time
-    Slurm has made the job's new end: KillWait comes after that end. Where that end is not known it
-    was the warning, as far as one can tell. In any other state the job is being ended, and KillWait
-    is all that is left.
+    Slurm has made the job's new end: KillWait comes after that end. If that end is unknown the
+    request is taken for the warning. In any other state the job is being ended, and KillWait is all
+    that is left.
     """
     fields = job_fields(job)
     if not fields:
@@ -174,8 +176,8 @@ def seconds_to_live(job: str) -> float | None:
 
 
 def signal_lead() -> float | None:
-    """Seconds between the warning signal and the end of the job, from the batch script; None where
-    there is none, or it is the user's own."""
+    """Return the seconds between the warning signal and the end of the job, from the batch script;
+    None if there is none, or it is the user's own."""
     try:
         return float(os.environ.get("KEMPNER_SIGNAL_LEAD", ""))
     except ValueError:
@@ -183,7 +185,7 @@ def signal_lead() -> float | None:
 
 
 def short_window(save: float, step: float) -> str | None:
-    """A warning, when the time between the warning signal and the end of the job
+    """Return a warning if the time between the warning signal and the end of the job
     (KEMPNER_SIGNAL_LEAD, from the batch script) is shorter than the run needs in order to leave.
 
     It needs twice the `save` seconds of a checkpoint, and three times `step`, the longest time that
@@ -203,13 +205,14 @@ def short_window(save: float, step: float) -> str | None:
 
 
 def time_to_leave(save: float, step: float) -> float:
-    """Seconds that a run needs from a request to leave until its last checkpoint is durable."""
+    """Return the seconds that a run needs from a request to leave until its last checkpoint is
+    durable."""
     return 2 * save + 3 * step
 
 
 def is_running(job: str) -> bool | None:
-    """Does this job, one of this user and cluster, hold nodes? False only by Slurm's own words;
-    None when it does not answer, or says nothing of it."""
+    """Return whether this job, one of this user and cluster, holds nodes. False only by Slurm's own
+    words; None if it does not answer, or says nothing of it."""
     words = ("--noheader", "--states=all", "--jobs", job, "--format", "%T")
     done = _run("squeue", *words)
     if done is None:
@@ -221,8 +224,8 @@ def is_running(job: str) -> bool | None:
 
 
 def step_runs(step: str | None) -> bool | None:
-    """Is this step (0, 1, ...) of our own job there? None when SLURM does not answer, and for a
-    step that it shows by a name: batch, interactive."""
+    """Return whether this step (0, 1, ...) of our own job exists. None if SLURM does not answer,
+    and for a step that it shows by a name: batch, interactive."""
     job = own_job()
     if job is None or step is None or int(step) > LAST_STEP:
         return None
@@ -235,7 +238,7 @@ def own_job() -> str | None:
 
 
 def host_name() -> str:
-    """This host as Slurm names it, so that it may go into ExcNodeList; outside Slurm its own
+    """Return this host as Slurm names it, so that it may go into ExcNodeList; outside Slurm its own
     name, which may have a domain that Slurm's lacks."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
@@ -252,7 +255,7 @@ class Job:
 
 
 def my_jobs() -> dict[str, Job] | None:
-    """My jobs in the queue by number, None without an answer."""
+    """Return my jobs in the queue by number, None without an answer."""
     told = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%L|%r|%S")
     if told is None:
         return None
@@ -261,25 +264,26 @@ def my_jobs() -> dict[str, Job] | None:
 
 
 def jobs_named(name: str) -> list[str] | None:
-    """The numbers of my jobs with this name, an array's own, also of those that ended minutes ago;
-    None without an answer."""
+    """Return the numbers of my jobs with this name, an array's own, also of those that ended
+    minutes ago; None without an answer."""
     words = ("--me", "--noheader", "--states=all", f"--name={name}", "--format=%F")
     told = _ask("squeue", *words)
     return None if told is None else list(dict.fromkeys(told.split()))
 
 
 def waiting_arrays() -> dict[str, str]:
-    """The names of my jobs that wait, by their numbers, an array's own; none without an answer."""
+    """Return the names of my jobs that wait, by their numbers, an array's own; none without an
+    answer."""
     told = _ask("squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%j") or ""
     return {job: name for line in told.splitlines() for job, _, name in [line.partition("|")]}
 
 
 def other_nodes(request: str, without: Sequence[str]) -> int | None:
-    """How many nodes could take a job, but for those in `without` and those that it excludes
-    already; None where that is not known. Nodes that are busy count: the job waits for them.
+    """Count the nodes that could take a job, except those in `without` and those that it excludes
+    already; None if unknown. Nodes that are busy count: the job waits for them.
 
-    Of the request, which is words of `scontrol show job`, it looks at the partition, the named
-    nodes, the features (with & or |), the kinds and numbers of GPUs and the reservation.
+    Of the request, the output of `scontrol show job`, it uses the partition, the named nodes, the
+    features (with & or |), the kinds and numbers of GPUs and the reservation.
     """
     fields = _fields(request)
     with contextlib.suppress(_NoAnswer, KeyError):
@@ -315,7 +319,7 @@ def _is_set(value: str) -> str:
 
 
 def _named(fields: Mapping[str, str], name: str) -> list[str] | None:
-    """The hosts of a field of the job, None when it is not set."""
+    """Return the hosts of a field of the job, None if it is not set."""
     value = _is_set(fields.get(name, ""))
     if not value:
         return None
@@ -335,7 +339,7 @@ def _has_features(wanted: str, features: str) -> bool:
 
 
 def _has_gpus(wanted: str, gres: str) -> bool:
-    """Whether a node with these GRES (gpu:h100:4(S:0-1)) has what TresPerNode asks for
+    """Return whether a node with these GRES (gpu:h100:4(S:0-1)) has the GPUs of TresPerNode
     (gres:gpu:h100:4)."""
     for kind, count in re.findall(r"gpu((?::[A-Za-z][^:,(=]*)?)(?:[:=](\d+))?", wanted):
         has = re.findall(r"gpu((?::[A-Za-z][^:,(=]*)?)(?::(\d+))?", gres)
@@ -346,7 +350,7 @@ def _has_gpus(wanted: str, gres: str) -> bool:
 
 @functools.cache
 def cluster_name() -> str | None:
-    """Of the cluster that answers here; None without an answer."""
+    """Return the name of the cluster that answers here; None without an answer."""
     if name := os.environ.get("SLURM_CLUSTER_NAME"):
         return name
     found = re.search(r"^ClusterName\s*=\s*(\S+)", _ask("scontrol", "show", "config") or "", re.M)
@@ -354,14 +358,14 @@ def cluster_name() -> str | None:
 
 
 def max_array_size() -> int | None:
-    """An array's largest index is under it; None without an answer."""
+    """Return the bound of an array's largest index, which is under it; None without an answer."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _ask("scontrol", "show", "config") or "", re.M)
     return int(found[1]) if found else None
 
 
 def accounted(jobs: Sequence[str]) -> dict[str, str]:
-    """The last state of jobs by Slurm's accounting, by name (12, or 12_3 of an array); what it does
-    not know, or all where there is none, is left out."""
+    """Return the last state of jobs by Slurm's accounting, by name (12, or 12_3 of an array);
+    unknown jobs are left out, or all if there is no accounting."""
     words = ("-X", "-P", "-n", "-S", "now-60days", "-j", ",".join(jobs), "-o", "JobID,State")
     told = _ask("sacct", *words) if jobs else None
     lines = (line.partition("|") for line in (told or "").splitlines())
@@ -372,9 +376,10 @@ def accounted(jobs: Sequence[str]) -> dict[str, str]:
 
 
 def stop_requested() -> bool:
-    """Is this program asked to save and leave: the time limit is near, the job is preempted, the
-    user wants it? Cheap enough for every step. Ranks may hear of it a step apart: where they save
-    together, let one of them decide, or reduce the answers. Outside run.sh always False."""
+    """Return whether this program is asked to save and leave: the time limit is near, the job is
+    preempted, the user wants it. Cheap enough for every step. Ranks may hear of it a step apart: if
+    they save together, let one of them decide, or reduce the answers. Outside run.sh always
+    False."""
     place = os.environ.get("KEMPNER_STOP_FILE")
     if place is None:
         return False
@@ -386,8 +391,8 @@ def stop_requested() -> bool:
 
 
 def end_time() -> float | None:
-    """When this job ends, in unix seconds, None when nobody says, and outside run.sh. It may move.
-    Every rank may ask in every step: one supervisor asks Slurm for all."""
+    """Return the end of this job, in unix seconds; None if unknown, and outside run.sh. It may
+    move. Every rank may ask in every step: one supervisor asks Slurm for all."""
     place = os.environ.get("KEMPNER_STOP_FILE")
     if place is None:
         return None
@@ -399,13 +404,13 @@ def end_time() -> float | None:
 
 
 def seconds_left() -> float | None:
-    """Until the end of this job, None when nobody says."""
+    """Return the seconds until the end of this job, None if unknown."""
     end = end_time()
     return None if end is None else end - time.time()
 
 
 def beat(step: int | None = None) -> None:
-    """A sign of life, for run.sh --heartbeat, and the step that the program is at."""
+    """Give a sign of life, for run.sh --heartbeat, and the program's step."""
     place = os.environ.get("KEMPNER_HEARTBEAT")
     if place is not None:
         with contextlib.suppress(OSError), open(place, "w") as file:

@@ -1,4 +1,4 @@
-"""How long the parts of a start take, from the queue to the first step. No torch.
+"""Durations of the parts of a start, from the queue to the first step. No torch.
 
 The batch script hands its own parts on in KEMPNER_STARTUP ("submitted=5 queue=17.25 check=19.5":
 when each has ended, in unix seconds); rank 0 marks the ends of those that come after.
@@ -12,7 +12,7 @@ import time
 
 from kempner import process
 
-# In their order; "first step" ends with the event of that name.
+# In order; "first step" ends with the event of that name.
 PARTS = (
     "queue", "code", "check", "preflight", "stage", "batch script", "srun", "container",
     "imports",
@@ -22,12 +22,12 @@ _ends: dict[str, float] = {}
 
 
 def mark(part: str) -> None:
-    """This part has just ended. Only the first time counts."""
+    """Mark the end of a part. Only the first call counts."""
     _ends.setdefault(part, time.time())
 
 
 def parts() -> dict[str, float]:
-    """The seconds of each part of this start that is known."""
+    """Return the seconds of each known part of this start."""
     words = (word.partition("=") for word in os.environ.get("KEMPNER_STARTUP", "").split())
     ends = {name.replace("-", " "): float(at) for name, _, at in words}
     began = process.began()

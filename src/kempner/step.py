@@ -27,8 +27,8 @@ Numbers = dict[str, Tensor]  # fp64 [] each, on the device
 
 
 def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> Numbers:
-    """The sums over all ranks, by name: one all-reduce, whatever it carries and however many ranks
-    there are.
+    """Return the sums over all ranks, by name: one all-reduce, whatever it carries and however many
+    ranks there are.
 
     A float of the host costs one copy for all of them, from pinned memory: a pageable one would
     make the host wait for the device.
@@ -45,8 +45,8 @@ def reduce_step(parts: Mapping[str, Tensor | float], layout: Layout) -> Numbers:
 
 
 class StepSums:
-    """Loss and tokens over the micro-batches of a step, on the device: in all, and of each of
-    several data sources."""
+    """Sums of loss and tokens over the micro-batches of a step, on the device: in all, and for each
+    of several data sources."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         """`names`: of the sources."""
@@ -57,19 +57,20 @@ class StepSums:
         self._sums = torch.zeros(2, len(self._names), device=device)  # loss and tokens, [2, S]
 
     def add(self, batch: MicroBatch, loss: Tensor, terms: Tensor) -> None:
-        """`loss` []: the sum of `terms` [B, T], 0 where the target does not count."""
+        """Add a micro-batch. `loss` []: the sum of `terms` [B, T], 0 where the target does not
+        count."""
         counts = batch.targets != IGNORE
         self._loss += loss.detach()
         self._tokens += counts.sum()
         if batch.sources is None:
             return
         rows = torch.stack((terms.sum(1), counts.sum(1)))  # [2, B]
-        # Not index_add: on a GPU the order of its additions, and so the sum, differs every time.
+        # Not index_add: on a GPU the order of its additions, and so the sum, varies.
         mine = batch.sources == self._numbers  # [B, S]
         self._sums += torch.where(mine, rows.unsqueeze(2), 0.0).sum(1)
 
     def numbers(self) -> dict[str, Tensor]:
-        """fp32 [] each."""
+        """Return the sums, fp32 [] each."""
         losses, tokens = self._sums.unbind()
         named = zip(self._names, losses, tokens, strict=True)
         return {"loss_sum": self._loss, "tokens": self._tokens} | {
@@ -87,9 +88,9 @@ def forward_backward(
     step_tokens: int,
     leave: StopRequests | None,
 ) -> dict[str, Tensor | float] | Verdict:
-    """Add up this rank's gradients of (sum of losses) / step_tokens; returns the sums by name,
-    fp32 [] each. With `leave`, the requests of this rank, all ranks may give up the step instead:
-    then it returns their verdict."""
+    """Accumulate this rank's gradients of (sum of losses) / step_tokens; returns the sums by name,
+    fp32 [] each. With `leave`, the requests of this rank, all ranks may abandon the step: then it
+    returns their verdict."""
 
     def micro_batch_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
         loss, terms, batch = objective(model, batch)
@@ -113,12 +114,12 @@ def guard_update(
 ) -> Numbers:
     """Hand the optimizer clipping and the verdict on this step, as tensors; returns `sums` with
     loss (the mean over the real tokens), grad_norm and bad in place of their parts; and whether it
-    is bad as a spike, where these are looked for.
+    is bad as a spike, if spikes are looked for.
 
     The gradients are those of (sum of losses) / step_tokens. Dividing them by `grad_scale` makes
-    them those of the mean over the real tokens, clipped to norm `clip`. A loss or norm that is
-    not finite, no real token at all, or a spike sets `found_inf`: weights, moments and step count
-    stay, on all ranks alike. The fused kernels of torch.optim read both attributes, as they do for
+    them those of the mean over the real tokens, clipped to norm `clip`. A loss or norm that is not
+    finite, no real token at all, or a spike sets `found_inf`: weights, moments and step count stay,
+    on all ranks alike. The fused kernels of torch.optim read both attributes, as they do for
     torch.amp.GradScaler (torch/amp/grad_scaler.py, _maybe_opt_step).
     """
     loss_sum, tokens = sums["loss_sum"], sums["tokens"]
@@ -142,9 +143,8 @@ def update(
     grad_clip: float,
     phase: int = 0,
 ) -> Numbers:
-    """Change the weights, unless this step was not finite on some rank, or a spike; returns what
-    the host is told of the step. `phase`: of the data, and of what is
-    frozen."""
+    """Update the weights, unless this step was not finite on some rank, or a spike; returns the
+    numbers of the step for the host. `phase`: of the data, and of freezing."""
     numbers = guard_update(optimizer, sums, step_tokens, grad_clip, phase)
     set_learning_rate(optimizer, lr)
     optimizer.step()
@@ -154,7 +154,7 @@ def update(
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host knows of a step, one step later. `after`: where the run was after it."""
+    """Numbers of a step on the host, one step later. `after`: the progress after it."""
 
     after: Progress
     lr: float
@@ -167,7 +167,7 @@ class StepResult:
 
     @property
     def bad(self) -> bool:
-        """Its update is skipped."""
+        """True if its update is skipped."""
         return self.values["bad"] > 0
 
     @property
@@ -176,8 +176,7 @@ class StepResult:
 
 
 class PendingStep:
-    """The numbers of a step on their way to the host; read() waits only for the step that made
-    them."""
+    """Numbers of a step on their way to the host; read() waits only for the step that made them."""
 
     def __init__(self, after: Progress, lr: float, numbers: Numbers, clock: Clock) -> None:
         self._after, self._lr, self._names = after, lr, list(numbers)
@@ -199,8 +198,8 @@ class PendingStep:
 
 
 def collect_garbage(step: int) -> None:
-    """Python's garbage collection, at the same steps on all ranks. Left to itself each rank
-    collects at another step, and every other rank waits for it there."""
+    """Collect Python's garbage at the same steps on all ranks. By default each rank collects at
+    another step, and every other rank waits for it there."""
     gc.disable()
     if step % GC_STEPS == 0:
         gc.collect(1)

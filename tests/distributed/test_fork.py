@@ -145,11 +145,11 @@ def test_what_is_refused(base: Path, train: Train, tmp_path: Path) -> None:
     nowhere = refused(train, run, f"--run.fork={tmp_path / 'nowhere'}@3")
     assert f"no such directory {tmp_path / 'nowhere'}; name the run.dir" in nowhere
     (tmp_path / "empty").mkdir()
-    assert "there is no complete checkpoint in" in refused(
+    assert "has no complete checkpoint yet" in refused(
         train, run, f"--run.fork={tmp_path / 'empty'}"
     )
     missing = refused(train, run, f"--run.fork={base}@5")
-    assert "no complete checkpoint of step 5; there are those of steps 3, 6, 8" in missing
+    assert "no complete checkpoint of step 5, only of steps 3, 6, 8" in missing
     assert "is this run itself" in refused(train, base, f"--run.fork={base}@3")
     assert not run.exists()
     shape = refused(train, run, f"--run.fork={base}", "--model.dim=32", "--train.seq_len=16")
@@ -170,7 +170,7 @@ def test_a_run_with_checkpoints_is_no_fork_of_another(
     other = refused(train, tmp_path / "run", f"--run.fork={base}@3")
     assert f"is of a run that is a fork of {base}@8" in other and "--run.dir" in other
     mine = refused(train, base, f"--run.fork={tmp_path / 'run'}")
-    assert "is of a run that is no fork" in mine and "leave out run.fork" in mine
+    assert "is of a run that is not a fork" in mine and "leave out run.fork" in mine
     resumed = train(tmp_path / "run", "--train.seq_len=16", code=2).stderr
     assert "train.seq_len is 256 there, 16 here" in resumed and "--run.fork=RUN_DIR" in resumed
 

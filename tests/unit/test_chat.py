@@ -268,7 +268,7 @@ def test_bad_rows_are_named_by_their_numbers_or_left_out_and_counted(tmp_path: P
     out = prepared(tmp_path / "all", rows, "--skip-bad-lines", template=ZEPHYR)
     assert f"skipped {len(BAD)} bad lines of JSON" in out
     assert "1 empty documents left out" in out
-    with pytest.raises(ConfigError, match="there is no text in the input"):
+    with pytest.raises(ConfigError, match="the input has no text"):
         prepared(tmp_path / "none", rows[1:], "--skip-bad-lines", template=ZEPHYR)
 
 

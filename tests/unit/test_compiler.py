@@ -61,7 +61,7 @@ def test_a_host_without_a_compiler(
     with pytest.raises(ConfigError, match=f"{said}: .*module load gcc.*compile=false"):
         compiler.need(True, device)
     monkeypatch.setenv(variable, "icc")
-    with pytest.raises(ConfigError, match=f"{variable}=icc is no program on"):
+    with pytest.raises(ConfigError, match=f"{variable}=icc is not a program on"):
         compiler.need(True, device)
     add(host / name)
     with pytest.raises(ConfigError, match=f"{variable}=icc"):  # the name that is given is taken

@@ -189,7 +189,7 @@ def test_a_data_set_of_the_hub(hub: dict[str, str], train: Train, tmp_path: Path
     assert Hub.asked == []
     none = "hf://datasets/me/tiny/no/*.parquet"
     done = convert("prefetch", none, code=2, **hub)
-    assert f"{none}: there are no such files in it" in done.stderr
+    assert f"{none}: it has no such files" in done.stderr
 
 
 def test_a_tokenizer_without_the_weights_of_its_model(hub: dict[str, str], tmp_path: Path) -> None:

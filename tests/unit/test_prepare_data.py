@@ -575,7 +575,7 @@ def test_finished_data_are_complete_or_refused_and_replaced_only_on_request(
     done(*words, "--overwrite")
     assert not (out / "tokenizer.json").exists()
     (out / "dataset.json").unlink()
-    assert "a shard, but there is no dataset.json" in refused(*words)
+    assert "a shard without a dataset.json" in refused(*words)
 
 
 def test_unfinished_data_of_other_settings_are_refused_too(tmp_path: Path) -> None:
@@ -645,7 +645,7 @@ def test_bad_command_lines(tmp_path: Path) -> None:
     "name, content, message",
     [
         ("empty.txt", b"", "contains no text"),
-        ("blank.jsonl", b"\n\n", "there is no text in the input"),
+        ("blank.jsonl", b"\n\n", "the input has no text"),
         ("latin.txt", b"gr\xf6\xdfe", "latin.txt: not text (byte 2 is not UTF-8)"),
         ("zero.txt", b"a\0b", "zero.txt: not text (a zero byte)"),
         ("bad.jsonl", b'{"text": "a"}\n\n{"text": ', "bad.jsonl:3: not JSON"),

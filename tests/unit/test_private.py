@@ -86,7 +86,7 @@ WRONG: dict[Callable[[Path], None], str] = {
     a_link_of_mallory: "is a link",
     for_all: "may be written by others (mode 777)",
     for_the_group: "may be written by others (mode 770)",
-    a_file: "is no directory",
+    a_file: "is not a directory",
     not_sticky: "may be written by others (mode 777)",
     below_mallory: "belongs to another user",
     far_below_mallory: "belongs to another user",

@@ -669,7 +669,7 @@ def test_half_of_the_weights_serve_nobody(
     with monkeypatch.context() as patch:
         patch.setattr("kempner.serve.weights.load_weights", fail)
         refused = engine.ask("/update_weights", {"path": str(other)}, code=503)
-    assert "there are no weights" in refused["error"]["message"]
+    assert "no weights are loaded" in refused["error"]["message"]
     assert engine.ask("/health", code=503) == engine.ask(
         "/v1/completions", {"prompt": PROMPT}, code=503
     )

@@ -125,9 +125,9 @@ def test_expressions_that_are_not_allowed(text: str) -> None:
     [
         ("1 / zero", "has no value: "),
         ("9 ** 9 ** 9 ** 9", "has no value: "),
-        ("word * 10", 'has no value: "a" is no number'),
+        ("word * 10", 'has no value: "a" is not a number'),
         ("unset + 1", "has no value: unset is none"),
-        ("zer + 1", "there is no zer; did you mean zero?"),
+        ("zer + 1", "unknown name zer; did you mean zero?"),
         ("log(zero)", "has no value: "),
         ("-8 ** 0.5 * (0 - 8) ** 0.5", "has no value: "),
     ],
@@ -268,13 +268,13 @@ def test_a_name_is_what_the_run_does(tmp_path: Path) -> None:
         ("[axes]\nrun.dir = ['a']", "a sweep names its run directories itself"),
         ("[axes]\ntrain.seed = [1]\n[set]\ntrain.seed = 2", "is in [set] and in [axes]"),
         ("[rules]\ntrain.seed = 'open(1)'", "is not allowed; an expression has"),
-        ("[rules]\ntrain.seed = 'sed'", "there is no sed"),
+        ("[rules]\ntrain.seed = 'sed'", "unknown name sed"),
         ("[rules]\ntrain.seed = '1 / 2'", "rules: train.seed = 0.5: must be an int"),
         ("[rules]\na = 'b'\nb = 'a'\ntrain.seed = 'a'", "break the circle"),
         ("[zip]\ntrain.seed = [1, 2]\noptimizer.lr = [1]", "the lists must be equally long"),
         ("[random]\ntrain.seed = [1, 2]", "random: samples = "),
         ("where = ['train.seed > 0']", "no combination fulfils all conditions"),
-        ("where = ['train.seed >']", "is no expression"),
+        ("where = ['train.seed >']", "is not an expression"),
         ("max_running = 0", "max_running = 0: must be at least 1"),
         ("[early_stop]\nafter = 0", "early_stop.after = 0: must be at least 1"),
         ("[early_stop]\nevery = 1", "early_stop.every = 1: unknown key"),
@@ -667,7 +667,7 @@ def test_an_sbatch_that_says_more(
 def test_a_name_that_would_be_more_than_a_name(tmp_path: Path, name: str) -> None:
     """`squeue --name=a,b` asks for two names: an array whose answer was lost was sent twice."""
     (problem,) = problems_of(tmp_path, f"name = {json.dumps(name)}\n[axes]\ntrain.seed = [1, 2]\n")
-    assert problem.startswith("name = ") and "is no name of a sweep" in problem
+    assert problem.startswith("name = ") and "is not a name for a sweep" in problem
     named = points_of(tmp_path, 'name = "lr_1e-3+b.2"\n[axes]\ntrain.seed = [1, 2]\n')
     assert named[0].run_dir.parent.name == "lr_1e-3+b.2"
 
@@ -878,7 +878,7 @@ def test_the_program_does_without_torch() -> None:
         (["s.toml", "plan", "--here"], "--here: has no effect with plan"),
         (["s.toml", "plan", "--gpu=H1000"], "--gpu=H1000: is not known"),
         (["nowhere.toml", "plan"], "nowhere.toml: No such file or directory"),
-        (["s.toml", "table", "--x=sed"], "--x=sed: is no axis"),
+        (["s.toml", "table", "--x=sed"], "--x=sed: is not an axis"),
     ],
 )
 def test_bad_command_lines(

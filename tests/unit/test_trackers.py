@@ -293,7 +293,7 @@ def test_the_commands_of_the_document(run: Path, server: Path) -> None:
 
 def test_bad_input(run: Path, tmp_path: Path) -> None:
     assert "name the run.dir" in by_hand(tmp_path, code=2)
-    assert "there are tensorboard and wandb" in by_hand(run, "tensorbord", code=2)
+    assert "give tensorboard or wandb" in by_hand(run, "tensorbord", code=2)
     (run / "config.toml").write_text("")
     assert "has no tracker; name one" in by_hand(run, code=2)
 

@@ -21,7 +21,7 @@ kp_is_ours() { # <path> <mode and owner>: a directory of this user that nobody e
     if [[ -L $1 ]]; then
         wrong="is a link"
     elif [[ ! -d $1 || -z $mode ]]; then
-        wrong="is no directory"
+        wrong="is not a directory"
     elif [[ ${2#* } != "$(id -u)" ]]; then
         wrong="belongs to another user"
     elif ((8#$mode & 8#022)); then

@@ -1,2 +1,2 @@
-"""Checkpoints. commit.py is the protocol on the file system, layout.py says which rank writes what,
-writer.py and reader.py are the data files, and checkpointer.py puts them together for a run."""
+"""Checkpoints. commit.py is the protocol on the file system, layout.py computes which rank writes
+what, writer.py and reader.py are the data files, and checkpointer.py combines them for a run."""

@@ -1,4 +1,4 @@
-"""Saves and loads a run: its providers of state under the commit protocol, on all ranks at once."""
+"""Save and load a run: its providers of state under the commit protocol, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -52,20 +52,22 @@ class Checkpointer:
     ) -> None:
         """`contents`: texts that go into each checkpoint, by file name, and facts for its manifest.
         Of these, "run" (the identity of the run) and "fixed" (sections of values) must be the same
-        when it is loaded; rank 0's count. `run_lock`, on rank 0: that of the run directory, without
-        which `latest` is not moved.
+        when it is loaded; rank 0's count. `run_lock`, on rank 0: the lock of the run directory;
+        `latest` moves only while it is held.
 
-        Raises ConfigError on all ranks when another live job uses `root`, or it is another run's.
+        Raises ConfigError on all ranks if another live job uses `root`, or it belongs to another
+        run.
         """
         self.cfg, self.root, self.providers, self.log = cfg, root, providers, log
         self.texts, self.about = contents
-        # A slow file system makes ranks wait longer than a step ever may.
+        # A timeout of its own: a slow file system makes ranks wait longer than a step ever may.
         self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
         self._held_by = layout.ranks_of(collect(providers)[0].values(), self.world_size)
         firsts = [*range(0, self.world_size, len(self._held_by))]  # of each stage of a pipeline
         self._firsts = dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
         self._background = futures.ThreadPoolExecutor(1, "checkpoint")
+        # A thread of its own: deleting may take minutes, and must not hold up the next save.
         self._retention = futures.ThreadPoolExecutor(1, "retention")
         self._pruning: futures.Future[None] | None = None
         self._prune_due = False
@@ -80,12 +82,13 @@ class Checkpointer:
         self._pending: tuple[int, float, futures.Future[float]] | None = None
         self._lock: RunLock | None = None
         self._run_lock = run_lock
+        # Rank 0's for all: they write into one directory, which has this name in it.
         self._attempt = self._ranks.on_first(attempt_name)
         self._ranks.on_first(self._claim)
 
     def _claim(self) -> None:
-        """Mark the directory as this run's, and lock it; by default it is inside run.dir, which has
-        a lock of its own."""
+        """Mark the directory as this run's, and lock it; by default it is inside run.dir, whose
+        lock covers it."""
         try:
             claim(self.root, self.about.get("run", ""))
             if self.cfg.dir:
@@ -97,8 +100,8 @@ class Checkpointer:
     # --- saving ---
 
     def save(self, step: int, position: dict[str, Any]) -> None:
-        """Start to save after `step` steps, or do it, when async_save is off. `position` goes into
-        the manifest.
+        """Start to save after `step` steps, or save at once if async_save is off. `position` goes
+        into the manifest.
 
         A step that is saved, or being saved, is not saved again. A failed save is logged and
         counted; the run continues, and `latest` stays what it was.
@@ -107,6 +110,7 @@ class Checkpointer:
             return
         self.wait()
         began = time.monotonic()
+        # An error is handed on, not raised: the other ranks wait for this one in _write.
         problem = self._stage()
         position = copy.deepcopy(position)  # the caller keeps mutating its dict
         future = self._background.submit(self._write, step, position, problem)
@@ -116,8 +120,8 @@ class Checkpointer:
         self.poll()
 
     def poll(self, step_time: float = 0.0) -> None:
-        """See whether the save in flight has ended. Call it after every step, with its seconds: the
-        first call also prepares the memory of the first save, in the background."""
+        """Check whether the save in flight has ended. Call it after every step, with its seconds:
+        the first call also prepares the memory of the first save, in the background."""
         self._step_time = step_time
         if self._built is None:
             self._prepare()
@@ -141,6 +145,7 @@ class Checkpointer:
         self.saved_step, self.failed_saves, self._prune_due = step, 0, True
         self.seconds = future.result() - began
         self.log(f"checkpoint of step {step} is durable after {self.seconds:.1f} s")
+        # Again only when saves have become clearly slower.
         if self.seconds > 1.2 * self._warned_of and (
             warning := short_window(self.seconds, self._step_time)
         ):
@@ -148,27 +153,30 @@ class Checkpointer:
             self.log(warning)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until the save in flight is durable or has failed, at most so long; see saved_step."""
+        """Wait until the save in flight is durable or has failed, at most `seconds`; see
+        saved_step."""
         if self._pending is not None:
             with contextlib.suppress(futures.TimeoutError):
                 self._pending[2].exception(seconds)
             self._see()
 
     def close(self, seconds: float | None = None, prune: bool = True) -> None:
-        """wait(), and the last retention: a job that has to leave now does without it."""
+        """Run wait() and the last retention, which a job that must leave now skips (`prune`)."""
         self.wait(seconds)
         if prune and self._prune_due and self.rank == 0:
             futures.wait([self._retention.submit(self._prune)], LAST_PRUNE_S)
         for executor in (self._background, self._retention):
             executor.shutdown(wait=False)
+        # A write in flight still reads that memory.
         if self._pending is None:
             self._unpin()
         if self._lock is not None:
             self._lock.release()
 
     def _prune(self) -> None:
-        """Not part of the save: deleting takes minutes on a parallel file system."""
-        with contextlib.suppress(OSError):  # what cannot be deleted is no reason to fail
+        """Apply retention. Not part of the save: deleting takes minutes on a parallel file
+        system."""
+        with contextlib.suppress(OSError):  # failing to delete is not a reason to fail
             cfg = self.cfg
             commit.prune(self.root, cfg.keep_last_n, cfg.keep_every, cfg.powers_of_two)
 
@@ -179,7 +187,7 @@ class Checkpointer:
             self._build(table, self._of_all_stages(table), shared)
 
     def _build(self, table: Table, whole: Table, state: dict[str, Tensor]) -> None:
-        """Plan and allocate for this table, in the background. `whole`: of all stages."""
+        """Plan and allocate for this table, in the background. `whole`: the table of all stages."""
         self._unpin()
         on_gpu = (local(tensor).device for tensor in state.values() if tensor.is_cuda)
         device = next(on_gpu, None)
@@ -191,7 +199,8 @@ class Checkpointer:
         self._table, self._whole, self._built = table, whole, self._background.submit(build)
 
     def _of_all_stages(self, table: Table) -> Table:
-        """At each save: the tensors of one stage may become others while those of another stay."""
+        """Merge the tables of all pipeline stages. Done at each save: one stage's tensors may
+        change while another's stay."""
         if self._firsts is None or self.rank != self._held_by.start:
             return table
         tables: list[Any] = [None] * dist.get_world_size(self._firsts)
@@ -203,7 +212,7 @@ class Checkpointer:
             self._built.result()[0].close()
 
     def _stage(self) -> Exception | None:
-        """Copy the state as it is now. An error is returned: all ranks hear of it in _write."""
+        """Copy the current state. An error is returned: all ranks learn of it in _write."""
         try:
             shared, own = collect(self.providers)
             table = layout.make_table(shared, own, self.world_size)
@@ -220,8 +229,8 @@ class Checkpointer:
     def _write(self, step: int, position: dict[str, Any], problem: Exception | None) -> float:
         """Make the staged state the newest checkpoint; returns the time when it was durable.
 
-        Runs on a thread, with few and long operations: a thread that often wants the interpreter
-        slows the steps. Raises on all ranks when one has failed.
+        Runs on a thread, with few and long operations: a thread that often takes the GIL slows the
+        steps. Raises on all ranks if one has failed.
         """
         partial = commit.partial_of(self.root, step, self._attempt)
 
@@ -264,7 +273,7 @@ class Checkpointer:
         commit.commit(self.root, step, texts, facts, self._attempt, self._check_locks)
 
     def _check_locks(self) -> None:
-        """Before `latest` moves: a process that has lost one of them is ended by it."""
+        """End this process if it has lost a lock. Called before `latest` moves."""
         for lock in (self._run_lock, self._lock):
             if lock is not None:
                 lock.check()
@@ -272,16 +281,17 @@ class Checkpointer:
     # --- loading ---
 
     def load(self, only: int | None = None) -> dict[str, Any] | None:
-        """Load the best checkpoint there is, or the one of step `only`; returns its manifest, None
-        when there is none.
+        """Load the best checkpoint, or the one of step `only`; returns its manifest, None if there
+        is none.
 
         Rank 0 chooses. A checkpoint that proves to be damaged is set aside for the one before; any
-        other error ends the attempt and leaves it alone. Raises ConfigError when a checkpoint does
-        not fit this run or this version, RuntimeError when there are checkpoints and none can be
-        loaded: also at the next start, which must not begin from nothing because the first one has
-        set them aside.
+        other error ends the attempt and leaves it alone. Raises ConfigError if a checkpoint does
+        not fit this run or this version, RuntimeError if none of the checkpoints can be loaded:
+        also at the next start, which must not begin from nothing because the first one has set them
+        aside.
         """
         self.wait()  # a run that goes back: what is in flight is the newest checkpoint
+        # Retention must not delete what is about to be chosen.
         futures.wait([self._pruning] if self._pruning else [])
         if left := self._ranks.on_first(lambda: commit.clean(self.root)):
             self.log(f"removed what an earlier attempt left: {', '.join(left)}")
@@ -293,6 +303,7 @@ class Checkpointer:
             except Damaged as error:
                 self._ranks.on_first(partial(set_aside, path, error, self.log))
                 continue
+            # Only after all ranks have read and verified it.
             self._ranks.on_first(partial(commit.set_latest, path))
             self.saved_step = int(choice[1]["step"])
             return choice[1]
@@ -300,7 +311,7 @@ class Checkpointer:
 
     def load_from(self, source: str, names: Collection[str]) -> Choice:
         """Load the state of these providers from a checkpoint of another run, RUN[@STEP]. Raises
-        ConfigError when it cannot be used."""
+        ConfigError if it cannot be used."""
         providers = {name: self.providers[name] for name in names}
         with contextlib.ExitStack() as held:
             try:
@@ -311,8 +322,8 @@ class Checkpointer:
         return choice
 
     def remember_skip(self, skip: list[list[int]]) -> None:
-        """Make durable that the run, since it went back to the checkpoint that it has just loaded,
-        leaves these samples out: load() puts them into the manifest, also after a restart."""
+        """Record durably which samples the run leaves out since it went back to the checkpoint just
+        loaded: load() puts them into the manifest, also after a restart."""
         if self.rank == 0:
             try:
                 remember_skip(self.root, self.saved_step, skip)

@@ -1,4 +1,5 @@
-"""Which checkpoint a start loads: rank 0 decides, from files that do not grow with the ranks."""
+"""Choice of the checkpoint that a start loads: rank 0 decides, from files that do not grow with the
+ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ Choice = tuple[Path, dict[str, Any], Table]
 def best(
     root: Path, about: dict[str, Any], log: Callable[[str], None], only: int | None = None
 ) -> Choice | None:
-    """The first checkpoint that is not damaged, with its manifest and table; None when there is
-    none at all. `about`: facts of this run, see Checkpointer. `only`: the one of this step.
+    """Return the first undamaged checkpoint, with its manifest and table; None if there is none at
+    all. `about`: facts of this run, see Checkpointer. `only`: the one of this step.
 
-    A damaged one is set aside. Raises ConfigError when the checkpoint does not fit this run or this
-    version, RuntimeError when all have been set aside.
+    A damaged one is set aside. Raises ConfigError if the checkpoint does not fit this run or this
+    version, RuntimeError if all have been set aside.
     """
     for path in commit.complete(root):
         if only is not None and path.name != commit.name_of(only):
@@ -39,7 +40,7 @@ def best(
             table = read_table(path, manifest)
         except Damaged as error:
             if not is_own(path):
-                log(f"{path} is left alone: it is no checkpoint of this run ({error})")
+                log(f"{path} is left alone: it is not a checkpoint of this run ({error})")
                 continue
             set_aside(path, error, log)
             continue
@@ -54,21 +55,22 @@ def best(
 
 
 def hold(source: str, about: dict[str, Any], held: contextlib.ExitStack) -> Choice:
-    """The checkpoint RUN[@STEP] of another run, which may be training: its retention leaves the
-    checkpoint alone as long as `held` is open.
+    """Open the checkpoint RUN[@STEP] of another run, which may be training: its retention leaves
+    the checkpoint alone as long as `held` is open.
 
-    Raises ConfigError when there is none or it does not fit, Damaged.
+    Raises ConfigError if there is none or it does not fit, Damaged.
     """
     path = fork.find(source)
     held.enter_context(commit.reading(path))
-    # If it was deleted between the two lines, it has no manifest any more.
+    # Retention may delete it between the two lines; then the manifest is missing.
     manifest = commit.read_manifest(path)
     check_fork(source, path, manifest, about)
     return path, with_skip(path, manifest), read_table(path, manifest)
 
 
 def with_skip(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest, with the samples that the run leaves out since it went back to this one."""
+    """Add to the manifest the samples that the run leaves out since it went back to this
+    checkpoint."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         record = json.loads((path.parent / SKIP).read_text())
         if record["checkpoint"] == path.name:
@@ -82,6 +84,7 @@ def set_aside(path: Path, error: Damaged, log: Callable[[str], None]) -> None:
 
 
 def remember_skip(root: Path, step: int, skip: list[list[int]]) -> None:
-    """Whoever loads the checkpoint of this step again gets `skip` in its manifest."""
+    """Store `skip` for every later load of the checkpoint of this step: it goes into its
+    manifest."""
     record = {"checkpoint": commit.name_of(step), "skip": skip}
     write_atomic(root / SKIP, json.dumps(record))

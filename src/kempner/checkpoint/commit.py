@@ -8,7 +8,7 @@
     .reading/step_00000100           locked by those who read it
 
 All that makes this true is here: fsync of files and directories, rename, and the order of the two.
-What is not of this run (ownership.py) is left alone, whatever its name. No torch.
+Files of other runs (ownership.py) are left alone, whatever their names. No torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def name_of(step: int) -> str:
 
 
 def partial_of(root: Path, step: int, attempt: str = "") -> Path:
-    """Where it is written. With the name of the attempt no other one, which believes that the run
-    is its own, can take what is half there for its own save."""
+    """Return the path where an attempt writes the checkpoint. The attempt's name in it keeps
+    another attempt, which believes that the run is its own, from saving into the same files."""
     return root / ".".join(filter(None, (name_of(step), attempt, "partial")))
 
 
@@ -58,8 +58,8 @@ def partial_of(root: Path, step: int, attempt: str = "") -> Path:
 
 
 def begin(root: Path, step: int, attempt: str = "") -> Path:
-    """Make partial_of() it, with the mark of the run that `root` belongs to and nothing else: the
-    files of an earlier attempt must not mix with ours. Raises OSError."""
+    """Make partial_of() with the mark of the run that `root` belongs to and nothing else: the files
+    of an earlier attempt must not mix with ours. Raises OSError."""
     partial = partial_of(root, step, attempt)
     if partial.exists():
         _check_own(partial)
@@ -79,13 +79,14 @@ def commit(
     """Turn what begin() has made, whose data files are durable, into the checkpoint that `latest`
     names.
 
-    `texts`: the small files that go beside them. `check()` does not return when the run is another
-    process's by now. A crash at any instant leaves the old `latest` or the new one, each of them
-    complete. Rank 0 calls it when all ranks have written.
+    `texts`: the small files that go beside them. `check()` does not return if the run belongs to
+    another process by now. A crash at any instant leaves the old `latest` or the new one, each of
+    them complete. Rank 0 calls it when all ranks have written.
     """
     partial, final = partial_of(root, step, attempt), root / name_of(step)
     for name, content in texts.items():
         write_atomic(partial / name, content)
+    # The data files are durable; their names are only when their folder is.
     for folder in partial.iterdir():
         if folder.is_dir():
             fsync(folder)
@@ -94,11 +95,14 @@ def commit(
         for name, content in texts.items()
     }
     manifest = {**facts, "format": FORMAT, "step": step, "time": time.time(), "files": files}
+    # The manifest comes last: a directory without one is not a checkpoint.
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1))
     check()
     if final.exists():  # the run went back behind this step and has now reached it again
         _check_own(final)
         doom(final)
+    # The order is the protocol: the directory is complete, then has its name, then `latest` names
+    # it.
     partial.rename(final)
     fsync(root)
     point_latest(root, final.name)
@@ -119,13 +123,13 @@ def _check_own(path: Path) -> None:
 
 
 def set_latest(path: Path) -> None:
-    """Make `latest` name this one, if it does not already."""
+    """Make `latest` name this checkpoint, if it does not already."""
     if latest(path.parent) != path:
         point_latest(path.parent, path.name)
 
 
 def unused(root: Path, name: str) -> Path:
-    """`name`, or `name.1`, ... : the first that does not exist."""
+    """Return the first of `name`, `name.1`, ... that does not exist."""
     tries = (root / (f"{name}.{k}" if k else name) for k in range(1_000_000))
     return next(path for path in tries if not path.exists())
 
@@ -134,29 +138,30 @@ def unused(root: Path, name: str) -> Path:
 
 
 def latest(root: Path) -> Path | None:
-    """The directory in `root` that `latest` names, None when there is none or it dangles."""
+    """Return the directory in `root` that `latest` names, None if there is no link or it
+    dangles."""
     target = root / (root / LATEST).resolve().name
     return target if step_of(target.name) is not None and (target / MANIFEST).is_file() else None
 
 
 class _Commit(NamedTuple):
-    """What a manifest says about the history. Without a readable one, time is None."""
+    """A manifest's place in the history. Without a readable manifest, time is None."""
 
     step: int
     parent: int  # the step that was loaded or saved before this one; -1: none
     time: float | None
 
     def may_follow(self, other: _Commit) -> bool:
-        """Can `other` be an ancestor of this one?"""
+        """Return whether `other` can be an ancestor of this one."""
         older = self.time is None or other.time is None or other.time < self.time
         return other.step <= self.parent and older
 
 
 def branches(root: Path) -> tuple[list[Path], list[Path]]:
-    """The checkpoints from which the run has come to where `latest` is, newest first, and those of
-    branches that it has left by going back.
+    """Return the checkpoints from which the run has come to where `latest` is, newest first, and
+    those of branches that it has left by going back.
 
-    A younger checkpoint of a branch that was left holds what the run went back to avoid.
+    A younger checkpoint of an abandoned branch holds what the run went back to avoid.
     """
     if not root.is_dir():
         return [], []
@@ -169,6 +174,7 @@ def branches(root: Path) -> tuple[list[Path], list[Path]]:
     head = latest(root)
     named = step_of((root / LATEST).resolve().name)
     if head is None and named is None and newest_first:
+        # Without any `latest`, take the newest.
         head = newest_first[0]
     at = found[head] if head else _Commit(0, named or 0, None)
     branch = [head] if head else []
@@ -181,7 +187,8 @@ def branches(root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def complete(root: Path) -> list[Path]:
-    """The checkpoints in the order in which to try them: `latest`, its ancestors, the others."""
+    """List the checkpoints in the order in which to try them: `latest`, its ancestors, the
+    others."""
     branch, left = branches(root)
     return branch + left
 
@@ -198,7 +205,8 @@ def _read_commit(path: Path, step: int) -> _Commit:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises Damaged when it is missing or torn, ConfigError when it is of another format."""
+    """Read the manifest. Raises Damaged if it is missing or torn, ConfigError if it has another
+    format."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         version = manifest["format"]
@@ -217,7 +225,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_listed(path: Path, manifest: dict[str, Any], name: str) -> bytes:
-    """One of the small files that the manifest lists. Raises Damaged."""
+    """Read one of the small files that the manifest lists. Raises Damaged."""
     try:
         content, expected = (path / name).read_bytes(), manifest["files"][name]
         whole = expected == {"bytes": len(content), "crc32": zlib.crc32(content)}
@@ -231,8 +239,8 @@ def read_listed(path: Path, manifest: dict[str, Any], name: str) -> bytes:
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Protect a checkpoint from retention while it is read (by a shared lock). It may be deleted
-    before this begins: then it has no manifest. Without locks, or the right to make one, nothing
-    is protected."""
+    before the lock is taken: then it has no manifest. Where locks are unsupported or not permitted,
+    nothing is protected."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
             fcntl.flock(held.enter_context(_open_lock(path)), fcntl.LOCK_SH)
@@ -240,8 +248,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> IO[str]:
-    """Raises OSError. Whoever can open a lock can hold it for ever, if only to read: so nobody else
-    may, and no file that others shall read will do."""
+    """Open a lock file. Raises OSError. Whoever can open a lock can hold it for ever, even
+    read-only: so the file must be private, and cannot be one that others shall read."""
     path = path.resolve()
     if read_mark(path.parent)[0] is not Kind.CHECKPOINTS:
         raise FileNotFoundError(errno.ENOENT, "a copy, which no run deletes", str(path))
@@ -258,7 +266,7 @@ def is_read(path: Path) -> bool:
 
 @contextlib.contextmanager
 def deleting(path: Path) -> Iterator[bool]:
-    """Whether nobody reads a checkpoint; then nobody begins to while this is open."""
+    """Yield whether nobody reads a checkpoint; if so, nobody can start to while this is open."""
     with contextlib.ExitStack() as held:
         free = True
         try:
@@ -274,10 +282,11 @@ def deleting(path: Path) -> Iterator[bool]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint; nothing is deleted. `latest` moves to the one before it: which
-    one that is, only its manifest says."""
+    """Rename a damaged checkpoint; nothing is deleted. `latest` moves to the one before it, which
+    only its manifest names."""
     branch, _ = branches(path.parent)
     if branch[1:] and branch[0] == path:
+        # Before the rename below: at no instant may `latest` dangle.
         point_latest(path.parent, branch[1].name)
     target = unused(path.parent, f"{path.name}.corrupt")
     path.rename(target)
@@ -286,9 +295,9 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = False) -> None:
-    """Retention. What stays: the newest `keep_last_n` of the run's own branch, multiples of
-    `keep_every`, with `powers_of_two` step 0 and these, those of them that were saved with it,
-    `latest`, and what is being read."""
+    """Apply retention. These stay: the newest `keep_last_n` of the run's own branch, multiples of
+    `keep_every`, with `powers_of_two` step 0 and the powers of two, those saved under that option
+    earlier, `latest`, and what is being read."""
     branch, left = branches(root)
     for path in branch[keep_last_n:] + left:
         step = step_of(path.name)
@@ -309,7 +318,7 @@ def prune(root: Path, keep_last_n: int, keep_every: int, powers_of_two: bool = F
 
 
 def _is_for_good(path: Path) -> bool:
-    """Whether the run had checkpoint.powers_of_two when it saved this one."""
+    """Return whether the run had checkpoint.powers_of_two when it saved this one."""
     try:
         config = toml.loads((path / "config.toml").read_text())
         return config["checkpoint"]["powers_of_two"] is True
@@ -323,7 +332,8 @@ def doom(path: Path) -> None:
 
 
 def clean(root: Path) -> list[str]:
-    """Remove what a killed run has left; returns the names. Called before anything is read."""
+    """Remove the leftovers of a killed run; returns their names. Call it before anything is
+    read."""
     if not root.is_dir():
         return []
     removed = []

@@ -24,7 +24,7 @@ class CheckpointConfig:
     )
 
     def is_due(self, step: int) -> bool:
-        """Whether a run saves after `step` steps, which are not its last."""
+        """Return whether a run saves after `step` steps, if they are not its last."""
         regular = self.interval > 0 and step % self.interval == 0
         return regular or (self.powers_of_two and is_power_of_two(step))
 
@@ -38,5 +38,5 @@ class CheckpointConfig:
 
 
 def is_power_of_two(step: int) -> bool:
-    """Of 0, too, with which a series of checkpoints at powers of two begins."""
+    """Return whether `step` is a power of two, or 0, which starts a series of such checkpoints."""
     return step & (step - 1) == 0

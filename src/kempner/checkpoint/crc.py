@@ -20,7 +20,7 @@ ROUNDS = 4  # of NEAR words, until the window moves back to the front: 2.3 MB in
 
 
 def crc32(data: memoryview, value: int = 0) -> int:
-    """zlib.crc32(data, value). `data` is contiguous, of bytes."""
+    """Compute zlib.crc32(data, value). `data` is contiguous, of bytes."""
     words = np.frombuffer(data, np.uint64, count=len(data) // 8)
     rounds = (len(words) - FAR) // NEAR
     if rounds < ROUNDS:

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint, or be forked from it: told from its manifest, before
+"""Check from its manifest that a run may continue from a checkpoint, or fork from it, before
 anything is started. No torch."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from kempner.config.option import ConfigError
 from kempner.data.opening import changes
 from kempner.model.config import OF_CONTEXT, OF_TRAINING, ModelConfig
 
-# A manifest states under "fixed" what gives its weights and its position their meaning. These facts
-# may differ in the run that loads it; all others never may, such as the shapes of the weights.
+# "fixed" in a manifest holds the facts that define the meaning of its weights and position. Only
+# these may differ in the run that loads it; all others may not, such as the shapes of weights.
 MAY_CHANGE = tuple(f"model.{name}" for name in OF_TRAINING)
 MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
     *MAY_CHANGE,
@@ -26,10 +26,10 @@ MAY_CHANGE_IN_A_FORK = (  # which has a position of its own
 
 
 def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
-    """Raises ConfigError when the checkpoint is of another run or another model."""
+    """Raise ConfigError if the checkpoint is of another run or another model."""
     if "imported" in manifest:
         raise ConfigError(
-            f"{path} was imported from {manifest['imported']}, and is no run to continue: start "
+            f"{path} was imported from {manifest['imported']}, and is not a run to continue: start "
             "one from it with --model.init_from=THIS_RUN and a --run.dir of its own"
         )
     if manifest.get("run") != about.get("run"):
@@ -46,7 +46,7 @@ def check(path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
 
 
 def check_fork(source: str, path: Path, manifest: dict[str, Any], about: dict[str, Any]) -> None:
-    """Raises ConfigError when the checkpoint that run.fork = `source` names has other weights."""
+    """Raise ConfigError if the checkpoint that run.fork = `source` names has other weights."""
     if differ := differences(manifest, about, MAY_CHANGE_IN_A_FORK):
         raise ConfigError(
             f"run.fork = {source}: {path} has other weights than this run: "
@@ -58,8 +58,8 @@ def check_fork(source: str, path: Path, manifest: dict[str, Any], about: dict[st
 def differences(
     manifest: dict[str, Any], about: dict[str, Any], allowed: tuple[str, ...]
 ) -> dict[str, str]:
-    """The facts that differ and that are not `allowed` to, and what to say of each. An option of
-    the model that a manifest does not have came later: it had its default."""
+    """Describe each fact that differs and is not `allowed` to. A model option that a manifest lacks
+    is newer than it: it had its default."""
     before = {each.name: each.default for each in fields(ModelConfig)}
     differ = {
         name: f"{name} is {_text(there)} there, {_text(value)} here"

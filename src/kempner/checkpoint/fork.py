@@ -1,4 +1,4 @@
-"""Which checkpoint a fork begins from: the one that `run.fork = "RUN[@STEP]"` names. No torch."""
+"""The checkpoint that a fork starts from, named by `run.fork = "RUN[@STEP]"`. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kempner.config.option import ConfigError
 
 
 def find(source: str) -> Path:
-    """The checkpoint RUN[@STEP]. Raises ConfigError when there is none."""
+    """Find the checkpoint RUN[@STEP]. Raises ConfigError if there is none."""
     try:
         return named.find(source)
     except ConfigError as error:
@@ -19,8 +19,8 @@ def find(source: str) -> Path:
 
 
 def problems(source: str, run_dir: Path, root: Path) -> list[str]:
-    """What is wrong with run.fork as far as names tell, before anything is loaded. `run_dir`,
-    `root`: of the fork and of its checkpoints; when it has one, the other run is not needed."""
+    """List problems of run.fork that the paths alone show, before anything is loaded. `run_dir`,
+    `root`: of the fork and of its checkpoints; once it has one, the other run is not needed."""
     run = named.split(source)[0]
     if run.resolve() == run_dir.resolve():
         return [
@@ -46,13 +46,13 @@ def not_whole(source: str, error: Damaged) -> ConfigError:
 
 
 def _not_from(source: str, own: Path) -> list[str]:
-    """A run that has a checkpoint goes on from that: it must be a fork of `source`."""
+    """Check that a run with a checkpoint, which continues from that, is a fork of `source`."""
     run, step = named.split(source)
     lineage: list[dict[str, Any]] = commit.read_manifest(own).get("lineage") or [{}]
     found = lineage[0]
     if found.get("dir") == str(run.resolve()) and step in (None, found["step"]):
         return []
-    is_fork = f"a fork of {found['from']}" if found else "no fork"
+    is_fork = f"a fork of {found['from']}" if found else "not a fork"
     return [
         f"run.fork = {source}: {own} is of a run that is {is_fork}; leave out run.fork to continue "
         "that one, or give the new fork a directory of its own, --run.dir=runs/NAME"
@@ -60,8 +60,8 @@ def _not_from(source: str, own: Path) -> list[str]:
 
 
 def generation(source: str, manifest: dict[str, Any], optimizer: str) -> list[dict[str, Any]]:
-    """The lineage of a fork of this checkpoint, for its own manifests: where it comes from, and
-    before that, where that run comes from. `optimizer`: "keep" or "fresh", its state."""
+    """Return the lineage of a fork of this checkpoint, for its own manifests: its origin, then the
+    origin of that run, and so on. `optimizer`: "keep" or "fresh", its state."""
     run, step = named.split(source)[0], manifest["step"]
     parent = {
         "from": f"{run}@{step}",

@@ -1,9 +1,9 @@
-"""Which rank writes which part of which tensor: arithmetic that each rank does alone.
+"""Distribution of tensors over ranks and files: arithmetic that each rank does alone.
 
 A table lists every tensor of a checkpoint once, with its global shape and the mesh that cuts it.
 From the table alone follow the contents of every rank's file (when saving) and the files that hold
 any part of any tensor (when loading), in time that does not grow with the number of ranks. Nothing
-is gathered, and no rank knows all files.
+is gathered, and no rank needs a list of all files.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Box = tuple[tuple[int, int], ...]  # of a tensor: (start, length) in each dimens
 
 class Layout(NamedTuple):
     """A mesh over the ranks from `first` on, in row-major order: over all, or over those of the
-    pipeline's stage that has the tensor. `cuts`: for each axis of the mesh the dimension of the
-    tensor that it shards, None where it replicates. `order`: the axes in the order in which they
-    cut, empty where that is their own: of two that cut one dimension the first one cuts the whole,
-    the other one these parts."""
+    pipeline stage that has the tensor. `cuts`: for each axis of the mesh the tensor dimension that
+    it shards, None where it replicates. `order`: the axes in the order in which they cut, empty for
+    their own order: of two axes that cut one dimension the first cuts the whole, the second its
+    parts."""
 
     mesh: tuple[int, ...]
     cuts: tuple[int | None, ...]
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """In the order in which they cut."""
+        """The axes in the order in which they cut."""
         return self.order or tuple(range(len(self.mesh)))
 
     @property
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         return range(self.first, self.first + math.prod(self.mesh))
 
     def at(self, rank: int) -> tuple[int, ...]:
-        """The place of one of its ranks in the mesh."""
+        """Return the coordinates of one of its ranks in the mesh."""
         found, rank = [], rank - self.first
         for size in reversed(self.mesh):
             rank, index = divmod(rank, size)
@@ -56,8 +56,8 @@ class Layout(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """`layout` is None for a tensor that each rank has for itself; the `*` in its name then stands
-    for the rank. `turn` decides which of the replicas writes it."""
+    """A tensor in the table. `layout` is None for a tensor that each rank has for itself; the `*`
+    in its name then stands for the rank. `turn` decides which of the replicas writes it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def everywhere(self) -> bool:
-        """Every rank writes it, so that no rank has to open another's file for a few bytes."""
+        """True if every rank writes it, so that no rank opens another's file for a few bytes."""
         cut = self.layout is None or any(dim is not None for dim in self.layout.cuts)
         return not cut and self.nbytes <= SMALL
 
@@ -83,8 +83,8 @@ Table = dict[str, StoredTensor]
 
 
 def file_of(rank: int) -> str:
-    """The data file of a rank, relative to the checkpoint: a directory of 16,000 files is slow on
-    every parallel file system."""
+    """Return the path of a rank's data file in the checkpoint; in subdirectories: one of 16,000
+    files is slow on every parallel file system."""
     return f"ranks-{rank // FOLDER:03d}/__{rank}_0.distcp"
 
 
@@ -92,10 +92,11 @@ def file_of(rank: int) -> str:
 
 
 def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: int) -> Table:
-    """`shared`: tensors that all ranks hold parts or copies of. `own`: those of this rank alone,
-    with a `*` in the name. Equal on all ranks that hold these, which are all, or those of a stage.
+    """Make the table. `shared`: tensors that all ranks hold parts or copies of. `own`: those of
+    this rank alone, with a `*` in the name. Equal on all ranks that hold these: all, or those of a
+    stage.
 
-    Raises TypeError for a DTensor that is spread in a way that cannot be stored.
+    Raises TypeError for a DTensor whose placement cannot be stored.
     """
     ranks = ranks_of(shared.values(), world)
     checked: set[DeviceMesh] = set()
@@ -109,8 +110,8 @@ def make_table(shared: Mapping[str, Tensor], own: Mapping[str, Tensor], world: i
 
 
 def ranks_of(tensors: Iterable[Tensor], world: int) -> range:
-    """The ranks that hold these tensors between them: those of the mesh of a DTensor, of which each
-    has as many as the others; else all."""
+    """Return the ranks that together hold these tensors: those of a DTensor's mesh, as all these
+    meshes have the same ranks; else all."""
     mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
     if mesh is None:
         return range(world)
@@ -131,14 +132,14 @@ def _layout_of(name: str, tensor: Tensor, ranks: range, checked: set[DeviceMesh]
             raise TypeError(f"{name}: cannot store the placement {placement}")
         cuts.append(None if isinstance(placement, Replicate) else placement.dim)
         late += [axis] if isinstance(placement, _StridedShard) else []
-    # FSDP shards what tensor parallelism has cut before, although its axis is the outer one.
+    # Tensor parallelism cuts first and FSDP shards its parts, although FSDP's axis is the outer.
     order = [axis for axis in range(mesh.ndim) if axis not in late] + late
     shape = tuple(mesh.mesh.shape)
     return Layout(shape, tuple(cuts), tuple(order) if late else (), ranks.start)
 
 
 def own_box(stored: StoredTensor, rank: int) -> Box:
-    """The part of a tensor that a rank holds, as torch.chunk cuts it."""
+    """Return the part of a tensor that a rank holds, as torch.chunk cuts it."""
     if stored.layout is None:
         return stored.whole
     box = list(stored.whole)
@@ -154,13 +155,13 @@ def own_box(stored: StoredTensor, rank: int) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """To index the whole tensor with."""
+    """Convert a box to an index into the whole tensor."""
     return tuple(slice(start, start + length) for start, length in box)
 
 
 def _writing_replica(turn: int, size: int) -> int:
-    """Of `size` replicas the one that writes: few enough to read from, far enough from each other
-    to be on different hosts, and each with about as many bytes (turns go by size)."""
+    """Choose which of `size` replicas writes: few enough to read from, spread over different hosts,
+    and each with about as many bytes (turns go by size)."""
     count = min(size, SPREAD)
     return turn % count * size // count
 
@@ -169,7 +170,7 @@ def _writing_replica(turn: int, size: int) -> int:
 
 
 def chunks_of(table: Table, rank: int) -> list[tuple[str, Box]]:
-    """The names and boxes of what is in a rank's file, in order."""
+    """List names and boxes of the contents of a rank's file, in order."""
     boxes = ((name, _written_box(stored, rank)) for name, stored in table.items())
     return [(name, box) for name, box in boxes if box is not None]
 
@@ -189,14 +190,14 @@ def _written_box(stored: StoredTensor, rank: int) -> Box | None:
     box = own_box(stored, rank)
     if all(length for _, length in box):
         return box
-    # A tensor without elements is written once, so that readers of the checkpoint see its name.
+    # An empty tensor is still written once, so that readers of the checkpoint see its name.
     first = all(index == 0 for dim, index in zip(cuts, at, strict=True) if dim is not None)
     return box if stored.nbytes == 0 and first else None
 
 
 def ranks_with(stored: StoredTensor, box: Box, near: int) -> Iterator[int]:
-    """The ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer where
-    every rank has a copy."""
+    """Yield the ranks whose files together hold a box of a shared tensor. `near`: a rank to prefer
+    where every rank has a copy."""
     assert stored.layout is not None
     mesh, cuts = stored.layout[:2]
     axes, ranks = stored.layout.axes, stored.layout.ranks
@@ -254,7 +255,7 @@ def from_json(content: dict[str, Any]) -> Table:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises ValueError when there is no such dtype in this version of torch."""
+    """Parse a dtype's name. Raises ValueError if this version of torch lacks it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}")

@@ -41,7 +41,7 @@ Part = tuple[str, str, dict[str, Any]]  # file, tensor, its entry in the index o
 
 
 def dcp_metadata(table: Table, world: int) -> bytes | None:
-    """From the table alone: what the ranks are going to write. None over the limit."""
+    """Compute the metadata from the table alone, before the ranks write. None over the limit."""
     if world * len(table) > LIMIT:
         return None
     return _pickled(

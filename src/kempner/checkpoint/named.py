@@ -1,4 +1,4 @@
-"""Which checkpoint RUN[@STEP] means. No torch."""
+"""Resolve RUN[@STEP] to a checkpoint. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPPED = re.compile(r"(.+)@(\d+)")
 
 
 def split(name: str) -> tuple[Path, int | None]:
-    """RUN[@STEP] -> a directory, and the step; None: its newest checkpoint."""
+    """Split RUN[@STEP] into a directory and the step; None: its newest checkpoint."""
     whole, stepped = Path(name).expanduser(), STEPPED.fullmatch(name)
     if stepped is None or whole.is_dir():
         return whole, None
@@ -28,8 +28,8 @@ def split(name: str) -> tuple[Path, int | None]:
 
 
 def find(name: str) -> Path:
-    """The checkpoint of that step, or the best one: of a run, or of a directory of checkpoints. A
-    checkpoint itself is what it is. Raises ConfigError when there is none."""
+    """Find the checkpoint of that step, or the best one, in a run or a directory of checkpoints. A
+    path to a checkpoint is returned as it is. Raises ConfigError if there is none."""
     directory, step = split(name)
     if not directory.is_dir():
         raise ConfigError(f"{name}: no such directory {directory}; name the run.dir of a run")
@@ -39,7 +39,7 @@ def find(name: str) -> Path:
     there = [path for path in commit.complete(root) if (path / commit.MANIFEST).is_file()]
     if not there:
         raise ConfigError(
-            f"{name}: there is no complete checkpoint in {root} yet; a run saves one every "
+            f"{name}: {root} has no complete checkpoint yet; a run saves one every "
             "checkpoint.interval steps and at its end"
         )
     if step is None:
@@ -48,15 +48,15 @@ def find(name: str) -> Path:
     if path not in there:
         steps = ", ".join(str(step_of(path.name)) for path in sorted(there))
         raise ConfigError(
-            f"{name}: {root} has no complete checkpoint of step {step}; there are those of steps "
+            f"{name}: {root} has no complete checkpoint of step {step}, only of steps "
             f"{steps}: name one of them, or leave out @{step} for the newest"
         )
     return path.resolve()
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Where a run keeps its checkpoints: inside it, unless checkpoint.dir was set; a directory that
-    is no run may hold checkpoints itself."""
+    """Return the directory of a run's checkpoints: inside it, unless checkpoint.dir was set; a
+    directory that is not a run may hold checkpoints itself."""
     if (inside := run / "checkpoints").is_dir():
         return inside
     try:

@@ -1,5 +1,5 @@
-"""Whose a directory of checkpoints is, and which names in it: a run renames and deletes only what
-is its own. No torch.
+"""Ownership of a directory of checkpoints and the names in it: a run renames and deletes only its
+own. No torch.
 
 The directory and each checkpoint have a mark (kempner.directories) with the id of the run, which is
 written before anything else. Versions before the mark are known by their manifests, and what they
@@ -37,8 +37,8 @@ AROUND = re.compile(
 
 
 def claim(root: Path, run: str) -> None:
-    """Mark the directory as that of this run. Raises ConfigError when it is something else, or
-    another run's."""
+    """Mark the directory as this run's. Raises ConfigError if it is something else, or another
+    run's."""
     if found := problems(root, run):
         raise ConfigError(found)
     if read_mark(root) != (Kind.CHECKPOINTS, run):
@@ -46,7 +46,8 @@ def claim(root: Path, run: str) -> None:
 
 
 def problems(root: Path, run: str) -> list[str]:
-    """What keeps this run from saving its checkpoints there; `run` is empty before it has begun."""
+    """List what keeps this run from saving its checkpoints there; `run` is empty before it has
+    begun."""
     if (owner := owner_of(root)) and owner != run:
         return [
             f"checkpoint.dir = {root} has the checkpoints of {_name_of(root, owner)}, and is of "
@@ -64,7 +65,7 @@ def problems(root: Path, run: str) -> list[str]:
 
 
 def owner_of(root: Path) -> str:
-    """The id of the run that the directory belongs to; "" when nobody has one."""
+    """Return the id of the run that the directory belongs to; "" if it belongs to nobody."""
     kind, run = read_mark(root)
     if kind is not None or not root.is_dir():
         return run
@@ -77,8 +78,8 @@ def owner_of(root: Path) -> str:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a checkpoint, or what is left of one, is of the run that its directory belongs to.
-    Raises OSError."""
+    """Return whether a checkpoint, or what is left of one, is of the run that its directory belongs
+    to. Raises OSError."""
     if path.is_symlink() or not path.is_dir():
         return False
     kind, run = read_mark(path)
@@ -92,8 +93,8 @@ def is_own(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory that is_own(), its mark last: a killed deletion is still known. What
-    cannot be deleted stays."""
+    """Delete a directory that is_own(), its mark last, so that a killed deletion is still
+    recognised. What cannot be deleted stays."""
     for entry in path.iterdir() if path.is_dir() else ():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -103,7 +104,7 @@ def remove(path: Path) -> None:
 
 
 def _is_left(root: Path) -> bool:
-    """Whether a version before the mark was killed here in its first save."""
+    """Return whether a version before the mark was killed here in its first save."""
     try:
         names = os.listdir(root)
         steps = [root / name for name in names if name.startswith("step_")]
@@ -113,7 +114,7 @@ def _is_left(root: Path) -> bool:
 
 
 def _name_of(root: Path, owner: str) -> str:
-    """The run as its user knows it."""
+    """Return the run's name for its user."""
     if read_run_id(root.parent) == owner:
         return str(root.parent)
     for path in sorted(root.iterdir(), reverse=True):

@@ -1,5 +1,5 @@
-"""Acting together: what one rank or all ranks do, and one error for all when somebody fails. Each
-costs one or two collectives of a constant size."""
+"""Collective actions: one rank or all ranks act, and all raise if one fails. Each costs one or two
+collectives of a constant size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ranks:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def on_first(self, act: Callable[[], T]) -> T:
-        """Rank 0 does it; all get its result, or its error."""
+        """Run `act` on rank 0; all ranks get its result, or its error."""
         told: list[Any] = [FINE, None]
         error = None
         if self.rank == 0:
@@ -37,13 +37,13 @@ class Ranks:
         return told[1]  # type: ignore[no-any-return]
 
     def on_all(self, act: Callable[[], T]) -> T:
-        """Every rank does it; returns this rank's result when all have succeeded."""
+        """Run `act` on every rank; returns this rank's result if all have succeeded."""
         result = error = None
         try:
             result = act()
         except Exception as caught:
             error = caught
-        # The worst kind, and of those that met it the lowest rank, in one number.
+        # One number orders by the worst kind first, then by the lowest rank.
         worst = torch.tensor(_kind(error) * self.size + self.size - 1 - self.rank)
         dist.all_reduce(worst, dist.ReduceOp.MAX, self.group)
         kind, place = divmod(int(worst), self.size)
@@ -54,7 +54,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def describe(self, error: BaseException) -> str:
-        """One line that says on which rank, unless it does not matter."""
+        """Describe the error in one line with its rank, unless the rank does not matter."""
         if isinstance(error, (ConfigError, Damaged, PeerFailed)):
             return str(error)
         return f"rank {self.rank}: {type(error).__name__}: {error}"
@@ -73,7 +73,7 @@ def _kind(error: BaseException | None) -> int:
 
 
 def _shared(kind: int, told: str, own: Exception | None) -> Exception:
-    """The error to raise here: this rank's own where it is of the worst kind."""
+    """Return the error to raise here: this rank's own if it is of the worst kind."""
     if own is not None and _kind(own) == kind:
         return own
     return {DAMAGED: Damaged, CONFIG: ConfigError, OTHER: PeerFailed}[kind](told)

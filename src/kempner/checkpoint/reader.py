@@ -1,4 +1,4 @@
-"""Reading checkpoints: raw bytes at known offsets, each block verified as it is read. Nothing is
+"""Read checkpoints: raw bytes at known offsets, each block verified as it is read. Nothing is
 unpickled, so no file can run code, and no version of Python reads another's objects.
 
     path = commit.latest(Path("runs/debug/checkpoints"))
@@ -33,7 +33,7 @@ TAIL = 1 << 16  # bytes read at the end of a file, in the hope that the whole in
 
 
 class Want(NamedTuple):
-    """`target` is to be filled with a box of a tensor, which is `key` in the table and `name` on
+    """A box of a tensor to read into `target`; the tensor is `key` in the table and `name` on
     disk."""
 
     key: str
@@ -46,7 +46,7 @@ class DataFile:
     """One rank's file: its index, and its blocks, each verified when it is read."""
 
     def __init__(self, path: Path, manifest: dict[str, Any], rank: int) -> None:
-        """Raises Damaged when it is missing, short, torn, or of another checkpoint."""
+        """Raises Damaged if the file is missing, short, torn, or of another checkpoint."""
         self.path = path / file_of(rank)
         try:
             self._fd = os.open(self.path, os.O_RDONLY)
@@ -82,13 +82,14 @@ class DataFile:
         if magic != MAGIC or at + length + FOOTER.size > size:
             raise self._damage(f"of its {size} bytes the last are not those of a data file")
         first = at - (size - len(tail))
+        # Usually the one read of the tail has the whole index.
         text = tail[first : first + length] if first >= 0 else os.pread(self._fd, length, at)
         if zlib.crc32(text) != crc:
             raise self._damage("the CRC-32 of its index differs")
         return json.loads(text)  # type: ignore[no-any-return]
 
     def block(self, k: int) -> memoryview:
-        """The k-th block, verified. It is valid until the next call."""
+        """Return the k-th block, verified. It is valid until the next call."""
         start = k * self._block_size
         view = memoryview(self._buffer)[: min(self._block_size, self.index["bytes"] - start)]
         if self._in_buffer != k:
@@ -135,7 +136,7 @@ class DataFile:
             part = part.narrow(dim, here + low - start, length)
         if part.numel() == 0:
             return
-        # Whole rows of what is stored, in one piece.
+        # Read whole stored rows in one piece.
         first = entry["at"] + rows[0] * _row_bytes(entry)
         columns = entry["size"][1:]
         if part.is_contiguous() and [length for _, length in inner] == columns:
@@ -149,8 +150,8 @@ class DataFile:
 
 
 def _overlap(want: Want, entry: dict[str, Any]) -> list[tuple[int, int]]:
-    """Start and length in each dimension of what is wanted of the stored part; of a single number
-    one row."""
+    """Return start and length, in each dimension, of the overlap with the stored part; a scalar
+    counts as one row."""
     found = []
     for (start, length), here, size in zip(want.box, entry["start"], entry["size"], strict=True):
         low = max(start - here, 0)
@@ -182,6 +183,7 @@ def read_wanted(
     for rank, of_rank in sorted(by_rank.items()):
         with DataFile(path, manifest, rank) as file:
             entries = file.index["tensors"]
+            # In the order of the file: then each block is read and verified once.
             of_rank.sort(key=lambda want: entries.get(want.name, {"at": 0})["at"])
             for want, after in zip_longest(of_rank, of_rank[1:]):
                 if after is not None:
@@ -193,20 +195,20 @@ def read_wanted(
 
 
 def read_table(path: Path, manifest: dict[str, Any]) -> Table:
-    """Raises Damaged."""
+    """Read the table of a checkpoint. Raises Damaged."""
     return from_json(json.loads(commit.read_listed(path, manifest, TENSORS)))
 
 
 def stored_tensors(path: Path) -> Table:
-    """Shape and dtype of each tensor, by name; `*` in a name stands for each rank."""
+    """Map each tensor's name to shape and dtype; `*` in a name stands for each rank."""
     return read_table(path, commit.read_manifest(path))
 
 
 def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Whole tensors in memory, whatever number of ranks wrote them; by default all that the ranks
-    share. Needs no process group.
+    """Read whole tensors into memory, whatever number of ranks wrote them; by default all that the
+    ranks share. Needs no process group.
 
-    Raises Damaged when the checkpoint is damaged, KeyError when there is no tensor of a name.
+    Raises Damaged if the checkpoint is damaged, KeyError for an unknown name.
     """
     table = stored_tensors(path)
     if names is None:
@@ -218,7 +220,7 @@ def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Te
 
 
 def read_into(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """The same into tensors of the caller, on any device and cast to their dtype."""
+    """Read whole tensors into the caller's, on any device and cast to their dtype."""
     manifest = commit.read_manifest(path)
     table = read_table(path, manifest)
     keys = {name: _key(name, table) for name in targets}
@@ -227,12 +229,12 @@ def read_into(path: Path, targets: Mapping[str, Tensor]) -> None:
 
 
 def _key(name: str, table: Table) -> str:
-    """In the table: rng.3.cpu is there as rng.*.cpu."""
+    """Return a tensor's key in the table: rng.3.cpu is there as rng.*.cpu."""
     return name if name in table else re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
 def verify(path: Path) -> list[str]:
-    """Read everything in a checkpoint; returns what is damaged."""
+    """Read everything in a checkpoint; returns a list of the damage."""
     try:
         manifest = commit.read_manifest(path)
     except Damaged as error:

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: named providers of state.
+"""Contents of a checkpoint: named providers of state.
 
 A name on disk is the provider's name, a dot, and the tensor's name: model.NAME, optim.NAME.KEY,
 rng.RANK.KIND. Only tensors are stored; everything else goes into the manifest as JSON.
@@ -29,18 +29,19 @@ class StateProvider(Protocol):
     """Whether each rank has tensors of its own. Otherwise a plain tensor is equal on all ranks."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What to save now."""
+        """Return the tensors to save now."""
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """Tensors to be filled, which may be DTensors on any mesh. `stored`: what there is."""
+        """Return tensors to fill, which may be DTensors on any mesh. `stored`: the tensors on
+        disk."""
 
     def restored(self) -> None:
-        """They are filled."""
+        """Finish the restore, once the tensors are filled."""
 
 
 class ModelState:
-    """The parameters that are trained, by their names without wrappers: as they are published, when
-    the optimizer trains others than these. And the buffers."""
+    """The trained parameters, by their names without wrappers, and the buffers; with the published
+    values if the optimizer trains other ones."""
 
     per_rank = False
 
@@ -65,8 +66,8 @@ class ModelState:
 
 
 class OptimizerState:
-    """The tensors that an optimizer keeps for each parameter: NAME.KEY; and NAME.weight, the
-    parameter itself, where the model's provider has the published one."""
+    """Tensors that an optimizer keeps for each parameter, NAME.KEY; and NAME.weight, the trained
+    parameter itself, if the model's provider has the published one."""
 
     per_rank = False
 
@@ -75,6 +76,7 @@ class OptimizerState:
 
     def tensors(self) -> dict[str, Tensor]:
         if isinstance(self.optimizer, Optimizer):
+            # State that is offloaded may still be on its way to the host.
             self.optimizer.wait()
         trained = averaging_of(self.optimizer)
         return {
@@ -87,7 +89,7 @@ class OptimizerState:
         }
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """The optimizer makes its state at its first step; here it gets the stored shapes."""
+        """Create state of the stored shapes: the optimizer would make it only at its first step."""
         self.optimizer.state.clear()
         targets = {}
         for full, entry in stored.items():
@@ -108,7 +110,8 @@ class OptimizerState:
 
     @torch.no_grad()
     def restored(self) -> None:
-        """An optimizer that trains what it publishes goes on from the published weights."""
+        """Continue from the published weights if the optimizer trains what it publishes."""
+        # Popped, so that the optimizer does not take it for state of its own.
         trained = {p: state.pop(WEIGHT, None) for p, state in self.optimizer.state.items()}
         for p in averaging_of(self.optimizer):
             if (weight := trained.get(p)) is not None:
@@ -116,12 +119,13 @@ class OptimizerState:
 
 
 def averaging_of(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Callable[[], Tensor]]:
-    """The parameters of which another value is published than is trained, and what computes it."""
+    """Map each parameter whose published value is not the trained one to the function that computes
+    it."""
     return optimizer.averaging() if isinstance(optimizer, Optimizer) else {}
 
 
 class RandomState:
-    """torch's random generators of this rank."""
+    """States of torch's random generators of this rank."""
 
     per_rank = True
 
@@ -146,7 +150,7 @@ class RandomState:
 
 
 def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateProvider]:
-    """The providers of a plain training run."""
+    """Return the providers of a plain training run."""
     spikes = getattr(optimizer, "spikes", None)
     return {
         "model": ModelState(model, optimizer),
@@ -159,7 +163,8 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, S
 def collect(
     providers: Mapping[str, StateProvider],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What all ranks share, and what this rank has for itself, by key in the table."""
+    """Collect the tensors that all ranks share, and those of this rank alone, by key in the
+    table."""
     shared: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
     for prefix, provider in providers.items():
@@ -174,14 +179,16 @@ def collect(
 def targets(
     providers: Mapping[str, StateProvider], table: Table, stored_world: int, rank: int, world: int
 ) -> list[Want]:
-    """What this rank has to read, and where to. `stored_world`: ranks that wrote the checkpoint.
+    """List what this rank must read, with its targets. `stored_world`: number of ranks that wrote
+    the checkpoint.
 
-    Raises ConfigError when a provider wants what is not stored in this shape.
+    Raises ConfigError if a provider wants what is not stored in this shape.
     """
     wants = []
     for prefix, provider in providers.items():
         start = f"{prefix}.*." if provider.per_rank else f"{prefix}."
         stored = {key.removeprefix(start): of for key, of in table.items() if key.startswith(start)}
+        # The world has grown: this rank starts with random state of its own.
         if provider.per_rank and rank >= stored_world:
             stored = {}
         wanted = provider.restore(stored)

@@ -1,4 +1,5 @@
-"""In place of the Checkpointer where checkpoint.save is off: measurements leave nothing behind."""
+"""A stand-in for the Checkpointer when checkpoint.save is off: measurements leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from kempner.checkpoint.checkpointer import Checkpointer
 
 
 class Unsaved(Checkpointer):
-    """Neither reads nor writes, and takes every step for durable."""
+    """A checkpointer that neither reads nor writes; every step counts as durable."""
 
     def __init__(self) -> None:
         self.saved_step, self.failed_saves, self.seconds = -1, 0, None

@@ -1,12 +1,11 @@
-"""Saving that hardly disturbs the training: one copy into memory that is kept, then few large
-writes.
+"""Write checkpoints with little disturbance of the training: one copy into reused memory, then few
+large writes.
 
 The memory of a rank is the image of the file that it writes: each tensor between the bytes that
-torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP)
-can read it. The training waits for that copy alone. docs/reference/benchmarks.md has the
-measurements.
+torch.save puts before and after it, so that any reader of torch's distributed checkpoints (DCP) can
+read it. The training waits for that copy alone. docs/reference/benchmarks.md has the measurements.
 
-Behind the image, the file ends with its own index as JSON, and a footer that says where it begins:
+Behind the image, the file ends with its own index as JSON, and a footer with the index's offset:
 
     image, whole pages | index | zeros | footer
 """
@@ -65,10 +64,10 @@ class _Gap(io.RawIOBase):
 
 @functools.cache
 def frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """The bytes that torch.save writes before and after the data of a contiguous tensor."""
+    """Return the bytes that torch.save writes before and after the data of a contiguous tensor."""
     stream, size = _Gap(), math.prod(shape) * dtype.itemsize
     strides = torch.empty(shape, device="meta").stride()
-    # Reserved, never touched: torch.empty would fill it when algorithms must be deterministic.
+    # Reserved, never touched: torch.empty would fill it under deterministic algorithms.
     storage = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
     with torch.serialization.skip_data():
         tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
@@ -78,7 +77,7 @@ def frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 
 class Slot(NamedTuple):
-    """Where a part of a tensor is in the file: [offset] before [data] data [.. + size] after."""
+    """Place of a tensor's part in the file: [offset] before [data] data [.. + size] after."""
 
     key: str  # in the table
     name: str  # on disk
@@ -95,7 +94,7 @@ class Slot(NamedTuple):
         return torch.Size(length for _, length in self.box)
 
     def entry(self) -> dict[str, Any]:
-        """In the index of the file."""
+        """Return the slot's entry in the file's index."""
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": self.shape,
@@ -111,7 +110,7 @@ FilePlan = list[Slot]
 
 
 def plan_file(table: Table, rank: int) -> FilePlan:
-    """What a rank writes, and where: from the table alone, without asking anybody."""
+    """Plan a rank's file: contents and offsets, from the table alone, without communication."""
     plan, at = [], 0
     for key, box in chunks_of(table, rank):
         stored = table[key]
@@ -132,7 +131,7 @@ class Image:
     def __init__(
         self, plan: FilePlan, device: torch.device | None, warn: Callable[[str], None]
     ) -> None:
-        """`device`: the GPU that copies into it by itself, None on a CPU. May run in a thread.
+        """`device`: the GPU that copies into the memory, None on a CPU. May run in a thread.
 
         Pinning can fail where the rest of a save does not (a limit on locked memory, a virtual
         machine). Then the memory stays pageable, with a warning: the copies are slower.
@@ -161,12 +160,13 @@ class Image:
 
     @torch.no_grad()
     def stage(self, state: dict[str, Tensor]) -> None:
-        """Copy the tensors of this moment in; when it returns, the training may change them."""
+        """Copy the tensors as they are now; when it returns, the training may change them."""
         sources = [local(state[key]) for key in self.targets]
         asynchronous = self._pinned is not None
         if sources:
             torch._foreach_copy_(list(self.targets.values()), sources, non_blocking=asynchronous)
         if asynchronous:
+            # When this returns, the training overwrites the sources.
             torch.cuda.current_stream().synchronize()
 
 
@@ -184,7 +184,7 @@ def pin(memory: Tensor, device: torch.device, warn: Callable[[str], None]) -> bo
 
 
 def pages(size: int) -> mmap.mmap:
-    """Zeroed memory for at least `size` bytes, in whole pages."""
+    """Allocate zeroed memory for at least `size` bytes, in whole pages."""
     size = max(-(-size // PAGE) * PAGE, PAGE)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # a kernel without it
@@ -194,7 +194,7 @@ def pages(size: int) -> mmap.mmap:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, without a gradient."""
+    """Return this rank's part of a tensor, without a gradient."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -209,6 +209,7 @@ def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
     is full.
     """
     try:
+        # O_EXCL: never into a file that somebody else has begun.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             set_direct(fd, True)
@@ -216,6 +217,7 @@ def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
             for start in range(0, len(data), WRITE):
                 part = data[start : start + WRITE]
                 _write(fd, part, start)
+                # Summed right after the write, while the part is in the processor's cache.
                 sums += [crc32(part[k : k + BLOCK]) for k in range(0, len(part), BLOCK)]
             index = {**index, "bytes": len(data), "block": BLOCK, "crc32": sums}
             _write(fd, _trailer(index, len(data)), len(data))
@@ -227,7 +229,7 @@ def write_file(path: Path, data: memoryview, index: dict[str, Any]) -> None:
 
 
 def _trailer(index: dict[str, Any], at: int) -> memoryview:
-    """The index and the footer, which is at the end of a page."""
+    """Return the index and the footer, which ends a page."""
     text = json.dumps(index, separators=(",", ":")).encode()
     length = -(-(len(text) + FOOTER.size) // PAGE) * PAGE
     memory = memoryview(pages(length))
@@ -242,6 +244,8 @@ def _write(fd: int, data: memoryview, at: int) -> None:
         try:
             done += os.pwrite(fd, data[done:], at + done)
         except OSError as error:
+            # Some file systems accept O_DIRECT and then refuse the write: go on through the page
+            # cache.
             if error.errno != errno.EINVAL or not set_direct(fd, False):
                 raise
 

@@ -31,9 +31,9 @@ class Command:
 def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
     """Sort `argv` into files, overrides and the program's flags, {"check": bool, "nodes": int}.
 
-    Raises nothing: what is wrong with the words goes into `problems`, for load() to raise with
-    the rest. After `--section.key` a word is its value, unless it starts with a dash and is no
-    number; other words are files. Whole numbers that are flags count things: from 1 to MOST.
+    Raises nothing: problems with the words go into `problems`, for load() to raise with the rest.
+    After `--section.key` a word is its value, unless it starts with a dash and is not a number;
+    other words are files. Whole numbers that are flags count things: from 1 to MOST.
     """
     values = {name: False if kind is bool else None for name, kind in flags.items()}
     command = Command([], [], [], values)
@@ -58,7 +58,8 @@ def parse_command(argv: Sequence[str], flags: Mapping[str, type]) -> Command:
 
 
 def _is_value(words: Sequence[str]) -> bool:
-    """Is the next word a value? Words with a leading dash are options, unless they are numbers."""
+    """Return whether the next word is a value. Words with a leading dash are options, unless they
+    are numbers."""
     if not words or not words[0].startswith("-"):
         return bool(words)
     try:
@@ -108,20 +109,20 @@ def _flag(name: str, kind: type, word: str, words: list[str], command: Command) 
 
 
 class Parser(argparse.ArgumentParser):
-    """An error is one message, as all errors are, and not below the usage."""
+    """A parser whose errors are one message, as all errors are, and not below the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def argument_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
-    """For a program without a configuration: its docstring is its help."""
+    """Make a parser for a program without a configuration: its docstring is its help."""
     about, _, more = (doc or "").partition("\n")
     return Parser(program, None, about, more, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def help_text(root: type, usage: str) -> str:
-    """`usage`, then every option by section: name, type, [default], one line of meaning."""
+    """Format `usage`, then every option by section: name, type, [default], one line of meaning."""
     lines = [usage.rstrip()]
     for section, options in schema(root).items():
         lines += ["", f"[{section}]"]

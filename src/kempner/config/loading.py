@@ -47,10 +47,11 @@ def load(
     problems: Iterable[str] = (),
     complete: Callable[[Values], list[str]] = lambda given: [],
 ) -> T:
-    """The `root` that the files, left to right, and then the overrides give, over the defaults.
+    """Load the `root` that the files, left to right, and then the overrides give, over the
+    defaults.
 
-    Raises ConfigError with all problems, those handed in (of the command line) first. A section
-    may have a method `problems() -> list[str]`, called when its values are sound; so may the root,
+    Raises ConfigError with all problems, those handed in (of the command line) first. A section may
+    have a method `problems() -> list[str]`, called when its values are sound; so may the root,
     called when all its sections are. `complete` adds values that follow from those given, and
     returns problems.
     """
@@ -181,7 +182,8 @@ class _Loader:
         self.unsound.add(section)
 
     def _nearest(self, name: str, dashes: str = "") -> str:
-        """The hint for a name that is not in the schema: `; did you mean ...?` where it can."""
+        """Return the hint for a name that is not in the schema: `; did you mean ...?` if there is
+        one."""
         section, _, key = name.rpartition(".")
         names = [option.name for keys in self.sections.values() for option in keys.values()]
         elsewhere = [other for other in names if other.endswith(f".{key}")]
@@ -195,7 +197,7 @@ class _Loader:
         return f"; did you mean {dashes}{guesses[0]}?" if guesses else "; --help lists all"
 
     def build(self, root: type[T], complete: Callable[[Values], list[str]]) -> T:
-        """The configuration, or ConfigError with all that was found on the way and now."""
+        """Build the configuration, or raise ConfigError with all problems found so far and now."""
         if not self.complete:  # what a file that is missing says may be what the rest needs
             raise ConfigError(self.problems)
         if not self.unsound and (problems := complete(self.values)):
@@ -233,7 +235,7 @@ def _why_not_read(path: Path, error: OSError) -> str:
         return f"is a link to {os.readlink(path)}, which is not there; name another file"
     folder = path.parent
     if not folder.is_dir():
-        return f"no such file: there is no directory {folder.absolute()}; correct the path"
+        return f"no such file: the directory {folder.absolute()} does not exist; correct the path"
     names = sorted(other.stem for other in folder.glob("*.toml") if other.name != "pyproject.toml")
     near = difflib.get_close_matches(path.stem, names, n=3)
     hint = f"did you mean {' or '.join(str(folder / name) + '.toml' for name in near)}?"
@@ -259,7 +261,8 @@ def _one_line(word: str) -> str:
 
 
 def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
-    """{section: {key: value}} in plain types: what JSON and TOML know, and None."""
+    """Convert a configuration to {section: {key: value}} in plain types: those of JSON and TOML,
+    and None."""
     plain: dict[str, dict[str, Any]] = {}
     names = sections_of(type(cfg))
     for section, options in schema(type(cfg)).items():
@@ -278,7 +281,8 @@ def _plain_table(table: Any, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def to_toml(cfg: Any) -> str:
-    """The whole configuration, defaults included, as TOML; load() reads it back to an equal one."""
+    """Write the whole configuration, defaults included, as TOML; load() reads it back to an equal
+    one."""
     blocks = []
     for section, values in as_dict(cfg).items():
         lines = [f"{key} = {_lines(value)}\n" for key, value in values.items()]
@@ -294,5 +298,5 @@ def _lines(value: Any) -> str:
 
 
 def config_hash(cfg: Any) -> str:
-    """12 hex digits that are the same for equal configurations, on any machine."""
+    """Hash a configuration to 12 hex digits, the same for equal ones on any machine."""
     return hashlib.sha256(to_toml(cfg).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""What a section declares: its options, each with a type, limits and one line of help.
+"""Declaration of a section: its options, each with a type, limits and one line of help.
 
     @dataclass(frozen=True)
     class TrainConfig:
@@ -51,7 +51,8 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """One field of a section: its default (or REQUIRED), one line of meaning, and its limits.
+    """Declare one field of a section: its default (or REQUIRED), one line of meaning, and its
+    limits.
 
     The limits are inclusive; in a tuple they hold for each item. A list as default becomes a tuple.
     """
@@ -62,7 +63,7 @@ def option(
 
 @dataclass(frozen=True)
 class Option:
-    """A field of a section: what `option()` and the annotation say of it."""
+    """A field of a section, from `option()` and the annotation."""
 
     name: str  # section.key
     item: type  # bool, int, float or str
@@ -105,8 +106,8 @@ class Option:
         return EXAMPLE[self.item] if self.size is None else f"[{items}]"
 
     def convert(self, value: Any) -> Any:
-        """`value` as a value of this option. Raises ValueError("the limit; the fix"); of tables
-        ConfigError, with a line for each problem."""
+        """Convert `value` to this option's type. Raises ValueError("the limit; the fix"); for
+        tables ConfigError, with a line for each problem."""
         if self.optional and (value is None or value == "none"):
             return None
         if self.size is None:
@@ -151,7 +152,7 @@ class Option:
     def _item(self, value: Any) -> Any:
         if self.item is float and type(value) is int:
             value = _float(value)
-        if type(value) is not self.item:  # not isinstance: a bool is no int
+        if type(value) is not self.item:  # not isinstance: a bool is not an int
             raise ValueError(
                 f"must be {NOUN[self.item]}, not {noun(value)}; {_fix(self.item, value)}"
             )
@@ -182,7 +183,7 @@ def _float(value: int) -> float:
 
 
 def _fix(item: type, value: Any) -> str:
-    """What to write in place of `value` where an `item` is due."""
+    """Say what to write in place of `value` where an `item` is due."""
     if item is int and isinstance(value, float):
         whole = math.isfinite(value) and value.is_integer()
         return f"write {int(value)}" if whole else "write a whole number"
@@ -197,7 +198,7 @@ def _fix(item: type, value: Any) -> str:
 
 
 def from_text(option: Option, text: str) -> Any:
-    """The value that `text` after `--section.key=` means: TOML, or else a bare word, a string."""
+    """Parse `text` after `--section.key=`: TOML, or else a bare word, a string."""
     is_string = option.item is str and option.size is None
     if is_string and not (len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"):
         return text
@@ -219,14 +220,15 @@ def subsection(name: str, cls: type) -> Any:
 
 
 def sections_of(root: type) -> dict[str, tuple[str, type]]:
-    """Of each section, by its name in a file: the field of `root` that holds it, and its class."""
+    """Map section name -> (field of `root`, class)."""
     hints = typing.get_type_hints(root)
     fields = dataclasses.fields(root)
     return {f.metadata.get("section", f.name): (f.name, hints[f.name]) for f in fields}
 
 
 def schema(root: type) -> Schema:
-    """What the dataclasses under `root` declare; a mistake there is an AssertionError."""
+    """Return the options declared by the dataclasses under `root`; a mistake there is an
+    AssertionError."""
     return _schema(root)
 
 
@@ -234,7 +236,7 @@ def schema(root: type) -> Schema:
 def _schema(root: type) -> Schema:
     sections: Schema = {}
     for section, (_, cls) in sections_of(root).items():
-        assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"
+        assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is not a section"
         hints = typing.get_type_hints(cls)
         sections[section] = {
             field.name: _option(f"{section}.{field.name}", hints[field.name], field)

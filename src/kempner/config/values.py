@@ -11,18 +11,18 @@ NOUN = {bool: "true or false", int: "an int", float: "a float", str: "a string"}
 
 
 def number(value: float) -> str:
-    """`value` for people: 1.0 is 1."""
+    """Format a number for people: 1.0 is 1."""
     return repr(value).removesuffix(".0")
 
 
 def noun(value: Any) -> str:
-    """What `value`, fresh from a TOML file, is called."""
+    """Name the type of `value`, fresh from a TOML file."""
     names = {**NOUN, list: "a list", tuple: "a list", dict: "a table"}
     return names.get(type(value), "a date or time")
 
 
 def to_text(value: Any) -> str:
-    """`value` in TOML grammar on one line; from_text() gives it back. None is "none"."""
+    """Write `value` in TOML grammar on one line; from_text() gives it back. None is "none"."""
     if value is None:
         return '"none"'
     if isinstance(value, list | tuple):
@@ -32,13 +32,13 @@ def to_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # JSON's escapes are TOML's; TOML alone also forbids a bare DEL.
+        # JSON's escapes are TOML's, but TOML also forbids a bare DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value) if isinstance(value, int | float) else str(value)
 
 
 def shown(value: Any, width: int = 60) -> str:
-    """`value` for a message: one line, not longer than `width` characters."""
+    """Format `value` for a message: one line, not longer than `width` characters."""
     text = to_text(value)
     return text if len(text) <= width else text[: width - 3] + "..."
 

@@ -1,1 +1,1 @@
-"""Token shards: how they are made (prepare), read (dataset) and ordered (permute, loader)."""
+"""Token shards: prepared (prepare), read (dataset) and ordered (permute, loader)."""

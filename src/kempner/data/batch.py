@@ -1,4 +1,4 @@
-"""What a forward pass takes. B rows, T tokens."""
+"""A micro-batch, the input of a forward pass. B rows, T tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class MicroBatch:
     sources: Tensor | None = None  # int64 [B, 1]: which data source; None: there is one
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On the device; from pinned memory the host does not wait for the copies."""
+        """Copy to the device; from pinned memory without a wait of the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def columns(self, index: Tensor) -> MicroBatch:
-        """The tokens `index` [t] of each row; the documents stay those of whole rows."""
+        """Select the tokens `index` [t] of each row; the documents stay those of whole rows."""
         return replace(self, inputs=self.inputs[:, index], targets=self.targets[:, index])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:

@@ -36,7 +36,7 @@ from kempner.files import write_atomic
 
 @dataclass(frozen=True)
 class ChatEncoding:
-    """What a worker needs to encode chat data, beside what it needs for text."""
+    """Settings that a worker needs to encode chat data, besides those for text."""
 
     directory: str  # has tokenizer_config.json, with the template
     kind: str  # chat or preference
@@ -44,7 +44,7 @@ class ChatEncoding:
     today: date  # for templates that ask
 
     def encode(self, unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
-        """The conversations of a unit. Those without a token in the loss count as empty."""
+        """Encode the conversations of a unit. One without a token in the loss counts as empty."""
         assert isinstance(tokenizer, FileTokenizer)
         template = _template(self)
         parts: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
@@ -72,7 +72,7 @@ class ChatEncoding:
     def _render(
         self, piece: Piece, template: ChatTemplate, lines: Lines
     ) -> Iterator[list[tuple[str, list[Span]]]]:
-        """Each row's text, of a preference two, with the spans of it that are in the loss."""
+        """Yield each row's text, two for a preference, with its spans that are in the loss."""
         for number, row in rows(piece, lines):
             try:
                 yield [
@@ -96,7 +96,7 @@ class Conversation:
 
 
 def conversations(row: dict[str, Any], kind: str, loss_on: Sequence[str]) -> list[Conversation]:
-    """What a row holds. Raises ValueError that says what it has instead."""
+    """Parse the conversations of a row. Raises ValueError with the keys or types found instead."""
     has = {key for key, value in row.items() if value is not None}
     tools = _tools(row.get("tools"))
     if kind == "preference":
@@ -104,7 +104,7 @@ def conversations(row: dict[str, Any], kind: str, loss_on: Sequence[str]) -> lis
             raise ValueError(f"no keys 'chosen' and 'rejected' (has: {', '.join(row)})")
         prompt = _messages(row, "prompt", "user") if "prompt" in has else []
         answers = [_messages(row, key, "assistant") for key in ("chosen", "rejected")]
-        # Many data sets have the prompt in the answers, too, or there alone.
+        # Many data sets repeat the prompt in the answers, or have it only there.
         answers = [each[len(prompt) * (each[: len(prompt)] == prompt) :] for each in answers]
         same = next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), -1)
         if same < 0:
@@ -130,7 +130,7 @@ def _conversation(
 
 
 def _messages(row: dict[str, Any], key: str, role: str) -> list[Message]:
-    """The messages under a key; a text is one message of `role`."""
+    """Read the list of messages under a key; a text is one message of `role`."""
     value = row[key]
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
@@ -190,14 +190,14 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def end_of_turn(options: argparse.Namespace) -> str | None:
-    """Of chat data, the tokenizer's own end-of-sequence token: it ends what is generated."""
+    """Return the tokenizer's own end-of-sequence token for chat data: it ends generation."""
     if options.kind == "text" or options.eod is not None:
         return None
     return ChatTemplate(_config(options), options.date).special.get("eos_token")
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What the data depend on beside the tokenizer and the inputs."""
+    """Return the settings, besides tokenizer and inputs, that the prepared data depend on."""
     config = _config(options)
     template = ChatTemplate(config, options.date)
     sources = json.dumps([template.sources, template.special], sort_keys=True)

@@ -35,7 +35,7 @@ class ChatDataset:
     ordered = False
 
     def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
-        """Use open(): it checks what this takes for granted."""
+        """Use open(), which checks what is assumed here."""
         self.name, self.seq_len, self.path, self._shape = name, shape.seq_len, path, shape
         self.sidecar = sidecar
         self._files = [path / shard.file for shard in sidecar.splits[split]]
@@ -50,14 +50,14 @@ class ChatDataset:
             [np.empty(0, np.int64), *(np.append(0, each[:-1]) for each in ends)]
         )
         lengths = np.concatenate([np.empty(0, np.int64), *ends]) - begins - 1
-        # What is packed as one: a conversation, or both answers of a preference.
+        # Unit of packing: a conversation, or both answers of a preference.
         group = GROUP[sidecar.kind]
         longer = lengths.reshape(-1, group).sum(1) > self.seq_len
         self.longer = int(longer.sum())
         if shape.cut:
             cut = np.minimum(lengths, self.seq_len // group)
             lengths = np.where(np.repeat(longer, group), cut, lengths)
-        # Of each conversation: its shard, where it begins there, and the places that it takes.
+        # Each conversation's shard, its offset there, and the number of places it takes.
         self._where = np.stack([shards, begins, lengths], axis=1)
         size = lengths.reshape(-1, group).sum(1)
         fits = size <= self.seq_len
@@ -76,8 +76,9 @@ class ChatDataset:
             self.packing["without_answer"] = self.without_answer
 
     def _has_answers(self, number: int, group: int) -> bool:
-        """Whether something is in the loss in each conversation of a group, as far as it is read.
-        Of a pair whose prompt fills both halves of a row two equal documents would be left."""
+        """Return whether each conversation of a group, as far as it is read, has a token in the
+        loss. A preference whose prompt fills both halves of a row would leave two equal
+        documents."""
         for shard, begin, length in self._where[number * group : (number + 1) * group].tolist():
             if not self._map(shard)[1][begin + 1 : begin + 1 + length].any():
                 return False
@@ -92,7 +93,7 @@ class ChatDataset:
         check_shards: bool = True,
         name: str = "",
     ) -> ChatDataset:
-        """As TokenDataset.open. Raises ConfigError with everything that is wrong."""
+        """Open a split, as TokenDataset.open. Raises ConfigError with all problems."""
         directory, sidecar = Path(path).expanduser(), open_sidecar(path)
         result = cls(directory, sidecar, split, shape, name or directory.name)
         problems = []
@@ -123,7 +124,7 @@ class ChatDataset:
         return result
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._starts) - 1
 
     def describe(self) -> str:
@@ -139,13 +140,13 @@ class ChatDataset:
         )
 
     def identity(self) -> dict[str, Any]:
-        """The lengths stand for the conversations, and packing them gives the samples."""
+        """The lengths stand for the conversations; the samples follow from packing them."""
         lengths = hashlib.sha256(self._where[:, 2].tobytes()).hexdigest()[:16]
         dropped = {"without_answer": self.without_answer} if self.without_answer else {}
         return {"conversations": lengths, "seq_len": self.seq_len, **dropped}
 
     def read(self, indices: Int64) -> Rows:
-        """Rows `indices` [N], in that order. Raises DataError when a shard differs from the
+        """Read rows `indices` [N], in that order. Raises DataError if a shard differs from the
         sidecar."""
         shape = (len(indices), self.seq_len)
         inputs = np.full(shape, self.sidecar.eod, np.int64)
@@ -174,7 +175,7 @@ class ChatDataset:
         return functools.lru_cache(MAPPED)(self._map_shard)
 
     def _map_shard(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Its ids, and whether each is in the loss."""
+        """Map a shard: its ids, and a mask of those in the loss."""
         file, size = self._files[number], self._sizes[number]
         tokens = map_array(file, size, self.sidecar.dtype)
         mask = map_array(beside(file)["loss_mask"], size, "uint8")
@@ -182,8 +183,8 @@ class ChatDataset:
 
 
 def packing_table(directory: Path, sidecar: Sidecar) -> list[str]:
-    """How the training split would be packed into rows of the usual lengths, a line each, up to
-    the first in which every conversation fits."""
+    """Describe how the training split packs into rows of the usual lengths, a line each, up to the
+    first length that fits every conversation."""
     lines = []
     for length in LENGTHS:
         data = ChatDataset(directory, sidecar, "train", Shape(length, sidecar.vocab_size), "")

@@ -1,10 +1,9 @@
-"""What chat data know of each token beside its id: whether it is in the loss, and whether it ends
-a conversation.
+"""Marks on the tokens of chat data: is it in the loss, does it end a conversation.
 
 Between the worker that encodes a unit and the shard that it goes into, both are bits above the id,
-so that everything on the way handles one array, as for text. On the disk the ids are a shard like
-any other, and beside it are `.loss_mask.npy`, uint8 [tokens], and `.ends.npy`, int64
-[conversations], where each ends.
+so that everything on the way handles one array, as for text. On disk the ids are a shard like any
+other, beside `.loss_mask.npy`, uint8 [tokens], and `.ends.npy`, int64 [conversations], the end of
+each.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ GROUP = {"chat": 1, "preference": 2}  # conversations that belong together
 
 
 def beside(shard: Path) -> dict[str, Path]:
-    """The files of a shard, by what they hold."""
+    """Map content to file: the files beside a shard."""
     return {what: shard.with_suffix(f".{what}.npy") for what in ("loss_mask", "ends")}
 
 
 def mark(ids: list[int], offsets: list[Span], spans: list[Span]) -> Tokens:
-    """Token ids with their bits, uint32 [N]. A token is in the loss if it has a character of a
+    """Mark token ids with their bits, uint32 [N]. A token is in the loss if it has a character of a
     span, as in transformers' assistant mask."""
     tokens = np.array(ids, np.uint32)
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
@@ -39,7 +38,7 @@ def mark(ids: list[int], offsets: list[Span], spans: list[Span]) -> Tokens:
 
 
 def take_apart(parts: list[Tokens], dtype: str) -> tuple[list[Tokens], dict[str, NDArray[Any]]]:
-    """Marked tokens -> their ids, and the arrays beside them by name."""
+    """Split marked tokens into ids and the arrays beside them, by name."""
     marked = np.concatenate(parts)
     mask = ((marked & IN_LOSS) != 0).astype(np.uint8)
     return [(marked & ID).astype(dtype)], {"loss_mask": mask, "ends": _ends(marked)}

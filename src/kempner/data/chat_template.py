@@ -28,10 +28,10 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """The template of a tokenizer. A conversation that it cannot write is a ValueError."""
+    """The chat template of a tokenizer. Raises ValueError for a conversation it cannot write."""
 
     def __init__(self, config: Mapping[str, Any], today: date) -> None:
-        """`config`: the content of a tokenizer_config.json; `today`: what strftime_now says."""
+        """`config`: the content of a tokenizer_config.json; `today`: the date of strftime_now."""
         given = config["chat_template"]
         self.sources: dict[str, str] = (
             {"default": given}
@@ -54,7 +54,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False
     ) -> str:
-        """What the template writes. Raises ValueError with the template's own reason."""
+        """Render the messages as text. Raises ValueError with the template's own reason."""
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         try:
             text: str = self._templates[name].render(
@@ -72,8 +72,8 @@ class ChatTemplate:
     def render_with_spans(
         self, messages: Sequence[Message], tools: Any, numbers: Collection[int]
     ) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the spans of it that the messages `numbers` wrote: all
-        that the model would have had to say, its end-of-turn token included."""
+        """Return the text of a conversation and the spans written by the messages `numbers`: all
+        that the model would have had to generate, its end-of-turn token included."""
         text = self.render(messages, tools)
         self._refuse_unwritten(messages, tools)
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -82,8 +82,8 @@ class ChatTemplate:
         return text, [self._span(messages, tools, number, text) for number in sorted(numbers)]
 
     def _span(self, messages: Sequence[Message], tools: Any, number: int, text: str) -> Span:
-        """What one message adds to the conversation before it. The header of an answer is the
-        generation prompt: at inference it is given, not sampled."""
+        """Return the span that one message adds to the conversation before it. The header of an
+        answer is the generation prompt: at inference it is given, not sampled."""
         answer = messages[number]["role"] == "assistant"
         try:
             before = self.render(messages[:number], tools, add_generation_prompt=answer)
@@ -122,8 +122,8 @@ class ChatTemplate:
         return spans
 
     def _refuse_unwritten(self, messages: Sequence[Message], tools: Any) -> None:
-        """Many templates are a chain of ifs over the roles, and silently leave out the others: a
-        word added to each message must show up in the text."""
+        """Raise ValueError if a message is missing from the text. Many templates are a chain of ifs
+        over the roles and drop the others silently: a word added to each message must show up."""
         words, probes = {}, []
         for i, message in enumerate(messages):
             content = message.get("content")
@@ -183,8 +183,8 @@ class ChatTemplate:
 
 
 def read_config(directory: Path, template_file: Path | None = None) -> dict[str, Any]:
-    """tokenizer_config.json of a directory in Hugging Face's form, with the chat template in it:
-    that of `template_file`, of chat_template.jinja, or its own."""
+    """Read tokenizer_config.json of a Hugging Face directory, with the chat template: that of
+    `template_file`, of chat_template.jinja, or its own."""
     path = directory / TOKENIZER_CONFIG
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())
@@ -205,7 +205,7 @@ def read_config(directory: Path, template_file: Path | None = None) -> dict[str,
         ]
     if not config.get("chat_template"):
         raise DataError(
-            f"{path}: has no chat template, and there is no {TEMPLATE} beside it (a base model?); "
+            f"{path}: has no chat template, nor a {TEMPLATE} beside it (a base model?); "
             "give one by --chat-template FILE"
         )
     if isinstance(config["chat_template"], dict | list) and "default" not in {
@@ -223,7 +223,8 @@ def _read(path: Path) -> str:
 
 
 def _clean(message: Message) -> Message:
-    """As transformers passes it on: without empty values, its reasoning under all usual names."""
+    """Clean a message as transformers does: no empty values, its reasoning under all usual
+    names."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is not None:

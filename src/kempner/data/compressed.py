@@ -1,6 +1,6 @@
-"""Compressed files of a corpus, as streams: a file cannot be read from its middle, so each is one
-piece. gzip, bzip2 and xz are read by the standard library, zstd by Python 3.14 or the package
-zstandard. No torch."""
+"""Compressed files of a corpus, as streams: a compressed file cannot be read from its middle, so
+each is one piece. The standard library reads gzip, bzip2 and xz; Python 3.14 or the package
+zstandard reads zstd. No torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ZSTD = "zstandard"
 
 
 def kind_of_compression(path: Path) -> str:
-    """The suffix, in small letters; "" for a plain file."""
+    """Return the suffix in lower case; "" for a plain file."""
     suffix = path.suffix.lower()
     return suffix if suffix in READ + ARCHIVES else ""
 
 
 def unreadable(path: Path) -> str:
-    """What keeps a compressed file from being read, with the fix; "" for nothing."""
+    """Return why a compressed file cannot be read, with the fix; "" if it can."""
     inner = Path(path.stem).suffix.lower()
     if path.suffix.lower() in ARCHIVES or inner == ".tar":
         return "an archive, or a compression that is not read; unpack it first"
@@ -51,15 +51,15 @@ def unreadable(path: Path) -> str:
 
 
 def read_lines(path: str) -> Iterator[bytes]:
-    """Without their ends. Raises DataError."""
+    """Yield the lines without their ends. Raises DataError."""
     with _opened(path) as file:
         for line in file:
             yield line.removesuffix(b"\n")
 
 
 def texts(path: str, step: int) -> Iterator[bytes]:
-    """Parts of a text of about `step` bytes, cut where those of the unpacked file are: at line
-    ends, else between two characters. Raises DataError."""
+    """Yield parts of a text of about `step` bytes, cut as in the unpacked file: at line ends, else
+    between two characters. Raises DataError."""
     with _opened(path) as file:
         carried = b""
         while True:
@@ -115,7 +115,7 @@ def _open(path: str) -> Any:
 
 
 def _zstd() -> Any:
-    """The module that reads zstd, or None."""
+    """Return the module that reads zstd, or None."""
     for name in ("compression.zstd", ZSTD):
         with contextlib.suppress(ImportError):
             return importlib.import_module(name)
@@ -123,13 +123,13 @@ def _zstd() -> Any:
 
 
 class _Streams(io.RawIOBase):
-    """All streams of a file, one after the other, as programs with many threads write them. The
-    readers of the libraries end with the first one (zstandard), or take what is no stream after it
-    for the end of the file (bz2, lzma): the rest would be lost without a word."""
+    """All streams of a file, one after another, as multi-threaded compressors write them. The
+    libraries' readers stop after the first stream (zstandard), or take anything that is not a
+    stream for the end of the file (bz2, lzma): the rest would be lost silently."""
 
     def __init__(self, path: str, new: Callable[[], Any], limit: tuple[int, ...]) -> None:
-        """`new`: a decompressor of one stream; `limit`: of the bytes that one call unpacks, where
-        it takes one."""
+        """`new`: makes a decompressor of one stream; `limit`: bytes that one call may unpack, for
+        decompressors that take a limit."""
         self._file, self._new, self._limit = open(path, "rb"), new, limit  # noqa: SIM115
         self._padded = path.lower().endswith(".xz")  # zeros may come after each of its streams
         self._stream: Any = None  # that is not whole yet

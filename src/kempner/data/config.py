@@ -1,4 +1,4 @@
-"""The section [data]: which tokens, in which order."""
+"""The [data] section: which tokens, in which order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SourceConfig:
         "data set saved to disk, or Parquet or JSONL files to stream",
     )
     name: str = option(
-        "", "its name in metrics and messages; unset: the last part of path that is no pattern"
+        "", "its name in metrics and messages; unset: the last part of path that is not a pattern"
     )
     weight: float | None = option(
         None, "its share of the samples, relative to the others; unset: its size", minimum=0.0
@@ -94,12 +94,13 @@ class DataConfig:
 
     @property
     def lr_scales(self) -> tuple[float, ...]:
-        """By phase; the first, before any of `phases`, has 1."""
+        """Learning-rate factor of each phase; 1 before the first of `phases`."""
         return (1.0, *(phase.lr_scale for phase in self.phases))
 
     @property
     def mixed(self) -> tuple[SourceConfig, ...]:
-        """The sources; dataset_path alone is one. None where a run learns from rewards."""
+        """Sources of the mixture; dataset_path alone counts as one. Empty where a run learns from
+        rewards."""
         one = (SourceConfig(self.dataset_path),) if self.dataset_path else ()
         return self.sources or one
 

@@ -35,7 +35,7 @@ class TokenDataset(TokenStream):
     after a fork."""
 
     def __init__(self, path: Path, sidecar: Sidecar, split: str, shape: Shape, name: str) -> None:
-        """Use open(): it checks what this takes for granted."""
+        """Use open(), which checks what is assumed here."""
         self.path = path
         self.sidecar = sidecar
         self._shards = sidecar.splits[split]
@@ -53,12 +53,12 @@ class TokenDataset(TokenStream):
         separate: bool = False,
         name: str = "",
     ) -> TokenDataset:
-        """The split (train, val) of a data directory, for a model of `vocab_size`. `separate`:
+        """Open the split (train, val) of a data directory for a model of `vocab_size`. `separate`:
         documents do not see each other.
 
-        Raises ConfigError with everything that is wrong: the directory, the sidecar, a shard that
-        differs from the sidecar, too few tokens, ids outside the model's vocabulary. Without
-        `check_shards` no shard is opened: each is checked when it is first read.
+        Raises ConfigError with all problems: the directory, the sidecar, a shard that differs from
+        the sidecar, too few tokens, ids outside the model's vocabulary. Without `check_shards` no
+        shard is opened: each is checked when it is first read.
         """
         directory = Path(path).expanduser()
         sidecar = open_sidecar(path)
@@ -77,7 +77,7 @@ class TokenDataset(TokenStream):
         return cls(directory, sidecar, split, shape, name or directory.name)
 
     def identity(self) -> dict[str, Any]:
-        """The shards, as the sidecar has them: their tokens are the samples."""
+        """The shards, as in the sidecar: their tokens are the samples."""
         shards = json.dumps([asdict(shard) for shard in self._shards])
         return {"tokens": hashlib.sha256(shards.encode()).hexdigest()[:16]}
 
@@ -94,8 +94,8 @@ class TokenDataset(TokenStream):
 
     @functools.cached_property
     def _map(self) -> Callable[[int], Tokens]:
-        """Shard number -> its tokens. The shuffle reads all shards in turn, so as many stay mapped
-        as half the limit of open files allows: mmap keeps a descriptor for each."""
+        """Map shard number -> tokens. The shuffle reads all shards in turn, so half the limit of
+        open files stay mapped: each mmap keeps a descriptor."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # at the first read: start() raises it
         most = MOST_MAPS if soft == resource.RLIM_INFINITY else min(MOST_MAPS, soft // 2)
 
@@ -114,8 +114,8 @@ def _problems(directory: Path, shard: Shard, dtype: str) -> list[str]:
 
 
 def _map_shard(directory: Path, shard: Shard, dtype: str) -> Tokens:
-    """The tokens of a shard. Opens the file once; reads no more of it than the header. Raises
-    DataError when file and sidecar differ."""
+    """Map a shard's tokens. Opens the file once and reads only the header. Raises DataError if file
+    and sidecar differ."""
     path = directory / shard.file
     if dtype not in ("uint16", "uint32"):
         raise DataError(f"{path}: dtype {dtype} in the sidecar, must be uint16 or uint32; {AGAIN}")
@@ -123,7 +123,7 @@ def _map_shard(directory: Path, shard: Shard, dtype: str) -> Tokens:
 
 
 def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
-    """A .npy file of `length` numbers, mapped. Raises DataError when it is another."""
+    """Map a .npy file of `length` numbers. Raises DataError if it has another length or dtype."""
     try:
         with path.open("rb") as file:
             found, shape = _read_header(file)
@@ -140,7 +140,7 @@ def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
                     f"{path}: {size} bytes of shape {shape}, the sidecar says "
                     f"{length} tokens of {dtype}; {AGAIN}"
                 )
-            # As a plain array: a slice of a numpy.memmap costs several times as much.
+            # A plain array: slicing a numpy.memmap costs several times as much.
             return np.asarray(np.memmap(file, found, "r", file.tell(), shape))
     except OSError as error:
         fix = AGAIN if isinstance(error, FileNotFoundError) else "check the file system"
@@ -150,8 +150,8 @@ def map_array(path: Path, length: int, dtype: str) -> NDArray[Any]:
 
 
 def _read_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of a .npy file. NumPy's own reader evaluates the header by `ast`, which fails
-    now and then in Python 3.11 when two threads do so at once."""
+    """Read dtype and shape of a .npy file. NumPy's own reader evaluates the header by `ast`, which
+    fails now and then in Python 3.11 when two threads do so at once."""
     version, _ = np.lib.format.read_magic(file)
     size = int.from_bytes(file.read(2 if version == 1 else 4), "little")
     header = HEADER.fullmatch(file.read(size))

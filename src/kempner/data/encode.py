@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kempner.data.chat import ChatEncoding
 
 LOG_SECONDS = 10.0
-# A worker ends when its parent does. Not SIGTERM: by it the executor ends the workers that are left
+# A worker ends with its parent. Not by SIGTERM: the executor sends that to the remaining workers
 # when one has been killed, and waits for them.
 FOR_THE_PARENT = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a worker needs to encode a unit."""
+    """Settings that a worker needs to encode a unit."""
 
     tokenizer_file: str  # "" for bytes
     eod: int
@@ -100,7 +100,7 @@ def encode(unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded:
 def in_workers(
     act: Callable[[T, Encoding, Tokenizer], R], items: Iterable[T], how: Encoding, workers: int
 ) -> Iterator[R]:
-    """act(item, how, tokenizer) for each item, in `workers` processes; the results come in the
+    """Run act(item, how, tokenizer) for each item in `workers` processes; yields results in the
     order of the items, which are taken when a worker is free."""
     # One thread each: the processes are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -116,6 +116,7 @@ def in_workers(
     running: deque[Future[R]] = deque()
     try:
         source = iter(items)
+        # Two units for each worker, so that none waits for its next one.
         running.extend(_submit(pool, act, item) for item in itertools.islice(source, 2 * workers))
         while running:
             yield _result(pool, running.popleft())
@@ -125,11 +126,11 @@ def in_workers(
 
 
 def _result(pool: ProcessPoolExecutor, future: Future[R]) -> R:
-    """Its result. Raises BrokenProcessPool when a worker was killed.
+    """Wait for a result. Raises BrokenProcessPool if a worker was killed.
 
-    The executor notices that by itself, unless the worker died while it was sending a result: then
-    the executor's thread waits for the rest of it forever, and so would the exit of this process.
-    When nobody is left who could send it, the thread sees the end of the pipe.
+    The executor notices that by itself, unless the worker died while sending a result: then the
+    executor's thread waits for the rest of it forever, and so would the exit of this process. Once
+    nobody is left who could send it, closing the pipe shows the thread its end.
     """
     while True:
         try:
@@ -146,7 +147,7 @@ def _result(pool: ProcessPoolExecutor, future: Future[R]) -> R:
 def _submit(
     pool: ProcessPoolExecutor, act: Callable[[T, Encoding, Tokenizer], R], item: T
 ) -> Future[R]:
-    """May start a worker, which inherits the signal mask."""
+    """Submit an item. May start a worker, which inherits the signal mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)
     try:
         return pool.submit(_act, act, item)
@@ -161,7 +162,7 @@ def _start_worker(how: Encoding) -> None:
 
 
 def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait forever for its next unit."""
+    """End this worker with its parent; it would wait forever for its next unit."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -177,7 +178,8 @@ def _act(act: Callable[[T, Encoding, Tokenizer], R], item: T) -> R:
 
 @contextmanager
 def progress(total: int, start: int, quiet: bool = False) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, lines in a log; yields a function that takes the bytes just done."""
+    """Show a bar on a terminal, lines in a log; yields a function that takes the bytes just
+    done."""
     if quiet:
         yield lambda size: None
         return

@@ -14,8 +14,8 @@ DOCUMENTS = 8  # in a row, on average
 
 
 class FakeDataset:
-    """Rows of random tokens, which follow from the number of the sample. With documents apart, they
-    have lengths of an exponential distribution, of which some DOCUMENTS fit a row."""
+    """Rows of random tokens that follow from the sample's number. With documents apart, their
+    lengths are exponentially distributed, about DOCUMENTS to a row."""
 
     ordered = False
     packing = None
@@ -31,7 +31,7 @@ class FakeDataset:
         return {"seq_len": self.seq_len}
 
     def read(self, indices: Int64) -> Rows:
-        """Samples `indices` [N]."""
+        """Read samples `indices` [N]."""
         length = self.seq_len
         rows = np.empty((len(indices), length + 1), np.int64)
         documents = np.zeros((len(indices), length), np.int32) if self._separate else None
@@ -47,7 +47,7 @@ class FakeDataset:
 
 
 def _documents(random: np.random.Generator, length: int) -> Int32:
-    """Which document each of `length` tokens belongs to, [T]."""
+    """Number the document of each of `length` tokens, [T]."""
     mean = max(1.0, length / DOCUMENTS)
     lengths = 1 + random.exponential(mean, size=length).astype(np.int64)
     return np.searchsorted(np.cumsum(lengths), np.arange(length), side="right").astype(np.int32)

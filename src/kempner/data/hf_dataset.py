@@ -36,7 +36,8 @@ def is_hugging_face(path: str) -> bool:
 def open_hugging_face(
     cfg: SourceConfig, split: str, shape: Shape, check: bool, bookmarks: Path
 ) -> MappedTokens | StreamedDocuments:
-    """Raises DataError, or ConfigError. `bookmarks`: a directory, written to with `check`."""
+    """Open a Hugging Face data set. Raises DataError or ConfigError. `bookmarks`: a directory,
+    written to with `check`."""
     folder = Path(cfg.path).expanduser()
     file = bookmarks / f"{cfg.label}.jsonl"
     if not folder.is_dir():
@@ -53,7 +54,7 @@ def open_hugging_face(
 
 
 def _saved(cfg: SourceConfig, folder: Path, split: str) -> Any:
-    """A data set that save_to_disk wrote; of several splits the one asked for."""
+    """Load a data set that save_to_disk wrote; from several splits the requested one."""
     try:
         data = need("datasets").load_from_disk(str(folder))
     except FileNotFoundError as error:
@@ -67,7 +68,7 @@ def _saved(cfg: SourceConfig, folder: Path, split: str) -> Any:
 
 
 def _files(cfg: SourceConfig) -> Any:
-    """Files, by name or pattern, as an iterable data set."""
+    """Open files, by name or pattern, as an iterable data set."""
     package, builder = need("datasets"), BUILDERS[Path(cfg.path).suffix]
     files = cfg.path if "://" in cfg.path else str(Path(cfg.path).expanduser())
     if cfg.path.startswith(hub.HF_DATA):
@@ -118,7 +119,7 @@ class MappedTokens(TokenStream):
 
     @functools.cached_property
     def _first_tokens(self) -> Int64:
-        """Where each document begins in the stream: 8 bytes a document."""
+        """Return the offset of each document in the stream: 8 bytes a document."""
         length_of = need(
             "pyarrow.compute"
         ).list_value_length  # lists of any kind, of fixed length too

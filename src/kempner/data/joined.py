@@ -31,7 +31,7 @@ class Joined:
 
 
 def read_mixed(sources: Sequence[Source], numbers: Int64, indices: Int64) -> Rows:
-    """For each row [N] the sample indices[n] of the source numbers[n]."""
+    """Read for each row n [N] the sample indices[n] of the source numbers[n]."""
     shape = len(numbers), sources[0].seq_len
     inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
     documents = None

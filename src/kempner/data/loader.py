@@ -29,10 +29,10 @@ VALIDATION_SEED = 0  # validation samples are the same ones in every run
 
 
 class TrainLoader:
-    """next() gives this rank's micro-batches of one global step; it never ends.
+    """An endless iterator: next() returns this rank's micro-batches of one global step.
 
-    Of a global batch rank r of w takes the r-th contiguous part. With `prefetch` > 0 a thread reads
-    that many steps ahead; an error in it comes out of next(). One loader is used by one thread.
+    Rank r of w takes the r-th contiguous part of a global batch. With `prefetch` > 0 a thread reads
+    that many steps ahead; its errors are raised by next(). Not thread-safe.
     """
 
     def __init__(
@@ -51,9 +51,8 @@ class TrainLoader:
         reset_positions: bool = True,
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`stages`: the samples of each step. `micro`: samples of a micro-batch of one rank, at
-        most. `step`: that comes next. `reset_positions`: in each document of a row. `skip`: see
-        seek()."""
+        """`stages`: the samples of each step. `micro`: most samples of a micro-batch of one rank.
+        `step`: the next one. `reset_positions`: in each document of a row. `skip`: see seek()."""
         assert 0 <= rank < world and position >= 0
         for stage in stages:
             share, rest = divmod(stage.batch, world)
@@ -70,16 +69,16 @@ class TrainLoader:
         self._reader: _Reader | None = None
 
     def sample_numbers(self, position: int, count: int) -> list[int] | list[list[int]]:
-        """The data set's indices of the global samples position ... position + count - 1; of
-        several sources pairs of its number and the index in it."""
+        """Return the data set's indices of the global samples position ... position + count - 1;
+        with several sources, pairs of source number and index."""
         sources, indices = self.mixture.draw(position, count)
         if len(self.sources) == 1:
             return [int(index) for index in indices]
         return [[int(i), int(j)] for i, j in zip(sources, indices, strict=True)]
 
     def keys_per_query(self, window: int | None) -> float | None:
-        """Keys that a query sees on average, over some samples; None where each row is one
-        document, and where the data are streamed, which cannot be looked at beforehand."""
+        """Average number of keys that a query sees, over some samples; None where each row is one
+        document, and where the data are streamed and cannot be sampled ahead."""
         if any(source.ordered for source in self.sources):
             return None
         numbers, indices = self.mixture.draw(0, min(LOOKED_AT, self._stages[0].batch))
@@ -107,6 +106,7 @@ class TrainLoader:
             except BaseException:
                 self.close()
                 raise
+        # Counted here, not where the thread reads: reading ahead must not move the run's position.
         ranges = self._ranges(self.position, stage_at(self._stages, self.step).batch)
         self.phase = self.mixture.phase(ranges[0][0])
         self.position = ranges[-1][1]
@@ -120,16 +120,16 @@ class TrainLoader:
         skip: Sequence[Sequence[int]] = (),
         mixture: Mixture | None = None,
     ) -> None:
-        """Go on at `position` with this step, and leave out the sample numbers of the ranges
-        `skip`, [from, to) each; what has been read ahead is thrown away. `mixture`: in place of the
-        one so far."""
+        """Continue at `position` with this step, leaving out the sample numbers of the ranges
+        `skip`, [from, to) each; what has been read ahead is discarded. `mixture`: replaces the
+        current one."""
         assert position >= 0
         self.close()
         self.position, self.step, self._skip = position, step, skip
         self.mixture = mixture or self.mixture
 
     def close(self) -> None:
-        """Stop reading ahead; returns when the thread has ended. next() would start again."""
+        """Stop reading ahead; returns when the thread has ended. next() starts it again."""
         if self._reader is not None:
             self._reader.stop()
             self._reader = None
@@ -141,8 +141,8 @@ class TrainLoader:
             step += 1
 
     def _ranges(self, position: int, count: int) -> list[tuple[int, int]]:
-        """The next `count` samples from `position` on, but those that are left out, as [from, to)
-        each. A batch of another size than before may reach over such a gap."""
+        """Return the next `count` samples from `position` on, without those left out, as ranges
+        [from, to). A batch of a new size may reach over such a gap."""
         found = []
         for begin, end in sorted(map(tuple, self._skip)):
             if position < begin and count:
@@ -174,7 +174,7 @@ class TrainLoader:
 
 
 class _Reader:
-    """A thread that takes from `steps`, `ahead` of next()."""
+    """A thread that reads `steps`, at most `ahead` of next()."""
 
     def __init__(self, steps: Iterator[list[MicroBatch]], ahead: int) -> None:
         self._steps = steps
@@ -214,7 +214,7 @@ def val_batches(
     world: int,
     reset_positions: bool = True,
 ) -> Iterator[MicroBatch]:
-    """The first `samples` (None: all) of a fixed shuffle, as batches [micro, T] of this rank.
+    """Yield the first `samples` (None: all) of a fixed shuffle, as batches [micro, T] of this rank.
 
     Every rank gets equally many batches. Surplus rows have only the label -100, so the samples that
     count are the same for any world size and micro-batch.
@@ -240,8 +240,8 @@ def _padded(rows: Rows, missing: int) -> Rows:
 def reading_speed(
     sources: Sequence[Source], mixture: Mixture, micro: int, seconds: float = 2.0
 ) -> float:
-    """Tokens per second that one core reads, shuffles and makes into tensors, without prefetch: of
-    this thread's CPU time, so that other processes do not count."""
+    """Measure tokens per second that one core reads, shuffles and makes into tensors, without
+    prefetch; in CPU time of this thread, so that other processes do not count."""
     every = [Stage(0, micro)]
     loader = TrainLoader(sources, mixture, stages=every, rank=0, world=1, micro=micro, prefetch=0)
     next(loader)
@@ -254,7 +254,8 @@ def reading_speed(
 def _tensors(
     rows: Rows, part: slice, pin: bool, reset_positions: bool, sources: Int64 | None = None
 ) -> MicroBatch:
-    """Some of the rows as tensors, each contiguous. `sources` [N]: the number of each row's."""
+    """Make tensors of some of the rows, each contiguous. `sources` [N]: each row's source
+    number."""
     documents = None
     if rows.documents is not None:
         documents = Documents.of(torch.from_numpy(rows.documents[part]), reset_positions)

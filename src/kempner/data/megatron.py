@@ -32,7 +32,7 @@ class MegatronDataset(TokenStream):
     """All documents of one PREFIX, as one stream of tokens."""
 
     def __init__(self, prefix: Path, shape: Shape, name: str) -> None:
-        """Raises DataError when the files are not there, or are not such a data set."""
+        """Raises DataError if the files are missing or are not such a data set."""
         self.prefix = prefix
         lengths, pointers, documents, dtype = _read_index(prefix.with_name(prefix.name + ".idx"))
         self._lengths, self._documents, self._dtype = lengths, documents, np.dtype(dtype)
@@ -52,7 +52,8 @@ class MegatronDataset(TokenStream):
 
     @classmethod
     def open(cls, path: str, shape: Shape, name: str, check: bool) -> MegatronDataset:
-        """`path`: the prefix, or either of the two files. `check`: look at all token ids."""
+        """Open by `path`: the prefix, or either of the two files. `check`: look at all token
+        ids."""
         prefix = Path(path).expanduser()
         prefix = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
         result = cls(prefix, shape, name)
@@ -62,13 +63,13 @@ class MegatronDataset(TokenStream):
         return result
 
     def largest(self) -> int:
-        """The largest id; one pass over the file."""
+        """Return the largest id; one pass over the file."""
         tokens = self.part(0)
         parts = (tokens[i : i + CHECKED] for i in range(0, len(tokens), CHECKED))
         return max((int(part.max()) for part in parts), default=0)
 
     def identity(self) -> dict[str, Any]:
-        """The lengths of the sequences stand for them: it takes no pass over the tokens."""
+        """The lengths of the sequences stand for them: no pass over the tokens is needed."""
         digest = hashlib.sha256(self._lengths.tobytes()).hexdigest()[:16]
         return {"sequences": digest, "dtype": str(self._dtype)}
 
@@ -80,12 +81,12 @@ class MegatronDataset(TokenStream):
 
     @functools.cached_property
     def _mapped(self) -> Tokens:
-        # As a plain array: a slice of a numpy.memmap costs several times as much.
+        # A plain array: slicing a numpy.memmap costs several times as much.
         return np.asarray(np.memmap(self._bin, self._dtype, "r"))
 
     @functools.cached_property
     def _first_tokens(self) -> Int64:
-        """Where each document begins in the stream."""
+        """Return the offset of each document in the stream."""
         ends = np.cumsum(self._lengths, dtype=np.int64)
         starts: Int64 = np.append(0, ends)[self._documents[:-1]]
         return starts
@@ -100,7 +101,7 @@ def is_megatron(path: str) -> bool:
 
 
 def _read_index(path: Path) -> tuple[NDArray[np.int32], Int64, Int64, str]:
-    """Lengths, pointers, documents and dtype."""
+    """Read lengths, pointers, documents and dtype."""
     try:
         with path.open("rb") as file:
             magic, version, code, sequences, documents = HEAD.unpack(file.read(HEAD.size))

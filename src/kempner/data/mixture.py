@@ -1,9 +1,9 @@
-"""Which source sample number n is of, and which of its samples: a function of n, the seed and the
+"""The mixture: sample number n -> its source and its index there, a function of n, the seed and the
 mixture alone. No torch.
 
-A run is cut into segments. In each the sources have fixed shares of the samples: a segment ends
-where a phase begins, or where a source has been used as often as it may be. Within a segment the
-order of the sources is a pattern that repeats, so that any n is found without those before it.
+A run is cut into segments with fixed shares of the sources: a segment ends where a phase begins, or
+where a source has been used as often as it may be. Within a segment the order of the sources is a
+pattern that repeats, so that any n is found without those before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Parts = tuple[int, ...]  # shares of the sources, as multiples of one over their
 
 @dataclass(frozen=True)
 class Ingredient:
-    """What the mixture knows of a source."""
+    """Facts about a source that the mixture needs."""
 
     name: str
     size: int  # samples
@@ -63,11 +63,12 @@ class Segment:
 
     @property
     def shares(self) -> list[float]:
-        """Of each source."""
+        """Share of each source."""
         return [part / sum(self.parts) for part in self.parts]
 
     def drawn(self, number: int) -> list[int]:
-        """Samples of each source before sample number `number`, from the start of the run."""
+        """Count the samples of each source before sample number `number`, from the start of the
+        run."""
         order, _ = pattern(self.parts)
         turns, place = divmod(number - self.start, len(order))
         total = np.array(self.base) + turns * self.counts + self._count(order[:place])
@@ -119,12 +120,12 @@ class Mixture:
                 base = segment.drawn(start)
 
     def segment(self, number: int) -> Segment:
-        """The segment of a sample number."""
+        """Find the segment of a sample number."""
         return self.segments[int(np.searchsorted(self._starts, number, side="right")) - 1]
 
     def draw(self, position: int, count: int) -> tuple[Int64, Int64]:
-        """The sample numbers position ... position + count - 1: the source of each, and its index
-        in it. Every epoch of a source is a shuffle of its own. Raises DataError at the end."""
+        """Return the source and the index in it of sample numbers position ... position + count -
+        1. Every epoch of a source is a shuffle of its own. Raises DataError at the end."""
         if self.end is not None and position + count > self.end:
             raise DataError(self.too_short(position + count))
         numbers = np.arange(position, position + count, dtype=np.int64)
@@ -147,16 +148,16 @@ class Mixture:
         return sources, indices
 
     def _places(self, source: int, running: Int64) -> Int64:
-        """The indices of the samples of a source with these running numbers."""
+        """Return the indices of the samples of a source with these running numbers."""
         one = self.ingredients[source]
         return running if one.ordered else shuffled(running, one.size, self.seed)
 
     def drawn(self, number: int) -> list[int]:
-        """Samples of each source before sample number `number`."""
+        """Count the samples of each source before sample number `number`."""
         return self.segment(number).drawn(number)
 
     def phase(self, number: int) -> int:
-        """Which phase a sample number is in."""
+        """Return the index of a sample number's phase."""
         return bisect.bisect_right([phase.start for phase in self.phases], number) - 1
 
     def too_short(self, samples: int) -> str:
@@ -167,11 +168,11 @@ class Mixture:
         )
 
     def uses(self, name: str, samples: int) -> bool:
-        """Whether a source is among the first `samples` samples."""
+        """Return whether a source is among the first `samples` samples."""
         return any(name in shares for _, shares in self.past(samples))
 
     def past(self, samples: int) -> list[tuple[int, dict[str, float]]]:
-        """What the first `samples` samples follow from: where each share began."""
+        """Return (start, shares) of each segment that the first `samples` samples follow from."""
         return [
             (
                 segment.start,
@@ -187,7 +188,7 @@ class Mixture:
 
 
 def _used_up(segment: Segment, left: Sequence[float]) -> list[int]:
-    """For each source that has a limit the sample number at which it would be exceeded."""
+    """Return, for each source with a limit, the sample number that would exceed it."""
     order, _ = pattern(segment.parts)
     found = []
     for i, more in enumerate(left):
@@ -199,8 +200,9 @@ def _used_up(segment: Segment, left: Sequence[float]) -> list[int]:
 
 
 def parts_of(weights: Sequence[float]) -> Parts:
-    """The shares in whole parts: exactly where that takes at most LONGEST_PATTERN of them
-    (7 : 2 : 1, 0.35 : 0.65); otherwise of FINE parts, and at least one sample a turn for each."""
+    """Express weights as whole parts: exact where at most LONGEST_PATTERN of them suffice (7 : 2 :
+    1, 0.35 : 0.65); else of FINE parts, and at least one sample a turn for each."""
+    # By its decimal digits: 0.1 is 1/10, not the nearest binary fraction.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     common = math.lcm(*(share.denominator for share in shares))
@@ -208,15 +210,16 @@ def parts_of(weights: Sequence[float]) -> Parts:
         return tuple(int(share * common) for share in shares)
     least = FINE // LONGEST_PATTERN
     parts = [max(least, int(share * FINE)) if share else 0 for share in shares]
+    # The largest share takes the rounding errors of all.
     parts[parts.index(max(parts))] += FINE - sum(parts)
     return tuple(parts)
 
 
 @functools.lru_cache(64)
 def pattern(parts: Parts) -> tuple[Int64, Int64]:
-    """One turn: which source each place has, and how often it came before in the turn.
+    """Build one turn: the source at each place, and how often it came before in the turn.
 
-    Over any beginning each source's count is less than one from its exact share: the quota method
+    Over any prefix each source's count is less than one from its exact share: the quota method
     (Balinski and Young, American Mathematical Monthly 82, 1975). Each place goes to the source with
     the least (count + 1) / share of those that would not exceed their share rounded up.
     """

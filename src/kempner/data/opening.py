@@ -1,4 +1,4 @@
-"""The section [data] -> the sources of a run, their mixture, and what of it a checkpoint pins."""
+"""Open the sources of a run and their mixture from [data]; compare them with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Facts = dict[str, Any]  # JSON
 
 @dataclass(frozen=True)
 class Opening:
-    """How the sources of a run are opened."""
+    """Settings with which the sources of a run are opened."""
 
     shape: Shape
     check: bool  # all files, which is for rank 0
@@ -36,7 +36,7 @@ class Opening:
 
 
 def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
-    """The training split of each source. Raises ConfigError with what is wrong with any."""
+    """Open the training split of each source. Raises ConfigError with all their problems."""
     sources, problems = _splits(cfg.mixed, "train", how)
     problems = problems or _other_kind(cfg) or one_vocabulary(cfg) or _uncounted(cfg, sources)
     if problems:
@@ -45,8 +45,8 @@ def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
 
 
 def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -> list[Source]:
-    """The validation splits of these sets; without any, those of all the run's own sources that
-    have one, joined. Raises ConfigError."""
+    """Open the validation splits of these sets; without any, those of all the run's own sources
+    that have one, joined. Raises ConfigError."""
     own = [one for one in cfg.mixed if len(cfg.mixed) == 1 or _has_held_out(one, how)]
     sources, problems = _splits(sets or own, "val", how)
     if sets and not problems:
@@ -113,7 +113,8 @@ def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
 
 
 def _other_kind(cfg: DataConfig) -> list[str]:
-    """Of data.kind: plain text trains a chat model as well as chats do, to another end."""
+    """List sources whose kind is not data.kind: plain text trains a chat model without an error, to
+    another end."""
     found = [
         (one.path, open_sidecar(one.path).kind if has_sidecar(one) else "text")
         for one in cfg.mixed
@@ -129,7 +130,7 @@ def _other_kind(cfg: DataConfig) -> list[str]:
 
 
 def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
-    """A source of which nobody knows the size has no share by size, and no epochs."""
+    """List problems of sources of unknown size: they have no share by size, and no epochs."""
     return [
         f"data source {one.label}: is streamed, and its size is not known; "
         + ("remove max_epochs" if one.max_epochs else "give each source a weight")
@@ -139,7 +140,7 @@ def _uncounted(cfg: DataConfig, sources: Sequence[Source]) -> list[str]:
 
 
 def one_vocabulary(cfg: DataConfig) -> list[str]:
-    """Whether the token shards were all made with one tokenizer."""
+    """List the token shards that were made with another tokenizer than the first."""
     found = [(one.path, open_sidecar(one.path).tokenizer) for one in cfg.mixed if has_sidecar(one)]
     return [
         f"{path}: its tokenizer is {tokenizer['name']}, that of {found[0][0]} is "
@@ -155,7 +156,7 @@ def has_sidecar(cfg: SourceConfig) -> bool:
 
 
 def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> Facts:
-    """What a mixture follows from, as JSON for a manifest."""
+    """Return all that a mixture follows from, as JSON for a manifest."""
     return {
         "sources": [
             {
@@ -175,8 +176,8 @@ def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> Facts:
 
 
 def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -> Mixture:
-    """`starts`: the sample number at which each of the phases begins. A phase without weights has
-    those of the sources, whose weight is by default their size."""
+    """Build the mixture from its facts. `starts`: the sample number at which each phase begins. A
+    phase without weights has those of the sources, whose default weight is their size."""
     keys = ("name", "size", "max_epochs", "ordered")
     parts = [Ingredient(*(one[key] for key in keys)) for one in facts["sources"]]
     own = [one["size"] if one["weight"] is None else one["weight"] for one in facts["sources"]]
@@ -198,10 +199,12 @@ def mixture_of(facts: Mapping[str, Any], starts: Sequence[int], seed: int = 0) -
 def changes(
     there: Facts, here: Facts, starts: Sequence[int], samples: int, same_length: bool = True
 ) -> list[str]:
-    """Why a run with the facts `here` may not go on from a checkpoint with those `there`, in which
-    the phases begin at `starts`, after `samples` samples: what has been read must stay the same.
-    Phases that have not begun, and sources that were not used, may change. Samples of another
-    length are counted in another way: only the tokens that they are cut from are compared."""
+    """List the reasons why a run with the facts `here` may not continue from a checkpoint with
+    those `there`, in which the phases begin at `starts`, after `samples` samples: what has been
+    read must stay the same.
+
+    Phases that have not begun and sources that were not used may change. Samples of another length
+    are numbered differently: then only the tokens they are cut from are compared."""
     begun = sum(start < samples for start in starts)
     old = mixture_of({**there, "phases": there["phases"][:begun]}, starts[:begun])
     found = [

@@ -1,4 +1,4 @@
-"""Whole documents into rows of fixed length."""
+"""Packing of whole documents into rows of fixed length."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kempner.data.source import Int64
 
 @dataclass(frozen=True)
 class Packing:
-    """Row r holds the items order[starts[r] : starts[r + 1]]."""
+    """A packing: row r holds the items order[starts[r] : starts[r + 1]]."""
 
     order: Int64  # [N] numbers of the items
     starts: Int64  # [R + 1]
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.starts) - 1
 
 

@@ -19,7 +19,7 @@ MASK = 2**64 - 1
 
 
 def permute(index: Int64, n: int, seed: int) -> Int64:
-    """The images of `index` ([N], each in 0..n-1) under the bijection of (n, seed)."""
+    """Map `index` ([N], each in 0..n-1) by the bijection of (n, seed)."""
     assert 0 < n <= 2**62, n
     assert index.size == 0 or (index.min() >= 0 and index.max() < n), "index outside 0..n-1"
     a = math.isqrt(n - 1) + 1
@@ -32,8 +32,8 @@ def permute(index: Int64, n: int, seed: int) -> Int64:
 
 
 def shuffled(numbers: Int64, n: int, seed: int) -> Int64:
-    """Where the samples with these running numbers are in a data set of `n` samples: each epoch of
-    n numbers is a shuffle of its own."""
+    """Map running numbers to places in a data set of `n` samples: each epoch of n numbers is a
+    shuffle of its own."""
     epochs, index = np.divmod(numbers, n)
     result = np.empty_like(index)
     for epoch in np.unique(epochs):
@@ -43,7 +43,7 @@ def shuffled(numbers: Int64, n: int, seed: int) -> Int64:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """A seed of its own for each epoch of a run."""
+    """Derive a seed for each epoch of a run."""
     return _mix(_mix(seed) ^ epoch)
 
 
@@ -58,7 +58,8 @@ def _encrypt(value: Int64, a: int, b: int, keys: list[int]) -> Int64:
 
 
 def _hash(value: Int64, key: int) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) of value + key, elementwise."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) to value + key,
+    elementwise."""
     x = value.astype(np.uint64) + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -66,7 +67,7 @@ def _hash(value: Int64, key: int) -> NDArray[np.uint64]:
 
 
 def _mix(value: int) -> int:
-    """splitmix64 of one Python integer."""
+    """Apply splitmix64 to one Python integer."""
     x = (value + 0x9E3779B97F4A7C15) & MASK
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK

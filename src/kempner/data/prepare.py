@@ -1,4 +1,4 @@
-"""All units of the input -> shards, or one task's share of the units -> files."""
+"""Prepare all units of the input as shards, or one task's share of them as files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Work:
     skip_bad_lines: bool
 
     def done(self) -> int:
-        """Units that are in shards."""
+        """Number of units that are in shards."""
         return int(self.sidecar.prepared["progress"]["units"])
 
 
 def encode_share(work: Work, world: World) -> None:
-    """The part of one task of a job."""
+    """Encode the part of one task of a job."""
     left = work.items[work.done() :]
     if not left or (work.out / SIDECAR).is_file():
         return
@@ -51,7 +51,8 @@ def encode_share(work: Work, world: World) -> None:
 
 
 def write_shards(work: Work) -> Sidecar:
-    """Raises ConfigError with the bad lines, when they are not to be left out."""
+    """Write all units as shards. Raises ConfigError with the bad lines, unless they are to be left
+    out."""
     writer = Writer(work.out, work.sidecar)
     done, left = work.items[: work.done()], work.items[work.done() :]
     if done:
@@ -76,7 +77,7 @@ def write_shards(work: Work) -> Sidecar:
 
 
 def _refuse(out: Path, bad: list[BadLine], stopped: bool) -> tuple[list[str], str]:
-    """The first bad lines, and what to do; all of them go into a file."""
+    """Return the first bad lines and the fix; all of them go into a file."""
     lines = [f"{line.path}:{line.number}: {line.reason}" for line in bad]
     write_atomic(out / BAD_LINES, "\n".join([*lines, ""]))
     more = f"{len(bad) - SHOWN} more such lines, " if len(bad) > SHOWN else ""

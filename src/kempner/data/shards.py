@@ -66,7 +66,7 @@ class Writer:
 
     def add(self, unit: Encoded) -> None:
         """Append a unit; its bad lines are left out, and recorded."""
-        # Written when more comes: the last shard stays open for finish().
+        # A full shard is written only when more comes: finish() may move its end to validation.
         full = self._pending_tokens() >= self.sidecar.prepared["settings"]["shard_tokens"]
         if full and any(map(len, unit.tokens.values())):
             self._flush()
@@ -83,8 +83,8 @@ class Writer:
         self._count["bad_lines"] = len(self._bad_lines)
 
     def bad_lines(self, unit: Encoded) -> list[BadLine]:
-        """The bad lines of a unit, with their numbers in the file. add() calls it; a unit that is
-        not added still has to be counted, because the lines of a file go on from unit to unit."""
+        """Return the bad lines of a unit, numbered as in the file. add() calls it; a unit that is
+        not added must still be counted, because line numbers go on from unit to unit."""
         before = []
         for begins, count in unit.lines:
             self._count["lines"] = 0 if begins else self._count["lines"]
@@ -93,12 +93,12 @@ class Writer:
         return [replace(bad, number=before[bad.piece] + bad.number + 1) for bad in unit.bad]
 
     def finish(self) -> Sidecar:
-        """Write what is pending and then dataset.json: from now on the data can be read."""
+        """Write what is pending, then dataset.json: from then on the data can be read."""
         if self._pending_tokens():
             self._balance()
             self._flush()
         elif not self.sidecar.tokens("train"):
-            raise DataError("; ".join(["there is no text in the input", *remarks(self._count)]))
+            raise DataError("; ".join(["the input has no text", *remarks(self._count)]))
         self.sidecar.save(self.directory / SIDECAR)
         (self.directory / PROGRESS).unlink()
         remove_units(self.directory)
@@ -108,7 +108,8 @@ class Writer:
         return sum(len(tokens) for parts in self._pending.values() for tokens in parts)
 
     def _balance(self) -> None:
-        """A hash of few documents may hold out far too little or too much: cut off the end then."""
+        """Correct the held-out share from the end: a hash of few documents may hold out far too
+        little or too much."""
         fraction = self.sidecar.prepared["settings"]["val_fraction"]
         pending = {name: sum(map(len, parts)) for name, parts in self._pending.items()}
         val = self.sidecar.tokens("val") + pending["val"]
@@ -157,7 +158,7 @@ class Writer:
 
 
 def remarks(progress: dict[str, Any]) -> list[str]:
-    """What was left out, a phrase each."""
+    """Describe what was left out, a phrase each."""
     names, found = progress.get("skipped_names", []), []
     if count := progress["skipped"]:
         named = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
@@ -192,7 +193,8 @@ def split_tail(tokens: Tokens, want: int, eod: int) -> tuple[Tokens, Tokens]:
 
 
 def _npy(parts: list[Tokens]) -> Callable[[BinaryIO], object]:
-    """Write a 1-D .npy from its parts. Not np.save: that forgets why a write failed."""
+    """Return a writer of a 1-D .npy from its parts. Not np.save: that forgets why a write
+    failed."""
 
     def write(file: BinaryIO) -> None:
         shape = (sum(map(len, parts)),)
@@ -209,8 +211,8 @@ def _npy(parts: list[Tokens]) -> Callable[[BinaryIO], object]:
 
 @contextmanager
 def locked(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Only one process writes shards to the directory at a time; the tasks of a job, which write
-    units, share the lock (fcntl.LOCK_SH)."""
+    """Lock the directory so that one process writes shards at a time; the tasks of a job, which
+    write units, share the lock (fcntl.LOCK_SH). Raises DataError if another holds it."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -228,9 +230,10 @@ def locked(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
-    """Where to resume: `sidecar` (nothing there), the record of a killed run, or finished data.
+    """Return the sidecar to resume from: `sidecar` (nothing there), the record of a killed run, or
+    finished data.
 
-    What was made with other settings or from other inputs is refused, or removed by `overwrite`.
+    Data made with other settings or from other inputs are refused, or removed by `overwrite`.
     """
     for leftover in directory.glob(".*.new"):
         if FRESH.fullmatch(leftover.name):
@@ -239,7 +242,7 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
     record = directory / (SIDECAR if finished else PROGRESS)
     if not record.is_file():
         problems = [
-            f"{path}: a shard, but there is no {SIDECAR}; choose another --out, or --overwrite"
+            f"{path}: a shard without a {SIDECAR}; choose another --out, or --overwrite"
             for path in _shards(directory)[:1]
         ]
         if not problems:
@@ -264,8 +267,8 @@ def earlier(directory: Path, sidecar: Sidecar, overwrite: bool) -> Sidecar:
 
 
 def begun(directory: Path, sidecar: Sidecar) -> Sidecar:
-    """The record of a preparation that has begun, or has finished, with the same settings. Changes
-    nothing: the tasks of a job call it together."""
+    """Return the record of a preparation that has begun, or has finished, with the same settings.
+    Changes nothing: the tasks of a job call it together."""
     finished = (directory / SIDECAR).is_file()
     found = Sidecar.load(directory / (SIDECAR if finished else PROGRESS))
     if problems := _differences(directory, found, sidecar, finished):
@@ -306,8 +309,8 @@ def forget(directory: Path, made: bool) -> None:
 
 
 def _not_recorded(directory: Path) -> list[str]:
-    """The names of files in finished data that discard() would remove, and that are not of these
-    data; none where the sidecar cannot be read."""
+    """List files in finished data that discard() would remove although they do not belong to these
+    data; none if the sidecar cannot be read."""
     try:
         found = Sidecar.load(directory / SIDECAR)
     except ConfigError:

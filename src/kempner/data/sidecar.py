@@ -83,7 +83,8 @@ class Sidecar:
 
 
 def open_sidecar(directory: str | Path) -> Sidecar:
-    """The sidecar of a finished data directory; DataError says what is missing and what to do."""
+    """Read the sidecar of a finished data directory. Raises DataError that says what is missing and
+    what to do."""
     path = Path(directory).expanduser()
     if (path / SIDECAR).is_file() and not read_run_id(path):  # a run has a copy of it
         return Sidecar.load(path / SIDECAR)
@@ -104,7 +105,7 @@ def open_sidecar(directory: str | Path) -> Sidecar:
 
 
 def _data_of(path: Path, kind: Kind) -> str:
-    """What to name in place of something else."""
+    """Suggest what to name instead of a path that is not a data directory."""
     if kind is Kind.RUN:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             data = toml.loads((path / "config.toml").read_text())["data"]["dataset_path"]
@@ -115,7 +116,8 @@ def _data_of(path: Path, kind: Kind) -> str:
 
 
 def copy_tokenizer(data_dir: str | Path, run_dir: str | Path) -> None:
-    """Copy what load_tokenizer() and ChatTemplate need: a run can be sampled without its data."""
+    """Copy the files that load_tokenizer() and ChatTemplate need: a run can be sampled without its
+    data."""
     for name in (TOKENIZER, TOKENIZER_CONFIG, SIDECAR):
         source = Path(data_dir).expanduser() / name
         if source.is_file():

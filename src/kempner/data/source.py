@@ -1,4 +1,4 @@
-"""What the loader reads from: a data set whose samples are numbered. N samples, T tokens."""
+"""The loader's view of a data set: numbered samples. N samples, T tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ IGNORE = -100  # a target that does not count: padding, or a masked token
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples as they are read; `targets` are what follows each of `inputs`."""
+    """Samples as they are read; `targets` are the next tokens of `inputs`."""
 
     inputs: Int64  # [N, T]
     targets: Int64  # [N, T]; -100 does not count: the loss mask
     documents: Int32 | None = None  # [N, T]: which document of its row, from 0; None: one a row
 
     def cut(self, pieces: int) -> Rows:
-        """Each row as so many shorter ones, [N * pieces, T / pieces]."""
+        """Cut each row into `pieces` shorter ones, [N * pieces, T / pieces]."""
         size = self.inputs.shape[1] // pieces
         documents = None if self.documents is None else self.documents.reshape(-1, size)
         return Rows(self.inputs.reshape(-1, size), self.targets.reshape(-1, size), documents)
@@ -32,8 +32,8 @@ class Rows:
 class Source(Protocol):
     """A data set of one split, for one sequence length. Reading it is safe in any thread.
 
-    What sample `index` holds follows from the index and the files alone, never from what was read
-    before: the order, the mixture and the share of each rank are the loader's.
+    The content of sample `index` follows from the index and the files alone, never from what was
+    read before: the order, the mixture and the share of each rank are the loader's.
     """
 
     name: str
@@ -42,17 +42,18 @@ class Source(Protocol):
 
     @property
     def packing(self) -> dict[str, float] | None:
-        """For the metrics, of rows that are packed: how full they are, and what did not fit."""
+        """Metrics of packed rows: how full they are, and what did not fit. None if not packed."""
         ...
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         ...
 
     def read(self, indices: Int64) -> Rows:
-        """Samples `indices` [N], each in 0 to len - 1, in that order."""
+        """Read samples `indices` [N], each in 0 to len - 1, in that order."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What its samples follow from, as JSON: a run resumes only while this stays the same."""
+        """Return all that the samples follow from, as JSON: a run resumes only while it stays the
+        same."""
         ...

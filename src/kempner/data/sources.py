@@ -70,18 +70,18 @@ class BadLine:
 
 @dataclass
 class Lines:
-    """What is known of the lines of a piece of JSON when its documents have been read."""
+    """Counts of the lines of a piece of JSON, known once its documents have been read."""
 
     count: int = 0
     bad: list[tuple[int, str]] = field(default_factory=list)  # number, from 0, and reason
 
 
 def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None) -> list[Source]:
-    """The files under `inputs`, each once, in an order that depends on the names alone.
+    """List the files under `inputs`, each once, in an order that depends on the names alone.
 
-    Hidden files, __pycache__ and everything under `exclude` (the output) are passed over; links to
+    Hidden files, __pycache__ and everything under `exclude` (the output) are skipped; links to
     directories, and what is neither a file nor a directory, go into `left_out`. Raises ConfigError,
-    which names the links to nothing and what cannot be read.
+    which names dangling links and what cannot be read.
     """
     found: dict[str, Source] = {}
     problems: list[str] = []
@@ -107,14 +107,14 @@ def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None
 
 
 def standard_library() -> list[Source]:
-    """The source of Python's standard library: text that every machine has."""
+    """List the source files of Python's standard library: text that every machine has."""
     top = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(_walk(top, skip=("__pycache__", *NO_STDLIB_TEXT), exclude=None))
     return [_source(p, str(p.relative_to(top)), named=False) for p in paths if p.suffix == ".py"]
 
 
 def _raise(problems: list[str]) -> None:
-    """ConfigError with the first ones, if there are any: a tree may have thousands."""
+    """Raise ConfigError with the first problems, if any: a tree may have thousands."""
     if len(problems) > SHOWN:
         problems = [*problems[:SHOWN], f"and {len(problems) - SHOWN:,} more of this kind"]
     if problems:
@@ -128,7 +128,7 @@ def _walk(
     left_out: list[str] | None = None,
     problems: list[str] | None = None,
 ) -> Iterator[Path]:
-    """The files; without `problems` the first one is raised."""
+    """Yield the files; without `problems` the first problem is raised."""
 
     def wrong(path: str | Path, what: str, fix: str = CORPUS_FIX) -> None:
         problem = f"{path}: {what}; {fix}"
@@ -168,7 +168,7 @@ def _walk(
 
 
 def _unreadable(error: OSError) -> None:
-    """os.walk and glob leave out a directory that they cannot read without a word."""
+    """Raise the error: os.walk and glob silently leave out a directory that they cannot read."""
     raise DataError(f"{error.filename}: {error.strerror}; {CORPUS_FIX}")
 
 
@@ -193,7 +193,7 @@ def _source(path: Path, name: str, named: bool) -> Source:
 
 
 def fingerprint(sources: Iterable[Source]) -> str:
-    """Changes when a file is added, removed, renamed or written."""
+    """Hash the sources; changes when a file is added, removed, renamed or written."""
     digest = hashlib.sha256()
     for source in sources:
         status = os.stat(source.path)
@@ -203,7 +203,8 @@ def fingerprint(sources: Iterable[Source]) -> str:
 
 
 def cut(sources: Iterable[Source], unit_bytes: int) -> list[list[Piece]]:
-    """The input in units of about `unit_bytes`, at least a piece: each is one task of a worker."""
+    """Cut the input into units of about `unit_bytes`, at least a piece: each is one task of a
+    worker."""
     units: list[list[Piece]] = []
     problems: list[str] = []
     filled = unit_bytes
@@ -241,7 +242,7 @@ def _pieces(source: Source) -> list[Piece]:
 
 
 def _borders(file: BinaryIO, step: int, lines_only: bool) -> Iterator[int]:
-    """0, the line ends nearest after each `step` bytes, and the size.
+    """Yield 0, the line ends nearest after each `step` bytes, and the size.
 
     Text without line ends is cut between two characters all the same; JSON lines never are.
     """
@@ -262,12 +263,12 @@ def _borders(file: BinaryIO, step: int, lines_only: bool) -> Iterator[int]:
 
 
 def _inside(following: bytes) -> int:
-    """How many of the bytes that follow a cut still belong to the UTF-8 character before it."""
+    """Count the bytes after a cut that still belong to the UTF-8 character before it."""
     return len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 
 def documents(piece: Piece, text_key: str, lines: Lines) -> Iterator[str]:
-    """The documents of one piece, empty ones included; those of JSON are counted in `lines`.
+    """Yield the documents of one piece, empty ones included; those of JSON are counted in `lines`.
     Raises DataError, or Undecodable."""
     if piece.source.kind == "parquet":
         yield from _parquet_documents(piece, text_key)
@@ -284,7 +285,7 @@ def documents(piece: Piece, text_key: str, lines: Lines) -> Iterator[str]:
 
 
 def rows(piece: Piece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of one piece with their numbers in it, from 0, counted in `lines`. Raises
+    """Yield the rows of one piece with their numbers in it, from 0, counted in `lines`. Raises
     DataError."""
     if piece.source.kind == "parquet":
         batches = _parquet(piece.source).iter_batches(row_groups=[piece.start], batch_size=1024)
@@ -308,14 +309,14 @@ def rows(piece: Piece, lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _without_none(value: Any) -> Any:
-    """Arrow fills in the keys that an object does not have but others of its column do."""
+    """Drop the keys with None that Arrow fills in because other objects of the column have them."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _lines(piece: Piece, lines: Lines) -> Iterator[bytes]:
-    """Without their ends; counted in `lines`."""
+    """Yield the lines without their ends; counted in `lines`."""
     if not piece.source.compression:
         data = _read(piece)
         lines.count = data.count(b"\n")
@@ -336,7 +337,7 @@ def _read(piece: Piece) -> bytes:
 
 
 def _decode(source: Source, data: bytes, at: int) -> str:
-    """`at`: the byte of the file that the data begin with."""
+    """Decode UTF-8 text. `at`: offset in the file at which the data begin."""
     try:
         text = data.decode()
         reason = "a zero byte" if "\0" in text else ""
@@ -370,7 +371,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _text(line: bytes, text_key: str) -> str:
-    """The document in a line of JSON. Raises ValueError that says why there is none."""
+    """Return the document in a line of JSON. Raises ValueError that says why it has none."""
     row = _row(line)
     if text_key not in row:
         raise ValueError(f"no key {text_key!r} (has: {', '.join(row)}); choose by --text-key")
@@ -404,6 +405,6 @@ def _parquet_documents(piece: Piece, text_key: str) -> Iterator[str]:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Does this document go to the validation split? The same text always has the same answer."""
+    """Return whether this document goes to the validation split; the same for equal texts."""
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64

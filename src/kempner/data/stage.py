@@ -36,12 +36,12 @@ OWN = re.compile(r"kempner-(\d+)")
 
 
 class WrongCopy(OSError):
-    """What was written to the disk is not what is read from it."""
+    """The copy read back from the disk differs from what was written."""
 
 
 def staged(directory: str | Path) -> Path:
-    """The copy of a data set on this host's disk if there is one, which nobody else can change,
-    else the data set itself."""
+    """Return the copy of a data set on this host's disk, if there is one that nobody else can
+    change; else the data set itself."""
     path = Path(directory).expanduser()
     if root := os.environ.get("KEMPNER_STAGED"):
         copy = _copy_of(path, Path(root))
@@ -51,8 +51,8 @@ def staged(directory: str | Path) -> Path:
 
 
 def _copy_of(path: Path, root: Path) -> Path:
-    """Where in `root` the copy of a data set belongs; data that have been prepared again have
-    another."""
+    """Return the path in `root` for the copy of a data set; data prepared again get another
+    path."""
     try:
         content = (path / SIDECAR).read_bytes()
     except OSError:

@@ -1,7 +1,7 @@
-"""How many samples each step takes, and into how many sequences each is cut. No torch.
+"""Stages of a run: samples of each step, and the sequences each sample is cut into. No torch.
 
 A sample is always train.seq_len tokens. A shorter sequence length cuts it into equal pieces, which
-are rows of their own: the numbers of the samples, and so the position of a run, stay what they are.
+are rows of their own: the numbers of the samples, and so the position of a run, do not change.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Stage(NamedTuple):
 def stages(
     batch: int, batch_ramp: Sequence[int] | None, pieces: Sequence[int], over: int
 ) -> list[Stage]:
-    """`batch_ramp`: samples of the first step, increment, and the step that first has `batch`.
-    `pieces`: by rising sequence length, each for an equal part of the first `over` steps; 1 after
-    them."""
+    """Compute the stages. `batch_ramp`: samples of the first step, increment, and the step that
+    first has `batch`. `pieces`: by rising sequence length, each for an equal part of the first
+    `over` steps; 1 after them."""
     first, increment, steps = batch_ramp or (batch, 1, 0)
     rises = (batch - first) // increment
     batches = [(-(-i * steps // max(1, rises)), first + i * increment) for i in range(rises + 1)]
@@ -40,7 +40,8 @@ def stages(
 def ramp_problems(
     batch: int, batch_ramp: Sequence[int] | None, seq_len: int, seq_len_ramp: Sequence[int] | None
 ) -> list[str]:
-    """What is wrong with the ramps of [train] to a batch of so many sequences of seq_len tokens."""
+    """List what is wrong with the ramps of [train] for a global batch of `batch` sequences of
+    `seq_len` tokens."""
     found = []
     if batch_ramp is not None:
         first, increment, _ = batch_ramp
@@ -67,7 +68,7 @@ def ramp_problems(
 
 
 def _last(values: Sequence[tuple[int, int]], step: int) -> int:
-    """The newest value at a step."""
+    """Return the newest value at a step."""
     return [value for start, value in values if start <= step][-1]
 
 
@@ -76,7 +77,7 @@ def stage_at(all_stages: Sequence[Stage], step: int) -> Stage:
 
 
 def samples_between(all_stages: Sequence[Stage], begin: int, end: int) -> int:
-    """Samples of the steps `begin` to `end` - 1; less than 0 where `end` comes first."""
+    """Count the samples of the steps `begin` to `end` - 1; negative if `end` comes first."""
     return _samples_before(all_stages, end) - _samples_before(all_stages, begin)
 
 
@@ -89,7 +90,7 @@ def _samples_before(all_stages: Sequence[Stage], step: int) -> int:
 
 
 def step_of(all_stages: Sequence[Stage], begin: int, samples: int) -> int:
-    """The first step that comes at least `samples` samples after step `begin`."""
+    """Return the first step that comes at least `samples` samples after step `begin`."""
     total = _samples_before(all_stages, begin) + samples
     for stage, later in pairwise((*all_stages, None)):
         assert stage is not None

@@ -21,7 +21,7 @@ Tokens = NDArray[np.integer[Any]]  # 1-D
 
 
 class Shape(NamedTuple):
-    """What a run wants of a stream."""
+    """Shape of the samples that a run reads from a stream."""
 
     seq_len: int
     vocab_size: int  # of the model: token ids are smaller
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
 
 class TokenStream:
-    """The samples of a stream in parts; a subclass says what is in them."""
+    """The samples of a stream in parts; a subclass supplies the parts."""
 
     ordered = False
     packing = None
@@ -40,30 +40,30 @@ class TokenStream:
         """`sizes`: the tokens of each part."""
         self.name, self.seq_len = name, shape.seq_len
         self.vocab_size, self._separate = shape.vocab_size, shape.separate
-        # Where each part begins in the stream, and the end of the last.
+        # Offset of each part in the stream, and the end of the last.
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
 
     def part(self, number: int) -> Tokens:
-        """The tokens of a part, usually memory-mapped. Raises DataError."""
+        """Return the tokens of a part, usually memory-mapped. Raises DataError."""
         raise NotImplementedError
 
     def part_name(self, number: int) -> str:
         raise NotImplementedError
 
     def begins(self, positions: Int64, rows: Int64) -> NDArray[np.bool_]:
-        """Which tokens begin a document; of the first in a row nobody asks. rows [N, T + 1] are the
-        tokens from `positions` [N] of the stream on."""
+        """Mark the tokens that begin a document; the first of a row is never used. rows [N, T + 1]
+        are the tokens of the stream from `positions` [N] on."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return max(0, int((self._starts[-1] - 1) // self.seq_len))
 
     def read(self, indices: Int64) -> Rows:
-        """Samples `indices` [N], in that order.
+        """Read samples `indices` [N], in that order.
 
-        Raises DataError when a part cannot be read or, with its name and the offset, when a token
-        is outside the model's vocabulary.
+        Raises DataError if a part cannot be read or, with its name and the offset, if a token is
+        outside the model's vocabulary.
         """
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < len(self))
         length = self.seq_len + 1
@@ -79,7 +79,7 @@ class TokenStream:
                 tokens = self.part(part)[: length - have]
                 row[have : have + len(tokens)] = tokens
                 have += len(tokens)
-        # As unsigned numbers negative ids are large ones.
+        # One comparison for both ends: negative ids are large as unsigned numbers.
         if rows.size and rows.view(np.uint64).max() >= self.vocab_size:
             self._complain(places, rows)
         if not self._separate:
@@ -87,7 +87,7 @@ class TokenStream:
         return apart(rows, self.begins(places, rows))
 
     def _place(self, positions: Int64) -> tuple[Int64, Int64]:
-        """Parts and offsets in them of positions in the stream."""
+        """Split positions in the stream into parts and offsets in them."""
         parts = np.searchsorted(self._starts, positions, side="right") - 1
         return parts, positions - self._starts[parts]
 
@@ -102,16 +102,16 @@ class TokenStream:
 
 
 def apart(rows: Int64, begins: NDArray[np.bool_]) -> Rows:
-    """Samples [N, T + 1] in which a document begins at each `begins`. Nothing leads to the first
-    token of a document: it is no target."""
+    """Make rows of samples [N, T + 1] in which a document begins at each `begins`. The first token
+    of a document is not a target: nothing leads to it."""
     documents: Int32 = np.zeros((rows.shape[0], rows.shape[1] - 1), np.int32)
     np.cumsum(begins[:, 1:-1], axis=1, dtype=np.int32, out=documents[:, 1:])
     return Rows(rows[:, :-1], np.where(begins[:, 1:], IGNORE, rows[:, 1:]), documents)
 
 
 def begins_at(starts: Int64, positions: Int64, length: int) -> NDArray[np.bool_]:
-    """The same from a table: `starts`, in rising order, of all documents in the stream; rows of
-    `length` tokens from `positions` [N] on."""
+    """Mark document starts from a table: `starts`, in rising order, of all documents in the stream;
+    rows of `length` tokens from `positions` [N] on."""
     result = np.zeros((len(positions), length), np.bool_)
     low = np.searchsorted(starts, positions, side="left")
     high = np.searchsorted(starts, positions + length, side="left")
@@ -123,7 +123,8 @@ def begins_at(starts: Int64, positions: Int64, length: int) -> NDArray[np.bool_]
 
 
 def unfit(path: str, split: str, tokens: int, largest: int, shape: Shape, about: str) -> list[str]:
-    """Why a stream of so many tokens, with ids up to `largest`, cannot be used."""
+    """List the reasons why a stream of `tokens` tokens, with ids up to `largest`, cannot be
+    used."""
     found = []
     if largest >= shape.vocab_size:
         found.append(

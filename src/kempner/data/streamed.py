@@ -40,7 +40,7 @@ class StreamedDocuments:
     def __init__(
         self, cfg: SourceConfig, shape: Shape, make: Callable[[], Any], file: Path, write: bool
     ) -> None:
-        """`make` gives the data set at its start, as datasets.IterableDataset. `file`: for the
+        """`make` returns the data set at its start, as datasets.IterableDataset. `file`: the
         bookmarks, which are written with `write`."""
         self.name, self.seq_len, self._path = cfg.label, shape.seq_len, cfg.path
         self._vocab_size, self._separate = shape.vocab_size, shape.separate
@@ -91,18 +91,20 @@ class StreamedDocuments:
         }
 
     def read(self, indices: Int64) -> Rows:
-        """Samples `indices` [N]; fast in rising order only. Raises DataError when a token is
+        """Read samples `indices` [N]; fast in rising order only. Raises DataError if a token is
         outside the model's vocabulary."""
         length = self.seq_len + 1
         rows = np.empty((len(indices), length), np.int64)
         begins = np.empty(rows.shape, np.bool_)
         for row, starts, index in zip(rows, begins, indices.tolist(), strict=True):
+            # Backwards, or the first read after a start: go on from a bookmark.
             if index < self._sample or not self._sought:
                 self._go_to(self._bookmark(index))
                 self._sought = True
             while self._sample <= index:
                 self._fill(length)
                 row[:], starts[:] = self._left[:length], self._begins[:length]
+                # The last token is also the first input of the next sample.
                 self._left, self._begins = self._left[length - 1 :], self._begins[length - 1 :]
                 self._sample += 1
         if rows.size and rows.view(np.uint64).max() >= self._vocab_size:
@@ -112,7 +114,7 @@ class StreamedDocuments:
         return apart(rows, begins) if self._separate else Rows(rows[:, :-1], rows[:, 1:])
 
     def _fill(self, length: int) -> None:
-        """Read until so many tokens are there."""
+        """Read until `length` tokens are there."""
         if self._sample >= self._next_mark and len(self._left) < length:
             self._mark()
         while len(self._left) < length:
@@ -122,7 +124,7 @@ class StreamedDocuments:
             self._begins = np.concatenate([self._begins, *first])
 
     def _documents(self) -> list[Tokens]:
-        """The tokens of the next rows; at their end those of the first again."""
+        """Tokenize the next rows; after the last, the first again."""
         rows = list(itertools.islice(self._rows, READ_AHEAD))
         if not rows:
             self._data = self._make()
@@ -151,7 +153,7 @@ class StreamedDocuments:
                 LineFile(self._file).write(json.dumps(mark))
 
     def _bookmark(self, index: int) -> dict[str, Any]:
-        """The last one that is not behind sample `index`."""
+        """Return the last bookmark that is not past sample `index`."""
         best = START
         for mark in read_jsonl(self._file):
             ours = mark.get("of") == self.identity() and mark.get("seq_len") == self.seq_len
@@ -172,7 +174,7 @@ class StreamedDocuments:
 
 
 def pick_column(cfg: SourceConfig, names: list[str]) -> str:
-    """The column of token ids or text to read."""
+    """Choose the column of token ids or text to read."""
     wanted = (cfg.column,) if cfg.column else ("input_ids", "text")
     for name in wanted:
         if name in names:

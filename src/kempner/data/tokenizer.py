@@ -25,12 +25,12 @@ from kempner.data.sidecar import (
     open_sidecar,
 )
 
-# What published tokenizers call the token that ends a document; the first that exists is taken.
+# Names of the end-of-document token in published tokenizers; the first that exists is taken.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 BPE_EOD = EOD_NAMES[0]
 BPE_MINIMUM = 257  # 256 bytes and the end of the document
-# Documents to a call of the package. What it returns takes some 100 bytes per token: of a few
-# documents that stays in the cache, of a whole unit it costs page faults.
+# Documents per call of the package. Its result takes some 100 bytes per token: for a few
+# documents that stays in the cache, for a whole unit it costs page faults.
 AT_ONCE = 8
 
 
@@ -56,19 +56,19 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, with the end-of-document id after them, and `bos`, if there is one,
-        before them."""
+        """Encode each text, with the end-of-document id after it and `bos`, if there is one, before
+        it."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def piece(self, token: int) -> Piece: ...
 
     def describe(self) -> dict[str, str]:
-        """Name, kind and hash for the sidecar."""
+        """Return name, kind and hash for the sidecar."""
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8, and 256 at the end of a document."""
+    """A tokenizer of one token per byte of UTF-8, and 256 at the end of a document."""
 
     vocab_size = BYTES_EOD + 1
     eod = BYTES_EOD
@@ -87,7 +87,7 @@ class ByteTokenizer:
         return result
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids above 255 are dropped, bytes that are no UTF-8 become U+FFFD."""
+        """Decode ids; ids above 255 are dropped, bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
     def piece(self, token: int) -> Piece:
@@ -110,7 +110,7 @@ class FileTokenizer:
         name: str = "",
     ) -> None:
         """`eod`: the end-of-document token or its id; None looks for one of the usual names. `bos`:
-        that before each document; None: nothing."""
+        the token before each document; None: nothing."""
         need("tokenizers")
         try:
             data = path.read_bytes()
@@ -140,15 +140,15 @@ class FileTokenizer:
         for start in range(0, len(texts), AT_ONCE):
             batch = [_clean(text) for text in texts[start : start + AT_ONCE]]
             for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                # in half the time that np.array takes for a list
+                # half the time that np.array takes for a list
                 ids = self._begin + array("I", encoding.ids)
                 ids.append(self.eod)
                 result.append(np.frombuffer(ids, np.uint32))
         return result
 
     def encode_rendered(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Span]]]:
-        """Ids and the characters that each was made from, for what a chat template has written:
-        there a special token that is spelled out is one."""
+        """Return ids and the characters that each was made from, for the output of a chat template:
+        a special token spelled out there is one."""
         for start in range(0, len(texts), AT_ONCE):
             batch = [_clean(text) for text in texts[start : start + AT_ONCE]]
             self._tokenizer.encode_special_tokens = False
@@ -170,7 +170,7 @@ class FileTokenizer:
             return Piece(bytes(BYTE_LEVEL[letter] for letter in name), False)
         if byte := BYTE.fullmatch(name):
             return Piece(bytes.fromhex(byte[1]), False)
-        # What begins a text may lose its space.
+        # The decoder strips the space of a token that begins a text.
         once, twice = self.decode([token]), self.decode([token, token])
         return Piece(twice[len(once) :].encode(), False)
 
@@ -189,7 +189,7 @@ class FileTokenizer:
 
 
 def _byte_level() -> dict[str, int]:
-    """GPT-2's letters for bytes: its own for each that can be printed, the others from 256 on."""
+    """Return GPT-2's letters for bytes: a printable byte's own, the others from 256 on."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     letters = {chr(byte): byte for byte in own}
@@ -200,10 +200,10 @@ BYTE_LEVEL = _byte_level()
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """The tokenizer of a data or run directory, or of the dataset.json in it.
+    """Load the tokenizer of a data or run directory, or of the dataset.json in it.
 
-    tokenizer.json lies beside dataset.json unless the tokens are bytes; DataError when either is
-    missing, or when it is not the file that the data were made with.
+    tokenizer.json lies beside dataset.json unless the tokens are bytes. Raises DataError if either
+    is missing, or is not the file that the data were made with.
     """
     path = Path(source).expanduser()
     directory = path.parent if path.name == SIDECAR else path
@@ -212,7 +212,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
 
 
 def tokenizer_of(sidecar: Sidecar, directory: Path) -> Tokenizer:
-    """The tokenizer that `sidecar` names, whose tokenizer.json is in `directory`."""
+    """Load the tokenizer that `sidecar` names, whose tokenizer.json is in `directory`."""
     if sidecar.tokenizer["kind"] == "bytes":
         return ByteTokenizer()
     file = directory / TOKENIZER
@@ -253,7 +253,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 
 @functools.lru_cache(1)  # a large vocabulary takes 0.3 s, and is asked for several times
 def _parse(data: bytes) -> tuple[Any, dict[str, int]]:
-    """The tokenizer and its vocabulary. Raises whatever the package does."""
+    """Parse the tokenizer and its vocabulary. Raises whatever the package does."""
     tokenizer = need("tokenizers").Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -262,7 +262,7 @@ def _parse(data: bytes) -> tuple[Any, dict[str, int]]:
 
 
 def need(package: str) -> Any:
-    """An optional package of the extra `data`."""
+    """Import an optional package of the extra `data`."""
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -274,8 +274,8 @@ def need(package: str) -> Any:
 
 
 def _find_eod(path: Path, tokenizer: Any, vocabulary: dict[str, int], eod: str | int | None) -> int:
-    """One of the usual names that is a special token: "</s>" may be an ordinary one, an HTML tag,
-    which would end a document in the middle. Else what the model itself names."""
+    """Find the id of one of the usual names that is a special token: "</s>" may be an ordinary one,
+    an HTML tag, which would end a document in the middle. Else take the model's own."""
     if isinstance(eod, int):
         return eod
     added = tokenizer.get_added_tokens_decoder()
@@ -293,8 +293,8 @@ def _find_eod(path: Path, tokenizer: Any, vocabulary: dict[str, int], eod: str |
 
 
 def _eos_of_model(directory: Path) -> list[str]:
-    """The end-of-sequence token that a Hugging Face directory names. Of a chat model it may end a
-    turn instead of a document, so the usual names come first."""
+    """Return the end-of-sequence token that a Hugging Face directory names. For a chat model it may
+    end a turn instead of a document, so the usual names come first."""
     try:
         token = json.loads((directory / "tokenizer_config.json").read_bytes())["eos_token"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -304,5 +304,5 @@ def _eos_of_model(directory: Path) -> list[str]:
 
 
 def _clean(text: str) -> str:
-    """Lone surrogates (JSON may hold them) are not text; the bytes of everything else stay."""
+    """Replace lone surrogates, which JSON may hold and which are not text; all other bytes stay."""
     return text.encode("utf-8", "replace").decode()

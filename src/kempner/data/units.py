@@ -1,8 +1,8 @@
-"""Preparing on many nodes: each unit of the input is encoded by some task into a file of its own,
-in OUT/units, and one process makes the shards of them, as if it had encoded them itself.
+"""Preparation on many nodes: each unit of the input is encoded by some task into a file of its own,
+in OUT/units, and one process makes shards of them, as if it had encoded them itself.
 
-There is no queue and there are no locks. A task encodes every n-th unit. Then it helps the others:
-it takes what is not there yet, in an order of its own. Two tasks that meet write the same bytes.
+There is no queue and no lock. A task encodes every n-th unit. Then it helps the others: it takes
+what is still missing, in an order of its own. Two tasks that meet write the same bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def unit_file(out: Path, number: int) -> Path:
 
 
 def remove_units(out: Path) -> None:
-    """Delete what the tasks of a job have left, and the job's records; a version before the mark is
-    known by their names."""
+    """Delete the units and records of a job's tasks; a version before the mark is known by their
+    names."""
     folder = out / UNITS
     names = os.listdir(folder) if folder.is_dir() else []
     if read_mark(folder)[0] is Kind.DATA or all(map(IN_UNITS.fullmatch, names)):
@@ -54,7 +54,7 @@ def number_units(out: Path, units: list[list[Piece]]) -> list[Item]:
 
 
 def save(path: Path, unit: Encoded) -> None:
-    """An error leaves no file, and a kill a temporary one that nobody reads."""
+    """Write a unit. An error leaves no file, and a kill a temporary one that nobody reads."""
     about = {**dataclasses.asdict(unit), "tokens": None}
     parts = {
         **unit.tokens,
@@ -64,7 +64,7 @@ def save(path: Path, unit: Encoded) -> None:
 
 
 def load(path: Path) -> Encoded | None:
-    """None when it is missing, or damaged: npz has a CRC-32 of each array."""
+    """Read a unit; None if it is missing or damaged: npz has a CRC-32 of each array."""
     try:
         with np.load(path) as parts:
             about = json.loads(parts["about"].tobytes())
@@ -81,7 +81,7 @@ def read_or_encode(item: Item, how: Encoding, tokenizer: Tokenizer) -> Encoded:
 
 
 def _write(item: Item, how: Encoding, tokenizer: Tokenizer) -> Encoded:
-    """The same unit without its tokens, which are in the file."""
+    """Write a unit; return it without its tokens, which are in the file."""
     path, unit = item
     encoded = encode(unit, how, tokenizer)
     save(path, encoded)
@@ -89,7 +89,7 @@ def _write(item: Item, how: Encoding, tokenizer: Tokenizer) -> Encoded:
 
 
 class Leave:
-    """The signal that asks this process to leave, once there is one."""
+    """The signal that asks this process to leave, once it has come."""
 
     def __init__(self) -> None:
         self.state = ""
@@ -97,7 +97,7 @@ class Leave:
         signal.signal(signal.SIGUSR1, partial(self._ask, "interrupted"))
         signal.signal(signal.SIGINT, partial(self._ask, "stopped"))
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # every unit is saved as it is
-        # task.sh starts us with these blocked, so that none is lost before we are here
+        # task.sh starts us with these signals blocked, so that none is lost before this handler
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FOR_THE_PARENT, signal.SIGTERM})
 
     def _ask(self, state: str, *_: object) -> None:
@@ -111,6 +111,7 @@ def encode_share(
     tokens. Ends early on a request to leave, which status.json then has for the batch script."""
     leave = Leave()
     others = [item for number, item in enumerate(items) if number % tasks != rank]
+    # Each task in an order of its own, so that helpers seldom meet at one unit.
     random.Random(rank).shuffle(others)
 
     def missing() -> Iterator[Item]:
@@ -121,7 +122,7 @@ def encode_share(
     try:
         yield from in_workers(_write, missing(), how, workers)
     except BrokenProcessPool:
-        # The signal that ends a job goes to every process of it.
+        # The signal that ends a job also reaches the workers.
         time.sleep(1.0)
         if not leave.state:
             raise

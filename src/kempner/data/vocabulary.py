@@ -1,4 +1,4 @@
-"""What the token ids of a tokenizer.json mean, read without the package `tokenizers`."""
+"""The vocabulary of a tokenizer.json, read without the package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kempner.config.option import ConfigError
 
 
 def read_vocabulary(file: Path) -> dict[int, str]:
-    """The text of each token id, added tokens among them. Raises ConfigError."""
+    """Map each token id to its text, added tokens among them. Raises ConfigError."""
     try:
         content = json.loads(file.read_bytes())
         tokens = content["model"]["vocab"]
@@ -28,13 +28,13 @@ def read_vocabulary(file: Path) -> dict[int, str]:
 
 
 def fingerprint(texts: Mapping[int, str]) -> str:
-    """Of a vocabulary: the same wherever each token id means the same text."""
+    """Hash a vocabulary: equal wherever each token id means the same text."""
     digest = hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()
     return f"sha256:{digest}"
 
 
 def agree(one: Mapping[int, str], other: Mapping[int, str]) -> bool:
-    """Whether one vocabulary is the other one, or that with more ids, such as the tokens of a chat
-    template."""
+    """Return whether the vocabularies are equal, or one only adds ids to the other, such as the
+    tokens of a chat template."""
     small, large = sorted((one, other), key=len)
     return small.items() <= large.items()

@@ -1,1 +1,1 @@
-"""Text from a model: prompts in, tokens drawn one by one, text out."""
+"""Text generation: prompts in, tokens drawn one by one, text out."""

@@ -1,4 +1,4 @@
-"""How texts are sampled. No torch."""
+"""Sampling settings of texts. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COLDEST = 0.01  # lowest temperature but 0
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. The filters apply in this order, as in transformers."""
+    """Settings for choosing the next token. The filters apply in this order, as in transformers."""
 
     temperature: float = 1.0  # 0: always the most likely token
     top_k: int | None = None  # only the k most likely tokens
@@ -21,16 +21,16 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Is there any filter?"""
+        """True if any filter is on."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
     def filters(self) -> tuple[float, int | None, float, float]:
-        """What rows that are drawn together have in common."""
+        """Settings that rows must share to be drawn together."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
     def problem(self) -> tuple[str, str] | None:
-        """The first field with a value that is not allowed, and what is."""
+        """Return the first field with a forbidden value, and the allowed values."""
         allowed = {
             # logits divided by less overflow
             "temperature": (

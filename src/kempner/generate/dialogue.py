@@ -31,7 +31,7 @@ def talk(loaded: Loaded, sampling: Sampling) -> None:
 
 
 def reply(loaded: Loaded, messages: list[Message], sampling: Sampling) -> Iterator[str]:
-    """The model's answer to the last message, piece by piece; takes turns without room out of
+    """Yield the model's answer to the last message, piece by piece; removes turns without room from
     `messages`."""
     words, room = loaded.words, max(1, loaded.window - sampling.max_tokens)
     while len(ids := words.chat(messages)) > room and len(messages) > 1:

@@ -1,5 +1,5 @@
-"""Requests share one key-value cache, join it while there is room, and leave when they are done: a
-token for each of them in every forward pass. B requests, T tokens, V vocabulary."""
+"""Batched generation: requests share one key-value cache, join it while there is room, and leave
+when done; each forward pass draws a token for each. B requests, T tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Request:
     """A prompt, and the tokens that continue it."""
 
     def __init__(self, number: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """`number`: of those with the same seed; each draws other tokens."""
+        """`number`: distinguishes requests of one seed; each draws other tokens."""
         self.number, self.prompt, self.sampling = number, prompt, sampling
         self.new: list[int] = []
         self.logprobs: list[float] = []  # of each new token: see draw()
@@ -27,8 +27,8 @@ class Request:
         self.uniforms = Uniforms(sampling, number)
 
     def context(self, window: int) -> tuple[int, ...]:
-        """What the model reads when the request joins: all tokens, or, where they would leave no
-        room in the window for those to come, the last ones."""
+        """Return the tokens that the model reads when the request joins: all, or, if they would
+        leave no room in the window for new ones, the last ones."""
         tokens = (*self.prompt, *self.new)
         left = self.sampling.max_tokens - len(self.new) - 1  # the last one is never read
         return tokens if len(tokens) < window else tokens[min(left, window // 2) - window :]
@@ -51,15 +51,15 @@ class Engine(Generic[R]):
     def __init__(
         self, model: Decoder, vocab_size: int, window: int, slots: int, fixed: bool = False
     ) -> None:
-        """`vocab_size`: of the tokenizer; no other token is drawn. `window`: tokens that the
-        model sees at most. `slots`: requests at a time. `fixed`: see KVCache."""
+        """`vocab_size`: of the tokenizer; no other token is drawn. `window`: the most tokens that
+        the model sees. `slots`: the most requests at a time. `fixed`: see KVCache."""
         weight = model.embed.weight
         self.model, self.vocab_size = model, vocab_size
         self.cache = KVCache(model.cfg, slots, window, weight.device, weight.dtype, fixed)
         self.requests: list[R] = []  # number i has row i of the cache
         self.version = 0  # of the weights
         self.prefilled = 0  # tokens that were read when requests joined
-        # What the model has read into each row of the cache, also where its request has left.
+        # Tokens whose keys and values each row of the cache holds, also after its request has left.
         self._held: list[tuple[int, ...]] = [()] * slots
 
     @property
@@ -67,15 +67,15 @@ class Engine(Generic[R]):
         return self.cache.slots - len(self.requests)
 
     def holds(self, request: R) -> bool:
-        """Has a row what this request begins with? Then it joins for nothing."""
+        """Return whether a row holds the beginning of this request: then joining costs nothing."""
         return request.context(self.cache.length) in self._held
 
     def join(self, requests: Sequence[R]) -> list[R]:
         """Read the prompts, and draw the first token of each; returns these requests. With fixed
-        shapes none is drawn yet.
+        shapes no token is drawn yet.
 
         A prompt that another row holds is copied, so that it is read once for all samples of it.
-        Its last token is left out: the request is in the next step with it.
+        Its last token is left out: the request takes part in the next step with it.
         """
         fresh: dict[tuple[int, ...], R] = {}
         again: list[tuple[R, tuple[int, ...]]] = []
@@ -104,8 +104,8 @@ class Engine(Generic[R]):
 
     @torch.inference_mode()
     def _read(self, request: R, context: tuple[int, ...]) -> None:
-        """Alone, padded to the window, and without its last token, which the next step reads: what
-        it draws first is drawn as all the rest."""
+        """Read a prompt alone, padded to the window, and without its last token, which the next
+        step reads: so the first token is drawn in the same shape as all the others."""
         row, length = len(self.requests), self.cache.length
         self._held[row] = context
         self.requests.append(request)
@@ -123,6 +123,7 @@ class Engine(Generic[R]):
         """Draw the next token of every request; returns those that have one."""
         sizes = zip(self.requests, self.cache.lengths, strict=True)
         full = [request for request, size in sizes if size == self.cache.length]
+        # They outgrow the window: join() reads them again from their last tokens on.
         for request in full:
             self.leave(request)
         grown = list(self.requests)
@@ -141,19 +142,19 @@ class Engine(Generic[R]):
             self._held[row] = self._held[len(self.requests)]
 
     def clear(self) -> None:
-        """A step has failed: whatever it has left in rows is nobody's."""
+        """Drop all requests after a failed step: the contents of the rows are undefined."""
         self.requests.clear()
         self.cache.lengths.clear()
         self.forget()
 
     def forget(self) -> None:
-        """The weights have changed: nothing that the cache holds is theirs."""
+        """Forget the cached texts, because the weights have changed."""
         assert not self.requests
         self._held = [()] * self.cache.slots
 
     @torch.inference_mode()
     def _draw(self, requests: Sequence[R], tokens: Tensor, rows: Rows) -> None:
-        """One token for each, after tokens [B, T]."""
+        """Draw one token for each request, after tokens [B, T]."""
         device = self.cache.keys.device
         logits = self.model(tokens.to(device), cache=rows)[: len(requests), 0]  # [B, V]
         uniform = torch.tensor([request.uniforms[len(request.new)] for request in requests])

@@ -1,5 +1,6 @@
-"""From the logits of a step to the next token of each row. B rows, V vocabulary of the model, of
-which the tokenizer has the first `size` tokens: many models are padded, and no other is drawn."""
+"""Sample the next token of each row from the logits of a step. B rows, V vocabulary of the model,
+of which the tokenizer has the first `size` tokens: many models are padded, and no other is
+drawn."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ DRAWN = 64  # random numbers at a time
 
 
 class Uniforms:
-    """Random numbers in [0, 1), one for each token of text `number`, drawn as they are needed: few
-    texts get the tokens that they may have.
+    """Random numbers in [0, 1), one for each token of text `number`, drawn on demand: few texts
+    reach their limit of tokens.
 
     A row draws from its own numbers, so that its text does not depend on the other prompts of the
     batch, nor on when they join and leave.
@@ -38,7 +39,8 @@ class Uniforms:
 def draw_rows(
     logits: Tensor, samplings: Sequence[Sampling], uniform: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """draw() where each row has its own sampling: those with the same filters go together."""
+    """Draw for rows that each have their own sampling: rows with equal filters are drawn
+    together."""
     groups: dict[tuple[float, int | None, float, float], list[int]] = defaultdict(list)
     for row, sampling in enumerate(samplings):
         groups[sampling.filters].append(row)
@@ -55,19 +57,19 @@ def draw_rows(
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The next token of each row, int64 [B], and the log of the probability that it had, fp32 [B];
-    logits [B, V], uniform [B] in [0, 1).
+    """Draw the next token of each row, int64 [B], and the log of its probability, fp32 [B]; logits
+    [B, V], uniform [B] in [0, 1).
 
-    The probability is that of the distribution that the token was drawn from: after temperature
-    and filters. At temperature 0 it is the model's own, as at temperature 1. Without filters all V
+    The probability is that of the distribution that the token was drawn from: after temperature and
+    filters. At temperature 0 it is the model's own, as at temperature 1. Without filters all V
     tokens have their share, as in a trainer's loss, although those from `size` on are not drawn.
     """
     if sampling.temperature == 0:
         highest, tokens = logits[:, :size].max(-1)
         return tokens, highest.float() - logits.float().logsumexp(-1)
     chances, ids = filtered(logits, sampling, size)
-    # The inverse of the cumulative distribution. The factor keeps a number that rounds to 1 from
-    # choosing a token behind the last one with a probability over 0.
+    # Inverse of the cumulative distribution. The factor keeps a uniform that rounds to 1 from
+    # choosing a token past the last one with a probability over 0.
     total = chances.cumsum(-1)  # [B, V or k]
     at = uniform.to(total).unsqueeze(1) * total[:, -1:] * (1 - 1e-6)
     drawn = torch.searchsorted(total, at, right=True)  # [B, 1]
@@ -80,8 +82,8 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, size: int) -> tupl
 
 
 def filtered(logits: Tensor, sampling: Sampling, size: int) -> tuple[Tensor, Tensor | None]:
-    """Probabilities [B, n] and the tokens that they belong to [B, n]; None: n = size and the tokens
-    are in order. Without filters they are shares of all V tokens, with filters not normalized.
+    """Return probabilities [B, n] and their tokens [B, n]; None: n = size and the tokens are in
+    order. Without filters they are shares of all V tokens, with filters not normalized.
 
     top_p is nucleus sampling (arXiv:1904.09751); min_p is that of arXiv:2407.01082.
     """

@@ -1,4 +1,4 @@
-"""The text of tokens as they come, up to a stop string."""
+"""Incremental decoding: the text of tokens as they come, up to a stop string."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._ids = list(prompt[-BEFORE:])
-        # What a token adds to a text depends on those before it (spaces, parts of a character):
-        # it is what _ids[begin:] decode to, without what _ids[begin:read] decode to.
+        # A token's text depends on the tokens before it (spaces, parts of a character): it is
+        # decode(_ids[begin:]) without the prefix decode(_ids[begin:read]).
         self._begin, self._read = 0, len(self._ids)
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False  # a stop string has come: the text has ended before it
 
     def add(self, token: int) -> str:
-        """One more token; returns the text that is certain now."""
+        """Add a token; returns the text that is now certain."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids[self._begin :])
+        # Perhaps half a character, which the next tokens complete.
         if text.endswith(UNFINISHED) and len(self._ids) - self._read < CHARACTER:
             return ""
         return self._certain(text)
 
     def end(self) -> str:
-        """No token follows: the rest of the text."""
+        """Return the rest of the text: no token follows."""
         if self.stopped:
             return ""
         certain = self._certain(self._tokenizer.decode(self._ids[self._begin :]))
@@ -46,12 +47,13 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
+        # An end that may begin a stop string is held back.
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` that `stop` begins with."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

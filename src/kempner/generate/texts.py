@@ -1,4 +1,4 @@
-"""Prompts in, texts out: the requests of an engine as text, and those that wait for room."""
+"""Text requests of an engine, and the queue of those that wait for room."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Text(Request):
         self._ends, self._stream = ends, TextStream(tokenizer, prompt, sampling.stop)
 
     def grow(self) -> str:
-        """What the newest token makes certain of the text; sets `finish` when it is the last."""
+        """Return the text that the newest token makes certain; sets `finish` if it is the last
+        token."""
         token = self.new[-1]
         text = "" if token in self._ends else self._stream.add(token)
         if token in self._ends or self._stream.stopped:
@@ -54,8 +55,8 @@ class Texts:
         return bool(self.waiting or self.engine.requests)
 
     def turn(self) -> Iterator[tuple[Text, str]]:
-        """One forward pass: texts join where there is room, or all of them get a token. What each
-        has grown by; those that have ended leave."""
+        """Run one forward pass: texts join if there is room, or all get a token. Yields each text
+        with its new piece; finished texts leave."""
         for text in self.engine.join(self._next()) if self._room() else self.engine.step():
             grown = text.grow()
             if text.finish:
@@ -63,9 +64,9 @@ class Texts:
             yield text, grown
 
     def _room(self) -> bool:
-        """May a text join now? A prompt that is read alone costs about a quarter of a step more
-        than as one of two, and a free slot the share of a slot in each step: so the last free slot
-        waits that long for a second one, when there is a text for both."""
+        """Return whether a text may join now. A prompt that is read alone costs about a quarter of
+        a step more than as one of two, and a free slot the share of a slot in each step: so the
+        last free slot waits that long for a second one, if there is a text for both."""
         engine = self.engine
         if not engine.free or not self.waiting:
             return False
@@ -91,14 +92,14 @@ class Texts:
         return chosen
 
     def drop(self, text: Text) -> None:
-        """Nobody wants it any more."""
+        """Remove a text that nobody wants any more."""
         if text in self.waiting:
             self.waiting.remove(text)
         elif text in self.engine.requests:
             self.engine.leave(text)
 
     def read_again(self) -> None:
-        """The weights have changed: the texts in work go on from what the new ones make of them."""
+        """Let the texts in work continue with new weights: they are read again."""
         running = list(self.engine.requests)
         for text in running:
             self.engine.leave(text)
@@ -107,7 +108,7 @@ class Texts:
 
 
 class Piece(NamedTuple):
-    """News of one prompt: what its text has grown by."""
+    """A new piece of one prompt's text."""
 
     prompt: int  # number of the prompt
     text: str
@@ -121,7 +122,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
 ) -> Iterator[Piece]:
-    """The texts that continue the prompts, piece by piece."""
+    """Yield the texts that continue the prompts, piece by piece."""
     texts = Texts(engine)
     texts.waiting.extend(
         Text(number, prompt, sampling, tokenizer, ends) for number, prompt in enumerate(prompts)

@@ -1,1 +1,1 @@
-"""What the GPUs of a node report of themselves, before a run and while it trains. No torch."""
+"""Reports of a node's own GPUs, before a run and while it trains. No torch."""

@@ -1,7 +1,7 @@
-"""Which CPUs are near a GPU, from /sys. No torch.
+"""CPU affinity: the CPUs near a GPU, from /sys. No torch.
 
 A copy between a GPU and memory of the other socket takes the link between the two: a half to two
-thirds of the speed. A page lies where the CPU is that writes it first, so that the memory of a
+thirds of the speed. A page is allocated near the CPU that first writes it, so that the memory of a
 process follows its CPUs.
 """
 
@@ -16,8 +16,8 @@ SLACK = 0.75  # of a rank's share of the CPUs, which the system keeps some of
 
 
 def stay_near(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
-    """Keep this process, and all that it starts, to those of its CPUs that are near `gpu`; returns
-    them, or nothing where it changed nothing. The GPUs are names of the PCI bus, 0000:3b:00; `gpus`
+    """Bind this process, and all that it starts, to those of its CPUs that are near `gpu`; returns
+    them, or nothing if it changed nothing. The GPUs are names of the PCI bus, 0000:3b:00; `gpus`
     are all that this process sees, `ranks` the processes of this run on this host.
 
     KEMPNER_NUMA=0 turns it off.
@@ -26,7 +26,7 @@ def stay_near(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
         return set()
     allowed = os.sched_getaffinity(0)
     chosen = choose(gpu, gpus, ranks, allowed, os.environ)
-    # A thread inherits the CPUs of the one that starts it; those of torch are there already.
+    # A thread inherits its creator's CPUs, but torch's threads exist already: bind each of them.
     for thread in Path("/proc/self/task").iterdir() if chosen else ():
         with contextlib.suppress(OSError):  # it has ended
             os.sched_setaffinity(int(thread.name), chosen)
@@ -36,8 +36,8 @@ def stay_near(gpu: str, gpus: Sequence[str], ranks: int) -> set[int]:
 def choose(
     gpu: str, gpus: Sequence[str], ranks: int, allowed: set[int], env: Mapping[str, str]
 ) -> set[int]:
-    """Of the allowed CPUs those that are near `gpu`, if some are not; none where that would leave
-    the ranks there less than their share, and where Slurm has bound this one to CPUs of its own."""
+    """Choose the allowed CPUs that are near `gpu`, if some are not; none if that would leave the
+    ranks there less than their share, or if Slurm has bound this one to CPUs of its own."""
     root = Path(env.get("KEMPNER_SYS", "/sys"))
     near = near_cpus(root, gpu) & allowed
     if not near or near == allowed:
@@ -51,7 +51,8 @@ def choose(
 
 
 def near_cpus(root: Path, gpu: str) -> set[int]:
-    """Those that the kernel says are local to it: without NUMA, all; nothing for an unknown one."""
+    """Return the CPUs that the kernel calls local to a GPU: all without NUMA, none for an unknown
+    one."""
     for function in sorted(root.glob(f"bus/pci/devices/{gpu}.*")):
         with contextlib.suppress(OSError, ValueError):
             return cpus((function / "local_cpulist").read_text())
@@ -59,7 +60,8 @@ def near_cpus(root: Path, gpu: str) -> set[int]:
 
 
 def _same_kind(root: Path, gpu: str) -> list[str]:
-    """The GPUs of this host: a process that sees one alone does not know of the other ranks'."""
+    """List the GPUs of this host that are like this one: a process that sees one alone does not
+    know of the other ranks'."""
 
     def kind(function: Path) -> tuple[str, ...]:
         return tuple((function / name).read_text() for name in ("vendor", "device"))
@@ -74,7 +76,7 @@ def _same_kind(root: Path, gpu: str) -> list[str]:
 
 
 def cpus(text: str) -> set[int]:
-    """As the kernel writes a list of them: 0-15,64-79."""
+    """Parse the kernel's notation of CPU lists: 0-15,64-79."""
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

@@ -1,5 +1,4 @@
-"""Which CUDA the installed torch was built with, and whether this host's driver can run it. No
-torch.
+"""Match of the installed torch's CUDA and this host's driver. No torch.
 
 A driver runs programs of its own major version of CUDA and of older ones:
 docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html. torch 2.13 has builds
@@ -43,13 +42,13 @@ def cuda_of_torch() -> str | None:
 
 
 def branch_for(cuda: str) -> int | None:
-    """The first branch of the driver that runs this version of CUDA; None: nobody has said."""
+    """Return the first branch of the driver that runs this version of CUDA; None: unknown."""
     return BRANCHES.get(cuda.partition(".")[0])
 
 
 def misfit(driver: str | None, cuda: str | None) -> str | None:
-    """Why a torch built with `cuda` cannot use the GPUs of a host with this driver, and what to do
-    about it; None where it can, or nobody knows."""
+    """Return why a torch built with `cuda` cannot use the GPUs of a host with this driver, and the
+    fix; None if it can, or if that is unknown."""
     if driver is None:
         return None
     if cuda is None:
@@ -64,7 +63,7 @@ def misfit(driver: str | None, cuda: str | None) -> str | None:
 
 
 def remedy(driver: str | None) -> str:
-    """How to get a torch that fits."""
+    """Return how to get a torch that fits."""
     branch = int(driver.partition(".")[0]) if driver else 0
     fits = [name for least, name in INDEXES.items() if branch >= least]
     if driver and not fits:
@@ -74,7 +73,7 @@ def remedy(driver: str | None) -> str:
 
 
 def both() -> str | None:
-    """Driver and CUDA side by side; None for a torch without CUDA."""
+    """Describe driver and CUDA side by side; None for a torch without CUDA."""
     cuda, version = cuda_of_torch(), driver()
     if cuda is None:
         return None

@@ -1,4 +1,4 @@
-"""What is wrong with a GPU, and what follows from it. No torch.
+"""Faults of GPUs and the reaction to each. No torch.
 
 The table of docs/guide/resilience.md. Source: NVIDIA's Xid catalog and GPU debug guidelines
 (docs.nvidia.com/deploy/xid-errors, docs.nvidia.com/deploy/gpu-debug-guidelines).
@@ -30,7 +30,7 @@ DEAD = {
     143: "the GPU could not be initialized",
     158: "a fatal timeout of the GPU",
 }
-# The hardware, too; but the program is told, or may go on.
+# Also faults of the hardware; but the program is told, or may go on.
 BROKEN = {
     48: "a memory error of two bits",
     64: "a broken row of memory could not be remapped",
@@ -50,8 +50,8 @@ WORN = {
     156: "a resource of the GPU is retired at the next reset",
     157: "a resource of the GPU could not be retired",
 }
-# All others blame nobody: 13, 31, 43, 45 and 69 are mostly of the program itself, and 154 only says
-# what another one asks for.
+# All others blame nobody: 13, 31, 43, 45 and 69 are mostly the program's own faults, and 154 only
+# repeats the recovery that another one requires.
 
 THROTTLED = 4  # looks, in at least half of which a GPU is slowed down
 LOADED = 50.0  # percent: an idle GPU saves power by a slower link
@@ -74,18 +74,18 @@ class Finding:
 
     @property
     def what(self) -> str:
-        """With the GPU."""
+        """Description, with the GPU."""
         return f"{self.gpu.label}: {self.text}" if self.gpu is not None else self.text
 
     @property
     def key(self) -> tuple[object, ...]:
-        """One of a kind is enough."""
+        """Identity of the finding: one of a kind is enough."""
         where = None if self.gpu is None else self.gpu.pci or self.gpu.index
         return self.kind, where, self.xid, self.text if self.xid is None else ""
 
 
 def of_xid(xid: int, text: str, gpu: Gpu | None) -> Finding:
-    """`text`: what the driver says of it, or nothing."""
+    """Make the finding for an Xid. `text`: the driver's message, or ""."""
     tables: tuple[tuple[dict[int, str], Answer], ...] = (
         (DEAD, "end"),
         (BROKEN, "exclude"),
@@ -98,7 +98,8 @@ def of_xid(xid: int, text: str, gpu: Gpu | None) -> Finding:
 
 
 def at_rest(gpu: Gpu) -> Iterator[tuple[str, str]]:
-    """What is wrong at a single look, by nvidia-smi's names, with the value: for the preflight."""
+    """Yield faults visible at a single look, by nvidia-smi's names, with the value: for the
+    preflight."""
     if gpu.lost:
         yield "state", "lost"
     if errors := gpu.number(ECC):
@@ -119,7 +120,7 @@ def _narrow(gpu: Gpu) -> bool:
 
 @dataclass
 class Watch:
-    """Compares each look with the first one, and with the last few."""
+    """Comparison of each look with the first one, and with the last few."""
 
     first: dict[str, Gpu] = field(default_factory=dict)
     last: dict[str, Gpu] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class Watch:
 
     @property
     def in_doubt(self) -> bool:
-        """Something has to be looked at again soon."""
+        """True if something has to be looked at again soon."""
         return bool(self.missing)
 
     def look(self, gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -144,8 +145,8 @@ class Watch:
             self.last[name] = gpu
 
     def _lost(self, now: dict[str, Gpu]) -> Iterator[Finding]:
-        """Twice in a row, because a driver that is busy may leave one out; and only those that were
-        well: the driver says the same of GPUs that other jobs have."""
+        """Yield lost GPUs: missing twice in a row, because a busy driver may leave one out; and
+        only those that were well: the driver says the same of GPUs that other jobs have."""
         gone = {name: self.first[name] for name in self.first.keys() - now.keys()}
         if any(gpu.lost and gpu.index < 0 for gpu in now.values()):
             gone = {}  # nvidia-smi then says nothing of the others
@@ -169,7 +170,7 @@ def _name(gpu: Gpu) -> str:
 
 
 def _memory(first: Gpu, gpu: Gpu) -> Iterator[Finding]:
-    """What was there before the run is no reason to leave the node."""
+    """Yield memory errors. Those from before the run are not a reason to leave the node."""
     errors, before = gpu.number(ECC) or 0, first.number(ECC) or 0
     if errors > before:
         text = "memory errors that could not be corrected"

@@ -19,8 +19,8 @@ JOURNAL = ("journalctl", "--dmesg", "--follow", "--lines=0", "--output=cat", "--
 
 
 class KernelLog:
-    """What is written from now on: /dev/kmsg where it may be read, else what journald shows to this
-    user, else nothing. KEMPNER_KERNEL_LOG names another file: a test's."""
+    """The kernel log from now on: /dev/kmsg if it may be read, else journald's for this user, else
+    nothing. KEMPNER_KERNEL_LOG names another file: a test's."""
 
     def __init__(self) -> None:
         self._journal: subprocess.Popen[bytes] | None = None
@@ -42,7 +42,7 @@ class KernelLog:
 
     @property
     def source(self) -> str:
-        """Where it is read, for people; empty: nowhere."""
+        """Name of the source, for people; "" if there is none."""
         if self._journal is not None:
             return "journalctl" if self._journal.poll() is None else ""
         return "kernel log" if self._file >= 0 else ""
@@ -56,7 +56,7 @@ class KernelLog:
                 yield bus(found[1]), int(found[2]), found[3].strip()
 
     def _read(self) -> Iterator[bytes]:
-        """/dev/kmsg gives one record a call; EPIPE says that some were overwritten."""
+        """Yield new records: /dev/kmsg gives one a call; EPIPE says that some were overwritten."""
         while True:
             try:
                 part = os.read(self._file, 1 << 16)

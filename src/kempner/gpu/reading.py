@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 LOOK_S = 20.0  # of nvidia-smi, which takes seconds on a node of eight GPUs without persistence mode
 LOST = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
-# What slows a GPU down, as nvidia-smi names it, and its bit in NVML. A power cap that somebody has
-# set (sw_power_cap) is not among them: most GPUs reach it in most steps.
+# Reasons of a slowdown by nvidia-smi's name, with NVML's bit. A power cap that somebody has set
+# (sw_power_cap) is left out: most GPUs reach it in most steps.
 SLOWDOWNS = {
     "hw_slowdown": 0x8,
     "sw_thermal_slowdown": 0x20,
@@ -45,12 +45,12 @@ QUERY = ["index", "uuid", "pci.bus_id", "serial", *NUMBERS, *SWITCHES, *REASONS]
 
 
 class NoAnswer(Exception):
-    """The driver says nothing, or nothing that can be read."""
+    """The driver does not answer, or its answer cannot be read."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one GPU says; what it does not know is None, or not there."""
+    """Readings of one GPU; unknown ones are None, or missing."""
 
     index: int
     uuid: str = ""
@@ -79,14 +79,14 @@ class Reader(Protocol):
         """All GPUs that the driver shows. Raises NoAnswer."""
 
     def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
-        """Bus and number of the next error, waited for so long."""
+        """Wait up to `seconds` and yield bus and number of the next error."""
 
     def processes(self, gpu: Gpu) -> list[int]:
-        """Numbers of the processes that have some of its memory, of those that are known."""
+        """Return the ids of the known processes that hold some of its memory."""
 
 
 def open_reader() -> Reader | None:
-    """None on a node without a driver, or without both of these."""
+    """Open a reader; None on a node without a driver, or without both NVML and nvidia-smi."""
     with contextlib.suppress(ImportError, NoAnswer):
         return Nvml()
     program = shutil.which("nvidia-smi")
@@ -100,8 +100,9 @@ def bus(text: str) -> str:
 
 
 def given_names() -> list[str] | None:
-    """Numbers, or names, of the GPUs that Slurm gave to this task; None where it set nothing. With
-    a binding (--gpu-bind) these are the task's own, otherwise all of the job's on this node."""
+    """Return numbers, or names, of the GPUs that Slurm gave to this task; None if it set nothing.
+    With a binding (--gpu-bind) these are the task's own, otherwise all of the job's on this
+    node."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     given = os.environ.get("SLURM_STEP_GPUS") or visible
     if visible and "MIG-" in visible:  # the numbers are of the cards, or of Slurm's own list
@@ -110,14 +111,14 @@ def given_names() -> list[str] | None:
 
 
 def of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """On a node that is shared, those that the job was given. Where the others are hidden from the
-    job the driver counts from 0, so that their numbers say nothing: then all are."""
+    """Select the GPUs that the job was given on a shared node. If the others are hidden from the
+    job, the driver counts from 0, so that their numbers say nothing: then select all."""
     return surely_of_this_job(gpus) or list(gpus)
 
 
 def surely_of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """The same, but none where no name fits, and there are more GPUs than names: some of them may
-    be another job's."""
+    """Select the same, but none if no name fits and there are more GPUs than names: some of them
+    may be another job's."""
     names = given_names()
     if names is None or len(names) >= len(gpus):
         return list(gpus)
@@ -126,7 +127,7 @@ def surely_of_this_job(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def _is_called(gpu: Gpu, name: str) -> bool:
-    """CUDA takes the beginning of a UUID, too."""
+    """Return whether a name means this GPU; CUDA takes the beginning of a UUID, too."""
     return name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
 
 
@@ -147,7 +148,7 @@ class NvidiaSmi:
         return [_from_row(dict(zip(self._known, row, strict=True))) for row in rows]
 
     def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
-        """It tells of none."""
+        """Wait; nvidia-smi does not report errors."""
         time.sleep(seconds)
         return iter(())
 
@@ -158,7 +159,8 @@ class NvidiaSmi:
         return []
 
     def _learn(self) -> dict[str, str]:
-        """It refuses a whole query for one name that it does not know: then each is asked."""
+        """Return the names that this version knows. It refuses a whole query for one unknown name:
+        then each is asked."""
         with contextlib.suppress(NoAnswer):
             self._ask(QUERY)
             return dict(zip(QUERY, QUERY, strict=True))
@@ -196,7 +198,7 @@ class NvidiaSmi:
         return rows
 
     def _of_lost(self, said: str, why: str, names: list[str]) -> list[list[str]]:
-        """It says nothing else then, not even of the others."""
+        """Make the row of a lost GPU: nvidia-smi then reports nothing else, not even the others."""
         row = {"index": "-1", "pci.bus_id": bus(said), "lost": why}
         back = {called: name for name, called in self._known.items()}
         return [[row.get(back.get(name, name), "lost") for name in names]]
@@ -231,7 +233,7 @@ def _number(text: str) -> float | None:
 
 
 class Nvml:
-    """Through nvidia-ml-py, whose module is pynvml."""
+    """A reader through nvidia-ml-py, whose module is pynvml."""
 
     name = "NVML"
 
@@ -255,7 +257,7 @@ class Nvml:
         return [self._read(index) for index in range(len(self._handles))]
 
     def xids(self, seconds: float) -> Iterator[tuple[str, int]]:
-        """The driver tells of an error without a readable kernel log, too."""
+        """Yield errors; the driver reports them without a readable kernel log, too."""
         if self._events is None:
             time.sleep(seconds)
             return
@@ -289,7 +291,7 @@ class Nvml:
                 return replace(about, lost=True)
             temperature = None
         power = self._maybe(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        # The older structure counts what the driver keeps for itself as used.
+        # The older structure counts the driver's own memory as used.
         memory = self._maybe(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used)
         if memory is None:
             memory = self._maybe(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used)
@@ -326,7 +328,7 @@ class Nvml:
                 yield link
 
     def _maybe(self, ask: Callable[..., Any]) -> Any:
-        """None where this GPU, or this driver, does not know."""
+        """Return the answer; None if this GPU, or this driver, does not know."""
         try:
             return ask()
         except (self._nvml.NVMLError, AttributeError):

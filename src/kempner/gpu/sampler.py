@@ -103,7 +103,7 @@ class Sampler:
             time.sleep(0.01)  # NVML answers at once when a GPU is lost
 
     def _take(self) -> None:
-        """What has come since the last time."""
+        """Process what has come since the last time."""
         while not self._looks.empty():
             look = self._looks.get()
             if isinstance(look, str):
@@ -160,7 +160,7 @@ class Sampler:
             flush=True,
         )
         if ends and os.getppid() == self.rank:
-            # No collective will come back, and the watchdogs of the others would wait for minutes.
+            # Collectives would hang now, and the watchdogs of the others wait for minutes.
             text = f"{self.host}: {reason}"
             self._record(Fault(**head, kind="crash", hosts=(self.host,), reason=text))  # type: ignore[arg-type]
             os.kill(self.rank, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The sampler of a node as the rank that starts it sees it. No torch."""
+"""A rank's handle on the sampler of its node. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ END_S = 2.0
 
 
 class GpuWatch:
-    """One a node: of its first rank. It ends with this process, however that ends."""
+    """The sampler of a node, started by its first rank. It ends with this process, however that
+    ends."""
 
     def __init__(self, run_dir: Path, attempt: int, interval: float, stderr: int) -> None:
         """Raises OSError."""
@@ -29,7 +30,7 @@ class GpuWatch:
         )
 
     def look_once_more(self) -> None:
-        """This rank has failed: is it the GPU's fault?"""
+        """Take a last look after this rank has failed: it may be the GPU's fault."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -45,8 +46,8 @@ class GpuWatch:
 
 
 def start_watch(run_dir: Path, attempt: int, interval: float, stderr: int = 2) -> GpuWatch | None:
-    """`stderr`: where it says what it has found. None where there is nothing to ask, or the node
-    has no room for another process."""
+    """Start the sampler. `stderr`: where it reports its findings. None if there is nothing to read,
+    or the node has no room for another process."""
     there = shutil.which("nvidia-smi") or importlib.util.find_spec("pynvml")
     if not interval or not there:
         return None

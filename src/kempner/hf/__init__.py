@@ -1,1 +1,1 @@
-"""Models in Hugging Face's form: into a run, and out of one."""
+"""Import and export of models in Hugging Face's form."""

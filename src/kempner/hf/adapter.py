@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of a run: which weights they belong to, and adapter and weights as files.
+"""LoRA adapters of a run: the weights they belong to, and adapter and weights as files.
 
 An adapter is exported in peft's form, or merged into the weights of its base.
 """
@@ -27,7 +27,7 @@ Lora = dict[str, Any]  # "lora" under "fixed" in a manifest: the [lora] section,
 
 
 def fingerprint(source: Source) -> str:
-    """16 hex digits that differ for other weights: from the manifest of a checkpoint, from samples
+    """Return 16 hex digits that identify weights: from the manifest of a checkpoint, from samples
     of the files of a directory."""
     digest = hashlib.sha256()
     if source.is_checkpoint:
@@ -45,15 +45,15 @@ def fingerprint(source: Source) -> str:
 
 
 def identity(name: str) -> str:
-    """fingerprint() of what `name` means now."""
+    """Return the fingerprint() of the weights that `name` means now."""
     with held(name) as source:
         return fingerprint(source)
 
 
 @contextlib.contextmanager
 def base_of(manifest: dict[str, Any]) -> Iterator[Source]:
-    """The weights that a checkpoint's adapter belongs to. Raises ConfigError when they are not
-    there any more, or others."""
+    """Open the weights that a checkpoint's adapter belongs to. Raises ConfigError if they are gone
+    or have changed."""
     name = manifest["fixed"]["model"]["init_from"]
     with held(name) as source:
         if fingerprint(source) != manifest["fixed"]["lora"]["base"]:
@@ -65,8 +65,8 @@ def base_of(manifest: dict[str, Any]) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
-    """A function: name of a tensor -> its base weights plus alpha / rank B A, fp32. The base is
-    rounded to bf16 first, as it was in the training."""
+    """Yield a function from a tensor's name to its base weights plus alpha / rank B A, fp32. The
+    base is rounded to bf16 first, as in the training."""
     import torch
 
     from kempner.checkpoint.reader import read_tensors
@@ -100,7 +100,7 @@ def merged(checkpoint: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str
 
 
 def adapter_names(cfg: ModelConfig, lora: Lora) -> list[str]:
-    """`blocks.0.attention.wq.` and so on: what comes before weight, lora_a and lora_b."""
+    """List the prefixes of weight, lora_a and lora_b: `blocks.0.attention.wq.` and so on."""
     matrices = [
         f"{'ffn' if '1' <= name[1] <= '3' else 'attention'}.{name}." for name in lora["targets"]
     ]
@@ -150,7 +150,7 @@ def export_adapter(checkpoint: Path, out: Path) -> Path:
 
 
 def lora_of(checkpoint: Path, manifest: dict[str, Any]) -> Lora:
-    """Raises ConfigError when the checkpoint holds a whole model."""
+    """Return the adapter's settings. Raises ConfigError if the checkpoint holds a whole model."""
     if (lora := manifest["fixed"].get("lora")) is None:
         raise ConfigError(f"{checkpoint}: is a whole model, not an adapter; leave out --adapter")
     return lora  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-"""config.json as transformers reads it: with its own defaults, and in the places of its version."""
+"""Comparison of our reading of config.json with that of transformers: its defaults, and its
+version's places of keys."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from kempner.hf.source import CONFIG
 
 
 def compare_with_transformers(directory: Path, ours: dict[str, Any]) -> str:
-    """Compare the [model] section that a config.json gives, `ours`, with that of what transformers
-    makes of the same file. Returns a line about it; raises ConfigError with what differs."""
+    """Compare `ours`, the [model] section from a config.json, with transformers' reading of the
+    same file. Returns a line about it; raises ConfigError with the differences."""
     try:
         import transformers
     except ImportError:

@@ -1,4 +1,4 @@
-"""A checkpoint, whatever number of ranks wrote it -> a directory in Hugging Face's form."""
+"""Export a checkpoint, whatever number of ranks wrote it, to a directory in Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ READ_BYTES = 1 << 28  # read at once, and there are two such buffers; a larger t
 
 
 def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
-    """Write the model of a checkpoint, which the caller protects from retention, to a directory
-    that is new or empty; returns it.
+    """Write the model of a checkpoint, which the caller protects from retention, to a new or empty
+    directory; returns it.
 
     `dtype`: fp32, bf16, fp16, or auto: that of the model from which the run started, else fp32.
     Memory: two buffers of READ_BYTES, or of the largest tensor. Raises ConfigError, Damaged,
-    OSError; nothing is left at `out` then.
+    OSError; then nothing is left at `out`.
     """
     refuse_others(out, "DIR", (), "give another directory, or remove it")
     manifest = commit.read_manifest(checkpoint)
@@ -62,7 +62,7 @@ def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
     beside = run_of(checkpoint)
     carried = read_config(beside / FOLDER) if (beside / FOLDER / CONFIG).is_file() else None
     torch_dtype = DTYPES[_dtype(carried) if dtype == "auto" else dtype]
-    # A directory that is there may be a link, or where a file system is mounted: it stays.
+    # An existing directory may be a link or a mount point, so it is filled, not replaced.
     unfinished = out if out.is_dir() else out.with_name(f"{out.name}.partial")
     refuse_others(unfinished, "DIR.partial", (Kind.EXPORT,), "remove it, or give another DIR")
     if unfinished != out:
@@ -92,7 +92,7 @@ def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
 
 
 def _clear(unfinished: Path, out: Path) -> None:
-    """Remove what this export has begun, and the directory, unless it was there, and empty."""
+    """Remove what this export has begun, and the directory itself if the export made it."""
     if unfinished != out:
         shutil.rmtree(unfinished, ignore_errors=True)
         return
@@ -108,8 +108,8 @@ def _dtype(carried: Config | None) -> str:
 
 
 def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None, dtype: str) -> str:
-    """config.json, and the tokenizer: of the model from which the run started, unless its data have
-    another one. Returns the model_type."""
+    """Write config.json and the tokenizer: of the model from which the run started, unless its data
+    have another one. Returns the model_type."""
     eos = None
     sidecar = Sidecar.load(run / SIDECAR) if (run / SIDECAR).is_file() else None
     if carried is not None:
@@ -126,8 +126,8 @@ def write_beside(out: Path, run: Path, cfg: ModelConfig, carried: Config | None,
 
 
 def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
-    """The tokenizer of the data, with the chat template that a run on chat data was trained with,
-    in place of the model's, unless that knows all ids of a text."""
+    """Write the data's tokenizer, with the chat template that a run on chat data was trained with,
+    in place of the model's, unless the model's knows all ids of a text."""
     file, texts = out / TOKENIZER, sidecar.kind == "text"
     if sidecar.tokenizer["kind"] == "bytes":
         return
@@ -146,7 +146,8 @@ def _write_tokenizer(out: Path, run: Path, sidecar: Sidecar) -> None:
 
 
 def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
-    """Of chat data the token that ends a turn, too: a base model would talk on."""
+    """Add the token that ends a turn of chat data: a base model's generation would run on past
+    it."""
     if sidecar.kind == "text":
         return
     file = out / GENERATION
@@ -158,7 +159,7 @@ def _write_end_of_turn(out: Path, sidecar: Sidecar, carried: Config) -> None:
 
 
 def _tokenizer_config(tokenizer: Path, eos: int) -> Config:
-    """What transformers needs beside a tokenizer.json to know the end of a document."""
+    """Make the config that tells transformers, besides a tokenizer.json, the end of a document."""
     added = json.loads(tokenizer.read_bytes()).get("added_tokens") or []
     names = {token["id"]: token["content"] for token in added}
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names.get(eos)}
@@ -169,7 +170,7 @@ def write_json(path: Path, content: Config) -> None:
 
 
 def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_bytes: int) -> None:
-    """`names`: of the tensors, ours -> theirs."""
+    """Write the tensors in shards. `names`: ours -> theirs."""
     shards = list(_groups(reader.sizes, shard_bytes))
     files: dict[str, str] = {}
     with ThreadPoolExecutor(1) as writer:
@@ -192,8 +193,8 @@ def _write_tensors(out: Path, reader: _Reader, names: dict[str, str], shard_byte
 def _acts(
     path: Path, reader: _Reader, names: dict[str, str], shard: list[str]
 ) -> Iterator[Callable[[], object]]:
-    """What writes a safetensors file: the header, the tensors. The library writes a file only from
-    tensors that are all in memory."""
+    """Yield the writes of a safetensors file: the header, then the tensors. The library can only
+    write tensors that are all in memory."""
     shapes = {name: reader.shapes[name] for name in shard}
     with open(path, "wb", buffering=0) as file:
         yield partial(write_all, file, header_of(shapes, names, reader.dtype))
@@ -206,7 +207,7 @@ def _acts(
 def header_of(
     shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], dtype: torch.dtype
 ) -> bytes:
-    """What a safetensors file begins with: the length of the header, and the header (the format's
+    """Make the head of a safetensors file: the header's length and the header (the format's
     README). `shapes`: of the tensors in it, in order; `names`: ours -> theirs."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -224,8 +225,9 @@ def header_of(
 
 
 def published_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """That of a tensor in a model of `dtype`: rounded to 8 bits a router's bias would choose other
-    experts. These tensors come first in a file, so that the data are aligned."""
+    """Return a tensor's dtype in a model of `dtype`: fp32 for a router's bias, which rounded to 8
+    bits would choose other experts. These tensors come first in a file, so that the data are
+    aligned."""
     return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
@@ -252,8 +254,8 @@ class _Reader:
         self.buffers = [torch.frombuffer(pages(size), dtype=torch.uint8) for _ in range(2)]
 
     def parts(self, names: list[str]) -> Iterator[Tensor]:
-        """The tensors of these names, one after the other, in pieces of uint8 [N]. A piece is valid
-        until the next but one is asked for."""
+        """Yield the tensors of these names, one after the other, in pieces of uint8 [N]. A piece is
+        valid until the next but one is requested."""
         for group in _groups({name: self.sizes[name] for name in names}, READ_BYTES):
             buffer, at, targets = self.buffers[0], 0, {}
             self.buffers.reverse()
@@ -278,7 +280,7 @@ class _Reader:
 
 
 def _groups(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
-    """Names in order, in groups of at most so many bytes; a larger tensor is alone."""
+    """Group names in order, with at most `most` bytes a group; a larger tensor is alone."""
     group: list[str] = []
     size = 0
     for name, nbytes in sizes.items():

@@ -39,7 +39,7 @@ FAMILIES = {
         "Glm4MoeForCausalLM", width="moe_intermediate_size", experts="n_routed_experts", rotary=0.5
     ),
 }
-# Why not the others: by the beginning of model_type.
+# Reasons why other families are unsupported, by prefix of model_type.
 UNSUPPORTED = {
     "gemma": "its norms multiply by 1 + weight and its embeddings are scaled",
     "qwen2_moe": "its shared expert has a gate of its own",
@@ -54,7 +54,7 @@ UNSUPPORTED = {
     "cohere": "it has LayerNorm, parallel blocks and scaled logits",
     "llama4": "its layers differ from each other",
 }
-# What these keys must be, where a config.json has them.
+# Required values of these keys, where a config.json has them.
 FIXED: Config = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -64,7 +64,7 @@ FIXED: Config = {
     "mlp_only_layers": [],
     "router_jitter_noise": 0.0,
 }
-# What these keys of a glm4_moe must be, and what it takes them for where they are missing.
+# Required values of these keys of a glm4_moe, and its defaults where they are missing.
 GLM_FIXED = {
     "n_group": (1, 1),
     "topk_group": (1, 1),
@@ -79,7 +79,7 @@ REQUIRED = {
     "norm_eps": "rms_norm_eps",
     "max_seq_len": "max_position_embeddings",
 }
-# Without experts, and what glm4_moe alone has.
+# Options without experts, and those that glm4_moe alone has.
 PLAIN = {
     "n_experts": 0,
     "shared_experts": 0,
@@ -93,7 +93,7 @@ LLAMA3_ROPE = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
-# What else a config.json may be asked for, and its type.
+# Other keys that a config.json may be asked for, and their types.
 KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "rms_norm_eps": ("a number", (int, float)),
     "rope_theta": ("a number", (int, float)),
@@ -111,7 +111,7 @@ SIZES = ("num_key_value_heads", "head_dim", "sliding_window", "original_max_posi
 
 
 def model_values(config: Config, where: str) -> dict[str, Any]:
-    """What a config.json says of the [model] section: values by key.
+    """Map a config.json to values of the [model] section, by key.
 
     Raises ConfigError with every reason why our decoder is not this model. `where` is the file.
     """
@@ -159,14 +159,15 @@ def _glm_values(config: Config) -> dict[str, Any]:
 
 
 def _dense_blocks(config: Config) -> dict[str, Any]:
-    """Of a Qwen3-MoE: which blocks have no experts, and how wide their feed-forward layers are."""
+    """Return options for the blocks of a Qwen3-MoE without experts, and their feed-forward
+    width."""
     step = config.get("decoder_sparse_step") or 1
     width = config.get("intermediate_size") if step > 1 else None
     return {"moe_frequency": step, "dense_ffn_dim": width}
 
 
 def _keys(family: Family) -> dict[str, str]:
-    """Keys of the [model] section, and what config.json calls them."""
+    """Map keys of the [model] section to their names in config.json."""
     experts = {"n_experts": family.experts, "experts_per_token": "num_experts_per_tok"}
     return REQUIRED | {"ffn_dim": family.width} | (experts if family.experts else {})
 
@@ -197,7 +198,7 @@ def _refusals(config: Config, family: Family) -> list[str]:
 
 
 def _wrong_types(config: Config, family: Family) -> list[str]:
-    """What is no number, list or object where there must be one."""
+    """List values that are not the number, list or object that they must be."""
     sizes = {*_keys(family).values(), *SIZES} - {"rms_norm_eps"}
     given = {key: value for key, value in config.items() if value is not None}
     found = [
@@ -213,8 +214,8 @@ def _wrong_types(config: Config, family: Family) -> list[str]:
 
 
 def _rope_refusals(config: Config) -> list[str]:
-    """Also where a value is given in two places that differ: transformers 4 and 5 choose another
-    one of them."""
+    """List problems of RoPE, including values that differ between two places: transformers 4 and 5
+    choose different ones."""
     sections = [config[key] for key in ROPE_SECTIONS if config.get(key)]
     if any(isinstance(value, dict) for section in sections for value in section.values()):
         return [f"{' and '.join(ROPE_SECTIONS)} by kind of layer are not supported"]
@@ -243,7 +244,7 @@ def _rope_refusals(config: Config) -> list[str]:
 
 
 def _scaling(section: Config) -> tuple[Any, ...]:
-    """What a section says of the scaling, in a form to compare."""
+    """Return a section's scaling in a form to compare."""
     kind = section.get("rope_type", section.get("type", "default"))
     values = sorted((key, value) for key, value in section.items() if key not in ROPE_COMMON)
     return (kind, *values) if kind != "default" else (kind,)
@@ -272,7 +273,7 @@ def _window_refusals(config: Config) -> list[str]:
 
 
 def _window(config: Config) -> int | None:
-    """Tokens of the sliding window, None without one."""
+    """Return the sliding window in tokens, None without one."""
     if config["model_type"] == "mistral":
         return config["sliding_window"]  # type: ignore[no-any-return]
     if config["model_type"] == "mixtral":  # it knows no use_sliding_window
@@ -285,7 +286,8 @@ def _window(config: Config) -> int | None:
 
 
 def _layer_types(config: Config) -> set[str]:
-    """Which kinds of attention a Qwen has: its first `max_window_layers` are full in any case."""
+    """Return the kinds of attention in a Qwen: its first `max_window_layers` are full in any
+    case."""
     if types := config.get("layer_types"):
         return set(types)
     layers = config.get("num_hidden_layers", 0)
@@ -297,7 +299,8 @@ def _layer_types(config: Config) -> set[str]:
 
 
 def _rope_section(config: Config) -> Config:
-    """RoPE's parameters: under rope_parameters since transformers 5, in several places before."""
+    """Return RoPE's parameters: under rope_parameters since transformers 5, in several places
+    before."""
     first, *rest = [config.get(key) or {} for key in ROPE_SECTIONS]
     section = {**first, **rest[0]}
     kind = section.get("rope_type", section.get("type", "default"))
@@ -320,7 +323,8 @@ def _rope(config: Config) -> dict[str, Any]:
 
 
 def family_of(cfg: ModelConfig) -> str:
-    """The model_type whose mathematics is that of `cfg`. Raises ConfigError when there is none."""
+    """Return the model_type whose mathematics is that of `cfg`. Raises ConfigError if there is
+    none."""
     if cfg.attention_softcap is not None:
         raise ConfigError(
             f"model.attention_softcap = {cfg.attention_softcap}: no model of transformers that is "
@@ -369,7 +373,7 @@ def _moe_family_of(cfg: ModelConfig) -> str:
 
 
 def _glm_of(cfg: ModelConfig) -> str:
-    """Any of these options is of the one family that has all of them."""
+    """Return the family with all of these options: any one of them implies it."""
     needs = {
         "router": (cfg.router == "sigmoid", '"sigmoid"'),
         "router_bias": (cfg.router_bias, "true"),
@@ -390,8 +394,9 @@ def _glm_of(cfg: ModelConfig) -> str:
 
 
 def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int | None) -> Config:
-    """The config.json of a model of this shape. `carried`: of the model from which it came, whose
-    other keys stay; `dtype`: of the tensors, such as bfloat16; `eos`: the end of a document."""
+    """Make the config.json of a model of this shape. `carried`: that of the model from which it
+    came, whose other keys stay; `dtype`: of the tensors, such as bfloat16; `eos`: the end of a
+    document."""
     if carried is not None and _same_shape(cfg, carried):
         key = "dtype" if "dtype" in carried else "torch_dtype"
         return {**carried, key: dtype, "max_position_embeddings": cfg.max_seq_len}
@@ -401,7 +406,7 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
         return config
     if kind != carried["model_type"]:
         return config | {key: carried[key] for key in WORDS if key in carried}
-    # A longer context, mostly. What it does not name stays as it was, the end of a text above all.
+    # Mostly a longer context. All other keys stay as they were, above all the end of a text.
     places = ("layer_types", "original_max_position_embeddings", *ROPE_SECTIONS)
     kept = {key: value for key, value in carried.items() if key not in places}
     if "dtype" in kept:
@@ -410,7 +415,7 @@ def config_json(cfg: ModelConfig, carried: Config | None, dtype: str, eos: int |
 
 
 def _new_config(cfg: ModelConfig, kind: str) -> Config:
-    """What follows from the shape, in the form that transformers 4 and 5 both read."""
+    """Make a config.json from the shape alone, in a form that transformers 4 and 5 both read."""
     family = FAMILIES[kind]
     scaling = {ours: getattr(cfg, ours) for ours in LLAMA3_ROPE}
     config = {
@@ -459,7 +464,8 @@ def _new_config(cfg: ModelConfig, kind: str) -> Config:
 
 
 def _same_shape(cfg: ModelConfig, config: Config) -> bool:
-    """Is it the model of that config.json, apart from what has no part in its mathematics?"""
+    """Return whether the config.json describes the same model, up to keys without a part in its
+    mathematics."""
 
     of_training: dict[str, Any] = dict.fromkeys(OF_TRAINING, 0.0)
 

@@ -1,7 +1,7 @@
-"""A model in Hugging Face's form -> a run with one checkpoint, of step 0.
+"""Import a model in Hugging Face's form as a run with one checkpoint, of step 0.
 
 The checkpoint is written as by as many ranks as keep a file under FILE_BYTES, one file after the
-other: memory for one file is all that it takes, whatever the size of the model.
+other: memory for one file is enough, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FILE_BYTES = 1 << 30
 def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str, name: str) -> Path:
     """Make the run; returns its checkpoint. `name`: the source as the user gave it.
 
-    Raises ConfigError when the tensors are not those of the model, or there is a run already.
+    Raises ConfigError if the tensors are not those of the model, or the run exists already.
     """
     root = run / "checkpoints"
     refuse_others(run, "RUN", (Kind.IMPORT,), "give another directory")
@@ -88,7 +88,7 @@ def import_model(directory: Path, cfg: ModelConfig, run: Path, config_toml: str,
 
 
 def _write_rank(path: Path, table: Table, rank: int, stored: Stored, names: dict[str, str]) -> None:
-    """The file of one rank; its memory is freed with the call."""
+    """Write the file of one rank; its memory is freed with the call."""
     plan = plan_file(table, rank)
     image = Image(plan, None, print)
     slots = [slot for slot in plan if slot.size]

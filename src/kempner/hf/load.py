@@ -1,4 +1,4 @@
-"""Weights from a source into a model, sharded or not: each rank reads its own part alone."""
+"""Load weights from a source into a model, sharded or not: each rank reads only its own part."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ PIECE = 1 << 24  # bytes read at once
 
 
 def start_from(model: nn.Module, cfg: ModelConfig, run_dir: Path | None) -> str:
-    """Fill the model, on all ranks, with the weights of cfg.init_from, and keep in the run, if it
-    begins, what they have beside them (`run_dir`). Returns one line for the log.
+    """Fill the model, on all ranks, with the weights of cfg.init_from; in a new run, also keep the
+    files beside them (`run_dir`). Returns one line for the log.
 
-    Raises ConfigError on all ranks when they are not the weights of this model.
+    Raises ConfigError on all ranks if they are not the weights of this model.
     """
     ranks = Ranks(dist.new_group(backend="gloo"))
     with contextlib.ExitStack() as reading:
 
-        def choose() -> Source:  # another run's newest checkpoint is another one a minute later
+        def choose() -> Source:  # another run's newest may change within a minute
             source = reading.enter_context(held(cfg.init_from or ""))
             if run_dir is not None and source.carried.is_dir():
                 carry(source.carried, run_dir / FOLDER)
@@ -63,7 +63,7 @@ def load_weights(
     """Fill this rank's part of every parameter but adapters, cast to its dtype, and the biases of
     routers.
 
-    Raises ConfigError when a tensor is missing, superfluous or of another shape, Damaged when a
+    Raises ConfigError if a tensor is missing, superfluous or of another shape, Damaged if a
     checkpoint is damaged.
     """
     named = parameter_names(model).items()
@@ -90,8 +90,8 @@ def load_weights(
 
 
 def not_finite(source: Source) -> str:
-    """A tensor of the model with an infinity or NaN in it; empty: there is none. Reads all weights,
-    so that the kernel has them in memory for load_weights()."""
+    """Return the name of a tensor with an infinity or NaN in it; empty if all are finite. Reads all
+    weights, so that the kernel has them in memory for load_weights()."""
     if source.is_checkpoint:
         table = stored_tensors(source.path)
         names = [name for name in table if name.startswith("model.") and table[name].layout]
@@ -106,7 +106,8 @@ def not_finite(source: Source) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """As fast as memory is, which isfinite().all() is not. NaN is a part of both extremes."""
+    """Return whether all elements are finite. Runs at the speed of memory, which isfinite().all()
+    does not: NaN propagates into both extremes."""
     return not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
@@ -118,7 +119,8 @@ class Job(NamedTuple):
     box: Box
 
     def by_expert(self) -> Iterator[Job]:
-        """Experts are tensors of their own there: a `*` in the name stands for their number."""
+        """Split into one job per expert: Hugging Face stores them as separate tensors; a `*` in the
+        name stands for their number."""
         if "*" not in self.name:
             yield self
             return
@@ -161,7 +163,8 @@ class _Files(contextlib.ExitStack):
         os.posix_fadvise(file.fileno(), start, count * row, os.POSIX_FADV_WILLNEED)
 
     def rows(self, job: Job) -> Iterator[Tensor]:
-        """The rows of a box, in all columns, in pieces. A piece is valid until the next one."""
+        """Yield the rows of a box, in all columns, in pieces. A piece is valid until the next
+        one."""
         file, start, (_, count), row, dtype = self._find(job)
         columns = self._stored.shape(job.name)[1:]
         most = max(1, PIECE // row)
@@ -178,7 +181,8 @@ class _Files(contextlib.ExitStack):
             yield torch.frombuffer(view, dtype=dtype).view(-1, *columns)
 
     def _find(self, job: Job) -> tuple[FileIO, int, tuple[int, int], int, torch.dtype]:
-        """The file, the byte in it, the first row and their number, a row's bytes, the dtype."""
+        """Return the file, the byte in it, the first row and their number, a row's bytes, the
+        dtype."""
         place, dtype = self._stored.places[job.name], DTYPES[self._stored.dtype(job.name)]
         row = math.prod(self._stored.shape(job.name)[1:]) * dtype.itemsize
         return self._files[place.path], place.at + job.box[0][0] * row, job.box[0], row, dtype

@@ -1,4 +1,4 @@
-"""Where weights come from: a directory in Hugging Face's form, a model of the hub, or a run.
+"""Sources of weights: a directory in Hugging Face's form, a model of the hub, or a run.
 
 No torch: a configuration is checked against its source before a GPU is asked for.
 """
@@ -33,7 +33,7 @@ TOKENIZER = "tokenizer.json"
 
 
 class Source(NamedTuple):
-    """Weights that are there: a directory in Hugging Face's form, or a checkpoint of a run."""
+    """Weights on this machine: a directory in Hugging Face's form, or a checkpoint of a run."""
 
     name: str  # as the user gave it
     path: Path
@@ -45,7 +45,7 @@ class Source(NamedTuple):
         return run_of(self.path) / FOLDER if self.is_checkpoint else self.path
 
     def model(self) -> dict[str, Any]:
-        """Its [model] section: values by key. Raises ConfigError."""
+        """Return the source's [model] section: values by key. Raises ConfigError."""
         if not self.is_checkpoint:
             return model_values(read_config(self.path), str(self.path / CONFIG))
         try:
@@ -60,11 +60,11 @@ class Source(NamedTuple):
 
 
 def find(name: str, download: bool = False, pinned: bool = False) -> Source:
-    """What `name` means: PATH, OWNER/NAME[@REVISION] of the hub, or RUN[@STEP]. Raises ConfigError.
+    """Resolve `name`: PATH, OWNER/NAME[@REVISION] of the hub, or RUN[@STEP]. Raises ConfigError.
 
-    With `pinned`, a run without a step is refused: its newest checkpoint is another one tomorrow.
-    A model of the hub is looked up in the local cache only, unless `download` is set: the nodes of
-    a cluster have no network, and a thousand ranks must not ask one server.
+    With `pinned`, a run without a step is refused: its newest checkpoint will be another one
+    tomorrow. A model of the hub is looked up in the local cache only, unless `download` is set: the
+    nodes of a cluster have no network, and a thousand ranks must not ask one server.
     """
     path = Path(name).expanduser()
     if path.is_dir() and (path / CONFIG).is_file():
@@ -86,8 +86,8 @@ def find(name: str, download: bool = False, pinned: bool = False) -> Source:
 
 @contextlib.contextmanager
 def held(name: str, download: bool = False) -> Iterator[Source]:
-    """find(), and a checkpoint is protected from the retention of its run while it is read. One
-    that is damaged is bad input: ConfigError."""
+    """Run find() and protect a checkpoint from its run's retention while it is read. A damaged one
+    is bad input: ConfigError."""
     source = find(name, download)
     if not source.is_checkpoint:
         yield source
@@ -106,7 +106,7 @@ def held(name: str, download: bool = False) -> Iterator[Source]:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The run directory of a checkpoint: around it, unless checkpoint.dir was set."""
+    """Return the run directory of a checkpoint: around it, unless checkpoint.dir was set."""
     around = checkpoint.parent.parent
     with contextlib.suppress(OSError, ValueError, KeyError):
         named = Path(toml.loads((checkpoint / "config.toml").read_text())["run"]["dir"])
@@ -116,7 +116,7 @@ def run_of(checkpoint: Path) -> Path:
 
 
 def read_config(directory: Path) -> Config:
-    """The config.json of a directory. Raises ConfigError."""
+    """Read the config.json of a directory. Raises ConfigError."""
     try:
         content = json.loads((directory / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
@@ -136,8 +136,8 @@ def carry(source: Path, target: Path) -> None:
 
 
 def source_tokenizer(source: Source) -> dict[str, str] | None:
-    """Name, kind and hash of the tokenizer that the weights were trained with, as a sidecar has
-    them, and its file, if it has one; None where it is not with them. Raises ConfigError."""
+    """Return name, kind and hash of the tokenizer that the weights were trained with, as a sidecar
+    has them, and its file, if it has one; None if it is not with them. Raises ConfigError."""
     run = run_of(source.path)
     if source.is_checkpoint and (run / SIDECAR).is_file():
         return {**Sidecar.load(run / SIDECAR).tokenizer, "file": str(run / TOKENIZER)}
@@ -148,21 +148,21 @@ def source_tokenizer(source: Source) -> dict[str, str] | None:
 
 
 def tokenizer_of_file(file: Path) -> dict[str, str]:
-    """The same of a tokenizer.json."""
+    """Describe a tokenizer.json in the same way."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     name = "/".join(file.parts[-2:])
     return {"name": name, "kind": TOKENIZER, "hash": f"sha256:{digest}", "file": str(file)}
 
 
 def is_of_bytes(directory: Path) -> bool:
-    """Whether a directory in Hugging Face's form is that of a model of bytes, as export() writes
-    it: its texts end with token 256, and it has no tokenizer."""
+    """Return whether a directory is of a model of bytes, as export() writes it: its texts end with
+    token 256, and it has no tokenizer."""
     return end_tokens(directory) == [BYTES_EOD] and not (directory / TOKENIZER).is_file()
 
 
 def end_tokens(directory: Path) -> list[int]:
-    """The ids that generation_config.json or config.json name, none without either. A chat model
-    ends its turn with another token than a document."""
+    """Return the ids that generation_config.json or config.json name, none without either. A chat
+    model ends its turn with another token than a document."""
     for name in (GENERATION, CONFIG):
         with contextlib.suppress(FileNotFoundError):
             ids = json.loads((directory / name).read_text()).get("eos_token_id")
@@ -172,6 +172,6 @@ def end_tokens(directory: Path) -> list[int]:
 
 
 def vocabulary(directory: Path) -> int:
-    """One more than the largest id of tokenizer.json; 0 without one. Raises ConfigError."""
+    """Return one more than the largest id of tokenizer.json; 0 without one. Raises ConfigError."""
     file = directory / TOKENIZER
     return max(read_vocabulary(file), default=-1) + 1 if file.is_file() else 0

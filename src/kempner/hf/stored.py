@@ -1,5 +1,5 @@
 """The tensors of a directory in Hugging Face's form: *.safetensors, one file or several with an
-index, read lazily. No torch here: what is there is compared with what the model needs beforehand.
+index, read lazily. No torch here: they are compared with what the model needs beforehand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHOWN = 5  # names in a message
 
 
 class Place(NamedTuple):
-    """Where the elements of a tensor begin: a file and a byte in it."""
+    """Offset of a tensor's elements: a file and a byte in it."""
 
     path: Path
     at: int
@@ -38,7 +38,7 @@ class Stored:
     """The open files of a model. `slice(NAME)[a:b]` reads these rows only."""
 
     def __init__(self, directory: Path, framework: str = "np") -> None:
-        """`framework`: what a slice is, "np" or "pt". Raises ConfigError when a file is missing,
+        """`framework`: type of the slices, "np" or "pt". Raises ConfigError if a file is missing,
         truncated, or of another form."""
         self.directory = directory
         self._open = contextlib.ExitStack()
@@ -66,7 +66,7 @@ class Stored:
         self._open.close()
 
     def _listed(self) -> dict[str, str]:
-        """File by tensor, from the index; {} without one."""
+        """Map tensor to file, from the index; {} without one."""
         index = self.directory / INDEX
         if (self.directory / SINGLE).is_file():
             return {}
@@ -92,12 +92,12 @@ class Stored:
         return tuple(self.slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As the header has it, such as BF16."""
+        """Return a tensor's dtype as in the header, such as BF16."""
         return str(self.slice(name).get_dtype())
 
     def problems(self, cfg: ModelConfig, kind: str) -> list[str]:
-        """What keeps these tensors from being exactly those of the model: each of the model's must
-        be there, in its shape, and none besides."""
+        """List differences between these tensors and the model's: each of the model's must be
+        there, in its shape, and no other."""
         shapes = tensor_shapes(cfg)
         names = tensor_names(cfg, kind)
         expected: dict[str, tuple[int, ...]] = {}
@@ -120,7 +120,7 @@ class Stored:
         return [f"{self.directory}: {line}" for line in found]
 
     def _tied_is_equal(self) -> bool:
-        """Is the output layer, which a tied model does without, really the embedding?"""
+        """Return whether the output layer, which a tied model lacks, equals the embedding."""
         head, embed = "lm_head.weight", "model.embed_tokens.weight"
         if embed not in self._files or self.shape(head) != self.shape(embed):
             return False
@@ -133,8 +133,8 @@ class Stored:
 
 
 def check_directory(directory: Path, cfg: ModelConfig) -> None:
-    """Raises ConfigError with everything that keeps a directory from being this model: its tensors
-    and its tokenizer. Reads headers only."""
+    """Raise ConfigError with all reasons why a directory is not this model: its tensors and its
+    tokenizer. Reads headers only."""
     with Stored(directory) as stored:
         problems = stored.problems(cfg, read_config(directory)["model_type"])
     if (size := vocabulary(directory)) > cfg.vocab_size:
@@ -147,7 +147,7 @@ def check_directory(directory: Path, cfg: ModelConfig) -> None:
 
 
 def check_source(source: Source, cfg: ModelConfig) -> None:
-    """The same of any source; a checkpoint's tensors have been checked when it was written."""
+    """Check any source in the same way; a checkpoint's tensors were checked when it was written."""
     if not source.is_checkpoint:
         check_directory(source.path, cfg)
     elif "lora" in commit.read_manifest(source.path)["fixed"]:
@@ -171,7 +171,8 @@ def _open(path: Path, framework: str) -> Any:
 
 
 def _places(path: Path) -> dict[str, Place]:
-    """By the header of a file that the library has checked: 8 bytes of its length, then JSON."""
+    """Locate the tensors from the header of a file that the library has checked: 8 bytes of its
+    length, then JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -180,7 +181,7 @@ def _places(path: Path) -> dict[str, Place]:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first of the names, and how many there are."""
+    """Return the first of the names, and their number."""
     names = list(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more} {'is' if len(names) == 1 else 'are'}"

@@ -1,7 +1,7 @@
-"""The tensors of the decoder, and what each is called in a family of Hugging Face models.
+"""Names and shapes of the decoder's tensors, ours and those of each family of Hugging Face models.
 
 Each family has one table, ours -> theirs. The first `*` stands for the number of a layer, the
-second for that of an expert: experts are tensors of their own there, and one tensor here. No torch.
+second for that of an expert: experts are separate tensors there, and one tensor here. No torch.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ TABLES = {  # by model_type
 
 
 def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
-    """The tensors of the decoder, in its order, and what each is called in a family; see parts()
-    where a `*` is left."""
+    """Map the decoder's tensors, in its order, to their names in a family; see parts() for names
+    with a `*` left."""
     table = TABLES[kind]
     names = {}
     for ours in tensor_shapes(cfg):
@@ -78,16 +78,16 @@ def tensor_names(cfg: ModelConfig, kind: str) -> dict[str, str]:
 
 
 def parts(theirs: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors that a family stores for one of ours, and their shapes: the one, or one for each
-    expert, which stand one after the other in ours."""
+    """Map the tensors that a family stores for one of ours to their shapes: the one, or one for
+    each expert; ours has them one after another."""
     if "*" not in theirs:
         return {theirs: shape}
     return {theirs.replace("*", str(expert)): shape[1:] for expert in range(shape[0])}
 
 
 def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of the decoder without building it (or torch): the biases of its routers, which
-    are fp32 whatever the others are, then its parameters in their order."""
+    """Compute the decoder's tensors without building it (or torch): the biases of its routers,
+    which are fp32 whatever the others are, then its parameters in their order."""
     dim, head = cfg.dim, cfg.resolved_head_dim
     q, kv = cfg.n_heads * head, cfg.kv_heads * head
     block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}

@@ -1,1 +1,2 @@
-"""The records of a run and what they tell: one schema (events), one judge of its state (state)."""
+"""The records of a run and their evaluation: one schema (events), one judge of its state
+(state)."""

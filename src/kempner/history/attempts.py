@@ -90,22 +90,22 @@ class Attempt:
 
     @property
     def steps(self) -> str:
-        """The first and the last one, as far as they are known: of a program that does not print
-        them, the last one is the number of a checkpoint."""
+        """The first and the last step, as far as they are known: if a program does not print them,
+        the last one is the number of a checkpoint."""
         first = f"{self.first_step:,}" if self.counted else "-"
         last = f"{self.last_step:,}" if self.counted or self.last_step else "-"
         return f"{first} to {last}" if self.began and (first, last) != ("-", "-") else "-"
 
     @property
     def gpu_warning(self) -> str:
-        """What somebody should know of the GPUs, in one line."""
+        """Warning about the attempt's GPUs, in one line; "" if there is none."""
         told = [f"{f.host}: {f.reason}" for f in self.gpu_faults if f.answer != "note"]
         more = f" and {len(told) - 1} more" if len(told) > 1 else ""
         return f"{told[-1]}{more}" if told else ""
 
     def smaller(self, attempts: Sequence[Attempt]) -> str:
-        """What somebody should know where the job has come back with fewer ranks than it first
-        had, in one line."""
+        """Return a warning, in one line, if the job has come back with fewer ranks than it first
+        had."""
         first = next((a for a in attempts if a.job == self.job and a.began), self)
         if not self.job or not 0 < self.world_size < first.world_size:
             return ""
@@ -117,14 +117,14 @@ class Attempt:
 
     @property
     def cause(self) -> str:
-        """How it ended, in words."""
+        """Cause of the attempt's end, as text."""
         if self.state == "killed":
             return "killed, no error recorded" if self.began else "died before it began"
         return f"{self.state}: {self.reason}" if self.reason else self.state
 
     @property
     def ending(self) -> str:
-        """How it ended, and what the batch script did then."""
+        """Cause of the end, and what the batch script did then."""
         text = self.cause
         if done := AFTER.get(self.decision):
             text += f"; {done} without {self.excluded}" if self.excluded else f"; {done}"
@@ -134,18 +134,18 @@ class Attempt:
 
     @property
     def short_ending(self) -> str:
-        """The same in one line of a table or a picture."""
+        """The ending in one line of a table or a picture."""
         reason = textwrap.shorten(self.reason, REASON_WIDTH, placeholder=" ...")
         return self.ending.replace(self.reason, reason) if self.reason else self.ending
 
 
 def plain(text: str) -> str:
-    """What a program has said, without its colors and other control characters."""
+    """Remove colors and other control characters from a program's text."""
     return CONTROL.sub("", text)
 
 
 def is_known(record: Record, *keys: str) -> bool:
-    """Whether the record has numbers under these keys."""
+    """Return whether the record has numbers under these keys."""
     for key in keys:  # noqa: SIM110 - all() takes longer, and there may be 100,000 lines
         if not isinstance(record.get(key), (int, float)):
             return False
@@ -155,10 +155,10 @@ def is_known(record: Record, *keys: str) -> bool:
 def attempts_of(
     events: Sequence[Event], lines: Sequence[Record], status: Record
 ) -> tuple[list[Attempt], list[Refusal]]:
-    """The attempts in order, each from its events and lines, and the starts that never became one;
-    status.json has the end of the last one even where a full disk has kept it out of
+    """Return the attempts in order, each from its events and lines, and the starts that never
+    became one; status.json supplies the end of the last one if a full disk has kept it out of
     attempts.jsonl."""
-    # Those of the samplers are no signs of life, and may come before the start.
+    # Events of the samplers are not signs of life, and may come before the start.
     own = [event for event in events if not isinstance(event, GpuFault)]
     groups, of = _by_attempt(_with_end_of(status, own)), by_number(lines)
     refusals = [(group, _refusal(group)) for group in groups]
@@ -174,7 +174,7 @@ def attempts_of(
 
 
 def _refusal(events: list[Event]) -> Refusal | None:
-    """Where all that is known of a start is that the batch script ended it."""
+    """Return a refusal if all that is known of a start is that the batch script ended it."""
     last = events[-1]
     if not all(isinstance(event, Decision) for event in events) or not isinstance(last, Decision):
         return None
@@ -187,7 +187,7 @@ def _refusal(events: list[Event]) -> Refusal | None:
 
 
 def _with_end_of(status: Record, events: Sequence[Event]) -> list[Event]:
-    """The events and, where they lack the end that status.json has, that one."""
+    """Add the end in status.json to the events if they lack it."""
     end = parse({**status, "event": "end"}) if status.get("state") in ENDS else None
     known = {key for event in of_kind(events, End) for key in (event.attempt, event.attempt_id)}
     if end is None or {end.attempt, end.attempt_id} & (known - {None}):
@@ -196,8 +196,8 @@ def _with_end_of(status: Record, events: Sequence[Event]) -> list[Event]:
 
 
 def _by_attempt(events: Sequence[Event]) -> list[list[Event]]:
-    """A decision of the batch script has no number; what it has in common with the events of its
-    attempt, if there are any, is the attempt_id."""
+    """Group the events by attempt. A decision of the batch script has no number; it shares only the
+    attempt_id with the events of its attempt, if there are any."""
     groups: list[list[Event]] = []
     known: dict[str | int | None, list[Event]] = {}
     for event in events:
@@ -223,7 +223,8 @@ def _attempt(
     resumed: list[int | None],
     gpu_faults: tuple[GpuFault, ...],
 ) -> Attempt:
-    """`resumed`: the step from which the next attempt continued, if there is one."""
+    """Make an attempt. `resumed`: the step from which the next attempt continued, if there is
+    one."""
     start = next(iter(of_kind(events, Start)), None)
     stepped = next(iter(of_kind(events, FirstStep)), None)
     decision = next(reversed(of_kind(events, Decision)), None)
@@ -259,7 +260,7 @@ def _attempt(
 
 
 def _first_step(start: Start | None, stepped: list[FirstStep]) -> tuple[int, bool]:
-    """The step that an attempt went on from, and whether its steps are known."""
+    """Return the step that an attempt continued from, and whether its steps are known."""
     if start is None or start.step is not None:
         return (start.step or 0 if start else 0), True
     known = [first.began for first in stepped if first.began is not None]
@@ -283,7 +284,7 @@ def _opened(events: list[Event]) -> float:
 def _last_step(
     first: int, events: list[Event], lines: list[Record], resumed: list[int | None]
 ) -> int:
-    """As its end says or, without one, the furthest that is recorded."""
+    """Return the last step: as the end says or, without one, the furthest that is recorded."""
     if ends := [end.step for end in of_kind(events, End) if end.step is not None]:
         return ends[-1]
     foreign = any(start.step is None for start in of_kind(events, Start))
@@ -294,8 +295,8 @@ def _last_step(
 
 
 def _end(events: list[Event]) -> tuple[AttemptState, str]:
-    """The state and the reason. An orderly end counts before a crash while leaving. When one rank
-    crashes the others lose it: their faults are not the cause."""
+    """Return the state and the reason. An orderly end counts before a crash while leaving. When one
+    rank crashes the others lose it: their faults are not the cause."""
     if ends := of_kind(events, End):
         return ends[-1].state, ends[-1].reason
     faults = of_kind(events, Fault)

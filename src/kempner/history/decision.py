@@ -1,10 +1,10 @@
-"""What follows when a step has ended: the one place where that is decided. No I/O, no torch.
+"""The decision at the end of a step: the one place where it is made. No I/O, no torch.
 
 judge.py collects the facts and asks decide() once; the batch script (requeue.sh) obeys. RULES in
 their order are the table of docs/reference/slurm.md, which tests/unit/test_decision.py compares.
 
-Every fact has a default for the case that nobody knows it, and with the defaults the run goes on:
-only what is known ends it.
+Every fact has a default for the case that it is unknown, and with the defaults the run goes on:
+only known facts end it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 1, 60  # minutes before the next start: see paus
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What is known once a step, or a start before its step, has ended."""
+    """Facts about a step, or a start before its step, that has ended."""
 
     # The run.
     run: str = ""  # status.json of this attempt: done, stopped, failed, interrupted, running
@@ -77,7 +77,8 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What the batch script does. `pause`: minutes before the next start; `notes`: for the log."""
+    """Decision for the batch script. `pause`: minutes before the next start; `notes`: for the
+    log."""
 
     answer: Answer
     why: str
@@ -102,7 +103,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which nodes the next attempt does without: those that spares replace, or that the job
+    """Nodes that the next attempt does without: those that spares replace, or that the job
     excludes; `note` says why a node with a fault stays."""
 
     replaced: tuple[str, ...] = ()
@@ -113,14 +114,14 @@ class Nodes:
 
 
 def most_excluded(ended: Ended) -> int:
-    """How many nodes the job may exclude in a day: KEMPNER_EXCLUDE or 5 % of its nodes."""
+    """Return how many nodes the job may exclude in a day: KEMPNER_EXCLUDE or 5 % of its nodes."""
     if ended.max_excluded == 0:
         return 0
     return max(ended.max_excluded, int(LARGEST_SHARE * ended.nodes))
 
 
 def leave_out(ended: Ended) -> Nodes:
-    """The nodes for the next attempt."""
+    """Choose the nodes that the next attempt leaves out."""
     hosts, names = ended.faulty, ", ".join(ended.faulty)
     if hosts and len(hosts) <= ended.spares and ended.room:
         return Nodes(replaced=hosts)
@@ -141,14 +142,14 @@ def leave_out(ended: Ended) -> Nodes:
     if ended.others < ended.needed:
         why = f"the other nodes that could take this job, {ended.others}, are too few"
         return Nodes(note=f"{stays}{why}", too_few=True)
-    # What has failed was the node, and not the program: but a program that fails wherever it runs
-    # would lead the job from node to node.
+    # The node has failed, and not the program: but a program that fails wherever it runs would
+    # lead the job from node to node.
     certain = ended.trained or ended.broken
     return Nodes(excluded=hosts, anew=certain and ended.in_vain + len(hosts) <= most)
 
 
 def may_restart(ended: Ended, nodes: Nodes) -> bool:
-    """Whether the next attempt begins at once, as another step of the same job."""
+    """Return whether the next attempt begins at once, as another step of the same job."""
     if not ended.room or ended.run in OVER or ended.refused or (ended.site and not ended.away):
         return False
     # A node that is lost or to be left out must be replaced.
@@ -156,8 +157,8 @@ def may_restart(ended: Ended, nodes: Nodes) -> bool:
         return False
     if ended.left is not None and ended.left < 2 * ended.start:
         return False
-    # What fails at once would use up all attempts in seconds: a requeue waits, and may bring other
-    # nodes.
+    # A run that fails at once would use up all attempts in seconds: a requeue waits, and may
+    # bring other nodes.
     requeue = ended.may_requeue or bool(ended.chain)
     if nodes.replaced or ended.away or not requeue:
         return True
@@ -302,8 +303,9 @@ def without(ended: Ended, nodes: Nodes) -> str:
 
 
 def pause_of(ended: Ended) -> int:
-    """Minutes until the next start: after a fault of the site, a quarter of the time waited; after
-    a start that has ended before its step, 1, 5, 25, ...: what it lacks may come back."""
+    """Return the minutes until the next start: after a fault of the site, a quarter of the time
+    waited; after a start that has ended before its step, 1, 5, 25, ...: what it lacks may come
+    back."""
     minutes = 0.0
     if ended.site:
         minutes = 60 * ended.waited / 4
@@ -315,12 +317,12 @@ def pause_of(ended: Ended) -> int:
 
 
 def rule_of(ended: Ended, nodes: Nodes) -> Rule:
-    """The first rule that holds; the last one always does."""
+    """Return the first rule that holds; the last one always does."""
     return next(rule for rule in RULES if rule.holds(ended, nodes))
 
 
 def decide(ended: Ended) -> Decision:
-    """What follows; by the first rule that holds."""
+    """Decide by the first rule that holds."""
     nodes = leave_out(ended)
     rule = rule_of(ended, nodes)
     goes_on = rule.answer in ("requeue", "chain") and ended.job == "running"
@@ -343,13 +345,13 @@ def decide(ended: Ended) -> Decision:
 
 
 def kind_of(ended: Ended) -> Class:
-    """Whose fault the end was, where the rule does not say."""
+    """Return whose fault the end was, if the rule does not say."""
     if ended.site:
         return "site"
     return "host" if ended.faulty or ended.refused else ""
 
 
 def table() -> str:
-    """RULES, as docs/reference/slurm.md has them."""
+    """Format RULES as in docs/reference/slurm.md."""
     rows = [f"| {rule.case} | {rule.answer} | {rule.kind or '-'} |" for rule in RULES]
     return "\n".join(["| Case | Decision | Whose fault |", "|---|---|---|", *rows])

@@ -28,7 +28,7 @@ LATEST = 1e11  # Unix seconds, the year 5138; no count is larger either
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have. `attempt_id` is the batch script's name of the attempt, which a
+    """Fields of all events. `attempt_id` is the batch script's name of the attempt, which a
     decision has in common with the trainer's events."""
 
     kind_of_event: ClassVar[str] = ""
@@ -61,8 +61,8 @@ class Start(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStep(Event):
-    """The first step of the attempt is done: the start-up ends here. Of a program under run.sh that
-    prints its steps: the first one that it has printed, and the one that it went on from."""
+    """The first step of the attempt is done: the start-up ends here. For a program under run.sh
+    that prints its steps: the first one that it has printed, and the one that it continued from."""
 
     kind_of_event = "first_step"
     printed: int | None = None
@@ -71,8 +71,8 @@ class FirstStep(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GoBack(Event):
-    """Too many steps in a row were skipped: back to the checkpoint of `to`, from where the samples
-    numbered skip[0] to skip[1] - 1 are left out."""
+    """Return to the checkpoint of `to` after too many skipped steps in a row; the samples numbered
+    skip[0] to skip[1] - 1 are left out from there."""
 
     kind_of_event = "go_back"
     to: int = 0
@@ -95,7 +95,7 @@ class Fault(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFault(Event):
-    """What the sampler of a node has found at a GPU (gpu/findings.py), once an attempt."""
+    """A finding of a node's sampler about a GPU (gpu/findings.py), once an attempt."""
 
     kind_of_event = "gpu"
     kind: Literal["xid", "lost", "ecc", "memory", "throttled", "link", "silent"] = "xid"
@@ -120,7 +120,7 @@ class End(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(Event):
-    """What the batch script did after the attempt, and why."""
+    """The batch script's decision after the attempt, and the reason."""
 
     kind_of_event = "decision"
     # restart: at once, in the same job; leave: to Slurm
@@ -143,8 +143,8 @@ HINTS = {name: typing.get_type_hints(cls) for name, cls in KINDS.items()}
 
 
 def own_file(path: Path) -> Path:
-    """Where a process that is neither rank 0 nor the batch script appends, in place of this
-    attempts.jsonl."""
+    """Return the file to which a process appends that is neither rank 0 nor the batch script, in
+    place of this attempts.jsonl."""
     return path.with_suffix("") / f"{host_name()}.jsonl"
 
 
@@ -158,14 +158,15 @@ def append(path: Path, event: Event) -> None:
 
 
 def read(path: Path) -> list[Event]:
-    """The events of attempts.jsonl and of the hosts in order; lines that are torn, of unknown kind
-    or without a time are left out."""
+    """Read the events of attempts.jsonl and of the hosts in order; lines that are torn, of unknown
+    kind or without a time are left out."""
     return known(read_records(path))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of attempts.jsonl in order; those of attempts/HOST.jsonl each among those of its
-    attempt by its time, and before the decision, whatever the clock of its host."""
+    """Read the objects of attempts.jsonl in order; those of attempts/HOST.jsonl are each placed
+    among those of their attempt by time, and before the decision, whatever the clock of their
+    host."""
     records = read_jsonl(path)
     others = [each for file in path.with_suffix("").glob("*.jsonl") for each in read_jsonl(file)]
     if not others:
@@ -200,13 +201,13 @@ def _time(record: dict[str, Any]) -> float:
 
 
 def known(records: Sequence[dict[str, Any]]) -> list[Event]:
-    """The events among the objects of attempts.jsonl."""
+    """Return the events among the objects of attempts.jsonl."""
     found = (parse(record) for record in records)
     return [event for event in found if event is not None]
 
 
 def parse(record: dict[str, Any]) -> Event | None:
-    """An event from its JSON object, None when it is none."""
+    """Parse an event from its JSON object, None if it is not one."""
     name = record.get("event")
     cls = KINDS.get(name) if isinstance(name, str) else None
     if cls is None or not is_time(record.get("time")):
@@ -221,13 +222,15 @@ def parse(record: dict[str, Any]) -> Event | None:
 
 
 def is_event(record: dict[str, Any]) -> bool:
-    """Whether an object has what all events have, also those of a kind that is not known here."""
+    """Return whether an object has the fields of all events, also of a kind that is unknown
+    here."""
     named = isinstance(record.get("event"), str) and fits(str | None, record.get("attempt_id"))
     return named and is_time(record.get("time"))
 
 
 def is_time(value: Any) -> TypeGuard[float]:
-    """Whether it can be a Unix time: a damaged or hostile file may have NaN, or 1e300."""
+    """Return whether a value can be a Unix time: a damaged or hostile file may have NaN, or
+    1e300."""
     return fits(float, value) and 0 <= value < LATEST
 
 
@@ -236,7 +239,7 @@ def of_kind(events: Sequence[Event], kind: type[E]) -> list[E]:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether a value from JSON may stand in a field of this type."""
+    """Return whether a value from JSON may stand in a field of this type."""
     if hint is object:
         return True
     if isinstance(hint, types.UnionType):

@@ -18,7 +18,7 @@ PACE_LINES = 100  # lines of metrics.jsonl that the speed and the expected end f
 
 
 def facts(run: History, now: float) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: what is not known, or not finite, is None."""
+    """Return the facts. JSON has no NaN and no infinity: what is unknown or not finite is None."""
     started = [attempt for attempt in run.attempts if attempt.began is not None]
     decisions = Counter(str(r.get("decision")) for r in run.records if r.get("event") == "decision")
     step, most = step_of(run), run.status.get("max_steps")
@@ -60,21 +60,22 @@ def facts(run: History, now: float) -> dict[str, Any]:
 
 
 def trouble(run: History) -> str:
-    """Why somebody has to look at it, "" where all is well."""
+    """Return why somebody has to look at the run, "" if all is well."""
     if full := sorted(each.stem for each in run.path.glob("rl/*/*.full")):
         return f"disk full: {', '.join(full)} waits"
     return (run.state.reason or run.state.word) if run.state.attention else ""
 
 
 def job_of(run: History) -> dict[str, Any] | None:
-    """As Slurm shows it; without an answer the number alone."""
+    """Return the job as Slurm shows it; without an answer the number alone."""
     number = next((attempt.job for attempt in reversed(run.attempts) if attempt.job), None)
     job = run.job or (Job(number, "") if number else None)
     return asdict(job) if job else None
 
 
 def step_of(run: History) -> int | None:
-    """None of a program whose steps are not known: its lines are only signs of life."""
+    """Return the step; None for a program whose steps are not known: its lines are only signs of
+    life."""
     if run.step is None:
         return None
     last = recent(run.lines, run.attempts)[-1:]
@@ -82,18 +83,19 @@ def step_of(run: History) -> int | None:
 
 
 def newest(lines: Sequence[Record], key: str) -> Record:
-    """The last line with a number under this key, {} without one."""
+    """Return the last line with a number under this key, {} without one."""
     return next((line for line in reversed(lines) if line.get(key) is not None), {})
 
 
 def last_sign(run: History) -> float | None:
-    """Unix time of the last line or event."""
+    """Return the Unix time of the last line or event."""
     times = [*(attempt.ended for attempt in run.attempts), *(line["time"] for line in run.lines)]
     return max(times, default=None)
 
 
 def seconds_per_step(lines: Sequence[Record], attempts: Sequence[Attempt]) -> float | None:
-    """Of the last attempt's last steps by the clock: with its saves and validations."""
+    """Return the wall time per step over the last steps of the last attempt, with saves and
+    validations."""
     own = recent(lines, attempts)
     steps = own[-1]["step"] - own[0]["step"] if own else 0
     if steps > 0 and own[-1]["time"] > own[0]["time"]:
@@ -103,7 +105,7 @@ def seconds_per_step(lines: Sequence[Record], attempts: Sequence[Attempt]) -> fl
 
 
 def recent(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:
-    """The last lines, as far as they are of the last attempt."""
+    """Return the last lines, as far as they are of the last attempt."""
     number = attempts[-1].number if attempts else 0
     return [line for line in lines[-PACE_LINES:] if line.get("attempt", 0) == number]
 
@@ -113,11 +115,11 @@ def has_rate(line: Record) -> bool:
 
 
 def no_progress(records: Sequence[Record]) -> int:
-    """How many attempts in a row, up to the last decision, made no new checkpoint."""
+    """Count the attempts in a row, up to the last decision, that made no new checkpoint."""
     counts = [r["no_progress"] for r in records if type(r.get("no_progress")) is int]
     return counts[-1] if counts else 0
 
 
 def last_end(attempts: Sequence[Attempt]) -> str | None:
-    """How the last attempt that is over ended, and what was done then."""
+    """Return how the last finished attempt ended, and what was done then."""
     return next((a.short_ending for a in reversed(attempts) if a.state != "running"), None)

@@ -1,4 +1,4 @@
-"""What the records of an attempt and srun's log say of its end: which host it failed on, and why.
+"""Diagnosis of an attempt's end from its records and srun's log: which host it failed on, and why.
 No torch.
 """
 
@@ -25,10 +25,10 @@ NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed", re.MULTILIN
 
 ENDING = "kempner: ending the other ranks"  # restart.sh kills those that are left
 
-# From here on srun, or restart.sh, ends the ranks that are left: who dies later is no culprit.
+# From here on srun, or restart.sh, ends the remaining ranks: later deaths are not the cause.
 ENDED_BY_US = re.compile(rf"^{ENDING}|Terminating StepId=|Job step aborted", re.MULTILINE)
 
-# Its exit code, but for those with which ranks leave: interrupted, for a new attempt, without their
+# A rank's exit code, except those of an orderly leave: interrupted, for a new attempt, without its
 # lock.
 LEFT = re.compile(
     r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code (?!7[567]$)\d+$", re.MULTILINE
@@ -44,7 +44,7 @@ AWAY = re.compile(
     re.MULTILINE,
 )
 
-# What a rank says when a file system, and not this rank, has failed.
+# Errors of a rank when a file system, and not this rank, has failed.
 FILE_SYSTEM = re.compile(
     r"\[Errno (5|108|112|116|121)\]|Input/output error|Stale file handle|Remote I/O error"
     r"|Transport endpoint"
@@ -52,12 +52,12 @@ FILE_SYSTEM = re.compile(
 
 
 def host_of(faults: Sequence[Record], srun_log: str) -> str:
-    """The host that an attempt failed on, "" when nothing points at one.
+    """Return the host that an attempt failed on, "" if nothing points at one.
 
     A rank that does not answer hangs alone; all that follows is srun's doing. A rank that a signal
     killed (kernel, out of memory, broken hardware) leaves no record, but srun reports it; the
-    others only lose their peer. Otherwise it is the first rank with an error of its own; and where
-    no rank has recorded one, the host where the program ended before it could.
+    others only lose their peer. Otherwise it is the first rank with an error of its own; and if no
+    rank has recorded one, the host where the program ended before it could.
     """
     for fault in faults:
         if fault.get("kind") == "hang":
@@ -78,14 +78,14 @@ def host_of(faults: Sequence[Record], srun_log: str) -> str:
 
 
 def sees_no_program(faults: Sequence[Record], srun_log: str) -> str:
-    """The script that a shell has not found, where a host has not even begun: no rank has recorded
-    anything. "" otherwise."""
+    """Return the script that a shell has not found, if a host has not even begun: no rank has
+    recorded anything. "" otherwise."""
     found = None if faults else NO_SCRIPT.search(srun_log)
     return found[1] if found else ""
 
 
 def site_fault(faults: Sequence[Record], nodes: int) -> str:
-    """A file system that fails on several hosts at once, in words; "" without one. On one host of
+    """Describe a file system that fails on several hosts at once; "" without one. On one host of
     several it is a fault of that host."""
     failed = [f for f in faults if FILE_SYSTEM.search(str(f.get("reason", "")))]
     named = [fault.get("hosts") for fault in failed]
@@ -97,22 +97,22 @@ def site_fault(faults: Sequence[Record], nodes: int) -> str:
 
 
 def controller_away(srun_log: str) -> str:
-    """Why srun could not even create the step, where that was the controller; "" otherwise."""
+    """Return why srun could not even create the step, if that was the controller; "" otherwise."""
     found = AWAY.search(srun_log)
     return f"srun could not create the step: {found[1]}" if found else ""
 
 
 def launch_failed_on(srun_log: str, per_node: int, nodes: Sequence[str]) -> str:
-    """The first host on which a task could not be started at all, "" without one. Tasks are dealt
-    out in blocks."""
+    """Return the first host on which a task could not be started at all, "" without one. Tasks are
+    distributed in blocks."""
     found = NOT_LAUNCHED.search(srun_log)
     place = int(found[1]) // per_node if found else len(nodes)
     return nodes[place] if place < len(nodes) else ""
 
 
 def no_progress(decisions: Sequence[Record]) -> int:
-    """How many attempts in a row, up to the last decision, made no new checkpoint. A decision says
-    null where the batch script had no time to count."""
+    """Count the attempts in a row, up to the last decision, that made no new checkpoint. A decision
+    has null if the batch script had no time to count."""
     count = 0
     for decision in decisions:
         known = decision.get("no_progress")
@@ -121,14 +121,14 @@ def no_progress(decisions: Sequence[Record]) -> int:
 
 
 def excluded_by(decision: Record) -> list[str]:
-    """The nodes that the job does without since this decision."""
+    """Return the nodes that the job does without since this decision."""
     if decision.get("decision") == "restart":  # a spare has replaced them
         return []
     return str(decision.get("excluded", "")).replace(",", " ").split()
 
 
 def excluded_in_vain(decisions: Sequence[Record]) -> int:
-    """How many nodes were excluded since the last new checkpoint. One may be so twice, where Slurm
+    """Count the nodes excluded since the last new checkpoint. One may be excluded twice, if Slurm
     did not take the first order."""
     found: set[str] = set()
     for decision in decisions:
@@ -140,25 +140,26 @@ def excluded_in_vain(decisions: Sequence[Record]) -> int:
 
 
 def blamed_before(decisions: Sequence[Record]) -> str:
-    """The host that the last decision was made on."""
+    """Return the host that the last decision blamed."""
     return str(decisions[-1].get("blamed", "")) if decisions else ""
 
 
 def final_reason(faults: Sequence[Record]) -> str:
-    """Why no other attempt can succeed: a fault that would come again, such as out of memory."""
+    """Return why no other attempt can succeed: a fault that would come again, such as out of
+    memory."""
     found = next((str(f.get("reason", "")) for f in faults if f.get("final") is True), "")
     return " ".join(found.split())
 
 
 def start_up(events: Sequence[Record], batch_began: float) -> int:
-    """Seconds of an attempt until its first step was done, or until now."""
+    """Return the seconds of an attempt until its first step was done, or until now."""
     stepped = (e.get("time") for e in events if e.get("event") == "first_step")
     ended = next((float(t) for t in stepped if is_time(t)), time.time())
     return max(0, round(ended - batch_began))
 
 
 def broken_gpu(faults: Sequence[Record]) -> tuple[str, str]:
-    """The host with the first GPU that was found broken, and what it is; of two empty strings
+    """Return the host with the first GPU that was found broken, and the finding; two empty strings
     without one."""
     for fault in faults:
         if fault.get("event") == "gpu" and fault.get("answer") in ("end", "exclude"):

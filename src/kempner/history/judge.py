@@ -1,10 +1,10 @@
-"""The batch script's question at the end of a step: what follows? No torch.
+"""The judge that the batch script asks at the end of a step. No torch.
 
     python -m kempner.history.judge RUN_DIR SRUN_LOG [NAME=VALUE ...]
 
 reads the records of the run, asks Slurm about other nodes where one is to be left out, and prints
 front_door.ANSWER and eleven lines, as ANSWERS names them. NAME=VALUE are the facts that only the
-batch script has (kp_facts of requeue.sh); one that is missing is not known.
+batch script has (kp_facts of requeue.sh); a missing one is unknown.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ DAY_S = 86400.0  # exclusions of an earlier day no longer count
 
 @dataclass(frozen=True)
 class Facts:
-    """NAME=VALUE of the command line."""
+    """Facts from NAME=VALUE on the command line."""
 
     given: Mapping[str, str]
 
@@ -86,7 +86,8 @@ class Facts:
 
 
 def records_of(run_dir: Path) -> tuple[list[Record], str]:
-    """The records of the run, and what is wrong with the file system when they cannot be read."""
+    """Read the records of the run, and what is wrong with the file system if they cannot be
+    read."""
     try:
         with open(run_dir / "attempts.jsonl", "rb") as file:
             file.read(1)
@@ -99,8 +100,8 @@ def records_of(run_dir: Path) -> tuple[list[Record], str]:
 
 
 def has_trained(records: Sequence[Record], jobs: Sequence[str], command: str) -> bool:
-    """Whether a start of these jobs, or another one with this command by its hash, has done a step
-    or come further."""
+    """Return whether a start of these jobs, or another one with this command by its hash, has done
+    a step or come further."""
     own = {
         record.get("attempt_id")
         for record in records
@@ -118,7 +119,7 @@ def has_trained(records: Sequence[Record], jobs: Sequence[str], command: str) ->
 
 
 def waited(made: Sequence[Record], now: float) -> float:
-    """Hours since the first decision in a row that a fault of the site was met with."""
+    """Return the hours since the first decision in a row about a fault of the site."""
     began = now
     for decision in reversed(made):
         if decision.get("kind") != "site" or not is_time(decision.get("time")):
@@ -128,7 +129,7 @@ def waited(made: Sequence[Record], now: float) -> float:
 
 
 def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[Ended, str]:
-    """What is known, and the host that is blamed."""
+    """Collect the known facts, and the host that is blamed."""
     jobs, attempt_id = facts.words("jobs"), facts.text("attempt")
     records, unread = records_of(run_dir)
     made = [r for r in records if r.get("event") == "decision" and r.get("job") in jobs]
@@ -170,8 +171,8 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     away = controller_away(said)
     trained = bool(unread) or has_trained(records, jobs, facts.text("command"))
     site = "" if orderly else unread or away or site_fault(faults, len(nodes))
-    # A check that has ended otherwise than by bad input: a file that cannot be read, a lack of
-    # memory, a package that is not there.
+    # A check that has ended otherwise than by bad input: an unreadable file, a lack of memory, a
+    # missing package.
     if facts.text("early") and trained and facts.count("code", 0) != 2:
         site = site or facts.text("what")
     before, in_vain = no_progress(made), excluded_in_vain(made)
@@ -182,7 +183,7 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
     count = before + (0 if site or facts.flag("cut_short") else 1)
     if facts.count("committed", -1) > facts.count("committed_before", -1):
         count = 0
-    # Those with broken hardware use up nothing of what KEMPNER_EXCLUDE allows.
+    # Nodes with broken hardware do not count against KEMPNER_EXCLUDE.
     certain = re.compile(f"{BROKEN}|{BLIND}")
     out = [d for d in made if not certain.search(str(d.get("why")))]
     ended = Ended(
@@ -226,7 +227,7 @@ def collect(run_dir: Path, srun_log: Path, facts: Facts, now: float) -> tuple[En
 
 
 def _step(decision: Record) -> float:
-    """The newest checkpoint's, at a decision; infinity where it does not say."""
+    """Return the newest checkpoint's step at a decision; infinity if it is not recorded."""
     step = decision.get("step")
     return step if isinstance(step, int) else math.inf
 
@@ -237,14 +238,14 @@ def _age(decision: Record, now: float) -> float:
 
 
 def with_others(ended: Ended, request: str) -> Ended:
-    """With the number of other nodes, where it is asked for."""
+    """Add the number of other nodes, if it is needed."""
     if not (ended.faulty and not ended.lost) and not ended.spent:
         return ended
     return replace(ended, others=slurm.other_nodes(request, (*ended.faulty, *ended.spent)))
 
 
 def answer(decision: Decision, ended: Ended, blamed: str) -> dict[str, object]:
-    """What the batch script reads."""
+    """Return the answer for the batch script."""
     return {
         "decision": decision.answer,
         "why": decision.why,

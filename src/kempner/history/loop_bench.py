@@ -1,4 +1,4 @@
-"""What `rl.sh --bench` prints of its run: where the time of both sides went. No torch.
+"""The report of `rl.sh --bench`: where the time of both sides went. No torch.
 
     python -m kempner.history.loop_bench RUN
 
@@ -28,7 +28,7 @@ def main(run: Path) -> int:
     seconds = sum(line["step_time"] for line in lines)
 
     def mean(name: str) -> float:
-        """Over the steps that have it."""
+        """Average over the steps that have it."""
         return float(statistics.mean([line[name] for line in lines if name in line] or [0.0]))
 
     figures = {

@@ -1,5 +1,4 @@
-"""What each host did to the runs: which hosts failed whom, over any number of runs, for the admin.
-No torch.
+"""Faults of hosts over any number of runs, for the admin. No torch.
 
 An event counts against the hosts that it names: a fault, unless it only says that a peer is gone;
 the batch script's blame, where no rank of that host recorded an error itself (it was killed, or the
@@ -65,7 +64,7 @@ class Node:
 
 
 def nodes_of(runs: Iterable[History]) -> list[Node]:
-    """The hosts of these runs, those with the most faults first."""
+    """Return the hosts of these runs, those with the most faults first."""
     found: dict[str, Node] = {}
 
     def at(host: str) -> Node:
@@ -90,7 +89,7 @@ def nodes_of(runs: Iterable[History]) -> list[Node]:
 
 
 def merged(several: Iterable[list[Node]]) -> list[Node]:
-    """The same over what was found of each run alone."""
+    """Merge the hosts found in each run alone."""
     found: dict[str, Node] = {}
     for node in itertools.chain(*several):
         one = found.setdefault(node.host, Node(node.host))
@@ -107,8 +106,8 @@ def ranked(nodes: Iterable[Node]) -> list[Node]:
 
 
 def sins(record: Record, accused: dict[tuple[object, str], object]) -> Iterator[tuple[str, str]]:
-    """(host, kind) of each that an event counts against. `accused`: (attempt id, host) so far, and
-    the sampler's answer where it was that."""
+    """Yield (host, kind) of each host that an event counts against. `accused`: (attempt id, host)
+    so far, and the sampler's answer if it was the sampler's."""
     event, attempt = record.get("event"), record.get("attempt_id")
     if event == "fault":
         if not record.get("lost_peer"):
@@ -124,7 +123,7 @@ def sins(record: Record, accused: dict[tuple[object, str], object]) -> Iterator[
 
 
 def kind_of(record: Record) -> str:
-    """`gpu_fault` of the kind `xid` -> "gpu_fault xid"."""
+    """Name an event's kind: `gpu_fault` of the kind `xid` -> "gpu_fault xid"."""
     kind = record.get("kind")
     return f"{record.get('event')} {kind}" if isinstance(kind, str) else str(record.get("event"))
 
@@ -134,7 +133,7 @@ def hosts_of(record: Record) -> list[str]:
 
 
 def names(value: object) -> list[str]:
-    """Hosts, from a list of them or from "node1,node2"."""
+    """List hosts, from a list of them or from "node1,node2"."""
     if isinstance(value, str):
         return [name for name in value.split(",") if name]
     return [x for x in value if isinstance(x, str)] if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""Tells somebody what became of a run, once: by mail, by a command, by a webhook. No torch.
+"""Notifications of a run's end, each sent once: by mail, by a command, by a webhook. No torch.
 
     python -m kempner.history.notify RUN_DIR EVENT WHY      the batch script, when the run has ended
     status.py --notify                                      cron, and what no batch script can tell
@@ -40,7 +40,7 @@ FIELDS = ("state", "step", "max_steps", "loss", "job", "attempts", "requeues", "
 
 
 def ways(env: Mapping[str, str] = os.environ) -> list[tuple[str, Callable[[Record], None]]]:
-    """(variable, function) of each way that is asked for; the function raises when it fails."""
+    """Return (variable, function) of each way that is set; the function raises if it fails."""
     known: dict[str, Callable[[Record], None]] = {
         "KEMPNER_MAIL": _mail,
         "KEMPNER_NOTIFY": _command,
@@ -50,8 +50,8 @@ def ways(env: Mapping[str, str] = os.environ) -> list[tuple[str, Callable[[Recor
 
 
 def event_of(run: History, most: int) -> str | None:
-    """What there is to tell of a run: done, stopped, failed, crash_loop, ended (early, and nothing
-    continues it), stall; None: nothing. `most`: KEMPNER_MAX_CRASHES."""
+    """Return the event to tell of a run: done, stopped, failed, crash_loop, ended (early, and
+    nothing continues it), stall; None: nothing. `most`: KEMPNER_MAX_CRASHES."""
     state = run.state
     if state.word in ("done", "stopped", "failed"):
         return state.word
@@ -69,7 +69,7 @@ def event_of(run: History, most: int) -> str | None:
 
 
 def tell_if_new(run: History, now: float) -> list[str]:
-    """Tell what there is to tell, unless it has been told, or is old; the problems."""
+    """Tell a run's event, unless it has been told, or is old; returns the problems."""
     event = event_of(run, int(os.environ.get("KEMPNER_MAX_CRASHES") or 3))
     known = facts(run, now)
     if event is None or now - (known["last_sign"] or 0.0) > RECENT_S:
@@ -82,8 +82,8 @@ def tell_if_new(run: History, now: float) -> list[str]:
 def tell(
     run: History, event: str, why: str, attempt: str, now: float, *, sure: bool = False
 ) -> list[str]:
-    """Tell it, unless it has been told; the problems, one line each. `sure`: also where that cannot
-    be noted, such as on a full disk."""
+    """Tell an event, unless it has been told; returns the problems, one line each. `sure`: also if
+    that cannot be noted, such as on a full disk."""
     known, why = facts(run, now), visible(" ".join(why[:LONGEST].split()))
     key = f"{attempt}-stall-{known['step']}" if event == "stall" else f"{attempt}-end"
     claim = run.path / "notified" / re.sub(r"[^\w.-]", "_", key)
@@ -118,7 +118,8 @@ def _tell(message: Record) -> list[str]:
 
 
 def _cause(error: Exception) -> str:
-    """In one line; without the URL, which the messages of urllib and subprocess may hold."""
+    """Describe the error in one line; without the URL, which the messages of urllib and subprocess
+    may hold."""
     if isinstance(error, subprocess.TimeoutExpired | TimeoutError):
         return f"no end within {PATIENCE_S:.0f} s"
     if isinstance(error, urllib.error.HTTPError):
@@ -131,12 +132,12 @@ def _cause(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no command '{error.filename}' on {os.uname().nodename}"
     if isinstance(error, ValueError):  # of urllib, or a NUL in a word
-        return "this is no URL, or no address"
+        return "this is neither a URL nor an address"
     return type(error).__name__
 
 
 def _run(words: list[str], text: str, env: Mapping[str, str]) -> None:
-    """Within its time, with all that it has started."""
+    """Run a command within its time limit; on a timeout kill all that it has started."""
     child = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -165,7 +166,7 @@ def _mail(message: Record) -> None:
     name = os.environ.get("SLURM_JOB_NAME")
     about = f"job {number} ({name})" if number and name else f"run {message['run']}"
     why = message["why"]
-    # No "--": s-nail, the mail of many distributions, takes what follows it for its transport's.
+    # No "--": s-nail, the mail of many distributions, passes the words after it to its transport.
     words = ["mail", "-s", visible(f"{about}: {why}"), os.environ["KEMPNER_MAIL"]]
     _run(words, f"{why}\nrun directory {visible(message['run'])}\n", os.environ)
 
@@ -178,7 +179,8 @@ def _command(message: Record) -> None:
 
 
 def _plain(value: Any) -> str:
-    """For a variable: no value is nothing, a job its number, a list its parts with commas."""
+    """Format a value for a variable: None is empty, a job its number, a list its parts with
+    commas."""
     if isinstance(value, dict):
         value = value.get("number")
     if isinstance(value, list):
@@ -187,7 +189,8 @@ def _plain(value: Any) -> str:
 
 
 def _post(message: Record) -> None:
-    """Slack, Mattermost and the like show `text` and the fields of the attachment."""
+    """Post the message. Slack, Mattermost and the like show `text` and the fields of the
+    attachment."""
     told = [(name, _plain(message[name])) for name in FIELDS]
     fields = [{"title": n, "value": escape(v, quote=False), "short": True} for n, v in told if v]
     text = escape(message["text"], quote=False)

@@ -25,7 +25,8 @@ LOG_FROM = 3.0  # largest loss over smallest
 
 
 def draw(runs: list[History], out: Path) -> None:
-    """Raises ModuleNotFoundError without matplotlib, OSError when `out` cannot be written."""
+    """Draw the curves. Raises ModuleNotFoundError without matplotlib, OSError if `out` cannot be
+    written."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -84,7 +85,7 @@ def draw(runs: list[History], out: Path) -> None:
 
 
 def draw_rewards(axes: Axes, runs: list[History]) -> None:
-    """The mean reward of each step's samples (reinforcement learning)."""
+    """Draw the mean reward of each step's samples (reinforcement learning)."""
     for run, name in zip(runs, short_names(runs), strict=True):
         lines = [line for line in run.losses if "reward" in line]
         steps = [line["step"] for line in lines]
@@ -96,7 +97,7 @@ def draw_rewards(axes: Axes, runs: list[History]) -> None:
 
 
 def draw_results(axes: Axes, runs: list[History], tasks: list[str]) -> None:
-    """One line for each task of each run."""
+    """Draw one line for each task of each run."""
     for run, name in zip(runs, short_names(runs), strict=True):
         for task in tasks:
             points = [
@@ -127,9 +128,9 @@ def curve(
 def smoothed(
     steps: list[int], values: list[float], average: Average
 ) -> tuple[list[int], list[float]]:
-    """A moving average over a 40th of the points, evaluated at about 400 of them. The window is
-    centered, so that the curve does not lag; near the start, where the loss falls steeply, it is
-    shorter."""
+    """Average over a moving window of a 40th of the points, evaluated at about 400 of them. The
+    window is centered, so that the curve does not lag; near the start, where the loss falls
+    steeply, it is shorter."""
     known = np.array(values)
     last = len(values) - 1
     centers = [*range(0, last, max(1, last // 400)), last]
@@ -180,7 +181,7 @@ def legend(axes: Axes, runs: list[History]) -> None:
 
 
 def short_names(runs: list[History]) -> list[str]:
-    """The shortest trailing parts of the paths that tell them apart."""
+    """Return the shortest trailing parts of the paths that tell them apart."""
     paths = [run.path.absolute().parts for run in runs]
     for count in range(1, max(map(len, paths))):
         names = ["/".join(path[-count:]) for path in paths]

@@ -1,4 +1,4 @@
-"""What became of the replicas of a run with lowcomm.mode = steps: replicas.jsonl, which their judge
+"""History of the replicas of a run with lowcomm.mode = steps: replicas.jsonl, which their judge
 writes (lowcomm/judge.py). No torch."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kempner.history.attempts import Record
 
 @dataclass
 class Replica:
-    """Of one number, all its starts. `lost`: when, and why."""
+    """All starts of the replica with one number. `lost`: when, and why."""
 
     starts: int = 0
     rounds: int = 0  # to which it has contributed
@@ -22,7 +22,7 @@ class Replica:
 
     @property
     def losses(self) -> str:
-        """For a table."""
+        """Losses of the replica, for a table."""
         told = [f"{time.strftime('%H:%M:%S', time.localtime(at))} {why}" for at, why in self.lost]
         return "; ".join(told) or "-"
 
@@ -38,12 +38,12 @@ class Replicas:
 
     @property
     def here(self) -> int:
-        """How many take part now."""
+        """Number of replicas that take part now."""
         return sum(replica.here for replica in self.by_number.values())
 
 
 def replicas_of(run_dir: Path) -> Replicas | None:
-    """None: the run has none that are lost alone."""
+    """Read the replicas; None if the run has none that can be lost alone."""
     lines = [line for line in read_jsonl(run_dir / "replicas.jsonl") if "event" in line]
     if not lines:
         return None

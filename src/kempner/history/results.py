@@ -45,7 +45,7 @@ def add(run_dir: Path, write: Callable[[str], object]) -> None:
 
 
 def evaluated(run_dir: Path) -> set[int]:
-    """The steps that have a result."""
+    """Return the steps that have a result."""
     folder = run_dir / "eval"
     paths = [*folder.glob("step_*.json"), *folder.glob("added/step_*.json")]
     return {int(path.stem.removeprefix("step_")) for path in paths}

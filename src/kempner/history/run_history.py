@@ -26,7 +26,7 @@ from kempner.history.state import State, job_of, judge, read_lock
 from kempner.history.wall_time import WallTime, wall_time_of
 from kempner.slurm import Job
 
-# What a record must be where it is there: files may be damaged, or written by somebody else.
+# Types of a record's fields, where present: files may be damaged, or written by somebody else.
 STATUS = {"step": int, "max_steps": int, "attempt": int, "state": str, "reason": str}
 NONE = (
     "loss",
@@ -74,7 +74,7 @@ class History:
 
     @cached_property
     def rounds(self) -> list[Record]:
-        """Of a run whose replicas meet once a round (lowcomm/)."""
+        """Lines of the rounds of a run whose replicas meet once a round (lowcomm/)."""
         found = [line for line in self.lines if "round_loss" in line]
         whole = [line for line in found if all(is_number(line.get(key)) for key in ROUND)]
         return counting(whole, self.attempts)
@@ -86,12 +86,12 @@ class History:
 
     @property
     def lineage(self) -> tuple[str, ...]:
-        """RUN@STEP that the run is a fork of, then what that one is a fork of."""
+        """RUN@STEP that the run is a fork of, then the origin of that one, and so on."""
         return next((a.lineage for a in reversed(self.attempts) if a.began), ())
 
     @property
     def step(self) -> int | None:
-        """Steps done, as far as is known: status.json of a running attempt is older. None of a
+        """Steps done, as far as is known: status.json of a running attempt is older. None for a
         program whose steps are not known. A program has not gone back before it prints a step."""
         begun = [attempt for attempt in self.attempts if attempt.began is not None]
         counted = [attempt for attempt in begun if attempt.counted]
@@ -101,7 +101,7 @@ class History:
 
     @property
     def warning(self) -> str:
-        """What somebody should know of the last attempt, in one line."""
+        """Warning about the last attempt, in one line; "" if there is none."""
         last = self.attempts[-1:]
         told = [text for a in last for text in (a.gpu_warning, a.smaller(self.attempts)) if text]
         return "; ".join(told)
@@ -112,12 +112,12 @@ class History:
 
 
 def is_run(path: Path) -> bool:
-    """False for a directory that this user may not read, too."""
+    """Return whether it is a run; False for a directory that this user may not read, too."""
     return any(os.path.isfile(path / name) for name in RECORDS)
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The run itself, or the runs in a directory."""
+    """Return the run itself, or the runs in a directory."""
     if is_run(path):
         return [path]
     with contextlib.suppress(OSError):
@@ -126,8 +126,8 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def unreadable_in(path: Path) -> list[Path]:
-    """What runs_in() cannot look into, or load_history() cannot read: directories, records of runs,
-    and links to what is not there."""
+    """List what runs_in() cannot look into, or load_history() cannot read: directories, records of
+    runs, and dangling links."""
     found = []
     with contextlib.suppress(OSError):
         entries = [path] if is_run(path) else sorted(path.iterdir())
@@ -187,7 +187,8 @@ def load_history(
 
 
 def successor_of(path: Path, jobs: dict[str, Job]) -> Job | None:
-    """The job in the queue that continues the last one or will (KEMPNER_CHAIN), by its journal."""
+    """Return the job in the queue that continues the last one or will (KEMPNER_CHAIN), by its
+    journal."""
     last: Record = next(reversed(read_jsonl(path / "chain.jsonl")), {})
     return jobs.get(str(last.get("job"))) if last.get("event") == "submitted" else None
 
@@ -199,8 +200,8 @@ def size_of(path: Path) -> int:
 
 
 def sampled(path: Path) -> list[Record]:
-    """Lines of a long file: those in SAMPLE blocks, equally far apart, and the last ones. The time
-    that this takes does not grow with the file."""
+    """Read sample lines of a long file: those in SAMPLE blocks, equally far apart, and the last
+    ones. The time that this takes does not grow with the file."""
     text = b""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -218,7 +219,8 @@ def sampled(path: Path) -> list[Record]:
 
 
 def is_sound(line: Record) -> bool:
-    """Whether a line has a step and a time; what is no number where one belongs becomes None."""
+    """Return whether a line has a step and a time; fields that should be numbers and are not become
+    None."""
     step, attempt = line.get("step"), line.get("attempt", 0)
     if type(step) is not int or type(attempt) is not int or not 0 <= step < events.LATEST:
         return False
@@ -232,18 +234,19 @@ def is_sound(line: Record) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number: null stands for one that is not, and a damaged file may have
-    anything."""
+    """Return whether it is a finite number: null stands for one that is not, and a damaged file may
+    have anything."""
     return type(value) in (int, float) and -LARGEST < value < LARGEST
 
 
 def is_result(line: Record) -> bool:
-    """Results come from another process, at any time: they are no sign of life of an attempt."""
+    """Return whether a line is a result. Results come from another process, at any time: they are
+    not signs of life of an attempt."""
     return "loss" not in line and any(key.startswith(PREFIX) for key in line)
 
 
 def results_of(lines: Sequence[Record]) -> list[Record]:
-    """The newest figures of each step."""
+    """Return the newest figures of each step."""
     found: dict[int, Record] = {}
     for line in filter(is_result, lines):
         found[line["step"]] = found.get(line["step"], {}) | line
@@ -251,8 +254,8 @@ def results_of(lines: Sequence[Record]) -> list[Record]:
 
 
 def main_figures(line: Record) -> dict[str, float]:
-    """The figures of a result that lie from 0 to 1, such as accuracies, by task: without their
-    errors."""
+    """Return the figures of a result that lie from 0 to 1, such as accuracies, by task: without
+    their errors."""
     return {
         name.removeprefix(PREFIX): value
         for name, value in line.items()
@@ -267,8 +270,8 @@ def newest_checkpoint(checkpoints: Path) -> int | None:
 
 
 def counting(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Record]:
-    """The lines that count, by step. A line undoes those of its step and of later ones before it:
-    the run has gone back. The start of an attempt does so before it has a line."""
+    """Return the lines that count, by step. A line undoes those of its step and of later ones
+    before it: the run has gone back. The start of an attempt does so before it has a line."""
     limits: dict[int, float] = {}
     limit = float("inf")
     for attempt in sorted(attempts, key=lambda attempt: -attempt.number):

@@ -1,5 +1,5 @@
-"""What state a run is in: the one place that decides it, for report.py, status.py and the tests of
-the batch script. No torch.
+"""The state of a run: the one place that decides it, for report.py, status.py and the tests of the
+batch script. No torch.
 
 It judges from the run's own records (attempts.jsonl, status.json, metrics.jsonl), from the lock
 that a living run holds, and from what Slurm says of the job. All three may be missing.
@@ -21,14 +21,14 @@ from kempner.history.attempts import AFTER, CANCELLED, Attempt, Record, Refusal
 from kempner.process import birth, kernel
 from kempner.slurm import Job, cluster_name, host_name
 
-# A run without a new line for so many times the usual interval, and seconds at least, is silent.
+# A run is silent without a new line for this many usual intervals, and at least these seconds.
 SILENT = 10
 SILENT_S = 120.0
 FIRST_LINE_S = 1800.0  # before there is a usual interval: a first step may compile
 LIVE = ("running", "silent", "starting", "waiting")
 LOCK_BEAT_LOST_S = 120.0  # the holder touches the lock every 5 s; clocks of two hosts may differ
 
-# Slurm's reasons for a job that waits, which pass by themselves: squeue(1), "JOB REASON CODES".
+# Slurm's reasons to wait that pass by themselves: squeue(1), "JOB REASON CODES".
 PASSING = re.compile(
     r"None|Priority|Resources|BeginTime|Dependency|Licenses|Reservation|JobArrayTaskLimit|Prolog"
     r"|Cleaning|FrontEndDown|PartitionDown|(QOS|Assoc|Max).*|"
@@ -48,9 +48,9 @@ class State:
 
 @dataclass(frozen=True)
 class Lock:
-    """The lock of a run directory. `holder`: whether the process that holds it lives, None where
-    that is not known; `beat`: unix time of its last sign of life; `cluster`: Slurm's name of the
-    one that it is on."""
+    """The lock of a run directory. `holder`: whether the process that holds it lives, None if
+    unknown; `beat`: unix time of its last sign of life; `cluster`: Slurm's name of the holder's
+    cluster."""
 
     holder: bool | None
     beat: float = 0.0
@@ -77,9 +77,9 @@ def read_lock(run_dir: Path, now: float) -> Lock:
 
 
 def job_of(run_dir: Path, name: str | None, jobs: dict[str, Job] | None, lock: Lock) -> Job | None:
-    """What Slurm says of the run's job, None where that is not known: no job, no answer of squeue,
-    a run of somebody else, whose jobs squeue has not shown, or one that lives on another cluster,
-    whose jobs have numbers of their own."""
+    """Return the run's job from Slurm, None if unknown: no job, no answer of squeue, a run of
+    somebody else, whose jobs squeue has not shown, or one that lives on another cluster, whose jobs
+    have numbers of their own."""
     if name is None or jobs is None:
         return None
     if lock.holder and lock.cluster and lock.cluster != cluster_name():
@@ -96,8 +96,8 @@ def judge(
     job: Job | None,
     refusal: Refusal | None = None,
 ) -> State:
-    """The state of a run now. `refusal`: of a start since its last attempt; what the run is called
-    does not change by it."""
+    """Return the state of a run now. `refusal`: of a start since its last attempt; it does not
+    change the name of the state."""
     state = _judge(attempts, lines, lock, job, refusal)
     if refusal is None or state.word in (*LIVE, refusal.word):
         return state
@@ -146,7 +146,7 @@ def _is_ending(job: Job | None) -> bool:
 
 
 def _ended(last: Attempt | None, job: Job | None) -> State:
-    """Of a run that is not done, and that nothing continues."""
+    """Return the state of a run that is not done, and that nothing continues."""
     if last is None:
         return State("killed", "died before it began", attention=True)
     why = ""
@@ -164,7 +164,7 @@ def _ended(last: Attempt | None, job: Job | None) -> State:
 
 
 def _silent(last: Attempt, lines: Sequence[Record]) -> State | None:
-    """A run whose process is there, but which trains no more."""
+    """Return the state of a run whose process is there, but which trains no more."""
     times = [line["time"] for line in lines[-20:] if line.get("attempt", -1) == last.number]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     limit = max(SILENT_S, SILENT * statistics.median(gaps)) if gaps else FIRST_LINE_S

@@ -1,4 +1,4 @@
-"""What `report.py` says of runs: one column of figures a run, one row an attempt. No torch.
+"""The text of `report.py`: one column of figures a run, one row an attempt. No torch.
 
 A figure may be None, which is not finite, and a line that is damaged may lack it: `values` leaves
 both out.
@@ -25,7 +25,7 @@ IDLE = ("wait", "engine_idle")  # of reinforcement learning: both sides
 
 
 def table(runs: list[History]) -> str:
-    """One row per figure, one column per run."""
+    """Format one row per figure, one column per run."""
     several = any(len(run.attempts) > 1 for run in runs)
     forks = any(run.lineage for run in runs)
     columns = [
@@ -75,12 +75,12 @@ def state(run: History) -> str:
 
 
 def values(lines: list[Record], key: str) -> list[float]:
-    """The numbers under this key."""
+    """Return the numbers under this key."""
     return [value for line in lines if is_number(value := line.get(key))]
 
 
 def at_step(lines: list[Record], key: str) -> str:
-    """That of the first of these lines; "-" without one."""
+    """Format the value of the first of these lines; "-" without one."""
     if not lines:
         return "-"
     value = lines[0][key]
@@ -93,7 +93,8 @@ def best(lines: list[Record], key: str, choose: Callable[..., Record] = min) -> 
 
 
 def replicas(run: History) -> dict[str, str]:
-    """Of a run whose replicas meet once a round; bytes and time are those of the first one."""
+    """Return the figures of a run whose replicas meet once a round; bytes and time are those of the
+    first one."""
     if not run.rounds:
         return {}
     last = run.rounds[-1]
@@ -110,7 +111,7 @@ def replicas(run: History) -> dict[str, str]:
 
 
 def _not_finite(rounds: list[Record]) -> dict[str, str]:
-    """The replicas that had such weights, and in how many rounds."""
+    """Return the replicas that had such weights, and in how many rounds."""
     found = Counter(
         replica
         for line in rounds
@@ -123,7 +124,8 @@ def _not_finite(rounds: list[Record]) -> dict[str, str]:
 
 
 def rewards(run: History) -> dict[str, str]:
-    """Of reinforcement learning. Shares of time are those of the wall time of the steps."""
+    """Return the figures of reinforcement learning. Shares of time are of the wall time of the
+    steps."""
     lines = [line for line in run.losses if "reward" in line]
     if not lines:
         return {}
@@ -146,12 +148,12 @@ def rewards(run: History) -> dict[str, str]:
 
 
 def mean(lines: list[Record], key: str) -> float:
-    """0 without one."""
+    """Return the mean, 0 without a value."""
     return statistics.fmean(values(lines, key) or [0.0])
 
 
 def distance(lines: list[Record]) -> str:
-    """Of the log-probabilities of trainer and sampler."""
+    """Describe the distance of the log-probabilities of trainer and sampler."""
     parts = []
     for name, weights in (("mismatch", "the same weights"), ("drift", "older ones")):
         if found := values(lines, name):
@@ -168,7 +170,7 @@ def size(count: float) -> str:
 
 
 def results(run: History) -> dict[str, str]:
-    """The last figures of each task that eval.py has run, without their errors."""
+    """Return the last figures of each task that eval.py has run, without their errors."""
     last = {name: line for line in run.results for name in line if name.startswith(PREFIX)}
     return {
         name.removeprefix(PREFIX): at_step([line], name)
@@ -178,20 +180,21 @@ def results(run: History) -> dict[str, str]:
 
 
 def median(lines: list[Record], key: str, form: str, unit: str = "") -> str:
-    """`form`: as in a format string."""
+    """Format the median. `form`: as in a format string."""
     found = values(lines, key)
     return f"{statistics.median(found):{form}}{unit}" if found else "-"
 
 
 def shares(lines: list[Record]) -> dict[str, str]:
-    """Where the time of the steps went. A median would hide a part that comes every 100th line."""
+    """Return the shares of the steps' time. A median would hide a part that comes every 100th
+    line."""
     total = sum(values(lines, "step_time"))
     times = {part: sum(values(lines, f"{part}_time")) for part in STEP_PARTS} if total else {}
     return {f"  {part}": f"{seconds / total:.1%}" for part, seconds in times.items()}
 
 
 def skipped(lines: list[Record]) -> int:
-    """Steps that were not finite, or spikes: every attempt counts its own."""
+    """Count the steps that were not finite, or spikes: every attempt counts its own."""
     counts: dict[int, int] = {}
     for line in lines:
         attempt, count = line.get("attempt", 0), line.get("skipped", 0)
@@ -201,8 +204,8 @@ def skipped(lines: list[Record]) -> int:
 
 
 def wall_time(run: History, several: bool) -> dict[str, str]:
-    """From the first start to the last sign of life. `several`: and what each part of it went
-    to."""
+    """Return the time from the first start to the last sign of life. `several`: and each part of
+    it."""
     spent = run.wall_time
     parts = {
         f"  {part}": f"{duration(seconds)}, {seconds / max(spent.total, 1e-9):.1%}"
@@ -228,18 +231,19 @@ def percent(share: float | None) -> str:
 
 
 def again(run: History) -> str:
-    """What the batch scripts did after the attempts."""
+    """Describe what the batch scripts did after the attempts."""
     made = [attempt.decision for attempt in run.attempts]
     return f"{made.count('restart'):,} in place, {made.count('requeue'):,} by a requeue"
 
 
 def more(*attempts: Attempt) -> str:
-    """One that was killed has done steps after its last line, fewer than metrics.log_interval."""
+    """Return " or more" for a killed attempt: it has done steps after its last line, fewer than
+    metrics.log_interval."""
     return " or more" if any(a.state == "killed" and a.began for a in attempts) else ""
 
 
 def attempt_table(run: History) -> str:
-    """One row an attempt; a run with one attempt needs fewer columns."""
+    """Format one row an attempt; a run with one attempt needs fewer columns."""
     rows = [["", "job", "ranks", "hosts", "steps", "recomputed", "start-up", "time", "end"]]
     spent = run.wall_time
     for attempt, startup, lost in zip(run.attempts, spent.startups, spent.lost, strict=True):
@@ -262,8 +266,7 @@ def attempt_table(run: History) -> str:
 
 
 def starts(run: History) -> str:
-    """What each start took, and did in another way than the one before; "" where that is not
-    known."""
+    """Describe each start: its duration, and what it changed; "" if that is not known."""
     lines = []
     if any(attempt.startup for attempt in run.attempts):
         lines.append(f"\nstart-up of {run.path}, seconds\n{startup_table(run)}")
@@ -275,7 +278,7 @@ def starts(run: History) -> str:
 
 
 def refused(run: History) -> str:
-    """The starts that never became attempts."""
+    """Describe the starts that never became attempts."""
     return "".join(
         f"\na start {duration(time.time() - each.time)} ago"
         f"{f' (job {each.job})' if each.job else ''} was {each.text}"
@@ -284,7 +287,7 @@ def refused(run: History) -> str:
 
 
 def startup_table(run: History) -> str:
-    """One row an attempt that has trained, one column a part of its start-up."""
+    """Format one row an attempt that has trained, one column a part of its start-up."""
     begun = [attempt for attempt in run.attempts if attempt.startup]
     known = [part for part in PARTS if any(part in attempt.startup for attempt in begun)]
     rows = [["", *known, "all but the queue"]]

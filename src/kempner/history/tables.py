@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 WIDTH = 160  # columns, where the output is not a terminal
 INDENT = 4
-# Control characters, but for the tab and the end of a line, and those that turn the direction of
+# Control characters, but for the tab and the end of a line, and those that change the direction of
 # text: with them a name can look like another one, or move the cursor of a terminal.
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
@@ -17,16 +17,15 @@ UNSEEN = re.compile(
 
 
 def visible(text: str) -> str:
-    """Text whose every character can be seen: the others are shown as their numbers."""
+    """Make every character of a text visible: control characters are shown as their numbers."""
     return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def aligned(
     rows: Sequence[Sequence[str]], gap: int, right: Collection[int] = (), *, wrap: bool = False
 ) -> str:
-    """Rows of equally many cells as columns, `gap` spaces apart; those numbered in `right` are
-    aligned to the right. `wrap`: a last cell that does not fit beside the others goes below
-    them."""
+    """Align rows of equally many cells, `gap` spaces apart; columns numbered in `right` are aligned
+    to the right. `wrap`: a last cell that does not fit beside the others goes below them."""
     rows = [[visible(" ".join(cell.split("\n"))) for cell in row] for row in rows]
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,5 +1,5 @@
-"""A picture of report.py: what a run of several attempts did when, and how each attempt ended. The
-other one: plots.py."""
+"""The timeline of report.py: what a run of several attempts did when, and how each attempt ended.
+The other picture: plots.py."""
 
 from __future__ import annotations
 

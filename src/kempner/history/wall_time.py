@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all attempts. No torch."""
+"""Wall time of a run by part, over all attempts. No torch."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class WallTime:
 
     @property
     def effective(self) -> float | None:
-        """Effective training time ratio: the share of the wall time that trained steps which
-        count, without the time for which the run had ended as asked; None where the steps of an
-        attempt, or those that count, are not known."""
+        """Effective training time ratio: the share of the wall time that trained steps which count,
+        without the time for which the run had ended as asked; None if the steps of an attempt, or
+        those that count, are not known."""
         if None in self.lost:
             return None
         wanted = self.total - self.parts["ended"]
@@ -89,7 +89,7 @@ class WallTime:
 
 
 def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | None) -> WallTime:
-    """`newest`: step of the newest checkpoint, None where it is not known."""
+    """Compute the wall time. `newest`: step of the newest checkpoint, None if unknown."""
     stretches = _all_stretches(attempts, lines)
     _mark_kept(attempts, stretches, newest)
     paces = [
@@ -116,8 +116,8 @@ def wall_time_of(attempts: list[Attempt], lines: list[Record], newest: int | Non
 
 
 def _undone(attempts: list[Attempt], stretches: list[list[Stretch]]) -> list[int | None]:
-    """Steps of each attempt that a later one has undone. What a program goes on from is known once
-    it prints a step."""
+    """Count the steps of each attempt that a later one has undone. The step that a program
+    continues from is known once it prints a step."""
     found: list[int | None] = []
     begun = [attempt for attempt in attempts if attempt.began is not None]
     known = not begun or not begun[-1].foreign or begun[-1].state in ("running", "done")
@@ -148,7 +148,7 @@ def _mark_kept(attempts: list[Attempt], stretches: list[list[Stretch]], newest: 
 
 
 class _Phases:
-    """Phases one after the other; neighbours of the same part become one."""
+    """Consecutive phases; neighbours of the same part become one."""
 
     def __init__(self, at: float) -> None:
         self.found: list[Phase] = []
@@ -164,7 +164,7 @@ class _Phases:
         self.at = time
 
     def add(self, stretch: Stretch, pace: float) -> None:
-        """The parts of a stretch; `pace`: the usual seconds of a step."""
+        """Add the parts of a stretch; `pace`: the usual seconds of a step."""
         seconds = max(0.0, stretch.ended - self.at)
         stepping = max(0.0, seconds - stretch.saving - stretch.validation)
         usual = pace * (stretch.last - stretch.first)
@@ -189,7 +189,7 @@ def _seconds(stretch: Stretch) -> float:
 
 
 def _all_stretches(attempts: list[Attempt], lines: list[Record]) -> list[list[Stretch]]:
-    """The steps of each attempt, in the order in which they ran."""
+    """Return the steps of each attempt, in the order in which they ran."""
     of = by_number(lines)
     timed = {n: [line for line in of[n] if is_known(line, "step_time")] for n in of}
     gaps = [b["step"] - a["step"] for n in of for a, b in itertools.pairwise(timed[n])]
@@ -215,8 +215,8 @@ def _pace(line: Record) -> float:
 def _stretches(
     i: int, attempt: Attempt, lines: list[Record], every: int, pace: float
 ) -> list[Stretch]:
-    """The attempt's steps. `every`: steps between its lines; `pace`: seconds of a step that has no
-    line.
+    """Return the attempt's steps. `every`: steps between its lines; `pace`: seconds of a step that
+    has no line.
 
     A line is written after its step has ended: the numbers are read one step late, and a save may
     come in between. The sum of step_time since the start gives the right time.

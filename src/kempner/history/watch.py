@@ -1,5 +1,5 @@
-"""Beside the ranks, started by the batch script: writes the page of the run again and again
-(KEMPNER_PAGE), and tells of a stall. No torch, and nothing is asked of Slurm.
+"""The watcher beside the ranks, started by the batch script: rewrites the page of the run regularly
+(KEMPNER_PAGE), and tells of a stall. No torch, and no query to Slurm.
 
     python -m kempner.history.watch RUN_DIR [SECONDS]     SECONDS: between two pages; none: no page
 
@@ -26,7 +26,7 @@ LOOK_S = 60.0  # between two looks for a stall
 
 
 def main(run_dir: Path, every: int | None) -> None:
-    """`every`: seconds between two pages; None: no page."""
+    """Watch the run. `every`: seconds between two pages; None: no page."""
     parent, now = os.getppid(), time.monotonic()
     due: dict[Callable[[Path, int | None], list[str]], float] = {}
     if every:
@@ -45,7 +45,7 @@ def main(run_dir: Path, every: int | None) -> None:
 
 
 def page(run_dir: Path, every: int | None) -> list[str]:
-    """Write it; the problems, one line each."""
+    """Write the page; returns the problems, one line each."""
     try:
         refuse_other_file(run_dir / "report.html", "the page", (SIGN,))
         write_page([run_dir], run_dir / "report.html", None, every)
@@ -57,7 +57,7 @@ def page(run_dir: Path, every: int | None) -> list[str]:
 
 
 def stall(run_dir: Path, _: int | None) -> list[str]:
-    """Tell of one, once; the problems. Any other end is the batch script's to tell."""
+    """Tell of a stall, once; returns the problems. The batch script tells any other end."""
     run = load_history(run_dir, None, notify.TAIL)
     return notify.tell_if_new(run, time.time()) if notify.event_of(run, 0) == "stall" else []
 

@@ -30,6 +30,7 @@ def is_stopped(status: int) -> bool:
 def main() -> None:
     judge, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent died before prctl() took effect.
     if os.getppid() != parent:
         return
     status = os.open(f"/proc/{parent}/stat", os.O_RDONLY)

@@ -24,8 +24,8 @@ Steps = dict[int, int]  # of the checkpoints of a replica, with how many replica
 
 
 class ReplicaCheckpointer(Checkpointer):
-    """A replica that has no checkpoint, because there are more replicas than before, begins with
-    another one's: anchor, outer momentum and position are the same for all."""
+    """A checkpointer that lets a replica without a checkpoint, because there are more replicas than
+    before, start from another one's: anchor, outer momentum and position are the same for all."""
 
     def __init__(self, *parts: Any, world: World, replicas: Replicas) -> None:
         super().__init__(*parts)
@@ -33,6 +33,7 @@ class ReplicaCheckpointer(Checkpointer):
 
     def load(self, only: int | None = None) -> dict[str, Any] | None:
         self.wait()
+        # Again whenever a replica has found its checkpoint damaged: all must load the same step.
         for attempt in itertools.count():
             all_steps = self._ranks.on_first(partial(self._all_steps, attempt))
             step = agreed(all_steps)
@@ -58,15 +59,15 @@ class ReplicaCheckpointer(Checkpointer):
         return [{int(step): count for step, count in steps.items()} for steps in told]
 
     def _meet(self, name: str, ours: Any) -> list[Any]:
-        """On the first rank of each replica: what all of them say."""
+        """Exchange a value between the first ranks of all replicas; returns all values."""
         store, world = self._world.store, self._world
         store.set(f"resume {name} {world.replica}", json.dumps(ours))
         keys = [f"resume {name} {number}" for number in range(world.replicas)]
         return [json.loads(each) for each in store.multi_get(keys)]
 
     def _join(self, sibling: int, step: int) -> dict[str, Any] | None:
-        """Begin with the checkpoint of another replica; the errors of its compression are not
-        ours."""
+        """Start from the checkpoint of another replica, without the errors of its compression,
+        which are its own."""
         path = self._root_of(sibling) / commit.name_of(step)
         providers = {name: self.providers[name] for name in ("model", "outer", "optim")}
 
@@ -94,9 +95,8 @@ class ReplicaCheckpointer(Checkpointer):
 
 
 def agreed(all_steps: list[Steps]) -> int | None:
-    """The newest step that every replica has that was there when it was saved; when there is none,
-    the newest of all: who does not have it begins with another replica's. None: nothing is
-    saved."""
+    """Return the newest step that every replica existing at its save has; if there is none, the
+    newest of all: a replica without it starts from another's. None: nothing is saved."""
     found = sorted({step for steps in all_steps for step in steps}, reverse=True)
     for step in found:
         before = max(steps.get(step, 0) for steps in all_steps)

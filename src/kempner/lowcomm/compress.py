@@ -1,4 +1,4 @@
-"""Pseudo-gradients in few bits: what replicas send each other.
+"""Compression of pseudo-gradients, which replicas send each other, to few bits.
 
 A codec turns a matrix [R, C] into bytes, whose number follows from the shape alone, and back. The
 range of the codes is that of each row, or of the whole matrix; of a matrix that FSDP has cut, of
@@ -20,17 +20,17 @@ SIGMAS = 6.0  # width of the range of the statistical codes
 
 class Codec(Protocol):
     def encode(self, x: Tensor) -> Tensor:
-        """uint8 [size(R, C)], from fp32 [R, C]."""
+        """Encode fp32 [R, C] as uint8 [size(R, C)]."""
 
     def decode(self, data: Tensor, rows: int, columns: int) -> Tensor:
-        """fp32 [rows, columns]; the same on every replica, bit for bit."""
+        """Decode to fp32 [rows, columns]; the same on every replica, bit for bit."""
 
     def size(self, rows: int, columns: int) -> int:
-        """Bytes."""
+        """Number of bytes."""
 
 
 class Raw:
-    """fp32."""
+    """No compression: fp32."""
 
     def encode(self, x: Tensor) -> Tensor:
         return as_bytes(x)
@@ -43,7 +43,8 @@ class Raw:
 
 
 class Linear:
-    """2^bits values at equal distances from the least to the greatest. Two fp32 for each range."""
+    """Uniform quantization: 2^bits values at equal distances from the least to the greatest. Two
+    fp32 for each range."""
 
     def __init__(self, bits: int, per_row: bool) -> None:
         self.bits, self.per_row = bits, per_row
@@ -61,6 +62,7 @@ class Linear:
             return x.new_empty(0, dtype=torch.uint8)
         low = x.amin(1, keepdim=True)
         step = (x.amax(1, keepdim=True) - low) / (2**self.bits - 1)
+        # A constant row has step 0: all its codes are 0.
         codes = ((x - low) / torch.where(step > 0, step, 1.0)).round()
         return torch.cat((as_bytes(torch.cat((low, step), 1)), pack(codes, self.bits).flatten()))
 
@@ -84,9 +86,9 @@ class Linear:
 
 
 class Statistical(Linear):
-    """2^bits bins of equal width, centred on the mean, over 6 standard deviations; what lies
-    outside is in the outermost ones. A bin stands for the mean of what is in it, and the means are
-    sent: 2^bits fp32 for each range.
+    """Quantization into 2^bits bins of equal width, centred on the mean, over 6 standard
+    deviations; outliers go into the outermost bins. A bin stands for the mean of its members, and
+    the means are sent: 2^bits fp32 for each range.
 
     The centre is an edge between two bins. With a bin around it, as rounding makes one, 2 bits
     leave two bins on one side and one on the other: relative error .42, here .40 (normal numbers).
@@ -104,7 +106,7 @@ class Statistical(Linear):
         width = (x - mean).square().mean(1, keepdim=True).sqrt() * (SIGMAS / bins)
         place = (x - mean) / torch.where(width > 0, width, 1.0)
         codes = (place.floor() + bins // 2).clamp(0, bins - 1)
-        # A bin after the other: a scatter adds in another order every time on a GPU.
+        # One bin after another: on a GPU a scatter adds in another order every time.
         means = []
         for number in range(bins):
             here = codes == number
@@ -154,14 +156,14 @@ def codec_of(cfg: LowcommConfig) -> Codec:
 
 
 def is_raw(name: str, ndim: int, cfg: LowcommConfig) -> bool:
-    """Whether a parameter is sent in fp32: norms are all that has one dimension."""
+    """Return whether a parameter is sent in fp32; norms are the parameters of one dimension."""
     kind = "norms" if ndim < 2 else "embeddings" if "embed" in name else ""
     return cfg.compress == "none" or (kind or ("output" if "output" in name else "")) in cfg.raw
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [R, ceil(C * bits / 8)], from codes under 2^bits [R, C]; the first of those that share
-    a byte is in its lowest bits."""
+    """Pack codes under 2^bits [R, C] into uint8 [R, ceil(C * bits / 8)]; the first code in a byte
+    has its lowest bits."""
     each = 8 // bits
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % each))
     parts = codes.view(len(codes), -1, each)
@@ -172,7 +174,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(data: Tensor, bits: int) -> Tensor:
-    """uint8 [R, C], C a multiple of what a byte holds."""
+    """Unpack to uint8 [R, C], C a multiple of the codes in a byte."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
     codes: Tensor = (data.unsqueeze(2) >> shifts) & (2**bits - 1)
     return codes.flatten(1)
@@ -183,5 +185,5 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def numbers(data: Tensor, rows: int, columns: int) -> Tensor:
-    """fp32; a copy, because a view needs bytes that begin at a multiple of four."""
+    """View bytes as fp32; by a copy, because a view needs an offset that is a multiple of four."""
     return data.clone().view(torch.float32).view(rows, columns)

@@ -96,8 +96,8 @@ class LowcommConfig:
         return {name: size for name in names if (size := getattr(self, name)) is not None}
 
     def count(self, world_size: int, per_node: int) -> int:
-        """Replicas in a world of nodes with `per_node` ranks each. Raises ConfigError with the
-        arithmetic when they do not share it equally."""
+        """Return the number of replicas in a world of nodes with `per_node` ranks each. Raises
+        ConfigError with the arithmetic if they do not share it equally."""
         if not self.on:
             return 1
         (name, size), *_ = self._sizes.items()
@@ -120,7 +120,7 @@ class LowcommConfig:
         return replicas
 
     def in_step(self, world_size: int, per_node: int) -> int:
-        """Replicas that the ranks of this srun step are shared out to."""
+        """Return the number of replicas that share the ranks of this srun step."""
         if not self.on or self.mode == "mesh":
             return self.count(world_size, per_node)
         if "KEMPNER_DOOR" not in os.environ:
@@ -148,7 +148,7 @@ class LowcommConfig:
         return self._idle()
 
     def _idle(self) -> list[str]:
-        """Options without an effect."""
+        """List options without an effect."""
         found = []
         if self.compress == "none" and self.feedback:
             found.append(
@@ -174,7 +174,7 @@ class LowcommConfig:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """What cannot be combined with replicas."""
+    """List what cannot be combined with replicas."""
     if not cfg.lowcomm.on:
         return []
     rounds = cfg.lowcomm.interval

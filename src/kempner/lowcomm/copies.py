@@ -1,4 +1,5 @@
-"""Copies of the weights within a replica (HSDP): each sends some rows to the other replicas."""
+"""Copies of the weights within a replica (HSDP): each exchanges some rows with the other
+replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Copies:
     index, count = 0, 1
 
     def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """What each has, of so many numbers, on all of them."""
+        """Gather what each copy has, `sizes` elements, on all of them."""
         return [ours]
 
 
@@ -31,6 +32,7 @@ class SeveralCopies(Copies):
         self.count = self._group.size()
 
     def gather(self, ours: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        # all_gather() takes parts of one size only.
         padded = torch.nn.functional.pad(ours, (0, max(sizes) - len(ours)))
         found = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(found, padded, self._group)
@@ -52,7 +54,8 @@ class Piece(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], copy: int, count: int) -> list[Piece]:
-    """What a copy sends: as many rows of each parameter as the others; vectors in turns."""
+    """Return the pieces that a copy sends: as many rows of each parameter as the others; vectors in
+    turns."""
     found = []
     for i, tensor in enumerate(tensors):
         rows, columns = matrix(tensor.shape)
@@ -64,7 +67,7 @@ def pieces_of(tensors: Sequence[Tensor], copy: int, count: int) -> list[Piece]:
 
 
 def rows_of(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
-    """A view, [R, C]."""
+    """View the rows of a piece, [R, C]."""
     tensor = tensors[piece.i]
     return tensor.view(matrix(tensor.shape))[piece.rows]
 

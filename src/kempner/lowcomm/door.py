@@ -29,13 +29,15 @@ class Door:
     """A rank's connection to the judge, and to the store."""
 
     def __init__(self, note: Path, timeout: float) -> None:
-        """On the main thread: the heartbeat lives as long as the thread that has started it.
-        Raises RuntimeError when the judge is not reached within `timeout` seconds."""
+        """Connect. Call it on the main thread: the heartbeat lives as long as the thread that has
+        started it.
+
+        Raises RuntimeError if the judge is not reached within `timeout` seconds."""
         import torch.distributed as dist
 
         self.name, self._leaves = "", False
         address, ports, self._connection = _connect(note, timeout)
-        # Before all else: a name server that is slow can hold up the next line for seconds.
+        # First of all: a slow name server can hold up the next line for seconds.
         self._beat = _start_beat(self._connection.fileno())
         self._watch = threading.Thread(target=self._wait, daemon=True, name="heartbeat")
         self._watch.start()
@@ -43,12 +45,13 @@ class Door:
         self.store: Any = dist.TCPStore(address, ports["store"], None, False, limit)
 
     def new_name(self, slot: int) -> str:
-        """Of this start of a replica; for its first rank, which tells it to the others."""
+        """Make a name for this start of a replica. Its first rank calls it, and tells the
+        others."""
         return f"{slot}.{self.store.add(f'starts/{slot}', 1)}"
 
     def greet(self, name: str) -> None:
-        """Itself: the heartbeat may not run yet when this process is killed. From here on the
-        connection is the heartbeat's alone, and closes with it."""
+        """Tell the judge the name directly: the heartbeat may not run yet when this process is
+        killed. From here on the connection belongs to the heartbeat alone, and closes with it."""
         self.name = name
         self._connection.sendall(f"{name}\n".encode())
         self._connection.close()
@@ -62,7 +65,7 @@ class Door:
         self._watch.join(CONNECT_S)
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Of a round, for the log of the replicas."""
+        """Report a round for the log of the replicas."""
         self._say(json.dumps({"name": self.name, **event}))
 
     @property
@@ -80,15 +83,15 @@ class Door:
             self.fence("the judge has closed the connection, or the batch host is gone")
 
     def fence(self, reason: str) -> NoReturn:
-        """End this process: nothing that it does may count any more. Not in order: a collective
-        with a replica that is stopped would keep it."""
+        """End this process: nothing that it does may count any more. Without an orderly exit: a
+        collective with a stopped replica would block it."""
         with contextlib.suppress(OSError):
             os.write(2, f"error: replica {self.name} leaves: {reason}\n".encode())
         os._exit(FENCED)
 
 
 def _start_beat(connection: int) -> subprocess.Popen[bytes]:
-    """The requests to save and stop are not for it: it never unblocks them."""
+    """Start the heartbeat with the requests to save and stop blocked: they are not for it."""
     blocked = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
@@ -104,7 +107,7 @@ def _start_beat(connection: int) -> subprocess.Popen[bytes]:
 
 
 def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.socket]:
-    """Over the first address of the judge that answers."""
+    """Connect to the first address of the judge that answers."""
     deadline, problem = time.monotonic() + timeout, "no such file"
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -123,7 +126,7 @@ def _connect(note: Path, timeout: float) -> tuple[str, dict[str, int], socket.so
 
 
 def is_name(word: str) -> bool:
-    """Whether this is what new_name() makes."""
+    """Return whether new_name() makes such words."""
     return re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", word) is not None
 
 

@@ -1,16 +1,16 @@
-"""Who of the replicas lives: one process on the batch host keeps the store and judges, and each
-rank of a replica has a connection to it.
+"""The judge of which replicas live: one process on the batch host keeps the store and judges, and
+each rank of a replica has a connection to it.
 
     python -m kempner.lowcomm.judge runs/x/.door 10.0.0.1 --log runs/x/replicas.jsonl
 
-A small process beside each rank holds the connection (beat.py). One that closes is a replica that
-is gone, at once: the kernel closes it when the rank was killed. One on which nothing comes is a
-replica that was stopped, or whose host or cable is gone: after `--silence` seconds. A rank that is
-merely busy is neither. One judge, because replicas that judge each other can disagree; and where it
-runs is where the job's script runs, whose end is the job's end in any case.
+A small process beside each rank holds the connection (beat.py). A replica is gone at once when its
+connection closes: the kernel closes it when the rank is killed. It is gone after `--silence`
+seconds without a beat: it was stopped, or its host or cable failed. A rank that is merely busy is
+neither. There is one judge, because replicas that judge each other can disagree; it runs where the
+job's script runs, whose end is the job's end in any case.
 
-Its note has mode 600 and a key: whoever does not have that is dropped (kempner.peers). torch's
-store beside it cannot ask who is there. All replicas need the judge, so nothing ends it but the end
+Its note has mode 600 and a key: peers without the key are dropped (kempner.peers). torch's store
+beside it cannot authenticate. All replicas need the judge, so nothing ends it but the end
 of its parent: no peer, no full disk under the batch log or the run directory, no lack of
 descriptors.
 
@@ -53,9 +53,9 @@ class Judge:
         log: Path | None,
         on: Callable[[str], object] = lambda event: None,
     ) -> None:
-        """`addresses`: of this host, the one to try first in front. `on`: hears "here.I", replica I
-        has come; "silent.I", it was declared gone, but its processes may still be there; "over",
-        all replicas are gone after a round: whoever comes now finds nobody to join."""
+        """`addresses`: of this host, the one to try first in front. `on`: receives events:
+        "here.I", replica I has come; "silent.I", it was declared gone, but its processes may still
+        run; "over", all replicas are gone after a round: a new one would find nobody to join."""
         import torch.distributed as dist
 
         # Any: append() and clone() are not in torch's stubs.
@@ -94,6 +94,7 @@ class Judge:
             self._tell()
             before, awake = awake, time.monotonic()
             if awake - before > self._silence / 2:  # it was this process that was stopped
+                # Its own silence must not be held against the replicas.
                 self._heard = dict.fromkeys(self._heard, awake)
             for peer, last in list(self._heard.items()):
                 if peer in self._heard and awake - last > self._silence:
@@ -108,7 +109,7 @@ class Judge:
             self._hear(ready)
 
     def _tell(self) -> None:
-        """What the script has to hear, again and again while its file system is full or away."""
+        """Send events to the script, again and again while its file system is full or away."""
         with contextlib.suppress(OSError):
             while self._untold:
                 self._on(self._untold[0])
@@ -144,7 +145,8 @@ class Judge:
         return None
 
     def _greet(self, peer: socket.socket, name: str) -> None:
-        """A replica's name is SLOT.START. Its earlier starts are gone, whatever they think."""
+        """Register a replica's name, SLOT.START. Its earlier starts are gone, whatever they
+        think."""
         if name in self._gone:  # another rank of it
             return self._lose(peer, "")
         for other, known in list(self._names.items()):
@@ -157,7 +159,8 @@ class Judge:
         return None
 
     def _note_round(self, event: dict[str, Any]) -> None:
-        """What a replica says after a round. All of them must have the same weights then."""
+        """Record a replica's report of a round, and check that all replicas have the same
+        weights."""
         number, weights, name, text = (event[key] for key in ("round", "weights", "name", "text"))
         self._append({"event": "round", "time": round(time.time(), 3), **event})
         known = self._weights.setdefault(number, weights)
@@ -181,6 +184,7 @@ class Judge:
         if reason != "left":
             for other in [x for x, known in self._names.items() if known == name]:
                 self._lose(other, reason)
+        # After a round the state is gone with its last holder.
         if self._weights and not self._names:
             self._untold.append("over")
 
@@ -197,7 +201,7 @@ class Judge:
 
 
 def _say(line: str) -> None:
-    """In the batch log; what a full disk does not take is dropped."""
+    """Write to the batch log; what a full disk does not take is dropped."""
     with contextlib.suppress(OSError):
         os.write(1, f"{line}\n".encode(errors="backslashreplace"))
 
@@ -212,11 +216,11 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the replicas need it until they have saved
     process_group.allow_open_files()  # each rank holds two
-    # The network that the replicas use first: a replica whose cable there is cut falls silent.
+    # The fast network first, which the replicas use: one whose cable there is cut falls silent.
     fast = slurm.fast_address()
     addresses = dict.fromkeys([*([fast] if fast else []), *(given.address or ["localhost"])])
     note, parent = given.note, os.getppid()
-    # The script that started us ends the step then.
+    # The script that started us watches these files, and ends the step of a silent replica.
     judge = Judge(
         addresses,
         given.silence,

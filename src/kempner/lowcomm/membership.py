@@ -1,4 +1,4 @@
-"""Who takes part in a round of low-communication training, when each replica is a world of its own
+"""Membership in the rounds of low-communication training, when each replica is a world of its own
 that may be lost.
 
 The members of a round are fixed before its collective, which runs over copies of what they send.
@@ -50,8 +50,8 @@ class TooFew(PeerFailed):
 
 
 class Epoch(NamedTuple):
-    """One attempt at an exchange, as all members see it. `round`: how many rounds are done when it
-    counts. `entry`: it only brings replicas together, and `joiners` receive the state."""
+    """One attempt at an exchange, as all members see it. `round`: rounds done once it counts.
+    `entry`: it only brings replicas together, and `joiners` receive the state."""
 
     number: int
     round: int
@@ -72,7 +72,7 @@ class Epoch(NamedTuple):
 
 
 class Group(NamedTuple):
-    """This rank and those of its place in the other replicas, for one epoch."""
+    """This rank and its counterparts in the other replicas, for one epoch."""
 
     gloo: Any  # dist.ProcessGroupGloo
     place: int
@@ -98,13 +98,13 @@ class Group(NamedTuple):
         return 0 if self.place else len(joiners) * sum(tensor.nbytes for tensor in tensors)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Over the members, in place."""
+        """Average over the members, in place."""
         self.gloo.allreduce([tensor]).wait()
         tensor /= self.size
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Those of the members, in their order."""
+        """Gather the members' tensors, in their order."""
         parts = [tensor.new_empty(tensor.shape) for _ in self.epoch.everyone]
         self.gloo.allgather([parts], [tensor]).wait()
         return parts
@@ -114,8 +114,8 @@ Exchange = Callable[[Group], T]  # on copies: it may be left in its middle, and 
 
 
 class Membership:
-    """This replica among the others. Each rank of a replica makes one, and calls its methods in the
-    same order as the others of the replica, one at a time, on any thread."""
+    """Membership of this replica. Each of its ranks makes one, and calls its methods in the same
+    order as the others of the replica, one at a time, on any thread."""
 
     def __init__(
         self, door: Door, slot: int, replicas: int, least: int, start_timeout: float
@@ -127,7 +127,7 @@ class Membership:
         self._start_timeout = start_timeout
         alone = not dist.is_initialized()
         self.rank, self._ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        # The ranks of this replica. Not the default group: the steps use that meanwhile.
+        # A group of this replica's ranks for decisions: the steps use the default one meanwhile.
         limit = timedelta(seconds=WITHIN_S)
         self._within = dist.new_group(timeout=limit, backend="gloo") if self._ranks > 1 else None
         self.store = door.store
@@ -137,8 +137,8 @@ class Membership:
         self._next = 0  # the epoch to be fixed next
         self._last: Epoch | None = None  # of ours, that was fixed
         self._joining: tuple[str, ...] = ()  # of the last epoch of others
-        # For the groups: a connection looks names up, and a slow name server takes 5 s. One of them
-        # is left behind with each exchange that is.
+        # Reused by the groups: a new connection resolves names, which takes a slow name server 5 s.
+        # An abandoned exchange keeps its connection.
         self._connections = [self.store.clone(), self.store.clone()]
 
     # --- what a replica does ---
@@ -146,32 +146,32 @@ class Membership:
     def enter(
         self, rounds: int, about: dict[str, Any], exchange: Exchange[T]
     ) -> tuple[Epoch, T] | None:
-        """Come in, with `rounds` rounds done, in an epoch that is an entry. `about`: for replicas
-        that join; its "weights" tell those of this replica from others.
+        """Join the others with `rounds` rounds done, in an epoch that is an entry. `about`: facts
+        for replicas that join; its "weights" tell those of this replica from others.
 
         Replicas that start together wait for each other; those with the most rounds, and the same
         weights, are members, and the others receive their state; a replica that comes later waits
-        for the end of a round.
-        None: the run ended before. Raises TooFew when not enough come."""
+        for the end of a round. Returns None if the run ended before. Raises TooFew if not enough
+        come."""
         if self.rank == 0:
             self.store.append(HERE, json.dumps([self.me, rounds]) + "\n")
         return self._commit(rounds, about, exchange, entry=True)
 
     def round(self, rounds: int, exchange: Exchange[T]) -> tuple[Epoch, T]:
-        """An exchange of the round after which `rounds` are done: `exchange(group)` runs with those
-        who are left, until all of them have its result. Raises TooFew."""
+        """Run an exchange of the round after which `rounds` are done: `exchange(group)` runs with
+        the remaining replicas, until all of them have its result. Raises TooFew."""
         done = self._commit(rounds, {}, exchange, entry=False)
         assert done is not None
         return done
 
     def admit(self, rounds: int, about: dict[str, Any], exchange: Exchange[T]) -> tuple[Epoch, T]:
-        """Let those in that wait, at the end of a round. Raises TooFew."""
+        """Admit the replicas that wait, at the end of a round. Raises TooFew."""
         done = self._commit(rounds, about, exchange, entry=True)
         assert done is not None
         return done
 
     def over(self) -> None:
-        """The run is at its end: replicas that wait to join need wait no more."""
+        """Announce the end of the run: replicas that wait to join need wait no more."""
         if self.rank == 0:
             self.store.set("over", "")
 
@@ -192,6 +192,7 @@ class Membership:
                 return None
             epoch = found
             result, problem = self._attempt(epoch, exchange)
+            # One vote for a replica: a rank that failed must be known to rank 0 first.
             problem = self._any(problem)
             self._next = epoch.number + 1
             self._forget(epoch)
@@ -211,8 +212,9 @@ class Membership:
                 )
 
     def _forget(self, epoch: Epoch) -> None:
-        """Delete the keys of the epoch before this one. As this one is fixed, its members have come
-        on; who is not among them is gone, or was to join and finds that the other is over."""
+        """Delete the keys of the epoch before this one. As this one is fixed, its members have
+        moved on; a replica that is not among them is gone, or was to join and finds that the other
+        epoch is over."""
         last, self._last = self._last, epoch
         if last is None or epoch.members[0] != self.me:
             return
@@ -224,8 +226,8 @@ class Membership:
             self.store.delete_key(key)
 
     def _fixed(self, rounds: int, about: dict[str, Any], entry: bool) -> Epoch | str:
-        """Rank 0: the epoch that is next for this replica, as soon as it is fixed; or why there is
-        none, which is nothing when the run is over."""
+        """Return this replica's next epoch, as soon as it is fixed, on rank 0; or why there is
+        none, which is "" if the run is over."""
         self._next = max(self._next, self._first_kept())
         if self.roster or self._next == 0:
             line = json.dumps([self.me, about])
@@ -249,6 +251,7 @@ class Membership:
             if isinstance(proposed, str):
                 return proposed
             if proposed is not None:
+                # The first proposal wins; whoever comes later reads that one in the next turn.
                 self.store.compare_set(f"epoch/{self._next}", "", json.dumps(proposed))
                 continue
             time.sleep(POLL_S)
@@ -256,7 +259,7 @@ class Membership:
     def _propose(
         self, rounds: int, gone: dict[str, str], entry: bool, late: bool
     ) -> list[Any] | str | None:
-        """The next epoch, or why there will be none; None: not yet."""
+        """Propose the next epoch, or say why there will be none; None: not yet."""
         if self.roster:
             return self._next_round(rounds, gone, entry)
         if self._next == 0:
@@ -268,7 +271,7 @@ class Membership:
         return None
 
     def _first(self, gone: dict[str, str], late: bool) -> list[Any] | str | None:
-        """The first epoch: all replicas that are to come, or those that have come in time."""
+        """Propose the first epoch: all expected replicas, or those that have come in time."""
         here = self._here(gone)
         arrived = self._arrived()
         if len(here) < self.replicas and not late:
@@ -279,14 +282,15 @@ class Membership:
         members = sorted(name for name, rounds in here.items() if rounds == most)
         if not set(members) <= arrived.keys():
             return None
-        # A checkpoint of the same round may be another past: one that was done again without it.
+        # Equal rounds may have different pasts: a round may have been repeated without one replica.
         first = arrived[members[0]]
         members = [m for m in members if arrived[m].get("weights") == first.get("weights")]
         joiners = sorted(here.keys() - set(members))
         return [most, members, joiners, True, first, []]
 
     def _next_round(self, rounds: int, gone: dict[str, str], entry: bool) -> list[Any] | str | None:
-        """The members that are left, once all of them have arrived; and who joins or waits."""
+        """Return the remaining members, once all of them have arrived; and which replicas join or
+        wait."""
         left = [name for name in self.roster if name not in gone]
         if len(left) < self.least:
             lost = ", ".join(f"{name} ({gone[name]})" for name in self.roster if name in gone)
@@ -299,8 +303,9 @@ class Membership:
         return [rounds, left, joiners, entry, arrived[left[0]], waiting]
 
     def _attempt(self, epoch: Epoch, exchange: Exchange[T]) -> tuple[tuple[T] | None, str]:
-        """What the exchange returns, or why it has failed. It runs in a thread that is left behind
-        when another replica is lost: gloo would wait for it until its own time is over."""
+        """Run the exchange; returns its result, or why it has failed. It runs in a thread that is
+        abandoned when another replica is lost: gloo would wait for that replica until its own
+        timeout."""
         found: list[T] = []
         problems: list[str] = []
         over = threading.Event()
@@ -325,13 +330,14 @@ class Membership:
     def _group(self, epoch: Epoch, connection: Any) -> Group:
         import torch.distributed as dist
 
+        # One prefix for each epoch and rank: an abandoned group never meets the next one.
         store = dist.PrefixStore(f"group/{epoch.number}/{self.rank}", connection)
         place, limit = epoch.everyone.index(self.me), timedelta(seconds=COLLECTIVE_S)
         gloo = dist.ProcessGroupGloo(store, place, len(epoch.everyone), limit)
         return Group(gloo, place, epoch)
 
     def _settle(self, epoch: Epoch, problem: str) -> bool:
-        """Rank 0: vote, and wait for the outcome. A replica that is lost after its yes changes
+        """Vote, on rank 0, and wait for the outcome. A replica that is lost after its yes changes
         nothing: all have the result, and so does every other."""
         number = epoch.number
         self.store.append(f"votes/{number}", f"{self.me} {'no' if problem else 'yes'}\n")
@@ -351,16 +357,16 @@ class Membership:
         return outcome == "commit"
 
     def _outcome(self, number: int) -> str:
-        """Of an epoch; nothing while it is open. One that is forgotten was aborted: it could not
-        have been committed without this replica's vote, nor forgotten before it came on."""
+        """Return an epoch's outcome, "" while it is open. A forgotten epoch was aborted: it could
+        not have been committed without this replica's vote, nor forgotten before it came on."""
         found = self._read(f"outcome/{number}")
         return found or ("abort" if self._first_kept() > number else "")
 
     # --- the store's lists ---
 
     def _read(self, key: str) -> str:
-        """Nothing where there is no such key. get() would wait for one that is deleted after a
-        check(); compare_set() answers what it was to be compared with, and sets nothing."""
+        """Read a key; "" if it does not exist. get() would wait for a key that is deleted after a
+        check(); compare_set() returns the expected value then, and sets nothing."""
         found = self.store.compare_set(key, NOTHING, NOTHING)
         return "" if found == NOTHING.encode() else str(found.decode())
 
@@ -371,23 +377,23 @@ class Membership:
         return self._read(key).splitlines()
 
     def _gone(self) -> dict[str, str]:
-        """The reason by name."""
+        """Map the names of lost replicas to the reasons."""
         lines = (line.partition(" ") for line in self._lines(GONE))
         return {name: reason for name, _, reason in lines}
 
     def _here(self, gone: dict[str, str]) -> dict[str, int]:
-        """Rounds done by name."""
+        """Map names to rounds done."""
         here = dict(map(json.loads, self._lines(HERE)))
         return {name: rounds for name, rounds in here.items() if name not in gone}
 
     def _arrived(self) -> dict[str, dict[str, Any]]:
-        """What each has to say of the run, by name."""
+        """Map names to what each replica reported on arrival."""
         return dict(map(json.loads, self._lines(f"arrived/{self._next}")))
 
     # --- the ranks of this replica, which decide as one ---
 
     def _tell(self, value: T) -> T:
-        """Rank 0's."""
+        """Broadcast rank 0's value."""
         import torch.distributed as dist
 
         if self._ranks == 1:
@@ -400,7 +406,7 @@ class Membership:
         return self._tell(cast(T, ask() if self.rank == 0 else None))
 
     def _any(self, problem: str) -> str:
-        """The problem of one rank is that of all."""
+        """Return the problem of any rank on all ranks."""
         import torch.distributed as dist
 
         if self._ranks == 1:

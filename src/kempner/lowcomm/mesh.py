@@ -14,13 +14,13 @@ from kempner.lowcomm.outer import Decode, Handle
 if TYPE_CHECKING:
     from kempner.process_group import World
 
-# The watchdog decides what hangs; a replica that is lost is noticed at once by its closed sockets.
+# The watchdog decides what hangs, not gloo; a lost replica's closed sockets show at once.
 TIMEOUT = timedelta(hours=1)
 
 
 class MeshExchange:
-    """A group of the ranks with this number in all replicas: each of them moves its own part of the
-    model, and all parts travel at the same time."""
+    """Groups of the ranks with this number in all replicas: each moves its own part of the model,
+    and all parts travel at the same time."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         store = dist.PrefixStore(f"between/{world.rank}", world.store)
@@ -35,8 +35,8 @@ class MeshExchange:
             self._group = dist.ProcessGroupGloo(store, world.replica, self.count, TIMEOUT)
 
     def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
-        """Bytes: those of a ring, which sends 2 (K - 1) / K of what is summed, and K - 1 times what
-        is gathered."""
+        """Start an exchange. Counts the bytes of a ring, which sends 2 (K - 1) / K of what is
+        summed, and K - 1 times what is gathered."""
         if decode is None:
             self.sent += 2 * (self.count - 1) * ours.nbytes // self.count
             return _Sum(self._group.allreduce([ours]), ours, self.count)
@@ -60,6 +60,7 @@ class _Parts:
 
     def wait(self) -> Tensor:
         self._work.wait()
+        # In the order of the replicas, so that the sum is the same on all, bit for bit.
         total = self._decode(self._parts[0])
         for part in self._parts[1:]:
             total += self._decode(part)

@@ -1,4 +1,4 @@
-"""From the [lowcomm] section to what a replica has to do with the others."""
+"""Open the replicas from the [lowcomm] section."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def open_replicas(
     cfg: RunConfig, world: World, model: nn.Module, waiting: Waiting = nullcontext
 ) -> tuple[Optimizer, Replicas]:
-    """The optimizer of this replica, and what it has to do with the others. `waiting`: the
+    """Return this replica's optimizer, and its link to the other replicas. `waiting`: the
     watchdog's patient()."""
     optimizer = build_optimizer(model, cfg.optimizer)
     if cfg.resilience.spike_sigma is not None:

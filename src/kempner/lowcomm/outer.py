@@ -1,4 +1,4 @@
-"""The outer optimizer: what replicas do with the weights that each of them has trained alone.
+"""The outer optimizer: combines the weights that each replica has trained alone.
 
 DiLoCo (arXiv:2311.08105): every replica starts a round at the same anchor and takes H steps of its
 own. d = anchor - weights, its mean over the replicas is the gradient of a step of SGD with Nesterov
@@ -37,20 +37,20 @@ class Handle(Protocol):
     """An exchange on its way."""
 
     def wait(self) -> Tensor:
-        """The mean over the replicas that contributed, fp32 [n], equal on all of them bit for
-        bit."""
+        """Return the mean over the replicas that contributed, fp32 [n], equal on all of them bit
+        for bit."""
 
 
 class Exchange(Protocol):
-    """How this rank talks to the same rank of the other replicas."""
+    """Communication of this rank with the same rank of the other replicas."""
 
     sent: int
     """Bytes so far, without the headers of the network."""
 
     def start(self, ours: Tensor, name: str, decode: Decode | None = None) -> Handle:
         """Send, and return at once. All replicas start the same names in the same order; a name is
-        used once, and tells a replica that comes late which exchange it has missed. `ours` belongs
-        to the exchange from now on, which may send it again when a replica is lost.
+        used once, and tells a replica that comes late which exchange it has missed. The exchange
+        owns `ours` from now on, and may send it again when a replica is lost.
 
         Without `decode` ours is fp32 [n], and may be summed on the way. With it ours is uint8 [b]:
         the bytes of all contributors are gathered, and decode() makes fp32 [n] of each, which are
@@ -106,14 +106,13 @@ class Fragment:
         return local(p.detach()).to(torch.float32, copy=True)
 
     def begin(self) -> None:
-        """The weights are the anchors: at a start, and after a checkpoint has been loaded."""
+        """Set the anchors to the weights: at a start, and after a checkpoint has been loaded."""
         for anchor, p in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(local(p.detach()))
 
     def send(self, exchange: Exchange, name: str) -> None:
-        """Start to exchange what the replicas have changed. A number that is not finite counts as
-        unchanged: this replica alone would spoil the weights of all. `spoilt` says that there was
-        one."""
+        """Start to exchange the changes of the weights. A number that is not finite counts as
+        unchanged, since one replica would spoil the weights of all; `spoilt` records it."""
         changes = []
         for i, (anchor, p) in enumerate(zip(self.anchors, self.parameters, strict=True)):
             d = anchor - local(p.detach())
@@ -121,6 +120,8 @@ class Fragment:
             self.spoilt |= ~finite.all()
             d = torch.where(finite, d, 0.0)
             if i in self.errors:
+                # In place: the error that remains after encoding is subtracted from this very
+                # tensor below.
                 d = self.errors[i].mul_(self.cfg.feedback).add_(d)
             changes.append(d.contiguous())
         if self.cfg.compress == "none":
@@ -149,7 +150,7 @@ class Fragment:
         )
 
     def _whole(self, mean: Tensor) -> list[Tensor]:
-        """By parameter, from the means of the pieces that this copy has sent."""
+        """Assemble each parameter's mean from the means of the pieces that the copies have sent."""
         counts = [[math.prod(piece.shape) for piece in pieces] for pieces in self._pieces]
         parts = self._copies.gather(mean, [sum(each) for each in counts])
         if len(parts) == 1:
@@ -178,16 +179,17 @@ class Fragment:
             anchor.sub_(d, alpha=lr)
             if alpha:
                 mixed = anchor + alpha * (weights - anchor)
+                # Weights that are not finite are replaced by the anchor: here the replica recovers.
                 weights.copy_(torch.where(torch.isfinite(mixed), mixed, anchor))
             else:
                 weights.copy_(anchor)
 
 
 class Outer:
-    """The fragments of a model, and when each of them leaves and arrives."""
+    """The fragments of a model, and the times when each leaves and arrives."""
 
     def __init__(self, cfg: LowcommConfig, named: Mapping[str, Tensor], exchange: Exchange) -> None:
-        """`named`: the parameters that are trained."""
+        """`named`: the trained parameters."""
         self.cfg, self.exchange = cfg, exchange
         parts: list[dict[str, Tensor]] = [{} for _ in range(cfg.fragments)]
         for name, p in named.items():
@@ -197,7 +199,7 @@ class Outer:
 
     @property
     def apart(self) -> bool:
-        """Whether a replica's weights are others than the anchors at the end of a round, too."""
+        """True if a replica's weights differ from the anchors even at the end of a round."""
         return self.cfg.fragments > 1 or self.cfg.alpha > 0
 
     def begin(self) -> None:
@@ -205,14 +207,16 @@ class Outer:
             fragment.begin()
 
     def take_spoilt(self) -> Tensor:
-        """Whether this rank has had numbers that were not finite since the last call, bool []."""
+        """Return whether this rank has had numbers that were not finite since the last call, bool
+        []."""
         found = torch.stack([fragment.spoilt for fragment in self.fragments]).any()
         for fragment in self.fragments:
             fragment.spoilt.zero_()
         return found
 
     def published(self) -> dict[Tensor, Callable[[], Tensor]]:
-        """For each parameter what gives its anchor: what is evaluated, saved and continued."""
+        """Map each parameter to a function that returns its anchor, which is evaluated, saved and
+        continued from."""
         return {
             p: partial(as_part_of, p, anchor)
             for fragment in self.fragments
@@ -221,10 +225,11 @@ class Outer:
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """The weights of `step` steps are there: turn t is that of fragment t mod P; it ends with
-        step (t + 1) H / P, and what it brings has left tau steps before. At the end of a round
-        nothing is on its way."""
+        """Send and receive the fragments due after `step` steps: turn t is that of fragment t mod
+        P; it ends with step (t + 1) H / P, and its exchange has started tau steps before. At the
+        end of a round nothing is in flight."""
         turn, rest = divmod(step + self.cfg.tau, self.turn_steps)
+        # Send first: with tau = 0 the fragment that leaves arrives in the same call.
         if rest == 0 and turn:
             fragment = self.fragments[(turn - 1) % len(self.fragments)]
             fragment.send(self.exchange, f"turn {turn - 1}")
@@ -234,16 +239,16 @@ class Outer:
 
 
 def fragment_of(name: str, fragments: int) -> int:
-    """Every P-th block; the embedding with the first, the final norm and the output with the
-    last."""
+    """Return a parameter's fragment: every P-th block; the embedding with the first, the final norm
+    and the output with the last."""
     if found := re.match(r"blocks\.(\d+)\.", name):
         return int(found[1]) % fragments
     return 0 if "embed" in name else fragments - 1
 
 
 class OuterState:
-    """For checkpoints: momentum, which all replicas have alike, and this replica's errors of the
-    compression. The anchors are the weights that the model's own provider saves."""
+    """The outer state in checkpoints: momentum, which all replicas have alike, and this replica's
+    errors of the compression. The anchors are the weights that the model's own provider saves."""
 
     per_rank = False
 
@@ -262,12 +267,12 @@ class OuterState:
         return found
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """What is not stored begins with 0: the checkpoint may be that of a run without replicas,
-        or with another outer optimizer."""
+        """Return the stored tensors; others start at 0: the checkpoint may be that of a run without
+        replicas, or with another outer optimizer."""
         return {name: tensor for name, tensor in self.tensors().items() if name in stored}
 
     def restored(self) -> None:
-        """Comes after the model's provider, which has the anchors, and before the optimizer's,
-        which may have other weights to go on from."""
+        """Set the anchors. Runs after the model's provider, which loads them, and before the
+        optimizer's, which may replace the weights."""
         self.loaded = True
         self.outer.begin()

@@ -1,4 +1,4 @@
-"""The replicas as the trainer sees them: one call after each step.
+"""The trainer's interface to the replicas: one call after each step.
 
 A replica is a world of its own: its ranks have a default process group, a layout, a run directory
 and checkpoints as those of any run. What replicas say to each other is here: the outer steps, and
@@ -32,7 +32,7 @@ SHARED = (*FLAGS, "loss_sum", "tokens")  # of a step's numbers, what all replica
 
 
 class Replicas:
-    """Of a run without them: one model that nobody else trains."""
+    """The null object: a run without replicas."""
 
     patience = 1.0
     """Of the steps that a request to leave waits for, as a multiple of those of a plain run."""
@@ -40,37 +40,38 @@ class Replicas:
     """The watchdog's patient(), for waits for replicas that somebody else judges."""
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
-        """The providers of a checkpoint, from those of a plain run."""
+        """Add the outer state to the providers of a plain run."""
         return state
 
     def begin(self, progress: Progress) -> Progress:
-        """The weights are loaded, or made; returns where the run goes on."""
+        """Start, once the weights are loaded or made; returns where the run continues."""
         return progress
 
     def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
-        """The weights of a step are there; `numbers`: of this step and this replica, fp64 [] each.
-        Returns what the host is told."""
+        """Handle the end of a step; `numbers`: of this step and this replica, fp64 [] each. Returns
+        the numbers for the host."""
         return numbers
 
     def may_go_back(self, progress: Progress) -> bool:
-        """Whether steps that were not finite may lead back to the last checkpoint: once."""
+        """Return whether non-finite steps may lead back to the last checkpoint: once."""
         return not progress.skip
 
     def forget_errors(self) -> None:
-        """Of the compression: this replica goes on with another one's state."""
+        """Drop the compression's errors: this replica continues with another one's state."""
 
 
 class LowcommReplicas(Replicas):
-    """What is asked of a replica waits for the agreement of all. It begins two steps before the end
-    of a round, or before the last fragment leaves, and is there one step before the end, when it
-    has come by itself. The host reads it at the end of the round."""
+    """A replica of several. Requests to it wait for the agreement of all, an exchange that starts
+    two steps before the end of a round, or before the last fragment leaves, so that its result has
+    arrived, without a wait, one step before the round ends. The host reads it at the end of the
+    round."""
 
     def __init__(
         self, cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter], exchange: Exchange
     ) -> None:
         self.cfg, self.world, self.exchange = cfg.lowcomm, world, exchange
         self.outer = Outer(cfg.lowcomm, named, exchange)
-        # time_to_leave() counts three steps.
+        # In units of the three steps that time_to_leave() counts.
         self.patience = 1 + (cfg.lowcomm.interval + cfg.lowcomm.tau) / 3
         self._state = OuterState(self.outer)
         self._asked: Handle | None = None
@@ -83,8 +84,8 @@ class LowcommReplicas(Replicas):
         self._data_parallel = ring * sum(p.numel() for p in named.values())  # bytes a step
 
     def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
-        """Between the model, which has the anchors, and the optimizer, which may have other
-        weights."""
+        """Insert the outer state between the model, which has the anchors, and the optimizer, which
+        may replace the weights."""
         return {"model": state["model"], "outer": self._state, **state}
 
     def begin(self, progress: Progress) -> Progress:
@@ -93,7 +94,7 @@ class LowcommReplicas(Replicas):
         return progress
 
     def may_go_back(self, progress: Progress) -> bool:
-        """The others would wait for a replica that goes back alone."""
+        """Return False: the others would wait for a replica that goes back alone."""
         return self.world.replicas == 1 and super().may_go_back(progress)
 
     def forget_errors(self) -> None:
@@ -107,13 +108,13 @@ class LowcommReplicas(Replicas):
         rounds, left = self.cfg.interval, -step % self.cfg.interval  # steps of this round
         shared = torch.stack([numbers[name] for name in SHARED])
         self._sums = shared if self._sums is None else self._sums + shared
-        # Before the last fragment leaves, which they would otherwise wait for.
+        # Sent before the last fragment: behind it the numbers would wait.
         if left == min(max(2 if rounds > 2 else 1, self.cfg.tau + 1), rounds - 1):
             ours = torch.cat([self._sums.float(), self._own_spoilt()])
             self._asked = self.exchange.start(ours, f"numbers {step}")
             self._sums = None
         zero = torch.zeros_like(shared[0])
-        # No step is left in its middle: the other replicas would wait for it.
+        # A step is never abandoned midway: the other replicas would wait for this one.
         told = {**numbers, **dict.fromkeys(FLAGS, zero), "step_time": zero}
         if left == min(1, rounds - 1) and self._asked is not None:
             mean, self._asked = self._asked.wait().double(), None
@@ -125,7 +126,7 @@ class LowcommReplicas(Replicas):
         return told if left else {**told, **self._facts(step)}
 
     def _own_spoilt(self) -> Tensor:
-        """This replica's share of `_spoilt`, from the changes that it has sent since it last told:
+        """Return this replica's share of `_spoilt`, from the changes sent since the last report:
         those of the round before, as the numbers leave before the last fragment. fp32."""
         spoilt = self.outer.take_spoilt().float()
         if self.world.size > 1:
@@ -135,8 +136,8 @@ class LowcommReplicas(Replicas):
         return found
 
     def _facts(self, step: int) -> Numbers:
-        """Of a round, at its end. The loss is the mean over all replicas, in the steps between two
-        agreements."""
+        """Return the numbers of a round, at its end. The loss is the mean over all replicas, in the
+        steps between two agreements."""
         facts = {
             "round": step // self.cfg.interval,
             "replicas": self.world.replicas,

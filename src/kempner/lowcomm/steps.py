@@ -1,7 +1,7 @@
 """Mode steps: a srun step for each replica. One may be lost, and comes back at the end of a round.
 
-Who takes part in an exchange is decided in membership.py; here is what they exchange, and what a
-replica that joins makes of it.
+membership.py decides who takes part in an exchange; here are its contents, and how a joining
+replica uses them.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ class StepsExchange:
                 started.run()
             except Exception as error:
                 problem = error
+                # The trainer's thread raises it in wait().
                 started.done.set_exception(error)
 
 
 class _Started:
-    """`done`: the epoch, the mean, the bytes that this rank sent, and the seconds it took."""
+    """An exchange in progress. `done`: the epoch, the mean, the bytes that this rank sent, and the
+    seconds it took."""
 
     def __init__(self, exchange: StepsExchange, ours: Tensor, decode: Decode | None) -> None:
         self._exchange, self._ours, self._decode = exchange, ours, decode
@@ -94,11 +96,12 @@ class _Started:
             exchange.last, mean, sent, exchange.seconds = self.done.result()
         exchange.sent += sent
         if mean.is_cuda:
+            # It was made on another stream, and may be freed while this one uses it.
             mean.record_stream(torch.cuda.current_stream())
         return mean
 
     def _with_others(self, group: Group) -> tuple[Tensor, int]:
-        """The mean of all members, and the bytes that this rank sent."""
+        """Return the mean of all members, and the bytes that this rank sent."""
         with self._beside_the_steps():
             ours = self._ours
             if self._decode is None:
@@ -112,7 +115,7 @@ class _Started:
 
     @contextmanager
     def _beside_the_steps(self) -> Iterator[None]:
-        """On a GPU: a copy on their own stream would wait for them."""
+        """Use a stream of its own on a GPU: a copy on the steps' stream would wait for them."""
         if self._ready is None:
             yield
             return
@@ -124,8 +127,8 @@ class _Started:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy: an exchange may be left in its middle, and repeated. On the host, where a group can
-    be left behind; islands have slow links, which the copy does not slow down."""
+    """Copy to the host: an exchange may be abandoned midway, and repeated, and only there can a
+    group be left behind. Links between islands are slow; the copy costs little beside them."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -144,10 +147,11 @@ class StepsReplicas(LowcommReplicas):
         self._leaving, self._samples = False, 0
 
     def begin(self, progress: Progress) -> Progress:
-        """Meet the others. A replica that is behind them, or comes later, goes on where they are,
-        with their state."""
+        """Meet the others. A replica that is behind, or comes later, continues where they are, with
+        their state."""
         progress = super().begin(progress)
         number, self._samples = self._round_of(progress), progress.samples
+        # Replicas that resume the same round may have different weights: see Membership._first.
         about = {**self._about(progress), "weights": self._checksum()}
         with self.waiting(JOIN_S):
             done = self._or_too_few(lambda: self.membership.enter(number, about, self._share))
@@ -168,7 +172,7 @@ class StepsReplicas(LowcommReplicas):
         return progress
 
     def _share(self, group: Group) -> list[Tensor]:
-        """Members send anchors and momenta to the joiners; on these, returns them."""
+        """Send anchors and momenta from the members to the joiners; returns them on these."""
         if not group.epoch.joiners or not (group.joins or group.place == 0):
             return []
         state = [_on_host(tensor) for tensor in self._state_tensors()]
@@ -205,17 +209,18 @@ class StepsReplicas(LowcommReplicas):
             raise
 
     def _start_nobody(self) -> None:
-        """The batch script is to start no replica again."""
+        """Tell the batch script to start no replica again."""
         if self.world.rank == 0:
             Path(f"{os.environ[DOOR]}.over").touch()
 
     def _about(self, progress: Progress, members: tuple[str, ...] = ()) -> dict[str, Any]:
-        """For replicas that join: where the run is, the sample that the round began with, and who
-        contributed to it; nobody, when it was done before this start of the job."""
+        """Return facts for replicas that join: where the run is, the sample that the round began
+        with, and which replicas contributed to it; none, if it was done before this start of the
+        job."""
         return {"progress": progress.record(), "began": self._samples, "members": members}
 
     def _round_of(self, progress: Progress) -> int:
-        """How many are done."""
+        """Return the number of rounds done."""
         return progress.step // self.cfg.interval
 
     def _state_tensors(self) -> list[Tensor]:
@@ -227,8 +232,8 @@ class StepsReplicas(LowcommReplicas):
                 local(parameter.detach()).copy_(anchor)
 
     def _tell(self, epoch: Epoch, members: Sequence[str], progress: Progress) -> None:
-        """For the log of the replicas: who contributed to the round, if it was one, who joined in
-        the `epoch` after it, and with which weights all go on."""
+        """Log the round for the log of the replicas: who contributed to it, who joined in the
+        `epoch` after it, and with which weights all continue."""
         weights = self._checksum()
         if self.world.rank:
             return
@@ -257,7 +262,8 @@ class StepsReplicas(LowcommReplicas):
         )
 
     def _checksum(self) -> str:
-        """Of the bits of the anchors of this replica: a sum, at the speed of memory."""
+        """Return a checksum of the bits of this replica's anchors: a sum, at the speed of
+        memory."""
         anchors = [x for part in self.outer.fragments for x in part.anchors]
         sums = torch.stack([x.view(torch.int32).sum(dtype=torch.int64) for x in anchors]).tolist()
         if self.world.size > 1:

@@ -35,7 +35,7 @@ class Documents:
 
     @classmethod
     def of(cls, index: Tensor, reset_positions: bool) -> Documents:
-        """From `index` alone, on the CPU."""
+        """Build from `index` alone, on the CPU."""
         rows, length = index.shape
         first = torch.ones_like(index, dtype=torch.bool)
         first[:, 1:] = index[:, 1:] != index[:, :-1]
@@ -53,8 +53,8 @@ class Documents:
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query sees, and how its scores are changed: made once for all layers of a
-    forward pass."""
+    """The attention pattern: which keys each query sees and how scores change. Made once for all
+    layers of a forward pass."""
 
     window: int | None  # so many keys, its own among them; None: all before it
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
@@ -133,8 +133,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
 
 @functools.cache
 def varlen() -> Callable[..., Any] | None:
-    """The flash kernel over sequences of different length, None where torch has none with a window.
-    Imported where it is used: it brings the compiler, a second of every start."""
+    """Return the flash kernel for sequences of different length; None if torch's version has no
+    window. Imported on use: the import brings the compiler, a second of every start."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -162,7 +162,7 @@ def capped_attention(
 
 @functools.cache  # one function per cap: torch.compile recognises it
 def score_change(softcap: float) -> Callable[..., Tensor]:
-    """The same change for flex_attention."""
+    """Make flex_attention's score function for the same cap."""
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -175,8 +175,8 @@ def score_change(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """flex_attention, a kernel only where it is compiled, whether or not its caller is; and
-    create_block_mask, which then never makes the T x T mask itself."""
+    """Return flex_attention, which is a kernel only when compiled, even if its caller is not; and
+    create_block_mask, which when compiled never materialises the T x T mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     keep_private()
@@ -186,8 +186,8 @@ def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def block_mask(
     rows: int | None, length: int, window: int | None, index: Tensor | None, device: torch.device
 ) -> BlockMask:
-    """Which tiles of the scores flex_attention computes. `rows`: None where all have the same;
-    `index`: see Documents."""
+    """Make the mask of the tiles that flex_attention computes. `rows`: None where all rows share
+    one pattern; `index`: see Documents."""
 
     def seen(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
         keep = query >= key
@@ -220,7 +220,8 @@ def choose(kernel: str, cfg: ModelConfig, tokens: Tensor, packed: bool, dtype: t
     """Let scaled_dot_product_attention take `kernel` alone, in this whole process; auto: any, in
     torch's order. Returns which one runs for rows like `tokens` [B, T], with several documents if
     they are `packed`. Raises ConfigError when the chosen one cannot."""
-    cuda = torch.backends.cuda  # these switches are those of a CPU, too
+    cuda = torch.backends.cuda  # the CPU obeys the same switches
+    # The switches are global to the process and last: attention in every block obeys them.
     cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
     cuda.enable_flash_sdp(kernel in ("auto", "flash"))
     cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
@@ -246,7 +247,7 @@ def choose(kernel: str, cfg: ModelConfig, tokens: Tensor, packed: bool, dtype: t
         choice = torch._fused_sdp_choice(
             q, k, k, seen.mask, 0.0, is_causal=causal, enable_gqa=grouped
         )
-    except RuntimeError:  # what a CPU says where a GPU says -1
+    except RuntimeError:  # raised on a CPU where a GPU returns -1
         choice = -1
     names = {int(getattr(torch._C._SDPBackend, theirs)): ours for ours, theirs in KERNELS.items()}
     if choice not in names:

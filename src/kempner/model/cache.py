@@ -30,8 +30,8 @@ def whole_blocks(count: int, most: int) -> int:
 
 
 class KVCache:
-    """Memory for `slots` texts of up to `length` tokens each: 2 n_layers slots K length E
-    elements."""
+    """Preallocated keys and values for `slots` texts of up to `length` tokens each: 2 n_layers
+    slots K length E elements."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class KVCache:
         self.lengths: list[int] = []  # tokens that each row holds
 
     def join(self, counts: Sequence[int]) -> Rows:
-        """New rows. The next forward pass reads their texts, of `counts` tokens: tokens
-        [B, T], padded on the right: T is whole blocks for the longest text."""
+        """Add rows for texts of `counts` tokens. The next forward pass reads them as tokens [B, T],
+        padded on the right to whole blocks for the longest text."""
         assert len(self.lengths) + len(counts) <= self.slots and max(counts) <= self.length
         self.lengths += counts
         return Rows(self, len(self.lengths) - len(counts), counts)
 
     def step(self) -> Rows:
-        """All rows. The next forward pass reads one more token of each: tokens [B, 1]."""
+        """Select all rows. The next forward pass reads one more token of each: tokens [B, 1]."""
         assert max(self.lengths) < self.length
         self.lengths = [count + 1 for count in self.lengths]
         return Rows(self, 0, None)
 
     def copy(self, source: int, count: int) -> None:
-        """A new row that begins with the first `count` tokens of another. That one may have left:
-        what it held is there until a new row takes its place."""
+        """Add a row that begins with the first `count` tokens of row `source`, which may have left
+        already: its contents stay until a new row takes its place."""
         row = len(self.lengths)
         self.lengths.append(count)
         if row != source:
@@ -110,14 +110,14 @@ class Rows:
         return LayerCache(self._keys[number], self._values[number], self.step)
 
     def last_tokens(self, x: Tensor) -> Tensor:
-        """Of x [B, T, D] the last token of each row, without padding, [B, 1, D]."""
+        """Select each row's last token, without padding, from x [B, T, D]: [B, 1, D]."""
         if self._last is None:
             return x[:, -1:]
         return x[torch.arange(len(x), device=x.device), self._last].unsqueeze(1)
 
 
 class Step(NamedTuple):
-    """Of a step with one new token a row: where it is written, and what it sees."""
+    """A step of one new token a row: where it is written and which positions it sees."""
 
     at: int | tuple[Tensor, slice, Tensor]  # position, the same in all rows, or an index [B, K, E]
     seen: slice  # of the C positions
@@ -125,7 +125,7 @@ class Step(NamedTuple):
 
 
 def next_step(cache: KVCache, positions: Tensor) -> Step:
-    """positions [B, 1]: of the new tokens."""
+    """Plan a step for new tokens at `positions` [B, 1]."""
     lengths, window, device = cache.lengths, cache.window, positions.device
     low = 0 if window is None else max(0, min(lengths) - window) // BLOCK * BLOCK
     high = whole_blocks(max(lengths), cache.length)
@@ -151,9 +151,9 @@ class LayerCache(NamedTuple):
     step: Step | None  # None: the texts are new
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
-        """Keep k and v [B, K, T, E], then attention of q [B, H, T, E]: [B, H, T, E].
+        """Store k and v [B, K, T, E], then attend with q [B, H, T, E]: [B, H, T, E].
 
-        What is kept of padding is overwritten before any token can see it.
+        Keys and values of padding are overwritten before any token can see them.
         """
         if self.step is None:
             self.keys[:, :, : k.shape[2]] = k

@@ -9,9 +9,9 @@ from kempner.config.option import option
 from kempner.config.values import shown
 
 ROUTERS = ("softmax", "sigmoid")
-# What shapes the training of a model, and not the model.
+# Options of training: they do not change which weights fit.
 OF_TRAINING = ("init_std", "router_bias_speed", "aux_loss", "router_z_loss")
-# What another context takes; the shape of no weight depends on it.
+# Options that a longer context changes; no weight's shape depends on them.
 OF_CONTEXT = (
     "max_seq_len", "sliding_window", "rope_theta", "rope_factor", "rope_low_freq_factor",
     "rope_high_freq_factor", "rope_original_len",
@@ -132,7 +132,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What must be the same in two models, for one to take the weights of the other."""
+        """Fields that two models must share for one to load the weights of the other."""
         values = asdict(self) | {"n_kv_heads": self.kv_heads, "head_dim": self.resolved_head_dim}
         return {
             key: value
@@ -142,19 +142,21 @@ class ModelConfig:
 
     @property
     def router_is_blind(self) -> bool:
-        """Whether the loss does not depend on the router's scores: s / s is 1."""
+        """True if the loss does not depend on the router's scores: normalised over one expert, s /
+        s is 1."""
         return self.n_experts > 1 and self.experts_per_token == 1 and self.router_normalize
 
     @property
     def mixtures(self) -> list[int]:
-        """The blocks with experts: of moe_frequency the last of each n, as Qwen3-MoE has them."""
+        """Indices of the blocks with experts: the last of every moe_frequency blocks, as in
+        Qwen3-MoE."""
         return [
             i for i in range(self.n_layers) if self.n_experts and not (i + 1) % self.moe_frequency
         ]
 
     @property
     def dense_width(self) -> int:
-        """Hidden width of the feed-forward layers of the other blocks."""
+        """Hidden width of the feed-forward layers in blocks without experts."""
         return self.ffn_dim if self.dense_ffn_dim is None else self.dense_ffn_dim
 
     def problems(self) -> list[str]:
@@ -229,7 +231,7 @@ class ModelConfig:
         return attention + experts + self._count_vectors()
 
     def count_active(self) -> int:
-        """Of count_parameters() those that one token goes through."""
+        """Count the parameters that one token goes through."""
         idle = max(0, self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
         return self.count_parameters() - len(self.mixtures) * idle
 

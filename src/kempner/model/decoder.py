@@ -103,8 +103,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor, seen: Visible, cache: LayerCache | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
-        """x [B, T, D] of the next block; with experts also how they were used. That is returned,
-        not kept: when the block is recomputed in the backward pass, nothing counts twice."""
+        """Return x [B, T, D] for the next block, and the Routing if this one has experts. The
+        Routing is returned, not stored: recomputing the block in the backward pass must not count
+        it twice."""
         y = self.attention(self.attention_norm(x), rope, seen, cache)
         x = x + self.attention_post_norm(y)
         y = self.ffn(self.ffn_norm(x))
@@ -114,8 +115,8 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """The output layer, also where the loss makes the logits itself, a chunk of tokens at a time:
-    what gathers a module's weights for its forward then gathers these."""
+    """The output layer, called even where the loss makes the logits itself, a chunk of tokens at a
+    time: hooks that gather a module's weights for its forward (FSDP) then gather these."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, loss: Loss | None = None, targets: Tensor | None = None
@@ -135,7 +136,7 @@ def logits_or_loss(
 def through(
     blocks: Iterable[nn.Module], x: Tensor, rope: Tensor, seen: Visible, cache: Rows | None = None
 ) -> tuple[Tensor, list[Routing]]:
-    """x [B, T, D] after these blocks, and how those with experts have used them."""
+    """Run x [B, T, D] through these blocks; return it with the Routings of those with experts."""
     routings: list[Routing] = []
     for i, block in enumerate(blocks):
         x = block(x, rope, seen) if cache is None else block(x, rope, seen, cache.layer(i))
@@ -146,8 +147,8 @@ def through(
 
 
 class Decoder(nn.Module):
-    """`Decoder(cfg)(tokens)` gives logits [B, T, V]; with targets, the summed loss of the tokens
-    that count."""
+    """A decoder: `Decoder(cfg)(tokens)` returns logits [B, T, V]; with targets, the summed loss of
+    the tokens that count."""
 
     rope: Tensor
 
@@ -162,7 +163,7 @@ class Decoder(nn.Module):
         self.register_buffer("rope", rope_table(cfg), persistent=False)
         self.routings = Routings(cfg)
         self.loss: Loss = cross_entropy
-        # Where that has a z-loss: the sums of log^2 Z of the micro-batches so far, fp32 [] each.
+        # With a z-loss: sums of log^2 Z of the micro-batches so far, fp32 [] each.
         self.log_z_squares: list[Tensor] = []
         self.kernel = "auto"  # of the attention: see attention.choose
         self.pipeline: Any = None  # parallel/pipeline.py: it runs the passes where this is a part
@@ -194,13 +195,13 @@ class Decoder(nn.Module):
         return (loss, terms) if token_losses else loss
 
     def predict(self, x: Tensor, targets: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """From what the last block returns, [B, T, D]: logits, or the loss sum and its terms."""
+        """Map the last block's output [B, T, D] to logits, or to the loss sum and its terms."""
         x = self.norm(x)
         last = (
             (x, None, None) if targets is None else (x.flatten(0, 1), self.loss, targets.flatten())
         )
-        # A tied output layer has no parameter of its own: sharding two modules' one parameter is
-        # asking for trouble.
+        # A tied output layer has no parameter of its own: FSDP would shard a shared parameter
+        # twice, once for each module.
         output = partial(logits_or_loss, self.embed.weight) if self.output is None else self.output
         result: Any = output(*last)
         if targets is None:
@@ -213,8 +214,9 @@ class Decoder(nn.Module):
     def place(
         self, tokens: Tensor, documents: Documents | None, cache: Rows | None, dtype: torch.dtype
     ) -> tuple[Tensor, Visible]:
-        """Where tokens [B, T] stand: their angles, [2, T, E], or [2, B, 1, T, E] where rows differ,
-        and the keys that they see. `dtype`: of the activations."""
+        """Return the rotary angles of tokens [B, T], [2, T, E], or [2, B, 1, T, E] where rows
+        differ, and the keys that they see. `dtype`: dtype of the activations."""
+        # Rows without positions of their own share one slice of the table: nothing is gathered.
         rope, placed = self.rope[:, : tokens.shape[1]], documents if cache is None else cache
         if placed is not None and placed.positions is not None:
             rope = self.rope[:, placed.positions].unsqueeze(2)
@@ -223,15 +225,15 @@ class Decoder(nn.Module):
         return rope, visible(tokens, window, documents, dtype, softcap, kernel)
 
     def cast(self, dtype: torch.dtype) -> Decoder:
-        """The parameters in this dtype. Buffers stay fp32: angles of RoPE, biases of routers."""
+        """Convert the parameters to `dtype`. Buffers stay fp32: RoPE's angles, routers' biases."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
 
     @torch.no_grad()
     def move_router_biases(self, unless: Tensor) -> None:
-        """After an update: towards the experts that got less than the mean of the step's tokens.
-        `unless` []: 1 leaves them as they are."""
+        """Move each bias, after an update, towards experts with less than the step's mean load.
+        `unless` []: 1 leaves the biases unchanged (arXiv:2408.15664)."""
         load = self.routings.step_load
         steps = (load.mean(1, keepdim=True) - load).sign() * self.cfg.router_bias_speed  # [L, E]
         steps = torch.where(unless > 0, 0.0, steps)

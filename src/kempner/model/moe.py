@@ -19,11 +19,11 @@ from kempner.model.feed_forward import FeedForward
 
 GROUPED_MM = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
 ALIGNED = 8  # bf16 elements, 16 bytes: it takes no other rows
-CLEARS_IDLE = [True]  # whether its gradient of an expert without a token is 0: see choose_products
+CLEARS_IDLE = [True]  # is an idle expert's gradient 0? choose_products() finds out
 
 
 class Routing(NamedTuple):
-    """How the router of one layer used its experts."""
+    """Use of the experts in one layer."""
 
     load: Tensor  # int64 [E]: tokens that each expert got
     balance: Tensor | None  # fp32 [B]: the auxiliary loss of each row; None without one
@@ -31,7 +31,7 @@ class Routing(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
-    """Returns the layer's output [B, T, D] and its Routing.
+    """A layer of routed experts. Returns its output [B, T, D] and its Routing.
 
     The router's scores are a softmax over the experts or a sigmoid of each. The K highest, plus
     `router_bias` where there is one, choose a token's experts; the scores alone, without the bias,
@@ -64,9 +64,9 @@ class MixtureOfExperts(nn.Module):
         return y, Routing(load, balance, squares)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Of x [B, T, D] the scores fp32 [B, T, E], the chosen experts int64 [B, T, K], the weights
-        of their outputs, fp32 [B, T, K], and with a z-loss that of each token, fp32 [B, T]: log^2 Z
-        of the router's logits (ST-MoE, arXiv:2202.08906, eq. 5)."""
+        """Route x [B, T, D]. Returns the scores, fp32 [B, T, E]; the chosen experts, int64 [B, T,
+        K]; the weights of their outputs, fp32 [B, T, K]; and with a z-loss its value for each
+        token, fp32 [B, T]: log^2 Z of the router's logits (ST-MoE, arXiv:2202.08906, eq. 5)."""
         cfg, logits = self.cfg, self.router(x)
         scores = logits.softmax(-1) if cfg.router == "softmax" else logits.sigmoid()
         ranked = scores if self.router_bias is None else scores.detach() + self.router_bias
@@ -79,8 +79,9 @@ class MixtureOfExperts(nn.Module):
 
 
 class ExpertRouter(nn.Linear):
-    """Of x [..., D] the logits [..., E], in fp32 whatever the others are in: rounded to bf16, with
-    128 experts one token in 25 would get other ones, and 7 % have a tie for the last place."""
+    """A linear layer from x [..., D] to logits [..., E], in fp32 whatever the model's dtype: in
+    bf16, with 128 experts, one token in 25 would get other experts, and 7 % tie for the last
+    place."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = _Fp32Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
@@ -88,7 +89,7 @@ class ExpertRouter(nn.Linear):
 
 
 class _Fp32Product(torch.autograd.Function):
-    """x W^T. Autograd would keep x in fp32 for the backward pass; this keeps it as it is."""
+    """x W^T in fp32. Autograd would keep the fp32 copy of x for the backward pass; this keeps x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -119,10 +120,11 @@ class Experts(nn.Module):
 
 
 def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """x [M, D] through the experts whose weights these are, load[e] rows through expert e."""
+    """Send x [M, D] through the experts with these weights, load[e] rows through expert e."""
     if not has_grouped_mm(x, w1):
         return one_by_one(x, load, w1, w2, w3)
     if not CLEARS_IDLE[0]:
+        # Only where the kernel leaves garbage: the mask costs a pass over all experts' gradients.
         w1, w2, w3 = (_ClearIdle.apply(w, load) for w in (w1, w2, w3))  # type: ignore[no-untyped-call]
     ends = load.cumsum(0).int()
     gate = grouped_mm(x, w1, ends)  # [M, F]
@@ -130,24 +132,25 @@ def through_experts(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor)
 
 
 def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    """Can torch multiply each group of rows of x by the matrix of its expert? That is one kernel on
-    GPUs of compute capability 9.0 and later, and the host need not know the load; on others and on
-    a CPU it is torch's own loop. In bf16 only, because torch 2.13 cannot compile it in fp32: the
-    function that finds out the shapes takes no other dtype. Rows must be aligned."""
+    """Return whether torch can multiply each group of rows of x by its expert's matrix. On GPUs of
+    compute capability 9.0 and later that is one kernel, and the host need not know the load; on
+    others and on a CPU it is torch's own loop. bf16 only: torch 2.13 cannot compile it in fp32,
+    because its meta function takes no other dtype. Rows must be aligned."""
     if x.dtype != torch.bfloat16 or any(size % ALIGNED for size in weight.shape[1:]):
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Of x [M, A] the rows up to ends[e] times weight[e].T; weight [E, B, A]: [M, B]."""
+    """Multiply the rows of x [M, A] that end at ends[e] by weight[e].T; weight [E, B, A]: [M,
+    B]."""
     y: Tensor = GROUPED_MM(x, weight.transpose(1, 2), offs=ends)
     return y
 
 
 class _ClearIdle(torch.autograd.Function):
-    """Weights [E, ...] as they are; the gradient of those of experts without a token is 0, whatever
-    comes in its place."""
+    """Identity on weights [E, ...] whose gradient is 0 for experts without a token, whatever the
+    kernel left there."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, load: Tensor) -> Tensor:
@@ -196,9 +199,8 @@ def one_by_one(x: Tensor, load: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> T
 
 
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The load [E], the order [N K] in which chosen [B, T, K] stands expert by expert, and its
-    inverse: where each entry has gone. Without an atomic addition, so that it is the same every
-    time."""
+    """Return the load [E], the order [N K] that sorts chosen [B, T, K] by expert, and its inverse.
+    Deterministic: no atomic addition."""
     flat = chosen.flatten()
     ranked, order = flat.sort(stable=True)
     edges = torch.arange(experts + 1, device=flat.device)
@@ -206,15 +208,15 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def take_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """Of x [N, D] the rows index [N K], where row n counts as rows n K to n K + K - 1: `copies` is
-    K."""
+    """Gather rows of x [N, D]: row index[i] // copies for each i, [N K, D]. `copies` = K: each
+    token stands K times. `inverse`: the inverse permutation of `index`."""
     rows: Tensor = _TakeRows.apply(x, index, inverse, copies)  # type: ignore[no-untyped-call]
     return rows
 
 
 class _TakeRows(torch.autograd.Function):
-    """Its gradient is a gather, too, by the inverse. That of indexing adds row by row: slowly, or
-    in an order that differs every time."""
+    """A gather whose gradient is a gather by the inverse. That of plain indexing adds row by row:
+    slowly, or in an order that differs each time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -247,7 +249,7 @@ def balance_loss(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 class Routings:
-    """How the experts of all layers were used since the last take()."""
+    """Use of the experts in all layers since the last take()."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         self._numbers = cfg.mixtures
@@ -260,9 +262,9 @@ class Routings:
         self.step_load: Tensor  # [L, E]: of the last step, over all ranks
 
     def add(self, layers: Sequence[Routing], targets: Tensor, first: int = 0) -> Tensor | float:
-        """Of one micro-batch, int64 targets [B, T]. Returns what is added to the sum of its losses:
-        nothing, but with the gradient of the auxiliary and the z-loss of all these layers. `first`:
-        the number of the first block, where they are a stage's; the load of the others is 0."""
+        """Add one micro-batch with int64 targets [B, T]. Returns a term for its loss sum: of value
+        0, but with the gradient of the auxiliary loss and the z-loss of these layers. `first`:
+        number of the first block of a pipeline stage; layers of other stages count 0."""
         load = torch.stack([layer.load for layer in layers])
         first = sum(number < first for number in self._numbers)
         load = F.pad(load, (0, 0, first, self._layers - first - len(layers)))
@@ -285,12 +287,13 @@ class Routings:
             self._losses[name] = self._losses[name] + mean if name in self._losses else mean
             change = change + self._coefficients[name] / self.copies * total
         # The recorded loss stays that of the tokens.
+        # x - x.detach() is 0 with the gradient of x.
         return change - change.detach() if isinstance(change, Tensor) else 0.0
 
     def take(self, device: torch.device | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of this rank, since the last call: the load, fp64 [L, E], and the losses that have a
-        coefficient, by name (mean of the layers, sum over the tokens), fp32 [] each. Zeros, on
-        `device`, where a stage of a pipeline has no experts."""
+        """Return this rank's numbers since the last call and reset them: the load, fp64 [L, E], and
+        each loss that has a coefficient, by name (mean over the layers, sum over the tokens), fp32
+        []. Zeros on `device` where a pipeline stage has no experts."""
         none = torch.zeros(self._layers, self._experts, device=device)
         load, losses = (none if self._load is None else self._load).double(), self._losses
         self._load, self._losses = None, {}
@@ -302,9 +305,8 @@ class Routings:
 
 
 def with_loss(x: Tensor, loss: Tensor | float, scale: float) -> Tensor:
-    """x, which takes along a loss [] that nothing else differentiates: in the backward pass that
-    gets the gradient `scale`. For the stages of a pipeline, all but the last of which have no sum
-    of losses."""
+    """Return x with a loss [] attached that nothing else differentiates: the backward pass gives it
+    the gradient `scale`. Only the last stage of a pipeline has a loss sum; the others use this."""
     if not isinstance(loss, Tensor):
         return x
     y: Tensor = _WithLoss.apply(x, loss, scale)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""From the [optimizer] section to an optimizer over the parameters of a model."""
+"""Build an optimizer for a model's parameters from the [optimizer] section."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ RULES: Mapping[str, type[Rule]] = {
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> Optimizer:
-    """The optimizer of the run. Matrices decay; norms, biases and embeddings do not. Muon takes the
-    matrices of the blocks, and AdamW the rest. What is frozen has no part in it.
+    """Build the optimizer of the run. Matrices decay; norms, biases and embeddings do not. Muon
+    takes the matrices of the blocks, and AdamW the rest. Frozen parameters are left out.
 
-    Raises ConfigError when an entry of optimizer.groups is the first to match no parameter.
+    Raises ConfigError if an entry of optimizer.groups is the first match of no parameter.
     """
     named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
     groups: dict[tuple[str, bool, int | None], Group] = {}
@@ -89,15 +89,15 @@ def _check_used(groups: tuple[GroupConfig, ...], named: Sequence[str]) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """`lr`: of this step, for all groups alike; a group with an "lr_scale" has that multiple."""
+    """Set this step's rate `lr` in all groups, times each group's "lr_scale"."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
 @contextlib.contextmanager
 def published_weights(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """The model has the weights to evaluate, which not every optimizer trains; afterwards it has
-    those that are trained again, bit for bit."""
+    """Give the model the weights to evaluate, which are not the trained ones for every optimizer;
+    restore the trained ones at exit, bit for bit."""
     averaging = optimizer.averaging()
     trained = {p: p.detach().clone() for p in averaging}
     with torch.no_grad():
@@ -108,6 +108,7 @@ def published_weights(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         for p, weights in trained.items():
             p.copy_(weights)
     for module in model.modules():
-        # What the root has gathered in a forward pass stays until the next backward pass.
+        # FSDP keeps the root's gathered weights after a forward pass until the next backward
+        # pass: without this the next forward would use the evaluated ones.
         if trained and isinstance(module, FSDPModule):
             module.reshard()

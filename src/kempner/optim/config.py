@@ -13,7 +13,7 @@ from kempner.config.values import did_you_mean
 
 
 class StateNames(NamedTuple):
-    """The tensors that a rule keeps beside each parameter, as large as that. The rule and the
+    """Names of the tensors that a rule keeps for each parameter, of its shape. The rule and the
     planner read them here."""
 
     averages: tuple[str, ...]  # of gradients, which start as 0; optimizer.moments is their dtype
@@ -99,11 +99,11 @@ class FreezeStage:
     )
 
     def covers(self, step: int) -> bool:
-        """Whether the update that follows `step` others leaves the parameters as they are."""
+        """Return whether the stage's parameters are frozen in the update after `step` others."""
         return self.from_step <= step and (self.until_step is None or step < self.until_step)
 
     def matches(self, name: str) -> bool:
-        """Whether the name of a parameter, or of a module that it is in, fits a pattern."""
+        """Return whether a pattern matches the parameter's name or that of a module it is in."""
         words = name.split(".")
         wholes = [".".join(words[:n]) for n in range(1, len(words) + 1)]
         return any(fnmatchcase(whole, each) for whole in wholes for each in self.patterns)
@@ -124,7 +124,7 @@ class FreezeConfig:
         ]
 
     def unused(self, names: Sequence[str]) -> list[str]:
-        """What is wrong with patterns that fit none of the parameters of a model."""
+        """List the problems: patterns that match no parameter of the model."""
         return [
             f"freeze.stages[{i}].patterns: {pattern} fits no parameter of this model"
             f"{did_you_mean(pattern, places)}; the names are such as {', '.join(names[:3])}"
@@ -165,7 +165,7 @@ class ScheduleConfig:
 
 CONSTANT = ("constant", "none")  # after the warm-up
 
-# What is left of the way from the peak to the lowest rate, by the fraction x of the decay.
+# Share of the way from the lowest rate to the peak, over the fraction x of the decay.
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,  # arXiv:1608.03983

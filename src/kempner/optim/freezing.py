@@ -17,7 +17,7 @@ from kempner.parallel.build import parameter_names
 
 
 class Freezer:
-    """Of a model; a stage of a pipeline has some of its parameters."""
+    """Freezes the parameters of a model, or of a pipeline stage, by step."""
 
     def __init__(self, model: nn.Module, cfg: FreezeConfig) -> None:
         self._model, stages, named = model, cfg.stages, parameter_names(model)
@@ -28,8 +28,8 @@ class Freezer:
         self._borders = borders - {None}
 
     def trained(self, step: int) -> Iterator[nn.Parameter]:
-        """The parameters, after a backward pass: those that the update after `step` others leaves
-        as they are have no gradient any more."""
+        """Return all parameters after a backward pass; those frozen in the update after `step`
+        others have lost their gradient."""
         for stage, parameters in self._stages:
             if stage.covers(step):
                 for parameter in parameters:
@@ -37,6 +37,6 @@ class Freezer:
         return self._model.parameters()
 
     def phase(self, step: int) -> int:
-        """A number that grows where other parameters are trained than before, and the norm of the
-        gradients has another level."""
+        """Return a number that grows whenever the set of trained parameters changes, and the
+        gradient norm with it."""
         return sum(border is not None and border <= step for border in self._borders)

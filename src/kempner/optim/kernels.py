@@ -1,7 +1,8 @@
-"""An update in bf16 as one kernel: what is read, changed, rounded and written is compiled together.
+"""An update in bf16 as one kernel: reading, rule, rounding and writing are compiled together.
 
-The kernel has the same numbers as the eager update where both use the same operators, and AdamW's
-within rounding. A run takes one of the two from its first step to its last, whatever restarts it.
+The kernel gives the same numbers as the eager update where both use the same operators; AdamW's
+differ within rounding. A run uses one of the two from its first step to its last, through every
+restart.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ MOST = 1 << 31  # elements of a part: places are int32
 
 
 class Kernels:
-    """One for each rule and dtype, whatever the sizes and the numbers of the groups: torch.compile
-    takes a function but a few times."""
+    """Compiled kernels, one for each rule and dtype, whatever the sizes and hyperparameters:
+    torch.compile recompiles a function only a few times."""
 
     def __init__(self, rank: int, numbers: Mapping[Tensor, int]) -> None:
-        """`numbers`: of the parameters; each is rounded by hashes of its own."""
+        """`numbers`: a number for each parameter, which seeds the hashes it is rounded by."""
         keep_private()
         self._rank, self._numbers = rank, numbers
         self._compiled: dict[type[Rule], Callable[..., None]] = {}
         self._integers: dict[Tensor, Tensor] = {}
 
     def takes(self, p: Tensor, whole: StoredTensor) -> bool:
-        """Whether update() can have it."""
+        """Return whether update() supports this parameter."""
         flat = local(p).is_contiguous() and local(p.grad).is_contiguous()  # type: ignore[arg-type]
         return flat and in_lines(whole.shape, own_box(whole, self._rank))
 
@@ -53,6 +54,8 @@ class Kernels:
             integers = torch.tensor([SALTS * self._numbers[p], *rows], dtype=torch.int32)
             integers = self._integers[p] = integers.to(weight.device)
         values = group["lr"], group["weight_decay"], group["eps"], *group["betas"]
+        # Tensors, not Python floats: a float that changes with the schedule would recompile the
+        # kernel.
         floats = [torch.full((), value, device=weight.device) for value in values]
         parts = {key: local(value) for key, value in state.items()}
         flat = {key: x.view(-1) if x.ndim else x for key, x in parts.items()}
@@ -60,9 +63,8 @@ class Kernels:
 
 
 def line_places(shape: torch.Size, box: Box) -> tuple[int, int, int]:
-    """Where the elements of a part stand in the whole tensor, whose lines are cut at most once:
-    (length, gap, first): element i is at first + i + i // length * gap, as int32, which may wrap
-    around."""
+    """Return (length, gap, first), which place a part in the whole tensor, whose lines are cut at
+    most once: element i is at first + i + i // length * gap, as int32, which may wrap around."""
     inner = len(box) - 1  # the last dim that is cut; those behind it are whole
     while inner > 0 and box[inner] == (0, shape[inner]):
         inner -= 1
@@ -75,7 +77,8 @@ def line_places(shape: torch.Size, box: Box) -> tuple[int, int, int]:
 
 
 def in_lines(shape: torch.Size, box: Box) -> bool:
-    """Whether line_places() has the part: before the last dim that is cut only the first may be."""
+    """Return whether line_places() can describe the part: of the dims before the last cut one, only
+    the first may be cut."""
     cut = [dim for dim, part in enumerate(box) if part != (0, shape[dim])]
     small = math.prod(length for _, length in box) < MOST
     return small and (len(cut) < 2 or (len(cut) == 2 and cut[0] == 0))

@@ -1,8 +1,8 @@
 """Muon: momentum whose matrices are made orthogonal (Jordan et al., 2024; arXiv:2502.16982).
 
-A matrix has to be whole for that, and is spread over the ranks. So matrix i of as many as there
-are ranks is made whole on rank i, made orthogonal there, and sent back in parts: two all-to-alls,
-and each matrix is worked on once, whatever cuts or copies it.
+Orthogonalising needs a whole matrix, but matrices are spread over the ranks. So of each batch of as
+many matrices as ranks, rank i gathers matrix i, makes it orthogonal, and sends the parts back: two
+all-to-alls, and each matrix is computed once, however it is sharded or replicated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kempner.checkpoint.layout import Box, StoredTensor, chunks_of, own_box, ran
 from kempner.optim.config import STATE
 from kempner.optim.rule import Group, Guard, Part, Rule
 
-# Of the five iterations; chosen so that every singular value from 1e-3 on ends near 1.
+# For the five iterations; chosen so that every singular value from 1e-3 on ends near 1.
 COEFFICIENTS = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -46,15 +46,16 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 def orthogonal_parts(
     parts: Sequence[Tensor], wholes: Sequence[StoredTensor], group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
-    """This rank's part of each orthogonal matrix, from its part of each matrix; all ranks of the
-    group call it with at most as many as they are. `wholes`: the matrices, and how they are cut."""
+    """Return this rank's part of each orthogonalised matrix, given its part of each matrix. All
+    ranks of the group must call it, with at most as many matrices as ranks. `wholes`: shapes and
+    sharding of the matrices."""
     rank, world = dist.get_rank(group) if dist.is_initialized() else 0, ranks_in(group)
     if world == 1:
         return [orthogonalise(part) for part in parts]
     written = dict(chunks_of({str(i): whole for i, whole in enumerate(wholes)}, rank))
     mine = wholes[rank] if rank < len(wholes) else None
 
-    # What each owner lacks, from one of the ranks that have it.
+    # Each part reaches its owner from exactly one of the ranks that hold it.
     outgoing = [
         part.flatten()
         if str(i) in written and (i == rank or not whole.everywhere)
@@ -68,7 +69,7 @@ def orthogonal_parts(
     wanted = [_size(boxes[r]) if r in boxes else 0 for r in range(world)]
     incoming = _all_to_all(outgoing, wanted, group)
 
-    # What each rank holds of the result.
+    # The result goes to every rank that holds a part, copies included.
     outgoing = [parts[0].new_empty(0)] * world
     if mine is not None:
         matrix = parts[0].new_empty(mine.shape)
@@ -88,7 +89,7 @@ def ranks_in(group: dist.ProcessGroup | None) -> int:
 def _all_to_all(
     outgoing: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None
 ) -> list[Tensor]:
-    """outgoing[r] goes to rank r; sizes[r] numbers come from it."""
+    """Send outgoing[r] to rank r; return what each rank sent, sizes[r] elements from rank r."""
     packed = torch.cat(list(outgoing))
     received = packed.new_empty(sum(sizes))
     lengths = [len(part) for part in outgoing]
@@ -101,13 +102,13 @@ def _size(box: Box) -> int:
 
 
 class Muon(Rule):
-    """For matrices, or stacks of them. The momentum is a mean: Newton-Schulz does not see the
-    factor between that and a sum."""
+    """Muon for matrices and stacks of them. The momentum is a mean, not a sum: Newton-Schulz is
+    invariant to the factor between them."""
 
     averages, copies = STATE["muon"]
 
     def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """As many as there are ranks, of the same size where possible, so that all ranks work."""
+        """Batch as many matrices as there are ranks, of similar size, so that all ranks work."""
         world = ranks_in(self.ranks)
         by_size = sorted(parameters, key=lambda p: -p.numel())
         return [by_size[i : i + world] for i in range(0, len(by_size), world)]

@@ -29,12 +29,13 @@ from kempner.resilience.spikes import Spikes
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Each group has a `rule`, and what that rule reads (lr, weight_decay, betas, ...)."""
+    """An optimizer over groups that each have a `rule` and the values it reads (lr, weight_decay,
+    betas, ...)."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     spikes: Spikes | None = None  # judges each step before its update, as found_inf says
-    # Parameters of which other weights are published than these, by somebody else's decision.
+    # Parameters whose published weights are not the trained ones, set from outside.
     published: Mapping[Tensor, Callable[[], Tensor]] = {}
 
     def __init__(
@@ -48,7 +49,7 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["rule"].ranks = self._group
         first = self.param_groups[0]["params"][0]
-        # What bf16 needs around a rule is 37 to 65 operators in eager mode, 228 to 382 bytes a
+        # Around a rule, bf16 takes 37 to 65 operators in eager mode and moves 228 to 382 bytes a
         # parameter with AdamW; compiled it is one kernel, and 14 to 20 bytes.
         self.compiled = first.is_cuda and not offload and compiler.lacking("cuda") is None
         self._stream: torch.cuda.Stream | None = None
@@ -75,6 +76,7 @@ class Optimizer(torch.optim.Optimizer):
                 present = [p for p in present if p not in set(alone)]
             batches = rule.batches(present) or self._batches(present)
             coming = self._fetch(batches[0], rule) if batches else []
+            # The state of the next batch is on its way while this one is updated.
             for batch, following in itertools.zip_longest(batches, batches[1:]):
                 states = coming
                 self._arrived(states)
@@ -87,7 +89,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._put_back(batch, parts)
 
     def _in_one_kernel(self, p: Tensor) -> bool:
-        """In fp32 torch's own kernels do it for all parameters at once."""
+        """Return whether the parameter is updated by a compiled kernel. In fp32, torch's own
+        kernels update all parameters at once."""
         rounds = torch.bfloat16 in (p.dtype, self._averages)
         return rounds and self._kernels.takes(p, self._whole(p))
 
@@ -97,7 +100,8 @@ class Optimizer(torch.optim.Optimizer):
         return Kernels(rank, self._table[0])
 
     def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
-        """All at once where nothing is copied; else one by one, which needs the least memory."""
+        """Batch all parameters at once where nothing is copied; else one by one, which needs the
+        least memory."""
         dtypes = {p.dtype for p in parameters} | {self._averages}
         if self._stream is not None or dtypes != {torch.float32}:
             return [[p] for p in parameters]
@@ -106,15 +110,15 @@ class Optimizer(torch.optim.Optimizer):
     # --- state ---
 
     def new_state(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor like `p`, distributed as `p` is, where this optimizer keeps its state."""
+        """Make a tensor like `p`, distributed as `p`, where this optimizer keeps its state."""
         part = local(p)
         place = torch.device("cpu") if self._offload else part.device
         pin = part.is_cuda and self._offload
         return as_part_of(p, torch.empty(part.shape, dtype=dtype, device=place, pin_memory=pin))
 
     def _state(self, p: Tensor, rule: Rule) -> State:
-        """The state of a parameter as the rule wants it. A checkpoint may hold that of another
-        optimizer, or in another dtype: what fits is kept, the rest starts anew."""
+        """Return a parameter's state as the rule wants it. A checkpoint may hold the state of
+        another optimizer, or another dtype: what fits is kept, the rest starts anew."""
         state: State = self.state[p]
         wanted = dict.fromkeys(rule.averages, self._averages)
         wanted |= dict.fromkeys(rule.copies, torch.float32)
@@ -162,12 +166,14 @@ class Optimizer(torch.optim.Optimizer):
             ]
 
     def _arrived(self, states: Sequence[State]) -> None:
-        """From here on the fetched state may be used."""
+        """Make the current stream wait until the fetched state may be used."""
         if self._stream is not None:
             now = torch.cuda.current_stream()
             now.wait_stream(self._stream)
             for state in states:
                 for value in state.values():
+                    # Allocated on the copy stream: without this the allocator may hand the memory
+                    # out again while the update reads it.
                     value.record_stream(now)
 
     def _put_back(self, batch: Sequence[Tensor], parts: Sequence[Part]) -> None:
@@ -178,6 +184,7 @@ class Optimizer(torch.optim.Optimizer):
             bits = self._noise(p, part)
             for kept, new in pairs:
                 home = local(kept)
+                # The rule has already changed an fp32 tensor in place.
                 if home.data_ptr() == new.data_ptr():
                     continue
                 if home.dtype is torch.bfloat16:
@@ -191,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
                 new.record_stream(self._stream)
 
     def _noise(self, p: Tensor, part: Part) -> Iterator[Tensor]:
-        """For one tensor of the parameter after the other; a hash is enough for two."""
+        """Yield random bits for one tensor of the parameter after another; one hash serves two."""
         box = own_box(part.whole, dist.get_rank(self._group) if dist.is_initialized() else 0)
         for salt in itertools.count(8 * self._table[0][p]):
             number = hashed(part.whole.shape, box, part.state["step"], salt)
@@ -201,12 +208,12 @@ class Optimizer(torch.optim.Optimizer):
     # --- for checkpoints and evaluation ---
 
     def wait(self) -> None:
-        """Until all copies to the host have arrived."""
+        """Block until all copies to the host have arrived."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def averaging(self) -> dict[Tensor, Callable[[], Tensor]]:
-        """The parameters of which other weights are published, and what computes them."""
+        """Map each parameter whose published weights differ to the function that computes them."""
         return dict(self.published) | {
             p: functools.partial(self._average, p, group)
             for group in self.param_groups
@@ -221,25 +228,25 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def holders(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
-    """A group of the ranks that hold these parameters between them, where that is one of several
-    stages of a pipeline; all ranks call this. None: all of them do."""
+    """Return the group of ranks that hold these parameters, if that is one of several pipeline
+    stages; None if all ranks do. Every rank must call this."""
     if not dist.is_initialized():
         return None
     ranks = ranks_of(parameters, dist.get_world_size())
     if len(ranks) == dist.get_world_size():
         return None
-    # Of neighbours, as the ranks of a stage are.
+    # Subgroups are contiguous: the ranks of a stage are neighbours.
     group: dist.ProcessGroup = dist.new_subgroups(len(ranks))[0]  # type: ignore[no-untyped-call]
     return group
 
 
 def as_part_of(whole: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of a tensor that is distributed as `whole` is."""
+    """Wrap this rank's part as a tensor that is distributed as `whole`."""
     if not isinstance(whole, DTensor):
         return part
     return DTensor(part, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def fp32(tensor: Tensor) -> Tensor:
-    """The tensor itself where it is fp32."""
+    """Convert to fp32; a tensor that is fp32 is returned itself."""
     return tensor.float()

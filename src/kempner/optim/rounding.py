@@ -14,19 +14,20 @@ from kempner.checkpoint.layout import Box
 
 
 def to_bf16(value: Tensor, noise: Tensor) -> Tensor:
-    """`value`, fp32, as bf16: up with the probability of its distance to the number below. `noise`:
-    int32, uniform in 0 to 2^16 - 1. A number that bf16 has stays what it is."""
+    """Round `value`, fp32, to bf16 stochastically: up with a probability equal to the distance to
+    the number below. `noise`: int32, uniform in 0 to 2^16 - 1. A value that bf16 can represent
+    stays."""
     return (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
 
 def hashed(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
-    """Uniform int32, of any sign, for the part `box` of a tensor of this shape.
+    """Return uniform int32, of any sign, for the part `box` of a tensor of this shape.
 
-    It is a hash of each element's place in the whole tensor, not a random generator of the rank:
-    ranks that hold copies of a part must round alike, or the copies drift apart, and a run that is
-    resumed on other ranks should round as the unbroken one. The hash is lowbias32 (Chris Wellons,
-    "Prospecting for Hash Functions", 2018); int32 products wrap around. `step` [], `salt`: of the
-    tensor.
+    Each value hashes the element's place in the whole tensor; it is not a random generator of the
+    rank: ranks that hold copies of a part must round alike, or the copies drift apart, and a run
+    that is resumed on other ranks should round as the unbroken one. The hash is lowbias32 (Chris
+    Wellons, "Prospecting for Hash Functions", 2018); int32 products wrap around. `step` []; `salt`:
+    one per tensor.
     """
     stride, places = 1, torch.zeros((), dtype=torch.int32, device=step.device)
     for dim, (start, length) in reversed(list(enumerate(box))):
@@ -40,8 +41,8 @@ def hashed(shape: torch.Size, box: Box, step: Tensor, salt: int) -> Tensor:
 
 
 def hashed_at(places: Tensor, step: Tensor, salt: Tensor) -> Tensor:
-    """The same for elements at these places of the whole tensor, counted along its rows; int32, as
-    is `salt` []."""
+    """Hash elements at these places of the whole tensor, counted along its rows; int32, as `salt`
+    []."""
     x = step.to(torch.int32) * as_int32(0x9E3779B9) + salt * as_int32(0x85EBCA6B) + places
     x = _mixed(x, 16, 0x7FEB352D)
     x = _mixed(x, 15, 0x846CA68B)

@@ -1,4 +1,4 @@
-"""What the optimizer and its rules share: a part of a parameter, what the step says of its
+"""Shared types of the optimizer and its rules: a part of a parameter, the step's verdict on its
 gradients, and the rule itself."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 
 class Part(NamedTuple):
-    """What this rank holds of a parameter; a rule changes weight and state in place."""
+    """This rank's part of a parameter; a rule changes weight and state in place."""
 
     weight: Tensor  # fp32, as are grad and state
     grad: Tensor
@@ -27,19 +27,19 @@ class Part(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """What the step says of its gradients."""
+    """Verdict of the step on its gradients."""
 
     grad_scale: Tensor  # fp32 []
     found_inf: Tensor  # fp32 [], 0 or 1
 
     @property
     def keep(self) -> Tensor:
-        """A factor of everything that an update adds: 0 leaves the old value exactly."""
+        """Factor for everything that an update adds: 0 leaves the old value exactly."""
         return 1.0 - self.found_inf
 
     def prepare(self, parts: Iterable[Part]) -> None:
-        """Divide the gradients by grad_scale; in a bad step they become 0, so that no NaN is left
-        that a factor of 0 would not remove."""
+        """Divide the gradients by grad_scale; zero them in a bad step, since a NaN would survive a
+        factor of 0."""
         grads = [part.grad for part in parts]
         torch._foreach_div_(grads, self.grad_scale)
         bad = self.found_inf > 0
@@ -48,7 +48,7 @@ class Guard(NamedTuple):
 
 
 class Rule:
-    """How a group of parameters changes. lr and the other numbers come from the group."""
+    """An update rule for a group of parameters. lr and the other numbers come from the group."""
 
     averages: tuple[str, ...] = ()  # of gradients, which start as 0
     copies: tuple[str, ...] = ()  # of the weights, which start as these
@@ -61,14 +61,14 @@ class Rule:
         raise NotImplementedError
 
     def batches(self, parameters: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Which parameters an update needs at once; None: any."""
+        """Return the sets of parameters that an update needs at once; None: any."""
         return None
 
     def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
-        """The weights to evaluate and to publish, from those that are trained."""
+        """Compute the weights to evaluate and publish from the trained ones."""
         return weight
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, the same memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -13,8 +13,8 @@ from kempner.optim.rule import Group, Guard, Part, Rule, State
 
 
 class AdamW(Rule):
-    """arXiv:1711.05101, torch's fused kernel: it reads grad_scale and found_inf itself. Compiled,
-    in plain operators, which become one kernel with what is around them."""
+    """AdamW (arXiv:1711.05101) by torch's fused kernel, which reads grad_scale and found_inf
+    itself; compiled, in plain operators, which fuse into one kernel with their surroundings."""
 
     pointwise = True
     averages, copies = STATE["adamw"]
@@ -59,7 +59,8 @@ class AdamW(Rule):
 
 
 class Lion(Rule):
-    """arXiv:2302.06675, algorithm 2: the sign of an average, so each element changes by lr."""
+    """Lion (arXiv:2302.06675, algorithm 2): the update is the sign of an average, so each element
+    changes by lr."""
 
     averages, copies = STATE["lion"]
     pointwise = True
@@ -94,6 +95,7 @@ class ScheduleFree(Rule):
             torch._foreach_copy_([part.state[scalar] for part in parts], [news] * len(parts))
         state = parts[0].state
         correction = 1 - beta2 ** state["step"].clamp(min=1)
+        # In a bad step the weight is 0, so that the mean stays.
         weight = state["lr_max"].square() * keep
         share = weight / state["weight_sum"].clamp(min=torch.finfo(torch.float32).tiny)
         for part in parts:
@@ -101,12 +103,13 @@ class ScheduleFree(Rule):
             square.lerp_(part.grad.square(), (1 - beta2) * keep)
             change = part.grad.div_(square.div(correction).sqrt_().add_(group["eps"]))
             change.add_(y * group["weight_decay"])
+            # x is not stored: y = (1 - beta1) z + beta1 x moves by what x and z would move it.
             y.lerp_(z, share).add_(change * (rate * (beta1 * (1 - share) - 1)))
             z.sub_(change.mul_(rate))
 
     @staticmethod
     def _counted(state: State, rate: Tensor, keep: Tensor) -> State:
-        """The scalars after this update, which all parameters of a group have alike."""
+        """Return the scalars after this update, the same for all parameters of a group."""
         highest = torch.maximum(state["lr_max"], rate)
         return {
             "step": state["step"] + keep,
@@ -115,6 +118,6 @@ class ScheduleFree(Rule):
         }
 
     def average(self, group: Group, weight: Tensor, state: State) -> Tensor:
-        """x, from y and z."""
+        """Compute x from y and z."""
         x = weight.float().lerp(state["z"].to(weight.device), 1 - 1 / group["betas"][0])
         return x.to(weight.dtype)

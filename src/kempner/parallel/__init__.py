@@ -1,2 +1,2 @@
-"""What is done to the plain model from outside: recompute, compile, shard, materialise. One fixed
-order: build.py."""
+"""Plans applied to the plain model from outside: recompute, compile, shard, materialise. Their
+order is fixed: build.py."""

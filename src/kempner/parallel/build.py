@@ -1,6 +1,6 @@
-"""From a shape to a sharded model with weights: meta -> adapters -> tensor -> fp8 -> experts ->
-context -> stages ->
-recompute -> compile -> offload -> shard -> memory -> weights."""
+"""Build a sharded model with weights from its shape, in this order: meta -> adapters -> tensor ->
+fp8 -> experts -> context -> stages -> recompute -> compile -> offload -> shard -> memory ->
+weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kempner.parallel.shard import GradientSums, shard
 
 
 class Settings(RecomputeSettings, Protocol):
-    """What of the [train] section shapes the model."""
+    """Fields of the [train] section that shape the model."""
 
     @property
     def dtype(self) -> str: ...
@@ -61,8 +61,8 @@ def build_model(
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
-    """The model on this rank's device: master shards in train.weights, train.dtype compute, fp32
-    gradient sums. A frozen one has no gradients, and the weights in the compute dtype.
+    """Build the model on this rank's device: master shards in train.weights, train.dtype compute,
+    fp32 gradient sums. A frozen one has no gradients, and its weights in the compute dtype.
 
     No rank ever holds more than one whole parameter. The initial weights depend on train.seed
     alone, not on the mesh.
@@ -77,6 +77,7 @@ def build_model(
     else:
         model.to_empty(device=device_type)
     with torch.no_grad():
+        # to_empty() leaves buffers undefined, too.
         model.rope.copy_(rope_table(cfg))
         init_weights(model, train.seed, layout)
     if train.weights == "bf16" and not frozen:
@@ -92,7 +93,8 @@ def plan_model(
     lora: LoraConfig | None = None,
     frozen: bool = False,
 ) -> Decoder:
-    """The same model on the meta device: all plans are applied, and it has no values yet."""
+    """Build the same model on the meta device: all plans are applied, but it has no values yet."""
+    # On the meta device: a model larger than any rank's memory is planned without a byte of it.
     with torch.device("meta"):
         model = Decoder(cfg)
     device_type = layout.mesh.device_type
@@ -120,6 +122,7 @@ def plan_model(
         from kempner.parallel.pipeline import keep_own_stages
 
         keep_own_stages(model, layout, distributed, dtype)
+    # Innermost first: recomputation, then compilation over it, then FSDP's hooks outside of both.
     add_recompute(model, train)
     if layout.tp is not None:
         compute_on_parts(model)
@@ -133,16 +136,16 @@ def plan_model(
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:
-    """bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
+    """Resolve the compute dtype: bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
     if name == "auto":
         name = "bf16" if device_type == "cuda" else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
 def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
-    """Initial values, each parameter from a generator of its own, whole, then cut: the same on
-    every mesh. With init_from those of adapters alone: the others come from there, or from a
-    checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
+    """Set initial values. Each parameter is drawn whole, from a generator of its own, then cut: the
+    same on every mesh. With init_from only adapters are drawn: the rest is loaded from there or
+    from a checkpoint (hf/load.py, checkpoint/checkpointer.py). Buffers start as zeros."""
     for buffer in buffer_names(model).values():
         buffer.zero_()
     named = parameter_names(model)
@@ -155,6 +158,7 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
             param.fill_(0.0 if name.endswith(("bias", "lora_b")) else 1.0)
             continue
         device = layout.mesh.device_type  # with fsdp_cpu_offload the parameter is on the host
+        # Seeded by the name: adding or removing a parameter leaves the values of all others.
         generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(param.shape, device=device)  # rounded only by copy_
         whole.normal_(std=std, generator=generator)
@@ -162,13 +166,13 @@ def init_weights(model: Decoder, seed: int, layout: Layout) -> None:
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names that they have without wrappers: what checkpoints use."""
+    """Map names to parameters, without the names of wrappers: as in checkpoints."""
     return {_plain(name): param for name, param in model.named_parameters()}
 
 
 def buffer_names(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that checkpoints hold, the biases of routers, in the same way. They are equal on
-    all ranks."""
+    """Map names to the buffers that checkpoints hold, the biases of routers. They are equal on all
+    ranks."""
     stored = model.state_dict().keys()
     return {_plain(name): b for name, b in model.named_buffers() if _plain(name) in stored}
 

@@ -26,10 +26,11 @@ from kempner.slurm import host_name
 
 
 def compile_model(model: Decoder, scope: str) -> None:
-    """Before the model is sharded, so that the hooks of FSDP stay outside of what is compiled.
+    """Compile each block or the whole model. Call it before sharding, so that FSDP's hooks stay
+    outside of what is compiled.
 
     block: all blocks are alike and share one graph, which is compiled once, however deep the model
-    is. model: one graph from the embedding to the loss, which takes as much longer to compile.
+    is. model: one graph from the embedding to the loss, whose compile time grows with the depth.
     """
     keep_private()
     if scope == "model":
@@ -41,12 +42,12 @@ def compile_model(model: Decoder, scope: str) -> None:
 
 
 def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) -> None:
-    """Which sizes of a batch [B, T] will change: B, T, how many documents it holds. One graph then
-    serves all blocks in all steps, from the first one on. Left to itself the compiler makes one for
-    the sizes that come first, and another one whenever one of them changes for the first time.
+    """Mark which sizes of a batch [B, T] will change: B, T, the number of documents. One graph then
+    serves all blocks in all steps, from the first one on; otherwise the compiler specialises on the
+    first sizes, and recompiles whenever one of them changes for the first time.
 
-    Without a change every size is a constant, which gives the faster kernels. A row alone (B = 1)
-    always has a graph of its own. Once the model is sharded.
+    Unmarked sizes are constants, which gives the faster kernels. A single row (B = 1) always has a
+    graph of its own. Call it after sharding.
     """
 
     def mark(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -64,18 +65,18 @@ def expect_changes(model: Decoder, rows: bool, length: bool, documents: bool) ->
 
     for block in model.blocks:
         if (rows or length or documents) and block._compiled_call_impl is not None:
-            # As a hook, it sees x as FSDP's own have left it.
+            # A hook, registered after FSDP's own: it marks the tensors that those return.
             hook = torch.compiler.disable(mark)  # type: ignore[no-untyped-call]
             block.register_forward_pre_hook(hook)
 
 
 def keep_compiled(run_dir: Path, world: World) -> None:
-    """What this host compiles stays in run_dir/.cache/compile, for the next start of the run there:
-    a directory for each host, because two never wait for each other's locks. A host that is new to
-    the run begins with a copy of another's. All ranks call it.
+    """Keep what this host compiles in run_dir/.cache/compile for the run's next start there. Each
+    host has its own directory, so that no two wait for each other's locks; a host new to the run
+    starts from a copy of another's. All ranks must call it.
 
-    Unless the user names another place, or the file system there has no locks: then the place is
-    that of compiler.keep_private().
+    If the user names another place, or the file system has no locks, compiler.keep_private()
+    chooses.
     """
     if CACHE in os.environ:
         return
@@ -84,7 +85,7 @@ def keep_compiled(run_dir: Path, world: World) -> None:
     if world.local_rank == 0:
         usable = _prepare(own)
     failed = torch.tensor(float(not usable))
-    dist.all_reduce(failed)  # also: no rank compiles into it before it is there
+    dist.all_reduce(failed)  # also a barrier: no rank compiles into the directory before it exists
     if not failed:
         os.environ[CACHE] = str(own)
     keep_private()
@@ -94,6 +95,7 @@ def _prepare(own: Path) -> bool:
     try:
         if not own.is_dir():
             others = sorted(own.parent.glob(f"{own.name.split('-')[0]}-*"), key=os.path.getmtime)
+            # Made under another name, then renamed: a killed start leaves no half cache.
             fresh = own.with_name(f".{own.name}.new")
             shutil.rmtree(fresh, ignore_errors=True)
             if others:
@@ -111,7 +113,7 @@ def _prepare(own: Path) -> bool:
 
 
 def _kind_of_cpu() -> str:
-    """Kernels for the CPU are compiled for this very kind of it."""
+    """Identify the CPU: compiled kernels are for this very model of it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -120,7 +122,7 @@ def _kind_of_cpu() -> str:
 
 
 class _LateCompiler(ModuleType):
-    """Stands for torch._dynamo until somebody needs more of it than to be left alone."""
+    """Stands for torch._dynamo until more than its no-op markers is needed."""
 
     config: ModuleType
 
@@ -133,6 +135,7 @@ class _LateCompiler(ModuleType):
         pass
 
     def __getattr__(self, name: str) -> Any:
+        # Step aside, or the import below would find this stand-in again.
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), name)
@@ -141,12 +144,12 @@ class _LateCompiler(ModuleType):
 def leave_compiler_out() -> None:
     """Import torch's compiler only when something is compiled.
 
-    Every optimizer and every hook of FSDP imports it, a second of each start, to say that it shall
-    not trace them; and the hooks say so again at each call.
+    Every optimizer and every hook of FSDP imports it, a second of each start, only to mark itself
+    as not to be traced; and the hooks do so again at each call.
     """
     if "torch._dynamo" in sys.modules:
         return
-    # DTensor reads options of it, which need nothing of the rest.
+    # DTensor reads the compiler's options; they import alone.
     options = "torch._dynamo.config"
     spec = importlib.util.spec_from_file_location(
         options, Path(torch.__file__).parent / "_dynamo/config.py"

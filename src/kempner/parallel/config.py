@@ -119,7 +119,7 @@ class DistributedConfig:
         return found
 
     def _contradictions(self) -> list[str]:
-        """Of the options that say what FSDP keeps, and when it communicates."""
+        """List contradictions between options for what FSDP keeps and when it communicates."""
         found = []
         if self.reshard_island is not None and (self.sync_once or not self.reshard_after_forward):
             found.append(
@@ -145,7 +145,7 @@ class DistributedConfig:
         return found
 
     def island_problems(self, shard: int) -> list[str]:
-        """`shard`: ranks that share one copy of the weights."""
+        """List problems of reshard_island. `shard`: ranks that share one copy of the weights."""
         if self.reshard_island is None or shard % self.reshard_island == 0:
             return []
         return [

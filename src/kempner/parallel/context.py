@@ -1,13 +1,14 @@
 """Context parallelism: the n ranks of a group hold different tokens of the same rows, so that a row
 may be n times as long as one rank could hold. Only attention looks beyond a rank's own tokens.
 
-`ring` (arXiv:2310.01889): keys and values go round the ranks; each adds up what its queries see of
-them. A row is cut into 2n chunks and rank r holds the chunks r and 2n - 1 - r (zigzag): with
-contiguous parts the last rank would have almost twice the mean work, since its queries see all
-keys.
+`ring` (arXiv:2310.01889): keys and values go round the ranks, and each accumulates its queries'
+attention to them. A row is cut into 2n chunks and rank r holds the chunks r and 2n - 1 - r
+(zigzag): with contiguous parts the last rank would have almost twice the mean work, since its
+queries see all keys.
 
-`ulysses` (arXiv:2309.14509): before attention the ranks change tokens for heads, after it back.
-Each computes whole rows of H / n heads, with any mask and any kernel, and holds a contiguous part.
+`ulysses` (arXiv:2309.14509): the ranks exchange tokens for heads before attention, and back after
+it. Each computes whole rows of H / n heads, with any mask and any kernel, and holds a contiguous
+part.
 
 Shapes: B rows, T tokens of a whole row, t = T / n of them here, H query heads, K key-value heads, E
 head width, n ranks.
@@ -35,7 +36,7 @@ aten = torch.ops.aten
 
 
 def columns(length: int, rank: int, ranks: int, method: str, device: torch.device) -> Tensor:
-    """The places of a row of `length` tokens that are this rank's, int64 [t], in rising order."""
+    """Return this rank's places in a row of `length` tokens, int64 [t], in rising order."""
     if method == "ulysses":
         return torch.arange(length, device=device).view(ranks, -1)[rank]
     chunks = torch.arange(length, device=device).view(2 * ranks, -1)
@@ -43,10 +44,10 @@ def columns(length: int, rank: int, ranks: int, method: str, device: torch.devic
 
 
 def split_context(model: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype) -> None:
-    """Let the ranks of the 1-D `mesh` share the tokens of each row: the model takes this rank's
-    columns() of them, and the documents of whole rows. `dtype`: of the activations.
+    """Share the tokens of each row among the ranks of the 1-D `mesh`: the model takes this rank's
+    columns() of them, and the documents of whole rows. `dtype`: dtype of the activations.
 
-    Raises ConfigError where no kernel does it.
+    Raises ConfigError if no kernel supports it.
     """
     if method == "ring" and mesh.device_type == "cuda" and dtype not in FLASH:
         raise ConfigError(
@@ -67,7 +68,7 @@ def split_context(model: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dt
 
 
 def own_tokens(mesh: DeviceMesh, method: str) -> Callable[[MicroBatch], MicroBatch]:
-    """What cuts whole rows down to the tokens of this rank of the mesh."""
+    """Return a function that cuts whole rows down to this rank's tokens."""
     group = mesh.get_group()
 
     def cut(batch: MicroBatch) -> MicroBatch:
@@ -88,8 +89,8 @@ def _place(
     cache: Rows | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Visible]:
-    """Decoder.place for a part of the tokens, by that for whole rows: the angles are those of the
-    part, the pattern is that of the rows."""
+    """Run Decoder.place for a part of the tokens: angles of the part, attention pattern of whole
+    rows."""
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
     rope, seen = of_whole(tokens.new_empty(rows, length), documents, cache, dtype)
     mine = columns(length, group.rank(), group.size(), method, tokens.device)
@@ -107,21 +108,22 @@ def _attend_ring(
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention over all tokens of the group's rows: of q [B, H, t, E] over k and v
-    [B, K, t, E], zigzag parts each, the same [B, H, t, E]."""
+    """Compute causal attention over all tokens of the group's rows: q [B, H, t, E] over k and v [B,
+    K, t, E], zigzag parts each; returns [B, H, t, E]."""
     return _Ring.apply(q, k, v, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Ring(torch.autograd.Function):
-    """In each of n rounds a rank computes one block with the fused kernel, while the keys and
-    values of the next round are on their way. Blocks are joined by their logsumexp; with that of
-    the whole row the kernel's own backward gives the gradients of a block (arXiv:2307.08691)."""
+    """Ring attention: in each of n rounds a rank computes one block with the fused kernel while the
+    keys and values of the next round are on their way. Blocks are merged by their logsumexp; given
+    that of the whole row, the kernel's own backward yields the gradients of a block
+    (arXiv:2307.08691)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
         kv = torch.stack((k, v))  # [2, B, K, t, E]
         first, *state = kernel(q, k, v, causal=True)
-        # fp32, and own memory: selective recomputation keeps what the kernel returned.
+        # A copy in fp32, not in place: selective recomputation keeps the kernel's own output.
         out, lse = first.to(torch.float32, copy=True), state[0].clone()
         passing = _Passing(kv, group)
         for rounds in range(1, group.size()):
@@ -131,6 +133,7 @@ class _Ring(torch.autograd.Function):
             queries, keys = _parts(rounds, group.rank(), q.shape[2])
             seen_k, seen_v = kv[:, :, :, keys].unbind()
             block, block_lse, *_ = kernel(q[:, :, queries], seen_k, seen_v)
+            # Both parts are rescaled to the joint denominator of the softmax, in logarithms.
             total = torch.logaddexp(lse[:, :, queries], block_lse)  # [B, H, queries]
             old = (lse[:, :, queries] - total).exp().unsqueeze(-1)
             new = (block_lse - total).exp().unsqueeze(-1)
@@ -165,16 +168,18 @@ class _Ring(torch.autograd.Function):
             dkv = returning.wait()
             dkv[0, :, :, keys] += dk
             dkv[1, :, :, keys] += dv
+        # One hop is left to the rank that owns these keys.
         dk, dv = _Passing(dkv, group, tag=1).wait().to(k.dtype).unbind()
         return dq.to(q.dtype), dk, dv, None
 
 
 def _parts(rounds: int, rank: int, length: int) -> tuple[slice, slice]:
-    """Which of a rank's queries see which of the keys that it holds in a round, from 1; both are of
-    `length` tokens, two chunks. Queries times keys is the same for all ranks and rounds.
+    """Return the slices of a rank's queries and of the keys it holds in a round, from 1, that see
+    each other; both have `length` tokens, two chunks. Queries times keys is the same for all ranks
+    and rounds.
 
-    The keys are those of rank (rank - rounds) mod n. Of an earlier rank all queries see the first
-    chunk; of a later one the second half of the queries sees both.
+    The keys are those of rank (rank - rounds) mod n. If that is an earlier rank, all queries see
+    its first chunk; if a later one, the second half of the queries sees both chunks.
     """
     half = length // 2
     if rounds <= rank:
@@ -183,10 +188,10 @@ def _parts(rounds: int, rank: int, length: int) -> tuple[slice, slice]:
 
 
 class _Passing:
-    """A tensor on its way to the next rank, and that of the rank before on its way here."""
+    """A tensor on its way to the next rank while the previous rank's arrives."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
-        """`tag`: tells apart what is on its way at the same time."""
+        """`tag`: tells apart transfers that are under way at the same time."""
         to, of = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
         self._sent, self._arrives = tensor.contiguous(), torch.empty_like(tensor)
         self._works = dist.batch_isend_irecv(
@@ -203,8 +208,8 @@ class _Passing:
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, ...]:
-    """Attention of q over k and v: [B, H, queries, E], its logsumexp fp32 [B, H, queries], and on a
-    GPU the state of the (unused) dropout."""
+    """Compute attention of q over k and v: [B, H, queries, E], its logsumexp fp32 [B, H, queries],
+    and on a GPU the state of the (unused) dropout."""
     if q.is_cuda:
         out, lse, _, _, _, _, *state, _ = aten._scaled_dot_product_flash_attention(
             q, k, v, is_causal=causal
@@ -225,8 +230,8 @@ def kernel_backward(
     state: Sequence[Tensor],
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by this block. `out`, `lse`: of the queries over the whole row;
-    `state`: what else kernel() returned."""
+    """Compute this block's gradients of q, k and v. `out`, `lse`: of the queries over the whole
+    row; `state`: what else kernel() returned."""
     if q.is_cuda:
         return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *state
@@ -242,13 +247,13 @@ def kernel_backward(
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Visible, group: dist.ProcessGroup
 ) -> Tensor:
-    """Attention of q [B, H, t, E] over k and v [B, K, t, E], contiguous parts each, with the
-    pattern `seen` of whole rows: [B, H, t, E]. n divides H; where it does not divide K, several
+    """Compute attention of q [B, H, t, E] over k and v [B, K, t, E], contiguous parts each, with
+    the pattern `seen` of whole rows: [B, H, t, E]. n divides H; if it does not divide K, several
     ranks get the same keys and values."""
     n, tokens = group.size(), q.shape[2]
     if (copies := n // math.gcd(n, k.shape[1])) > 1:
         k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
-    # One message for all three: [n, B, (H + 2 K) / n, t, E], by the rank that gets these heads.
+    # One message for all three: [n, B, (H + 2 K) / n, t, E], indexed by the receiving rank.
     by_rank = [x.view(x.shape[0], n, -1, *x.shape[2:]) for x in (q, k, v)]
     mixed = torch.cat(by_rank, dim=2).transpose(0, 1)
     whole = _Exchange.apply(mixed.contiguous(), group)  # type: ignore[no-untyped-call]
@@ -262,7 +267,8 @@ def ulysses_attention(
 
 
 class _Exchange(torch.autograd.Function):
-    """x [n, ...]: part r goes to rank r, whose part comes in its place. Twice gives back x."""
+    """All-to-all of x [n, ...]: part r goes to rank r, whose part takes its place. Its own
+    inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
 """Expert parallelism: each of ep ranks holds E / ep experts of every layer, and the tokens travel
-to their experts and back (arXiv:2006.16668). The ranks read different samples, as without it.
+to their experts and back (arXiv:2006.16668). The ranks still read different samples.
 
-Two exchanges of all tokens a layer, and two in the backward pass, in place of the gathering of the
+Each layer takes two exchanges of all tokens, and two in the backward pass, instead of gathering the
 experts' weights. Shapes: M rows, D width, E experts of the layer, L = E / ep experts of this rank.
 """
 
@@ -22,8 +22,8 @@ from kempner.parallel.layout import EP, Layout
 
 
 class ParallelExperts(nn.Module):
-    """Takes over the parameters of `base`, cut along the experts; their names stay. `mesh`: of ep,
-    and of tp where that has cut each expert."""
+    """The parameters of `base`, cut along the experts; their names stay. `mesh`: of ep, and of tp
+    if that has cut each expert."""
 
     w1: nn.Parameter
     w2: nn.Parameter
@@ -39,13 +39,13 @@ class ParallelExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
 
     def forward(self, x: Tensor, load: Tensor) -> Tensor:
-        """x [M, D], sorted by expert, and load [E], as of Experts."""
+        """Apply the experts to x [M, D], sorted by expert, with load [E], as Experts does."""
         ranks, group = self.mesh.size(), self.mesh.get_group()
         sent = load.view(ranks, -1)  # [ep, L]: by the rank that has the expert
         arrived = all_to_all_single(sent, None, None, group)  # [ep, L]: by the rank it is from
         there, here = torch.stack((sent.sum(1), arrived.sum(1))).tolist()  # the host must know
         x = all_to_all_single_autograd(x, here, there, group)
-        # The tokens of one rank after those of another, each sorted by expert: sort them all.
+        # Tokens arrive rank by rank, each rank's sorted by expert: merge them into one order.
         expert = torch.arange(load.numel(), device=x.device) % sent.shape[1]
         order = expert.repeat_interleave(arrived.flatten(), output_size=len(x)).argsort(stable=True)
         place = order.argsort()
@@ -59,7 +59,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def split_experts(model: Decoder, layout: Layout) -> None:
-    """Cut the experts of every layer over the ep ranks. Before the model is sharded."""
+    """Cut the experts of every layer over the ep ranks. Call it before sharding."""
     if layout.ep is None:
         return
     for name, module in list(model.named_modules()):
@@ -68,8 +68,9 @@ def split_experts(model: Decoder, layout: Layout) -> None:
 
 
 def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
-    """What hands the host the load of each expert, which differs every time, would be compiled
-    again and again. torch's kernel for all experts takes it on the device."""
+    """Exclude experts from compilation if they read each expert's load on the host: it differs
+    every time, and each value would compile again. torch's grouped kernel reads it on the
+    device."""
     for module in model.modules():
         w1 = _local(module.w1) if isinstance(module, Experts) else None
         grouped = w1 is not None and has_grouped_mm(w1.to(dtype), w1)
@@ -78,9 +79,9 @@ def keep_from_compiler(model: Decoder, dtype: torch.dtype) -> None:
 
 
 def shard_experts(model: Decoder, layout: Layout, **options: Any) -> None:
-    """FSDP, with these options of fully_shard, over the ranks that have the same experts. An
-    expert's gradient is that of the tokens of all ep ranks already: summed over those ranks as well
-    it would be ep times too large."""
+    """Apply fully_shard, with these options, over the ranks that have the same experts. An expert's
+    gradient already sums the tokens of all ep ranks: summed over those ranks as well it would be ep
+    times too large."""
     for module in model.modules():
         if isinstance(module, ParallelExperts):
             fully_shard(

@@ -17,10 +17,10 @@ TILE = 16  # both sizes of a matrix are multiples of this, or its kernels refuse
 
 
 def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
-    """Let the projections of all blocks multiply in fp8; embedding and output stay. Before
-    anything else is wrapped. `recipe`: of torchao, tensorwise or rowwise, the unit of a scale.
+    """Make the projections of all blocks multiply in fp8; embedding and output stay. Call it before
+    any other wrapper. `recipe`: torchao's tensorwise or rowwise, the unit of a scale.
 
-    Raises ConfigError where the device cannot, or no matrix has a size that its kernels take.
+    Raises ConfigError if the device cannot, or no matrix has a size that its kernels take.
     """
     from torchao.float8 import (
         Float8LinearConfig,
@@ -46,7 +46,7 @@ def use_fp8(model: Decoder, recipe: str, device: torch.device) -> None:
 
 
 def need_fp8(device: torch.device, recipe: str) -> None:
-    """Raises ConfigError where the device has no product of 8-bit floats."""
+    """Raise ConfigError if the device has no product of 8-bit floats."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

@@ -1,4 +1,4 @@
-"""Which ranks do what: the axes of the mesh, and all that follows from them.
+"""The axes of the mesh, and all that follows from them.
 
 Everything else asks here and never counts ranks itself: which share of the data is mine, over whom
 the numbers of a step are summed, how often a gradient exists. A rank's number is its place along
@@ -10,8 +10,8 @@ the axes in row-major order, outermost first:
     cp         parts of one sequence; they shard the weights, too
     tp         parts of one matrix product, of the same tokens
 
-Expert parallelism (ep) is no axis of its own: the experts are cut over the inner ranks of
-shard x cp, and FSDP shards each of them over the others.
+Expert parallelism (ep) is not an axis of its own: the experts are cut over the inner ranks of shard
+x cp, and FSDP shards each of them over the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-# Of the meshes; FSDP shards over shard x cp.
+# Axis names of the meshes; FSDP shards over shard x cp.
 PP, REPLICATE, FSDP, CP, TP, EP = "pp", "replicate", "fsdp", "cp", "tp", "ep"
 
 
@@ -45,13 +45,13 @@ class Axes(NamedTuple):
 
     @property
     def data_ranks(self) -> int:
-        """Of ranks, how many read different samples."""
+        """Number of ranks that read different samples."""
         return self.replicate * self.shard
 
 
 def sizes(cfg: DistributedConfig, world_size: int, per_node: int) -> Axes:
-    """The sizes of the axes for a world of nodes with `per_node` ranks each. Raises ConfigError
-    with the arithmetic when they do not multiply to it."""
+    """Compute the sizes of the axes for a world of nodes with `per_node` ranks each. Raises
+    ConfigError with the arithmetic if their product is not the world size."""
     replicate, shard, inner = cfg.dp_replicate, cfg.dp_shard, cfg.cp * cfg.tp
     group = ""
     if cfg.nodes_per_fsdp_group is not None:
@@ -101,13 +101,13 @@ class Layout:
     mesh: DeviceMesh  # of the weights, over all ranks: pp, replicate, fsdp, tp, where over 1
     cp_mesh: DeviceMesh | None = None  # the same ranks, with an axis cp; None: cp is 1
     ep_mesh: DeviceMesh | None = None  # pp, replicate, fsdp, ep, tp; None: ep is 1
-    # The replica of lowcomm/ that all of this is about, and how many there are.
+    # This replica of lowcomm/ and their number; the layout describes one replica.
     replica: int = 0
     replicas: int = 1
 
     @property
     def at(self) -> Axes:
-        """This rank's index along each axis."""
+        """Index of this rank along each axis."""
         rank, found = self.rank, []
         for size in reversed(self.sizes):
             rank, index = divmod(rank, size)
@@ -118,9 +118,9 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch is this rank's. Ranks that share a copy of the weights are
-        neighbours, and read different samples all the same; those along pp, cp and tp read the
-        same ones."""
+        """Index of this rank's share of a batch. Ranks that share a copy of the weights are
+        neighbours and still read different samples; those along pp, cp and tp read the same
+        ones."""
         return self.at.replicate * self.sizes.shard + self.at.shard
 
     @property
@@ -129,7 +129,7 @@ class Layout:
 
     @property
     def share(self) -> int:
-        """The same among all replicas: which share of a global batch this rank trains on."""
+        """Index of this rank's share of the global batch among all replicas."""
         return self.replica * self.data_ranks + self.data_rank
 
     @property
@@ -156,20 +156,19 @@ class Layout:
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """Over which experts are cut where ep is over 1: ep, and tp where that is."""
+        """Mesh over which experts are cut where ep is over 1: ep, and tp if that is over 1."""
         assert self.ep_mesh is not None
         return self.ep_mesh[EP, TP] if self.tp is not None else self.ep_mesh[EP]
 
     @cached_property
     def parameter_mesh(self) -> DeviceMesh:
-        """Over which fully_shard cuts and copies the parameters: FSDP, or HSDP where there are
-        several copies."""
+        """Mesh of fully_shard for the parameters: FSDP, or HSDP with several copies."""
         return _data_parallel(self.mesh)
 
     @cached_property
     def expert_parameter_mesh(self) -> DeviceMesh:
-        """The same for the experts of an expert-parallel rank. Where ep is 1 they are parameters
-        as any other."""
+        """Mesh of fully_shard for the experts of an expert-parallel rank. Where ep is 1 they are
+        parameters like any other."""
         return _data_parallel(self.ep_mesh or self.mesh)
 
     @property
@@ -179,30 +178,31 @@ class Layout:
 
     @property
     def blocks_apart(self) -> bool:
-        """Whether no rank waits for another within a block, once its weights are there."""
+        """True if no rank waits for another within a block, once its weights are gathered."""
         return self.sizes.tp * self.sizes.cp == 1 and self.ep_mesh is None
 
     # --- Sums ---
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over all ranks, in place: of losses and token counts that went through once(), of
-        flags, and of norm_sq()."""
+        """Sum over all ranks, in place: losses and token counts that went through once(), flags,
+        and norm_sq()."""
         import torch.distributed as dist
 
         dist.all_reduce(values)
         return values
 
     def once(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of numbers about its tokens, by name: the ranks of one tp group have the
-        same tokens, and sum() must count them once."""
+        """Return this rank's part of numbers about its tokens, by name: the ranks of one tp group
+        have the same tokens, and sum() must count them once."""
         if self.sizes.tp == 1:
             return dict(values)
-        # Times 0, not left out: what is not finite on any rank stays so.
+        # Multiplied by 0, not dropped: 0 times NaN or infinity is NaN, so every rank's is seen.
         share = float(self.at.tp == 0)
         return {name: value * share for name, value in values.items()}
 
     def norm_sq(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """This rank's part of the squared norm of all gradients, fp32 []: sum() makes it whole.
+        """Return this rank's part of the squared norm of all gradients, fp32 []; sum() completes
+        it.
 
         A gradient that several ranks hold (the copies of HSDP) counts once in all, so that each
         contributes its square over their number.
@@ -225,8 +225,8 @@ class Layout:
         return torch.stack(parts).sum()
 
     def copies(self, tensor: Tensor) -> int:
-        """How many ranks hold the same part of a parameter or its gradient: of those of its stage
-        of the pipeline all along whose axes it is not cut."""
+        """Count the ranks that hold the same part of a parameter or its gradient: in its pipeline
+        stage, those along all axes that do not cut it."""
         from torch.distributed.tensor import DTensor
 
         ranks = math.prod(self.sizes) // self.sizes.pp
@@ -235,7 +235,7 @@ class Layout:
         cuts = math.prod(
             tensor.device_mesh.size(axis)
             for axis, placement in enumerate(tensor.placements)
-            # Not is_shard(): that of FSDP over tp, a _StridedShard, says no.
+            # Not is_shard(): it is False for a _StridedShard, which FSDP over tp makes.
             if not placement.is_replicate()
         )
         return ranks // cuts
@@ -257,11 +257,12 @@ def build_layout(
     device_type: str,
     replica: tuple[int, int] = (0, 1),
 ) -> Layout:
-    """The meshes over all ranks; neighbours in rank are neighbours along tp, then cp, then shard.
+    """Build the meshes over all ranks; neighbours in rank are neighbours along tp, then cp, then
+    shard.
 
     The axes of the weights have one mesh, and shard x cp is one axis of it: fully_shard composes
-    only what comes from one mesh, and an axis made by flattening two cannot be cut out of it
-    together with others. `replica`: the number of this one, and how many there are.
+    only axes of one mesh, and an axis made by flattening two cannot be sliced out together with
+    others. `replica`: the number of this one, and how many there are.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -271,6 +272,7 @@ def build_layout(
     outer = {PP: pp, REPLICATE: replicate}
 
     def mesh(axes: dict[str, int]) -> DeviceMesh:
+        # fully_shard needs its axis even at size 1; the others would only add groups.
         kept = {name: size for name, size in axes.items() if size > 1 or name == FSDP}
         return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 

@@ -18,7 +18,7 @@ FROZEN = torch.bfloat16  # of the model's own weights
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. Takes over the parameters of `base`."""
+    """A linear layer with an adapter. Reuses the parameters of `base`."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         nn.Module.__init__(self)
@@ -35,7 +35,8 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(model: Decoder, cfg: LoraConfig) -> None:
-    """Freeze the model, in bf16, and give its targets adapters, in fp32. Before it is sharded."""
+    """Freeze the model, in bf16, and give its targets adapters, in fp32. Call it before
+    sharding."""
     model.cast(FROZEN).requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in cfg.targets:
@@ -48,5 +49,5 @@ def is_adapter(name: str) -> bool:
 
 def init_std(name: str, adapter: Tensor) -> float:
     """Standard deviation of an adapter's initial values. B starts as zeros, so that the model
-    starts as it was; A with the variance that peft gives it, 1 / (3 in)."""
+    starts unchanged; A with peft's variance, 1 / (3 in)."""
     return 0.0 if name.endswith("lora_b") else (3 * adapter.shape[1]) ** -0.5

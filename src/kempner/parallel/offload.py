@@ -1,9 +1,9 @@
-"""Activations wait for the backward pass in the memory of the host.
+"""Offloading of activations to the host's memory until the backward pass.
 
-What a block keeps for its backward pass is copied to the host beside the computation, and freed on
-the device; in the backward pass it is copied back, some blocks ahead. A bound says for how many
-blocks at once copies may be under way: that many blocks' activations stay on the device, and the
-computation waits where it would run further ahead.
+A block's saved activations are copied to the host beside the computation, and freed on the device;
+in the backward pass they are copied back, some blocks ahead. A bound limits the number of blocks
+whose copies may be under way: that many blocks' activations stay on the device, and the computation
+waits where it would run further ahead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALLEST = 1 << 16  # bytes: below that a copy costs more than the memory is wor
 
 
 class Group:
-    """What one block has kept in one forward pass."""
+    """Tensors that one block has saved in one forward pass."""
 
     def __init__(self, previous: Group | None) -> None:
         self.previous = previous
@@ -53,11 +53,11 @@ class Offload:
         self._stays: set[int] = set()
         self._here: dict[int, Kept] = {}  # of the block that runs now, by address
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        # Not decorators: the compiler would be imported in every start, which takes a second.
+        # Called, not used as decorators: those import the compiler, a second of every start.
         enter = torch._dynamo.disable(self._enter)  # type: ignore[no-untyped-call]
         leave = torch._dynamo.disable(self._leave)  # type: ignore[no-untyped-call]
         for block in model.blocks:
-            # Inside of what fully_shard puts around a block: the gathered weights are there.
+            # Inside fully_shard's hooks: the gathered weights are there, and excluded below.
             block.register_forward_pre_hook(enter)
             block.register_forward_hook(leave, always_call=True)
 
@@ -70,7 +70,7 @@ class Offload:
             if self._stream is None and inputs[0].is_cuda:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._group = Group(self._group)
-        # Weights are freed by fully_shard; inputs without a gradient serve all blocks.
+        # Not offloaded: fully_shard frees weights, and inputs without a gradient serve all blocks.
         shared = [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad]
         self._stays = {address(x) for x in (*block.parameters(), *block.buffers(), *shared)}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -87,11 +87,13 @@ class Offload:
         if self._stream is not None:
             group.copied = self._stream.record_event()
         self._leaving.append(group)
+        # The computation waits for the oldest copies here, which bounds the memory in flight.
         while len(self._leaving) > self._in_flight:
             self._free(self._leaving.popleft())
 
     def _free(self, group: Group) -> None:
-        """On the device, once the copies have ended: what is computed next may use the memory."""
+        """Free the group's memory on the device once its copies have ended: what is computed next
+        may reuse it."""
         if group.copied is not None:
             torch.cuda.current_stream().wait_event(group.copied)
         for ref in group.kept:
@@ -99,12 +101,13 @@ class Offload:
                 kept.storage = None
 
     def _pack(self, x: Tensor) -> Any:
-        """In place of a tensor that autograd saves: where its memory is, and its shape in it."""
+        """Replace a tensor that autograd saves by its storage and its shape in it."""
         if type(x) is not Tensor or not x.is_floating_point():
             return x
         storage = x.untyped_storage()
         if storage.nbytes() < SMALLEST or storage.data_ptr() in self._stays:
             return x
+        # Autograd saves views of one memory one by one: copy it once.
         kept = self._here.get(storage.data_ptr())
         if kept is None:
             kept = self._here[storage.data_ptr()] = self._send(storage)
@@ -128,6 +131,7 @@ class Offload:
             return packed
         kept, dtype, *place = packed
         ahead: Group | None = kept.group
+        # The backward pass needs this group now, and those before it next.
         for _ in range(1 + self._in_flight):
             if ahead is not None:
                 self._fetch(ahead)
@@ -137,7 +141,7 @@ class Offload:
         return torch.empty(0, dtype=dtype, device=kept.device).set_(kept.storage, *place)
 
     def _fetch(self, group: Group) -> None:
-        """Start to copy back what is not on the device."""
+        """Start copying back what is not on the device."""
         for ref in group.kept:
             if (kept := ref()) is None or kept.storage is not None:
                 continue
@@ -146,8 +150,8 @@ class Offload:
             if self._stream is None:
                 there.copy_(kept.host)
             else:
-                # The memory comes from the computation, which may still be at work in it, and goes
-                # back there, even when autograd drops this tensor without a look at it.
+                # The memory comes from the compute stream, which may still use it, and returns to
+                # it, even if autograd drops this tensor unread: both streams must know.
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
                     there.copy_(kept.host, non_blocking=True)

@@ -1,5 +1,5 @@
-"""How the micro-batches of a step go through a model: one after the other, or through the stages of
-a pipeline."""
+"""Passes of a step's micro-batches through a model: one after the other, or through the stages of a
+pipeline."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def backward_passes(
     device: torch.device,
     asked: Callable[[], T | None],
 ) -> T | None:
-    """Add up the gradients of the losses of all micro-batches of a step. Between two of them
-    `asked()` may end it: what it then returns is returned. A pipeline has no such place."""
+    """Accumulate the gradients of the losses of all micro-batches of a step. Between two of them
+    `asked()` may end it: a result that is not None is returned at once. A pipeline cannot stop in
+    between."""
     if model.pipeline is not None:
         model.pipeline.backward_passes(loss_of, [batch.to(device) for batch in micro_batches])
         return None
@@ -42,7 +43,7 @@ def backward_passes(
 def forward_passes(
     model: Decoder, loss_of: LossOf, micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> None:
-    """The losses of some micro-batches, without gradients."""
+    """Compute the losses of some micro-batches, without gradients."""
     batches = [batch.to(device) for batch in micro_batches]
     if model.pipeline is not None:
         model.pipeline.forward_passes(loss_of, batches)
@@ -52,5 +53,5 @@ def forward_passes(
 
 
 def at_once(model: Decoder) -> int:
-    """Of how many micro-batches forward_passes() makes good use."""
+    """Number of micro-batches that forward_passes() should get at once."""
     return 1 if model.pipeline is None else model.pipeline.ranks

@@ -34,8 +34,8 @@ from kempner.parallel.shard import begin_micro_batch
 
 
 def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
-    """The blocks of each stage, one at least. The output layer takes as long as some blocks, and
-    the last stage has so many fewer. What is left over goes to late stages: 1F1B keeps the
+    """Return the blocks of each stage, at least one. The output layer costs as much time as some
+    blocks, so the last stage has fewer. The remainder goes to late stages: 1F1B keeps the
     activations of fewer passes there."""
     output = cfg.vocab_size * cfg.dim / (cfg.count_active() - 2 * cfg.vocab_size * cfg.dim)
     share = cfg.n_layers * (1 + output) / stages
@@ -50,7 +50,7 @@ def split_blocks(cfg: ModelConfig, stages: int) -> list[range]:
 
 
 class Blocks(nn.ModuleList):
-    """Some of the blocks of a model, under the names that they have in it: 5, 6, 7."""
+    """Some of a model's blocks, under the names that they have in the whole model: 5, 6, 7."""
 
     def __init__(self, blocks: nn.ModuleList, kept: Sequence[int]) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ class Stage(NamedTuple):
 def keep_own_stages(
     model: Decoder, layout: Layout, cfg: DistributedConfig, dtype: torch.dtype
 ) -> None:
-    """Of the model, which is on the meta device, keep the stages of this rank: of n ranks number r
-    has the stages r, r + n, and so on. `dtype`: of the activations."""
+    """Keep only this rank's stages of the model, which is on the meta device: of n ranks number r
+    has the stages r, r + n, and so on. `dtype`: dtype of the activations."""
     count, rank = layout.sizes.pp * cfg.pp_stages_per_rank, layout.at.pp
     parts = split_blocks(model.cfg, count)
     stages = [
@@ -100,9 +100,8 @@ def _forward(
     documents: Documents | None = None,
     token_losses: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Decoder.forward for one of its stages, from what the stage before it has sent, [B, t, D]; all
-    but the last one return that for the next. `tokens`, `targets`, `documents`: as the whole model
-    has them.
+    """Run Decoder.forward for one of its stages on the previous stage's output, [B, t, D]; all but
+    the last stage return x for the next. `tokens`, `targets`, `documents`: as for the whole model.
     """
     x: Tensor = model.embed(tokens) if received is None else received
     rope, seen = model.place(tokens, documents, None, x.dtype)
@@ -119,7 +118,7 @@ def _forward(
 
 
 class Pipeline:
-    """Runs the passes of the stages of this rank."""
+    """Runs the passes of this rank's stages."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Pipeline:
         cfg: DistributedConfig,
         dtype: torch.dtype,
     ) -> None:
-        """`count`: stages of all ranks."""
+        """`count`: number of stages over all ranks."""
         assert layout.pp is not None
         self._model, self._stages, self._count = model, stages, count
         self._group, self.ranks = layout.pp.get_group(), layout.sizes.pp
@@ -145,10 +144,11 @@ class Pipeline:
     def backward_passes(self, loss_of: LossOf, micro_batches: list[MicroBatch]) -> None:
         self._loss_of, self._micro_batches = loss_of, micro_batches
         key = len(micro_batches), micro_batches[0].inputs.shape
+        # torch's schedule is made for one number and one shape of micro-batches.
         if key not in self._schedules:
             self._schedules[key] = self._schedule(micro_batches)
-        # The schedule cuts tensors into micro-batches; ours have documents, too, and each stage
-        # looks up its own by number.
+        # The schedule can only cut tensors into micro-batches; ours also have documents. So it cuts
+        # a tensor of numbers, and each stage looks up its micro-batch.
         numbers = torch.arange(len(micro_batches))
         try:
             self._schedules[key].step(number=numbers, target=numbers, return_outputs=False)
@@ -157,7 +157,7 @@ class Pipeline:
         del self._loss_of, self._micro_batches
 
     def forward_passes(self, loss_of: LossOf, micro_batches: list[MicroBatch]) -> None:
-        """Each rank sends its activations on, and begins with the next micro-batch."""
+        """Pass activations from rank to rank; each starts the next micro-batch after sending."""
         for batch in micro_batches:
             for stage in self._stages:
                 received = None
@@ -173,7 +173,7 @@ class Pipeline:
     def _run(
         self, stage: Stage, received: Tensor | None, batch: MicroBatch, loss_of: LossOf
     ) -> Tensor:
-        """What the stage sends on; of the last one, the loss."""
+        """Return the stage's output for the next stage; from the last one, the loss."""
         if stage.last:
             return loss_of(partial(self._model, stage, received), batch)
         if self._own_tokens is not None:
@@ -182,8 +182,8 @@ class Pipeline:
         return x
 
     def _schedule(self, micro_batches: list[MicroBatch]) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        """For so many micro-batches, of this shape. Told all shapes, torch infers none: to do so it
-        would run the model, and add to what the loss adds to."""
+        """Make the schedule for micro-batches of this number and shape. All shapes are given: to
+        infer them torch would run the model, and add to its counters."""
         passing = self._activations(micro_batches[0]).requires_grad_()
         stages = [
             _TorchStage(
@@ -198,6 +198,8 @@ class Pipeline:
             )
             for stage in self._stages
         ]
+        # The last stage returns the loss itself, a sum over tokens: torch must not scale its
+        # gradients.
         settings: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(list(stages), len(micro_batches), **settings)
@@ -210,22 +212,22 @@ class Pipeline:
 
 
 class _Runs(nn.Module):
-    """What torch takes for the module of a stage."""
+    """A stage in the form of a module, as torch's schedule wants it."""
 
     def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
         super().__init__()
         self._pipeline, self._stage = pipeline, stage
 
     def forward(self, received: Tensor | None = None, *, number: Tensor) -> Tensor:
-        """`number` [1]: of the micro-batch, on the CPU."""
+        """Run micro-batch `number` [1], which is on the CPU."""
         pipeline = self._pipeline
         batch = pipeline._micro_batches[int(number)]
         return pipeline._run(self._stage, received, batch, pipeline._loss_of)
 
 
 class _TorchStage(PipelineStage):
-    """FSDP inside works as without a pipeline: torch's own way with it keeps all weights and
-    gradients of the stage whole through the step, which is distributed.sync_once here."""
+    """A stage in which FSDP works as without a pipeline: torch's own stage keeps all its weights
+    and gradients whole through the step, which is distributed.sync_once here."""
 
     def __init__(self, model: Decoder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

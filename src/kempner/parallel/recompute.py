@@ -1,9 +1,9 @@
-"""Activation checkpointing (arXiv:1604.06174): the backward pass computes again what the forward
-pass has not kept.
+"""Activation checkpointing (arXiv:1604.06174): the backward pass recomputes what the forward pass
+has not kept.
 
-Applied to every n-th block, or to some of its modules. `full` keeps what goes into it, nothing
-else; `selective` (arXiv:2205.05198) also the outputs of matrix products and of attention, nearly
-all of the work, and computes only norms, rotations and the activation function again.
+Applied to every n-th block, or to some of its modules. `full` keeps only the inputs; `selective`
+(arXiv:2205.05198) also the outputs of matrix products and of attention, nearly all of the work, and
+recomputes only norms, rotations and the activation function.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_
 
 from kempner.model.decoder import Decoder
 
-# What `selective` keeps. Not aten.bmm: in attention without a fused kernel its output is the whole
-# matrix of scores, T x T for each head.
+# Outputs that `selective` keeps. Not aten.bmm: in attention without a fused kernel its output is
+# the whole matrix of scores, T x T for each head.
 PRODUCTS = (
     "aten.mm",
     "aten.addmm",
@@ -26,8 +26,8 @@ PRODUCTS = (
     "aten._grouped_mm",
     "aten._scaled_grouped_mm",
 )
-# Left to run as they come: FSDP of experts, within a block, labels its work for the profiler, and
-# has more of it to do when the block is recomputed.
+# Ignored: FSDP of experts, within a block, labels its work for the profiler, and has more of it
+# to do when the block is recomputed; what was kept would not match.
 LABELS = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -42,7 +42,7 @@ ATTENTION = (
 
 
 class Settings(Protocol):
-    """What of the [train] section is meant here."""
+    """Fields of the [train] section that control recomputation."""
 
     @property
     def recompute(self) -> str: ...
@@ -53,11 +53,11 @@ class Settings(Protocol):
 
 
 def add_recompute(model: Decoder, cfg: Settings) -> None:
-    """Wrap what is recomputed. Before the model is compiled and sharded, so that a recomputation is
-    compiled, too, and finds the weights gathered."""
+    """Wrap the recomputed modules. Call it before compiling and sharding, so that the recomputation
+    is compiled, too, and finds the weights gathered."""
     if cfg.recompute == "none":
         return
-    # Nothing here is random: no state of the generators has to be kept and put back.
+    # Nothing here is random, so generator states need not be saved and restored.
     settings: dict[str, Any] = {"preserve_rng_state": False}
     if cfg.recompute == "selective":
         SAC_IGNORED_OPS.update(LABELS)
@@ -71,7 +71,7 @@ def add_recompute(model: Decoder, cfg: Settings) -> None:
 
 
 def kept() -> list[Any]:
-    """The operators whose outputs `selective` keeps, as far as this torch has them."""
+    """List the operators whose outputs `selective` keeps, as far as this torch has them."""
     found = []
     for name in (*PRODUCTS, *ATTENTION):
         library, _, operator = name.partition(".")

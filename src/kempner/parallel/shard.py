@@ -30,10 +30,10 @@ def shard(
     frozen: bool,
     whole: bool,
 ) -> None:
-    """fully_shard per block, over the embedding, and over the final norm and the output layer; HSDP
-    when the replicate axis is over 1. A tied embedding is needed at both ends: it stays with the
-    model itself, and gathered until the backward pass has ended. `whole`: of the model at once,
-    without hooks in it.
+    """Apply fully_shard to each block, to the embedding, and to the final norm and the output
+    layer; HSDP if the replicate axis is over 1. A tied embedding is needed at both ends: it stays
+    with the root module, gathered until the backward pass has ended. `whole`: shard the model at
+    once, without hooks inside.
 
     Gradients are summed, not averaged: the loss is divided by the tokens of all ranks, so the sum
     is the mean.
@@ -59,7 +59,8 @@ def shard(
         cut(model.embed, reshard_after_forward=frozen or between)
         assert isinstance(model.embed, FSDPModule)
         model.embed.set_unshard_in_backward(False)  # its gradient needs no weight
-        # What comes last in the forward pass comes first in the backward pass.
+        # The last modules of the forward pass come first in the backward pass: freeing them would
+        # gather them again at once.
         cut([model.norm, model.output], reshard_after_forward=frozen)
     for block in () if whole else model.blocks:
         cut(block, reshard_after_forward=frozen or between)
@@ -76,9 +77,9 @@ def shard(
 
 
 def prefetch(model: Decoder, count: int) -> None:
-    """Ask for the weights of `count` blocks ahead, from the block before them on. Left to itself
-    FSDP2 asks for one in the backward pass, and in the forward pass for as many as the host is
-    ahead of the device."""
+    """Gather the weights of `count` blocks ahead of their use. By default FSDP2 prefetches one
+    block in the backward pass, and in the forward pass as many as the host is ahead of the
+    device."""
     order: list[Any] = [model.embed, *model.blocks] if model.output is not None else [*model.blocks]
     end = [] if model.output is None else [model.norm]  # stands for its group
     for i, module in enumerate(order):
@@ -87,9 +88,9 @@ def prefetch(model: Decoder, count: int) -> None:
 
 
 class GradientSums:
-    """Sums of the gradients of bf16 weights over the micro-batches of a step, in fp32: left to
-    itself FSDP2 casts each reduced gradient to the dtype of its weight and adds it there, which
-    after 64 micro-batches is 0.8 % off, and after 512 6 %."""
+    """Sums of the gradients of bf16 weights over the micro-batches of a step, in fp32. FSDP2 alone
+    casts each reduced gradient to the dtype of its weight and adds it there, which after 64
+    micro-batches is 0.8 % off, and after 512 6 %."""
 
     def __init__(self, model: nn.Module) -> None:
         self.last = True  # whether the next backward pass is the last one of the step
@@ -100,7 +101,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _add(self, parameter: Tensor) -> None:
-        """Take over the gradient of a micro-batch; with the last one the parameter gets the sum."""
+        """Take over a micro-batch's gradient; after the last, give the sum to the parameter."""
         gradient, total = parameter.grad, self._sums.pop(parameter, None)
         assert gradient is not None
         if self.last and total is None:  # the only one, or summed by FSDP2 before it was cast
@@ -115,10 +116,11 @@ class GradientSums:
 
 
 def begin_micro_batch(model: nn.Module, last: bool) -> None:
-    """Before the forward of each micro-batch of a step; `last`: of the step. Gradients cross from
-    one replica to another once in a step, with the last one. With distributed.sync_once so do all:
-    until then each rank sums its own in fp32, and keeps the gathered weights. With reduce_dtype =
-    bf16 they cross each time: FSDP2 would hold the sum of the earlier ones in bf16."""
+    """Prepare the communication of a micro-batch, before its forward; `last`: the last one of the
+    step. Gradients cross from one replica to another once a step, with the last one. With
+    distributed.sync_once all of them do: until then each rank sums its own in fp32 and keeps the
+    gathered weights. With reduce_dtype = bf16 they cross each time: FSDP2 would hold the sum of the
+    earlier ones in bf16."""
     if not isinstance(model, FSDPModule):
         return
     if isinstance(model.fp32_sums, GradientSums):

@@ -61,6 +61,7 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     model.norm.register_forward_hook(partial(_gather, mesh.get_group()))
     if model.output is not None:  # what goes in and out is the loss's matter
         _cut(model.output, mesh, weight=ROWS)
+    # Each of these ranks routes all tokens, and the gradients of its losses are summed.
     model.routings.copies = mesh.size()
     model.loss = VocabularyLoss(model.loss, mesh)
 
@@ -71,9 +72,10 @@ def _split_block(block: Block, mesh: DeviceMesh) -> None:
             _cut(module, mesh, w1=Shard(1), w3=Shard(1), w2=Shard(2))
             continue
         cut = CUTS.get(name.rpartition(".")[2], Replicate())
-        # Of an adapter B A one matrix is cut as W is, and the other one has a side of its rank.
+        # Of an adapter B A, one matrix is cut like W; the other has no side of W's that is cut.
         a, b = (cut, Replicate()) if cut == COLUMNS else (Replicate(), cut)
         _cut(module, mesh, weight=cut, bias=cut, lora_a=a, lora_b=b)
+    # Norms work on each rank's own tokens; between gather and scatter all ranks have all tokens.
     for norm in (block.attention_norm, block.ffn_norm):
         norm.register_forward_hook(partial(_gather, mesh.get_group()))
     for layer in (block.attention, block.ffn):
@@ -84,7 +86,7 @@ def _split_block(block: Block, mesh: DeviceMesh) -> None:
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh, **cuts: Placement) -> None:
-    """The module's own parameters, by name; what is not named is whole on each rank."""
+    """Cut the module's own parameters, by name; those not named are whole on each rank."""
     for name, p in list(module.named_parameters(recurse=False)):
         cut = cuts.get(name, Replicate())
         part = distribute_tensor(p.detach(), mesh, [cut], src_data_rank=None)
@@ -92,8 +94,8 @@ def _cut(module: nn.Module, mesh: DeviceMesh, **cuts: Placement) -> None:
 
 
 def compute_on_parts(model: Decoder) -> None:
-    """Let each block compute with this rank's part of its parameters, as plain tensors. After the
-    blocks have been wrapped, before they are compiled."""
+    """Make each block compute with this rank's part of its parameters, as plain tensors. Call it
+    after the blocks have been wrapped and before they are compiled."""
     for module in (*model.blocks, model.norm):
         cut = [part for part in module.modules() if not isinstance(part, ParallelExperts)]
         module.register_forward_pre_hook(partial(_take_parts, cut))
@@ -103,8 +105,8 @@ def compute_on_parts(model: Decoder) -> None:
 def _take_parts(cut: Sequence[nn.Module], *_: Any) -> None:
     """Put the parts in the place of the parameters, where the code of a module finds them first.
 
-    Outside of what is compiled: torch 2.13 does not compile a recomputed block that is handed a
-    DTensor, because it takes the mesh for a tensor to be kept.
+    This stays outside of what is compiled: torch 2.13 does not compile a recomputed block that is
+    handed a DTensor, because it takes the mesh for a tensor to be kept.
     """
     for module in cut:
         for name, p in module.named_parameters(recurse=False):
@@ -113,8 +115,9 @@ def _take_parts(cut: Sequence[nn.Module], *_: Any) -> None:
 
 
 def own_part(weight: DTensor) -> Tensor:
-    """Of what is whole on every rank, such as the weight of a norm, each computes a part of the
-    gradient: from its own tokens, heads or hidden units."""
+    """Return this rank's part of a weight. For weights that are whole on every rank, such as a
+    norm's, each rank computes a part of the gradient: from its own tokens, heads or hidden
+    units."""
     gradients = [Partial() if cut.is_replicate() else cut for cut in weight.placements]
     return weight.to_local(grad_placements=gradients)
 
@@ -123,25 +126,26 @@ def own_part(weight: DTensor) -> Tensor:
 
 
 def _gather(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Tensor) -> Tensor:
-    """From this rank's tokens [B, T/n, D] to all. Each rank computes a part of their gradient."""
+    """All-gather this rank's tokens [B, T/n, D] into [B, T, D]. Each rank computes a part of their
+    gradient."""
     return cast(Tensor, all_gather_tensor_autograd(y, SEQUENCE, group))
 
 
 def _scatter(group: dist.ProcessGroup, _: nn.Module, inputs: Any, y: Any) -> Any:
-    """From a part of the sum for all tokens to the sum for this rank's."""
+    """Reduce-scatter this rank's part of the sum for all tokens to the sum for its own tokens."""
     if isinstance(y, tuple):  # experts, and how they were used
         return _scatter(group, _, inputs, y[0]), *y[1:]
     return reduce_scatter_tensor_autograd(y, "sum", SEQUENCE, group)
 
 
 def _arrived(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
-    """Wait for it: torch 2.13 compiles a block that is handed a tensor on its way
+    """Wait for the tensor: torch 2.13 compiles a block that is handed one on its way
     (AsyncCollectiveTensor), but with a gradient of 0 for it."""
     return y.clone()
 
 
 class VocabularyLoss:
-    """`loss`, which is loss.cross_entropy, with the rows of the vocabulary that this rank has."""
+    """The loss `loss`, as loss.cross_entropy, over this rank's rows of the vocabulary."""
 
     def __init__(self, loss: Callable[..., tuple[Tensor, ...]], mesh: DeviceMesh) -> None:
         self._loss = loss
@@ -154,8 +158,8 @@ class VocabularyLoss:
         return self._loss(x, weight.to_local(), targets, part=part)
 
     def _over_all_ranks(self, total: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """One small all-gather: of the logarithm of the sum, and of the target's logit, 0 on all
-        ranks but one; [N, 1] each."""
+        """Combine over the ranks in one small all-gather: the logarithm of the sum, and the
+        target's logit, which is 0 on all ranks but one; [N, 1] each."""
         ours = torch.cat((total, known), dim=1)
         parts = [torch.empty_like(ours) for _ in range(self._size)]
         dist.all_gather(parts, ours, group=self._group)

@@ -1,1 +1,1 @@
-"""What a configuration needs before it runs: memory, traffic, and combinations that fit."""
+"""Requirements of a configuration before it runs: memory, traffic, and combinations that fit."""

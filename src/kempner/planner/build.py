@@ -1,7 +1,7 @@
 """One rank of any world, built on this machine: `train.py CONFIG --check --build`.
 
-A fake process group stands for the other ranks, and the meta device for memory: what cannot be cut
-as the configuration says fails here, and not after hours in a queue.
+A fake process group stands for the other ranks, and the meta device for memory: a plan that cannot
+be applied fails here, and not after hours in a queue.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kempner.run import RunConfig
 
 
 def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
-    """Model and optimizer of rank 0, without values; returns what it holds, in words. Raises
-    ConfigError when they cannot be built."""
+    """Build model and optimizer of rank 0, without values; returns a description of what it holds.
+    Raises ConfigError if they cannot be built."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,7 +28,7 @@ def build(cfg: RunConfig, world_size: int, per_node: int) -> str:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         layout = build_layout(cfg.distributed, ranks, near, "cpu")
-        # Neither changes what is cut; 8-bit products need the GPU, and the compiler some seconds.
+        # Neither changes the sharding: fp8 needs the GPU, and compiling takes seconds.
         train = replace(cfg.train, fp8="none", compile=False)
         model = plan_model(cfg.model, layout, train, cfg.distributed, cfg.lora)
         build_optimizer(model, cfg.optimizer)

@@ -1,4 +1,4 @@
-"""Seconds that a GPU works on a step, from the configuration alone. No torch.
+"""Compute time of a step on a GPU, from the configuration alone. No torch.
 
 A roofline: products run at a share of the peak that grows with their size, attention at a share of
 its own, and all else at the rate of the GPU's memory. The constants are estimates for Hopper, from
@@ -83,15 +83,16 @@ def fp8_matrices(cfg: RunConfig, axes: Axes) -> list[tuple[int, int, int]]:
 
 
 def fp8_casts(cfg: RunConfig, axes: Axes, tokens: float) -> float:
-    """Bytes: of a product's input and of the gradient of its output, twice each, along their rows
-    and their columns. Those of the weights are few beside them."""
+    """Bytes moved by fp8 casts: a product's input and the gradient of its output, twice each, along
+    their rows and their columns. The weights' are negligible."""
     widths = sum((n * axes.tp + k) * often for n, k, often in fp8_matrices(cfg, axes))
     return FP8_CAST * 2 * tokens * widths * (1 if cfg.train.compile else EAGER)
 
 
 def attention(cfg: RunConfig, tokens: float) -> float:
-    """The same. The backward pass counts twice the forward pass, as in the usual formula, and takes
-    2.5 times its operations at a lower rate."""
+    """Operations of attention for `tokens`, as if all ran at the peak of bf16. The backward pass
+    counts as twice the forward pass in the usual formula, but takes 2.5 times its operations at a
+    lower rate."""
     model, length = cfg.model, cfg.train.seq_len
     each = model.flops_per_token(length) - model.flops_per_token(length, keys=0.0)
     most, half, limit = ATTENTION
@@ -106,7 +107,8 @@ def rising(most: float, half: float, size: float) -> float:
 
 
 def recomputed(cfg: RunConfig, what: str) -> float:
-    """How much of the forward pass runs again, of products, attention, or the other kernels."""
+    """Return the share of the forward pass that runs again: of products, attention, or the other
+    kernels."""
     train = cfg.train
     if train.recompute == "none" or (train.recompute == "selective" and what != "other kernels"):
         return 0.0
@@ -137,7 +139,8 @@ def pointwise(cfg: RunConfig, axes: Axes, tokens: float) -> float:
 
 
 def loss(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:
-    """Bytes: of the logits, and of the weight's gradient in fp32, which each chunk adds to."""
+    """Bytes moved by the loss: the logits, and the weight's gradient in fp32, which each chunk adds
+    to."""
     model = cfg.model
     rows = cfg.forward_rows(axes.data_ranks) * cfg.train.seq_len / axes.cp
     chunks = passes * math.ceil(rows / loss_rows(cfg))
@@ -147,9 +150,9 @@ def loss(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:
 
 
 def copies(cfg: RunConfig, axes: Axes, passes: float) -> float:
-    """Bytes that FSDP moves on this GPU beside what it sends: to gather, this rank's part is cast,
+    """Bytes that FSDP moves on this GPU besides what it sends: to gather, this rank's part is cast,
     and the whole is copied from the buffer; to reduce, gradients are cast into a buffer, and the
-    sum of this part is added in fp32. Of one rank that is 10 and 26 bytes a parameter."""
+    sum of this part is added in fp32. With one rank, 10 and 26 bytes a parameter."""
     how, n = cfg.distributed, axes.shard * axes.cp
     gather, reduce = 4 + 6 / n, 6 + 20 / n
     often = 1.0 if how.sync_once or not how.reshard_after_forward else 2.0
@@ -162,6 +165,7 @@ def copies(cfg: RunConfig, axes: Axes, passes: float) -> float:
 
 
 def update_bytes(cfg: RunConfig, axes: Axes) -> float:
-    """Bytes: weights and state are read and written, gradients read for the norm and the update."""
+    """Bytes moved by the update: weights and state are read and written, gradients read for the
+    norm and the update."""
     held = weights(cfg, axes, gpu=True)
     return 2 * (2 * held["gradients"] + held["optimizer"])

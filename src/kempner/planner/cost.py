@@ -1,7 +1,7 @@
-"""Bytes that a rank sends in a step, by what they are for, and a rough time of the step. No torch.
+"""Bytes that a rank sends in a step, by purpose, and a rough time of the step. No torch.
 
-The time ranks combinations; as a prediction it is a range that no GPU has confirmed. What a GPU
-computes is in compute.py; bytes travel at the rate of the link that their ranks share: NVLink
+The time ranks combinations; as a prediction it is a range that no GPU has confirmed. The
+computation is in compute.py; bytes travel at the rate of the link that their ranks share: NVLink
 inside a node, the network between nodes.
 """
 
@@ -78,7 +78,7 @@ class Traffic:
 
 
 def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
-    """Within a replica, and between replicas where there are several (lowcomm/)."""
+    """List the traffic within a replica, and between replicas if there are several (lowcomm/)."""
     own, ranks, near = one_replica(cfg, world_size, per_node)
     found = of_one_replica(own, ranks, near)
     if (replicas := world_size // ranks) > 1:
@@ -91,7 +91,8 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
 
 
 def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
-    """A ring sends (n - 1) / n of what it gathers or scatters, and twice that to reduce it."""
+    """List the traffic of one replica. A ring sends (n - 1) / n of what it gathers or scatters, and
+    twice that to reduce it."""
     axes = sizes(cfg.distributed, world_size, per_node)
     micro = cfg.forward_rows(axes.data_ranks)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
@@ -100,7 +101,7 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     experts = len(model.mixtures) * 3 * model.n_experts * model.dim * model.ffn_dim / cuts
     others = model.count_parameters() / cuts - experts
     n, found = axes.shard * axes.cp, []
-    # An expert is cut over the ranks that have the same ones.
+    # FSDP shards an expert over the ranks that have the same experts.
     sent = others * (n - 1) / n + experts / ep * (1 - ep / n)
     frozen, within = cfg.lora.rank > 0, n * axes.tp <= per_node
     how = cfg.distributed
@@ -129,8 +130,8 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
 
 
 def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
-    """Bytes that a rank with so many numbers sends to other replicas; without the ranges of the
-    codes. Codes are gathered; fp32 is summed."""
+    """Bytes that a rank with `numbers` elements sends to other replicas in a round, without the
+    ranges of the codes. Codes are gathered; fp32 is summed."""
     how, raw = cfg.lowcomm, raw_numbers(cfg) / trained(cfg)
     if how.compress == "none":
         return 2 * FP32 * numbers * (replicas - 1) / replicas
@@ -164,7 +165,7 @@ def offloaded_activations(cfg: RunConfig, axes: Axes, passes: int, compute: int)
 
 
 def host_memory(cfg: RunConfig, world_size: int, per_node: int) -> float:
-    """Bytes that the ranks of a node offload to it, at once."""
+    """Bytes of host memory that the ranks of a node offload to at once."""
     cfg, world_size, near = one_replica(cfg, world_size, per_node)
     axes = sizes(cfg.distributed, world_size, near)
     held, size = weights(cfg, axes, gpu=False), 0.0
@@ -195,7 +196,7 @@ def passing(cfg: RunConfig, axes: Axes, tokens: int, compute: int, per_node: int
         size = (often + 1) * layers * keys * (n - 1)  # backward sends keys and their gradients
         found.append(Traffic("context parallel: keys", size, n * axes.tp <= per_node, True))
     if (n := cfg.distributed.ep) > 1:
-        # To the experts and back, and the same for their gradients.
+        # To the experts and back, in the forward and in the backward pass.
         mixtures = len(model.mixtures) / axes.pp
         size = 2 * often * mixtures * stream * model.experts_per_token * (n - 1) / n
         found.append(Traffic("expert parallel: tokens", size, n * axes.tp <= per_node, False))
@@ -242,6 +243,6 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
 
 
 def utilisation(cfg: RunConfig, world_size: int, step: float, gpu: Gpu) -> float:
-    """MFU of a step of so many seconds."""
+    """MFU of a step that takes `step` seconds."""
     flops = cfg.model.flops_per_token(cfg.train.seq_len, cfg.lora.rank > 0)
     return flops * cfg.train.sequences * cfg.train.seq_len / (step * world_size * gpu.flops)

@@ -1,4 +1,4 @@
-"""Memory of one GPU that an engine of a run has, from the configuration alone. No torch."""
+"""Memory of one GPU with an engine of a run, from the configuration alone. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class EngineMemory(NamedTuple):
 def engine_memory(
     model: ModelConfig, inference: InferenceConfig, window: int, dtype: str
 ) -> EngineMemory:
-    """`window`: the most tokens of a text; `dtype`: the trainer's, which versions have."""
+    """Estimate an engine's memory. `window`: the most tokens of a text; `dtype`: the trainer's,
+    which its versions have."""
     size, own = 2 if dtype == "bf16" else 4, inference.engine == "kit"
     texts, cut = (inference.resolved_slots, 1) if own else (1, inference.tp)
     token = 2 * model.n_layers * model.kv_heads * model.resolved_head_dim * size
@@ -42,8 +43,8 @@ def engine_memory(
 
 
 def check_room(cfg: ModelConfig, slots: int, window: int, device: str) -> None:
-    """Raises ConfigError where the model, and keys and values of all texts, are more than the
-    memory of the GPU or, with `device` cpu, of the host."""
+    """Raise ConfigError if the model, and keys and values of all texts, need more than the memory
+    of the GPU or, with `device` cpu, of the host."""
     need = engine_memory(
         cfg, InferenceConfig(slots=slots), window, "bf16" if device == "cuda" else "fp32"
     )

@@ -30,15 +30,15 @@ class Memory:
 
 
 def memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True) -> Memory:
-    """Of the rank that needs most. `gpu`: on a GPU, where auto means bf16. Raises ConfigError where
-    axes or batch do not fit the world."""
+    """Estimate the memory of the rank that needs most. `gpu`: on a GPU, where auto means bf16.
+    Raises ConfigError if axes or batch do not fit the world."""
     cfg, world_size, per_node = one_replica(cfg, world_size, per_node)
     return max(moments(cfg, world_size, per_node, gpu), key=lambda each: each.peak)
 
 
 def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConfig, int, int]:
-    """What a replica (lowcomm/) has for itself: its share of the batch, and its ranks. Raises
-    ConfigError when they cannot be shared equally."""
+    """Return the configuration, ranks and ranks per node of one replica (lowcomm/): its share of
+    the batch and of the ranks. Raises ConfigError if they cannot be shared equally."""
     replicas = cfg.lowcomm.count(world_size, per_node)
     if replicas == 1:
         return cfg, world_size, per_node
@@ -91,8 +91,8 @@ def compute_bytes(cfg: RunConfig, gpu: bool) -> int:
 
 
 def weights(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
-    """What a rank keeps of the model between steps. What is offloaded from a GPU is not there; on a
-    CPU it is where it was."""
+    """Bytes of the model that a rank keeps between steps. What is offloaded from a GPU is not
+    counted; on a CPU it stays in the same memory."""
     count = float(cfg.model.count_parameters())
     size = 2 if cfg.train.weights == "bf16" else FP32
     if cfg.lora.rank:
@@ -112,12 +112,12 @@ def weights(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
 
 
 def trained(cfg: RunConfig) -> float:
-    """Numbers of the whole model that are trained."""
+    """Number of trained elements of the whole model."""
     return lora_parameters(cfg) if cfg.lora.rank else float(cfg.model.count_parameters())
 
 
 def optimizer_state(cfg: RunConfig) -> float:
-    """What the rule keeps of each number that is trained: with Muon, embedding and output have
+    """Bytes of the rule's state for all trained elements: with Muon, embedding and output have
     AdamW's."""
     tables = cfg.model.vocab_size * cfg.model.dim * (2 - cfg.model.tie_embeddings)
     by_adamw = tables if cfg.optimizer.name == "muon" and not cfg.lora.rank else 0
@@ -126,7 +126,7 @@ def optimizer_state(cfg: RunConfig) -> float:
 
 
 def state_bytes(cfg: RunConfig, rule: str) -> int:
-    """Of each number that this rule trains."""
+    """Bytes of state for each element that this rule trains."""
     kept, average = STATE[rule], 2 if cfg.optimizer.moments == "bf16" else FP32
     return average * len(kept.averages) + FP32 * len(kept.copies)
 
@@ -139,14 +139,15 @@ def outer_state(cfg: RunConfig) -> float:
 
 
 def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
-    """Of a fragment: what is sent, and what it is made from or becomes."""
+    """Bytes of a fragment in exchange: what is sent, and what it is made from or becomes."""
     if not cfg.lowcomm.on:
         return 0.0
     return 2 * FP32 * trained(cfg) / (axes.shard * axes.cp * axes.tp) / cfg.lowcomm.fragments
 
 
 def raw_numbers(cfg: RunConfig) -> float:
-    """Numbers that go between replicas in fp32, whatever the codes of the others; norms are few."""
+    """Number of elements exchanged between replicas in fp32, whatever the codec of the others;
+    norms are few."""
     table, raw = cfg.model.vocab_size * cfg.model.dim, cfg.lowcomm.raw
     output = "output" in raw and not cfg.model.tie_embeddings
     return 0.0 if cfg.lora.rank else float(table * (("embeddings" in raw) + output))
@@ -165,7 +166,8 @@ def lora_parameters(cfg: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What fully_shard adds: whole weights in the compute dtype, and gradients on their way."""
+    """Memory that fully_shard adds: whole weights in the compute dtype, and gradients in
+    reduction."""
 
     root: float  # last norm and output layer; with a tied one whole from the first block on
     tied: float  # of these, what stays through the backward pass: a tied embedding
@@ -195,7 +197,7 @@ class Gathered:
             stays=compute * stays,
             head_gradient=0.0 if cfg.lora.rank else compute * table,
             root_gradients=reduce * root,
-            # Those of one block are summed over the ranks while the next one's are made.
+            # One block's gradients are reduced over the ranks while the next block's are computed.
             reduced=reduce * block * (1 if axes.shard * axes.cp * axes.replicate == 1 else 2),
         )
 
@@ -226,17 +228,16 @@ def kept_of_blocks(cfg: RunConfig, axes: Axes) -> tuple[float, float]:
 def activations(
     cfg: RunConfig, axes: Axes, tokens: int, compute: int, gpu: bool
 ) -> tuple[float, float]:
-    """What the backward pass of all blocks needs, and what that of one block has beside it while it
-    runs.
+    """Return the bytes that the backward pass of all blocks needs, and the extra bytes of one block
+    while its backward runs.
 
     Kept of a block, eager: the stream before attention and SwiGLU, and after each norm (4 D), q, k,
-    v and what attention returns, and four of SwiGLU's inner width (both products, the gate, and
-    their product); compiled, what is a pointwise function of the others is computed again. A CPU
-    has no fused RMSNorm, and keeps what it normalised. With post_norms what attention and SwiGLU
-    return is kept, too. Tensor parallelism divides all of it, but for the whole inputs of
-    attention, SwiGLU and experts. A stage of a pipeline has its layers alone, for as many passes as
-    there are stages. A token's experts have what SwiGLU has, each, and its input and output once
-    more, in their order.
+    v and the output of attention, and four of SwiGLU's inner width (both products, the gate, and
+    their product); compiled, pointwise functions of the others are recomputed. A CPU has no fused
+    RMSNorm, and keeps its input. With post_norms the outputs of attention and SwiGLU are kept, too.
+    Tensor parallelism divides all of it, but for the whole inputs of attention, SwiGLU and experts.
+    A pipeline stage has its layers alone, for as many passes as there are stages. A token's experts
+    have what SwiGLU has, each, and its input and output once more, in their order.
     """
     model, width = cfg.model, cfg.model.resolved_head_dim
     heads = 2 * (model.n_heads + model.kv_heads) * width
@@ -275,8 +276,8 @@ def activations(
 
 
 def on_device(cfg: RunConfig, kept: float, blocks: float, gpu: bool) -> float:
-    """Of the activations that `blocks` keep, those that are on the device while the others wait on
-    the host: of the block at work, and of those whose copies are under way. On a CPU both are
+    """Return the part of the activations kept by `blocks` that stays on the device while the others
+    wait on the host: the block at work, and those whose copies are under way. On a CPU both are
     counted."""
     if not cfg.train.offload_activations:
         return kept

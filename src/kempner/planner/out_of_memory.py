@@ -1,4 +1,4 @@
-"""What is left of a run that needs more memory than its GPU has: a snapshot, and a way out."""
+"""Report of a run that needs more memory than its GPU has: a snapshot, and a way out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kempner.run import RunConfig
 
 
 def explain(cfg: RunConfig, world: World, check: Check) -> str:
-    """Write what fills this rank's GPU; returns what would need less, in words."""
+    """Write a snapshot of this rank's GPU memory; returns advice on what would need less."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,8 +23,8 @@ def explain(cfg: RunConfig, world: World, check: Check) -> str:
 
 
 def advice(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
-    """For a run that is out of memory: what fills it, and the fastest combination that needs a
-    tenth less."""
+    """Advise a run that is out of memory: the largest parts, and the fastest combination that needs
+    a tenth less."""
     needs = memory(cfg, world_size, per_node)
     gpu = GPUS["H100"]._replace(gib=0.9 * needs.peak / GIB + RESERVE_GIB)
     parts = sorted(needs.parts.items(), key=lambda part: -part[1])[:3]

@@ -1,9 +1,9 @@
-"""Which nodes and GPUs of a job train, and which have engines. No torch.
+"""Placement: the nodes and GPUs of a job that train, and those that have engines. No torch.
 
-    python -m kempner.planner.placement --nodes N --tasks T --gpus G --names A,B < CONFIG.toml
+python -m kempner.planner.placement --nodes N --tasks T --gpus G --names A,B < CONFIG.toml
 
 prints, for the batch script, the numbers of a Placement, other values that it needs, and a text for
-its log. Exit code 2 when the job does not fit.
+its log. Exit code 2 if the job does not fit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kempner.rl.config import DeploymentConfig, InferenceConfig
 
 
 class Placement(NamedTuple):
-    """Nodes that train come first: the batch script and the orchestrator are on the first of them,
-    and the loss of any node with engines costs engines alone."""
+    """Numbers of nodes and GPUs. Nodes that train come first: the batch script and the orchestrator
+    are on the first of them, and the loss of any node with engines costs engines alone."""
 
     train_nodes: int
     train_tasks: int  # on each of them
@@ -37,7 +37,7 @@ class Placement(NamedTuple):
 def place(
     deployment: DeploymentConfig, inference: InferenceConfig, nodes: int, tasks: int, gpus: int
 ) -> Placement:
-    """Of a job with so many nodes, and tasks and GPUs on each (`gpus` 0: without). Raises
+    """Place a job of `nodes` nodes, with `tasks` and `gpus` on each (0: no GPUs). Raises
     ConfigError."""
     own, tp = not inference.urls, inference.tp
     both = deployment.num_infer_nodes == 0
@@ -89,8 +89,8 @@ def place(
 def engine_words(
     inference: InferenceConfig, seq_len: int, deterministic: bool = False
 ) -> list[str]:
-    """More words for the command line of an engine. No conversation is longer than a row of the
-    trainer: a model may see 131,072 tokens, and memory for all of them would be in vain."""
+    """Return further words for the command line of an engine. No conversation is longer than a row
+    of the trainer: memory for all the 131,072 tokens that a model may see would be wasted."""
     if inference.engine == "vllm":
         return [f"--max-model-len={seq_len}", *inference.args]
     same = ["--deterministic"] if deterministic else []
@@ -98,7 +98,8 @@ def engine_words(
 
 
 def check_memory(memory: EngineMemory, inference: InferenceConfig, window: int) -> None:
-    """Raises ConfigError when no GPU has so much; which ones the job gets is not known yet."""
+    """Raise ConfigError if no known GPU has that much memory; which ones the job gets is not known
+    yet."""
     largest = max(GPUS.values(), key=lambda gpu: gpu.usable)
     if memory.peak <= largest.usable:
         return
@@ -123,7 +124,7 @@ def _check_tp(count: int, tp: int, what: str) -> None:
 def describe(
     placement: Placement, inference: InferenceConfig, gpus: int, names: Sequence[str]
 ) -> list[str]:
-    """A line for each kind of process; `names`: of all nodes."""
+    """Describe each kind of process in a line; `names`: of all nodes."""
     first, each = placement.first_node, placement.on_node
     lines = [
         f"trainer: {placement.train_tasks} task(s) on {', '.join(names[: placement.train_nodes])}"
@@ -176,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _known(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a resolved configuration, in which "none" stands for None."""
+    """Convert a section of a resolved configuration, in which "none" stands for None."""
     return {key: None if value == "none" else value for key, value in section.items()}
 
 

@@ -1,7 +1,7 @@
-"""Which combinations of levers fit a GPU, and which are fastest by the estimate. No torch.
+"""Search for combinations of levers that fit a GPU, ranked by estimated time. No torch.
 
-What may be combined is not known here: every candidate goes through the checks that a run's own
-configuration goes through, and what these refuse is left out.
+What may be combined is not known here: every candidate passes through the checks of a run's own
+configuration, and those that these refuse are left out.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def best(
     count: int = 3,
     host: float = HOST_BYTES,
 ) -> list[Candidate]:
-    """The fastest by the estimate that fit; of equals the one that changes less. `host`: bytes of a
-    node that may be offloaded to."""
+    """Return the fastest combinations by the estimate that fit; among equals, those with fewer
+    changes. `host`: bytes of a node that may be offloaded to."""
     found, known = [], problems_of(cfg)
     _, ranks, near = one_replica(cfg, world_size, per_node)
     for levers in candidates(cfg, ranks):
@@ -82,7 +82,7 @@ def best(
 
 
 def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> str:
-    """What to do where best() finds nothing: memory is the reason if any combination passes the
+    """Return what to do if best() finds nothing: memory is the reason if any combination passes the
     checks."""
     known = problems_of(cfg)
     _, ranks, near = one_replica(cfg, world_size, per_node)
@@ -97,8 +97,8 @@ def why_none(cfg: RunConfig, world_size: int, per_node: int, check: Check) -> st
 def changes(
     cfg: RunConfig, levers: Mapping[str, Any], world_size: int, per_node: int
 ) -> dict[str, Any]:
-    """Those of the levers that do not stand in the configuration; axes of the same sizes are the
-    same, however they are written."""
+    """Return the levers that differ from the configuration; axes of equal sizes are equal, however
+    they are written."""
     changed = {key: value for key, value in levers.items() if value != value_of(cfg, key)}
     axes = changed.keys() & {f"distributed.{name}" for name in MESH}
     with contextlib.suppress(ConfigError):
@@ -109,8 +109,8 @@ def changes(
 
 
 def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
-    """Values for every lever that costs or saves memory, by section.key. What the axes leave of the
-    ranks, those of one replica, is copies."""
+    """Yield values for every lever that costs or saves memory, by section.key. The ranks of a
+    replica that the axes leave are copies."""
     small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
     shards = sorted({*small, *(world_size // n for n in small)})
     meshes = [

@@ -1,4 +1,4 @@
-"""The losses on preferences, whose two answers are neighbours in a row: the chosen one is an even
+"""Losses on preferences, whose two answers are neighbours in a row: the chosen one is an even
 document of it, the rejected one the odd one after it.
 
 Both say how much more value the model gives to the chosen answer, v, and the loss of a pair is
@@ -21,20 +21,20 @@ from kempner.model.attention import Documents
 
 
 class Preference:
-    """An objective (kempner.objective) on pairs of answers. It also counts how often
-    the chosen answer has the higher value, and sums up by how much."""
+    """An objective (kempner.objective) on pairs of answers. It also counts how often the chosen
+    answer has the higher value, and sums the margins."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(2, device=device)  # pairs that are ordered right, and margins
 
     def values(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """The value of each document, fp32 [N]."""
+        """Compute the value of each document, fp32 [N]."""
         raise NotImplementedError
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
-        """The sum of the losses of the pairs, fp32 []; the loss of each, [B, T], where its second
-        document ends; and the batch with a target there alone, so that pairs are counted as tokens
-        are elsewhere."""
+        """Return the sum of the losses of the pairs, fp32 []; the loss of each, [B, T], where its
+        second document ends; and the batch with targets only there, so that pairs are counted as
+        tokens are elsewhere."""
         assert batch.documents is not None
         values, second = self.values(model, batch), second_of_pair(batch.documents)
         margins = F.pad(values[:-1] - values[1:], (1, 0))  # [N]: of each and the one before it
@@ -50,7 +50,7 @@ class Preference:
         return losses.sum(), places.view(targets.shape), replace(batch, targets=targets)
 
     def numbers(self) -> dict[str, Tensor]:
-        """Since the last call."""
+        """Return the numbers since the last call, and reset them."""
         right, margin = self._sums.clone().unbind()
         self._sums.zero_()
         return {"ordered_right": right, "margin_sum": margin}
@@ -91,8 +91,8 @@ class Reward(Preference):
 
 
 def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As loss.cross_entropy, and its terms have a gradient, too: logits are computed again in the
-    backward pass, a chunk at a time."""
+    """Compute the same as loss.cross_entropy, but with a gradient for its terms, too: logits are
+    recomputed in the backward pass, a chunk at a time."""
     rows = max(1, CHUNK_LOGITS // weight.shape[0])
     parts = [
         checkpoint(_token_losses, part, weight, labels, use_reentrant=False)
@@ -108,7 +108,8 @@ def _token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_scores(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each target that is not -100 its logit, not normalized: fp32 [N], and their sum."""
+    """Return the sum of the scores, and the scores, fp32 [N]: the logit, not normalized, of each
+    target; 0 where it is -100."""
     counts = targets != IGNORE
     rows = weight[torch.where(counts, targets, 0)]
     scores = torch.where(counts, (x.float() * rows.float()).sum(1), 0.0)
@@ -116,12 +117,12 @@ def token_scores(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Te
 
 
 def second_of_pair(documents: Documents) -> Tensor:
-    """Which documents are the rejected answer of the one before, bool [N]."""
+    """Mark the documents that are the rejected answer to the one before, bool [N]."""
     return documents.index.flatten()[documents.starts[:-1].long()] % 2 == 1
 
 
 def sum_by_document(terms: Tensor, documents: Documents) -> Tensor:
-    """Sums [N] of terms [B, T]."""
+    """Sum terms [B, T] by document, [N]."""
     lengths = documents.starts.diff().long()
     number = torch.arange(len(lengths), device=terms.device)
     number = number.repeat_interleave(lengths, output_size=terms.numel())

@@ -1,1 +1,1 @@
-"""Proves the nodes of a job before they train: scripts/slurm/preflight.sh."""
+"""Checks of a job's nodes before they train: scripts/slurm/preflight.sh."""

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         return prove(options)
-    except OSError as error:  # a full disk is no fault of a node, nor bad input
+    except OSError as error:  # a full disk is neither a node's fault nor bad input
         fix = "" if isinstance(error, NoFreePort) else ": make room"
         where = "" if isinstance(error, NoFreePort) else f"{error.filename or options.json}: "
         complain("preflight", [f"{where}{error.strerror}{fix}"])
@@ -87,7 +87,8 @@ def prove(options: argparse.Namespace) -> int:
 
 
 def pick_kind(options: argparse.Namespace, nodes: list[NodeResult]) -> str:
-    """cuda or cpu, as the trainer chooses: the GPUs of a test cluster are only numbers to Slurm."""
+    """Choose cuda or cpu, as the trainer does: the GPUs of a test cluster are only numbers to
+    Slurm."""
     if options.device == "cpu" or not options.gpus:
         return "cpu"
     real = any(node.facts.get("real_gpus") for node in nodes)
@@ -95,7 +96,7 @@ def pick_kind(options: argparse.Namespace, nodes: list[NodeResult]) -> str:
 
 
 def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[NodeResult]:
-    """Wait for the tasks; `ended` is there once srun has ended."""
+    """Wait for the tasks; `ended` exists once srun has ended."""
     everyone = range(len(names) * tasks)
     keys = driver.ask(everyone, {"what": "node"})
     began = time.monotonic()
@@ -122,8 +123,8 @@ def check_in(driver: Driver, ended: Path, names: list[str], tasks: int) -> list[
 
 
 def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
-    """Each node's clock minus this host's, as NTP estimates it: the answer is taken to be from the
-    middle of the round trip."""
+    """Measure each node's clock minus this host's, as NTP estimates it: the answer is taken to be
+    from the middle of the round trip."""
     for node in filter(lambda node: node.answered, nodes):
         asked = time.time()
         keys = driver.ask([node.first], {"what": "time"})
@@ -133,7 +134,7 @@ def check_clocks(driver: Driver, nodes: list[NodeResult]) -> None:
 
 
 def check_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> None:
-    """The first node writes a token that all others must see. They know directory and token from
+    """Let the first node write a token that all others must see. They know directory and token from
     the batch script."""
     here = [node for node in nodes if node.answered]
     for what, group in (("write", here[:1]), ("read", here)):
@@ -147,7 +148,7 @@ def check_directory(driver: Driver, nodes: list[NodeResult], folder: Path) -> No
 
 
 def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float) -> Report:
-    """All-reduces inside each node, between neighbours, and of all tasks."""
+    """Measure all-reduces inside each node, between neighbours, and of all tasks."""
     report = Report(nodes, kind=kind, least=least)
     here = [node for node in nodes if node.answered]
     if any(len(node.ranks) > 1 for node in here):
@@ -164,7 +165,7 @@ def measure_all(driver: Driver, nodes: list[NodeResult], kind: str, least: float
         for (a, b), figure in zip(pairs, figures, strict=True):
             take_transport(figure, [here[a], here[b]])
             report.add_pair(here[a], here[b], figure)
-    # What was slow while other pairs were busy is measured again, alone, with the best node.
+    # A node that was slow while other pairs were busy is measured again, alone, with the best node.
     suspects = slow_nodes(report)
     good = [node for node in here if node not in suspects]
     if len(good) * 2 > len(here):
@@ -189,8 +190,8 @@ def take_transport(figure: dict[str, Any], nodes: list[NodeResult]) -> None:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours on a ring of `count` nodes (3 or more), in rounds in which each node has
-    at most one partner. Each node meets two others, so that one bad partner does not make it look
+    """Pair neighbours on a ring of `count` nodes (3 or more), in rounds in which each node has at
+    most one partner. Each node meets two others, so that one bad partner does not make it look
     bad."""
     if count < 3:
         return []

@@ -1,5 +1,4 @@
-"""How fast a group of ranks all-reduces: latency of a small message, bus bandwidth of a large
-one."""
+"""Speed of a group's all-reduce: latency of a small message, bus bandwidth of a large one."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def run_in_child(
             os.write(write, READY)
 
         try:
-            # CUDA would say so too, but only on a node with GPUs, where no test of ours runs.
+            # CUDA would fail too, but only on a node with GPUs, where the tests do not run.
             assert not torch.cuda._is_in_bad_fork(), "CUDA was asked before the fork"
             answer = measure(connected)
         except Exception as error:  # whatever it is, the table shows it
@@ -117,7 +116,7 @@ def measure_allreduce(
     )
 
     def seconds(message: torch.Tensor) -> float:
-        """The slowest rank's, so that all ranks decide the same."""
+        """Return the slowest rank's seconds, so that all ranks decide alike."""
         began = time.perf_counter()
         dist.all_reduce(message)
         if kind == "cuda":

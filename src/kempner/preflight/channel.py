@@ -32,7 +32,7 @@ LONGEST = 1 << 24  # bytes of an answer: a node may have thousands of packages
 
 
 def token() -> str:
-    """What the first node writes for the others to see. It does not travel."""
+    """Return the token that the first node writes for the others to see. It does not travel."""
     return hashlib.sha256(f"preflight {peers.job_key()}".encode()).hexdigest()[:16]
 
 
@@ -122,7 +122,8 @@ class _Lines:
             self.socket.sendall(line)
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has come. Whoever says what is not understood is not heard any more."""
+        """Return the messages that have come. A peer that sends anything else is not heard any
+        more."""
         data = b""
         with contextlib.suppress(OSError):
             data = self.socket.recv(1 << 16)
@@ -151,7 +152,7 @@ class Task:
         self._say({"rank": rank})
 
     def question(self) -> dict[str, Any]:
-        """Wait for the next question; "end" when the driver is gone."""
+        """Wait for the next question; "end" if the driver is gone."""
         line = b""
         with contextlib.suppress(OSError):
             line = self._lines.readline()

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The driver may end while a task still waits for it, and torch then prints the stack of its client.
-# What fails is told by exceptions, which the table shows. torch reads this as it is imported.
+# The driver may end while a task still waits for it, and torch then prints its client's stack.
+# Exceptions report failures, and the table shows them. torch reads this variable on import.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 import torch
@@ -76,19 +76,21 @@ def main() -> int:
 
 
 def driver_has_ended(address: str, port: int) -> bool:
-    """It listens before it says its port. A client of torch's store would knock at a closed one
-    for two minutes, until the batch script ends the step by force."""
+    """Return whether nobody listens at the driver's port. The driver listens before it says its
+    port; a client of torch's store would retry a closed one for two minutes, until the batch script
+    ends the step by force."""
     try:
         socket.create_connection((address, port), CONNECT_S).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # no way to it: who connects says more
+    except OSError:  # unreachable: connecting gives the better error
         pass
     return False
 
 
 def directory() -> Path:
-    """That must be shared and writable: from the batch script, never from the network."""
+    """Return the directory that must be shared and writable: from the batch script, never from the
+    network."""
     return Path(os.environ["KEMPNER_PREFLIGHT_DIR"])
 
 
@@ -107,7 +109,8 @@ def measure(
 
 
 def describe_node(local_rank: int) -> dict[str, Any]:
-    """What the driver compares between nodes; of tasks other than the first only who they are."""
+    """Describe the node, for the driver to compare; tasks other than the first only say who they
+    are."""
     node: dict[str, Any] = {"host": socket.gethostname(), "local_rank": local_rank}
     if local_rank:
         return node
@@ -135,8 +138,8 @@ def describe_node(local_rank: int) -> dict[str, Any]:
 
 
 def torch_sees_gpus() -> bool:
-    """Asked in a process of its own: the question alone makes torch refuse CUDA in every process
-    that this one forks later, and so in all measurements."""
+    """Return whether torch can use GPUs. Asked in a child: the question alone makes torch refuse
+    CUDA in every process that this one forks later, and so in all measurements."""
 
     def ask(connected: Callable[[], None]) -> dict[str, Any]:
         connected()
@@ -146,7 +149,8 @@ def torch_sees_gpus() -> bool:
 
 
 def packages() -> dict[str, str]:
-    """Version of each installed package; of several, of the one that Python imports."""
+    """Map each installed package to its version; of several, to that of the one that Python
+    imports."""
     found: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         if package.name:
@@ -155,9 +159,9 @@ def packages() -> dict[str, str]:
 
 
 def gpus_seen() -> tuple[int | None, list[str]]:
-    """How many of the job's GPUs the driver lists, or of its instances of MIG Slurm; without a
-    driver, how many Slurm gave to the task, or None where Slurm set nothing. And the errors that
-    the GPUs report, one line each."""
+    """Return the number of the job's GPUs that the driver lists, or of its MIG instances Slurm
+    lists; without a driver, the number that Slurm gave to the task, or None if it set nothing. And
+    the errors that the GPUs report, one line each."""
     given = given_names()
     instances = [name for name in given or () if name.startswith("MIG-")]
     reader = open_reader()
@@ -165,14 +169,14 @@ def gpus_seen() -> tuple[int | None, list[str]]:
         if reader is not None:
             gpus = of_this_job(reader.read())
             faults = [f"{gpu.label}: {n} = {v}" for gpu in gpus for n, v in at_rest(gpu)]
-            if not instances:  # of the same card, other jobs have other ones
+            if not instances:  # other jobs may have other instances of the card
                 faults += memory_in_use(reader)
             return len(instances) or len(gpus), faults
     return None if given is None else len(given), []
 
 
 def memory_in_use(reader: Reader) -> list[str]:
-    """The GPUs whose memory others have, one line each. The run would end by lack of memory, which
+    """Describe GPUs whose memory others hold, one line each. The run would run out of memory, which
     looks like a fault of its own."""
     end = time.monotonic() + FREED_S
     while True:
@@ -190,7 +194,8 @@ def memory_in_use(reader: Reader) -> list[str]:
 
 
 def process_name(pid: int) -> str:
-    """With its program and user, where this process may see it: not from inside a container."""
+    """Describe a process by program and user, if this process may see it: not from inside a
+    container."""
     try:
         program = Path(f"/proc/{pid}/comm").read_text().strip()
         user = Path(f"/proc/{pid}").owner()
@@ -208,7 +213,7 @@ def memory_free() -> int:
 
 
 def active_ports() -> list[str]:
-    """The active RDMA ports, with their rates."""
+    """List the active RDMA ports, with their rates."""
     ports = []
     for port in sorted(SYS.glob("class/infiniband/*/ports/*")):
         if (port / "state").read_text().startswith("4:"):
@@ -228,7 +233,7 @@ def write_token(folder: Path, text: str) -> dict[str, Any]:
 
 
 def read_token(folder: Path, text: str) -> dict[str, Any]:
-    """Can this node see the first node's token, and write beside it?"""
+    """Check that this node sees the first node's token, and can write beside it."""
     file = folder / TOKEN
     for _ in range(50):  # NFS may take seconds to show a new file
         try:

@@ -1,4 +1,4 @@
-"""What the nodes answered, which of them are faulty, and the table that shows it."""
+"""Verdict on the nodes from their answers, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ NAMED = 8  # of many nodes
 
 @dataclass
 class NodeResult:
-    """What is known about a node. `ranks`: its tasks that answered. `transport`: what NCCL uses
-    between nodes."""
+    """Facts about a node. `ranks`: its tasks that answered. `transport`: NCCL's between nodes."""
 
     name: str
     ranks: list[int]
@@ -38,7 +37,7 @@ class NodeResult:
 
     @property
     def answered(self) -> bool:
-        """Its first task has, so that it can be asked more."""
+        """True if its first task has answered, so that it can be asked more."""
         return bool(self.facts)
 
     @property
@@ -69,7 +68,8 @@ class Report:
         return bool(self.faults) or any(node.faults for node in self.nodes)
 
     def expected_of(self, node: NodeResult) -> int:
-        """GPUs that its first task should see: with --gpu-bind not those of the other tasks."""
+        """Return the GPUs that its first task should see: with --gpu-bind not those of the other
+        tasks."""
         given = node.facts.get("gpus_given")
         return self.gpus if given is None else min(self.gpus, given)
 
@@ -77,7 +77,8 @@ class Report:
         a.pairs[b.name] = b.pairs[a.name] = figure
 
     def record(self) -> dict[str, Any]:
-        """What the JSON file holds. "bad": the faulty nodes, as sbatch --exclude takes them."""
+        """Return the content of the JSON file. "bad": the faulty nodes, as sbatch --exclude takes
+        them."""
         return {
             "bad": ",".join(node.name for node in self.nodes if node.faults),
             "faults": self.faults,
@@ -100,7 +101,7 @@ class Report:
         }
 
     def table(self) -> str:
-        """A row for each node and a line for each fault."""
+        """Format a row for each node and a line for each fault."""
         rows = [("node", "GPUs", "memory", "clock", "network", "inside", "best pair", "")]
         for node in self.nodes:
             facts = node.facts
@@ -163,7 +164,8 @@ def show(figure: Figure | None) -> str:
 
 
 def slow_nodes(report: Report) -> list[NodeResult]:
-    """Nodes that are slow with every partner: under half of the median node, or under `least`."""
+    """List nodes that are slow with every partner: under half of the median node, or under
+    `least`."""
     paired = [node for node in report.nodes if node.pairs]
     if not paired:
         return []
@@ -172,9 +174,9 @@ def slow_nodes(report: Report) -> list[NodeResult]:
 
 
 def blame_late(report: Report, ended: bool) -> None:
-    """A node whose tasks have not answered is faulty, but not one of many: those wait for what they
-    share, as a file system that reads Python's packages for the first time. `ended`: srun has, so
-    that they are not late: they have failed."""
+    """Mark nodes whose tasks have not answered as faulty, unless many have not: those wait for what
+    they share, such as a file system that reads Python's packages for the first time. `ended`: srun
+    has ended, so that they are not late: they have failed."""
     late = [node for node in report.nodes if node.late]
     if len(late) <= max(FEW, FEW_SHARE * len(report.nodes)):
         for node in late:
@@ -225,7 +227,7 @@ def compare(report: Report) -> None:
 
 
 def check_transport(node: NodeResult, alone: bool) -> None:
-    """Does NCCL use the fast network that the node has? It falls back to TCP without an error."""
+    """Check that NCCL uses the node's fast network: it falls back to TCP without an error."""
     network, used = node.facts["network"], node.transport
     if alone or not used or used in (expected(network) or (used,)):
         return
@@ -237,7 +239,7 @@ def check_transport(node: NodeResult, alone: bool) -> None:
 
 
 def check_whole(report: Report) -> None:
-    """The all-reduce of all tasks; of two slow nodes neither can be blamed."""
+    """Check the all-reduce of all tasks; of two slow nodes neither can be blamed."""
     if report.whole is None or any(node.faults for node in report.nodes):
         return
     if "error" in report.whole:

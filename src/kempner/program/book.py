@@ -1,4 +1,4 @@
-"""The run directory of a program: its lock, its records, and how far it has come. No torch."""
+"""The run directory of a program: its lock, its records, and its progress. No torch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ FLUSH_S = 30.0  # for the last writes
 
 
 def has_trained(events: Sequence[Event], command: str) -> bool:
-    """Whether an attempt with this command, by its hash, has done a step, saved, or run until it
-    was asked to leave."""
+    """Return whether an attempt with this command, by its hash, has done a step, saved, or run
+    until it was asked to leave."""
     own = {start.attempt_id for start in of_kind(events, Start) if start.command == command}
     left = (end for end in of_kind(events, End) if end.state == "interrupted")
     return any(event.attempt_id in own for event in (*of_kind(events, FirstStep), *left))
 
 
 def is_done(options: Options) -> bool:
-    """Whether an earlier start of this job has done this command: a script of the user's own may
-    have several, and all of them start again when the job is requeued."""
+    """Return whether an earlier start of this job has done this command: a user's script may have
+    several, and all of them start again when the job is requeued."""
     events = read(options.run_dir / "attempts.jsonl")
     mine = hash_of(options.command)
     own = {start.attempt_id for start in of_kind(events, Start) if start.command == mine}
@@ -56,8 +56,8 @@ def hash_of(command: Sequence[str]) -> str:
 
 
 class Book:
-    """What rank 0 records of an attempt, as the trainer does (run_directory.py), so that all that
-    reads a run directory reads this one, too."""
+    """Rank 0's records of an attempt, in the trainer's form (run_directory.py), so that every
+    reader of a run directory reads this one, too."""
 
     def __init__(self, options: Options, on_lost: Callable[[str], None] | None = None) -> None:
         """`on_lost(why)`: another process has taken the run directory, and this one is about to
@@ -90,11 +90,12 @@ class Book:
         self._printed: Steps | None = None  # the first steps, until FirstStep is recorded
 
     def start(self, hosts: list[str], newest: int | None) -> list[str]:
-        """Returns what has changed in the program's code since the last attempt. `newest`: the
-        number in the name of the newest checkpoint. Where the program goes on from is known once
-        it prints a step."""
+        """Record the start; returns what has changed in the program's code since the last attempt.
+        `newest`: the number in the name of the newest checkpoint. The step that the program
+        continues from is known once it prints a step."""
         self._resumes = newest
         self.step = newest if self._options.steps is None else None
+        # The first line of metrics measures its step time from here.
         self._line = (time.time(), newest or 0)
         batch_began = float(os.environ.get("KEMPNER_BATCH_BEGAN") or 0) or None
         copy = self._copy
@@ -127,20 +128,20 @@ class Book:
 
     @property
     def progressed(self) -> bool:
-        """In this attempt, or in an earlier one with the same command."""
+        """True after progress in this attempt, or in an earlier one with the same command."""
         here = self._first_step or self._printed or self._progress > self._first
         return bool(here) or self._has_trained
 
     def commit(self, value: int, step: int | None) -> None:
-        """Progress that a resume does not undo; the batch script reads it. `step`: that of the
-        newest checkpoint."""
+        """Record progress that a resume does not undo; the batch script reads it. `step`: that of
+        the newest checkpoint."""
         if value > self._progress:
             self._progress = value
             text = f"{value}\n" if step is None else f"{value} {step}\n"
             self._background.put(lambda: write_atomic(self._file, text), self._file)
 
     def at_checkpoint(self, watch: Watch) -> None:
-        """Any new one is progress, whatever the number in its name."""
+        """Record progress: the newest checkpoint is complete, whatever the number in its name."""
         if watch.count:
             self.commit(self._first + watch.count, watch.number)
             if self._printed is None:
@@ -149,7 +150,7 @@ class Book:
                     self._record_first_step(time.time(), None, None)
 
     def at_steps(self, steps: Steps) -> None:
-        """The program prints its steps, or gives them with its heartbeat."""
+        """Record the steps that the program prints, or gives with its heartbeat."""
         self.step = steps.last
         if self._printed is None:
             self._printed = steps
@@ -161,9 +162,9 @@ class Book:
             self.commit(steps.last, None)
 
     def _end_first_step(self) -> None:
-        """Records the first step that the program has printed. Where it went on from follows from
-        the distance to the second one: `step 45, step 50` after 40, unless it counts from 0. From
-        one step alone it does not, unless that is step 1."""
+        """Record the first step that the program has printed. Where it resumed follows from the
+        distance to the second one: `step 45, step 50` after 40, unless it counts from 0. From one
+        step alone it does not follow, unless that is step 1."""
         steps = self._printed
         if steps is None or (self._first_step and self._first_step.printed is not None):
             return
@@ -173,6 +174,7 @@ class Book:
             return
         began = max(0, steps.first - (1 if every is None else every))
         newest = self._resumes
+        # The checkpoint's number is surer than the distance between two printed steps.
         if newest is not None and (began <= newest or steps.beats) and newest <= steps.first:
             began = newest
         self._record_first_step(steps.at, began, steps.first)
@@ -184,12 +186,13 @@ class Book:
         self._records.event(self._first_step)
 
     def at_warning(self) -> None:
-        """Where neither steps nor checkpoints are known, that it ran so far is progress."""
+        """Record progress if neither steps nor checkpoints are known: the program ran this far."""
         if not (self._options.checkpoints or self._printed):
             self.commit(self._progress + 1, None)
 
     def write_line(self, alive: bool) -> bool:
-        """A sign of life in metrics.jsonl, for status.sh and report.py, when it is time for one."""
+        """Write a sign of life to metrics.jsonl, for status.sh and report.py, when it is time for
+        one."""
         now, (at, step), here = time.time(), self._line, self.step or 0
         moved = here != step
         if now - at < (LINE_S if moved else ALIVE_S) or not (moved or alive):
@@ -205,7 +208,7 @@ class Book:
     # --- the end ---
 
     def end(self, state: State, reason: str) -> None:
-        """`state` is empty after a crash or a hang: the batch script decides."""
+        """Record the end. `state` is empty after a crash or a hang: the batch script decides."""
         self._end_first_step()
         if state:
             self._records.status(state, reason, self.step, None)

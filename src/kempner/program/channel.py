@@ -25,7 +25,7 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, port: int, seconds: float) -> Channel:
-        """To an Entrance of this job. Raises OSError, ConfigError without the job's key."""
+        """Connect to an Entrance of this job. Raises OSError, ConfigError without the job's key."""
         return cls(peers.connect(address, port, peers.job_key(), seconds))
 
     def send(self, **message: Any) -> None:
@@ -35,11 +35,13 @@ class Channel:
             self.open = False
 
     def receive(self) -> list[Message]:
-        """What has come, once select() says that something has; closes at the other's end."""
+        """Return the messages that have come, once select() says that there are some; closes if the
+        other end has."""
         data = b""
         with contextlib.suppress(OSError):
             data = self.socket.recv(1 << 16)
         self._text += data
+        # recv() returns nothing when the other end has closed; a line without an end is not ours.
         self.open = self.open and bool(data) and len(self._text) < LONGEST
         *lines, self._text = self._text.split(b"\n")
         found = []

@@ -23,19 +23,19 @@ from kempner.program.options import Options
 from kempner.ray.processes import Processes
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # the first of these that the program handles
-# Nothing is left when this process is killed. Slurm sees to that, too; elsewhere nobody does.
+# Ends the child when this process is killed. Slurm does that, too; elsewhere nobody does.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--") if shutil.which("setpriv") else ()
 STACKS_S = 2.0  # for the stacks of a hang
 NAMED = 8  # processes, in a message
 
 
 class Place:
-    """What this rank and its program tell each other: small files on the node's own disk, which a
-    program may look at in every step.
+    """Messages between this rank and its program: small files on the node's own disk, cheap enough
+    to look at in every step.
 
-    heartbeat   touched by the program; its text is the step, if it says so
-    stop        there when the program is asked to leave
-    asks        there when the program looks for `stop`: it needs no signal then
+        heartbeat   touched by the program; its text is the step, if the program writes it
+    stop        exists once the program is asked to leave
+    asks        exists if the program looks for `stop`: it needs no signal then
     end         when the job ends, unix seconds
     held        locked for as long as this process lives
     """
@@ -52,7 +52,8 @@ class Place:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def beat(self) -> tuple[float | None, int | None]:
-        """When the program touched its heartbeat, unix seconds, and its step; None: never."""
+        """Return when the program touched its heartbeat, unix seconds, and its step; None:
+        never."""
         step = None
         try:
             at = self.heartbeat.stat().st_mtime
@@ -64,7 +65,7 @@ class Place:
         return at, step
 
     def write(self, path: Path, text: str) -> None:
-        """A full disk must not end the rank."""
+        """Write a file, if there is room: a full disk must not end the rank."""
         with contextlib.suppress(OSError):
             path.write_text(text)
 
@@ -72,8 +73,8 @@ class Place:
 def variables(
     world: World, start: Mapping[str, Any], options: Options, place: Place
 ) -> dict[str, str]:
-    """torchrun's variables, and the kit's own. With TORCHELASTIC_RUN_ID, Lightning and others read
-    these rather than Slurm's. Raises ConfigError where there is no instance of MIG for this rank.
+    """Return torchrun's variables, and the kit's own. With TORCHELASTIC_RUN_ID, Lightning and
+    others read these rather than Slurm's. Raises ConfigError if this rank has no MIG instance.
     """
     local_rank, per_node = world.local_rank, world.per_node
     node = os.environ.get("SLURM_NODEID", world.rank // per_node)
@@ -81,8 +82,8 @@ def variables(
     instance = own_instance(local_rank) if per_node > 1 else None
     gpus = instance or os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if per_node > 1 and gpus and "," not in gpus:
-        # A rank that sees one GPU is to torch a node of its own: programs take the GPU with the
-        # number LOCAL_RANK, or RANK % LOCAL_WORLD_SIZE.
+        # A rank that sees one GPU is described as a node of its own: programs take the GPU with
+        # the number LOCAL_RANK, or RANK % LOCAL_WORLD_SIZE.
         local_rank, per_node, node = 0, 1, world.rank
     values: dict[str, object] = {
         "RANK": world.rank,
@@ -105,7 +106,7 @@ def variables(
         "KEMPNER_HEARTBEAT": place.heartbeat,
         "KEMPNER_STOP_FILE": place.stop,
         VARIABLE: "",  # the key of the job: a program may log all its environment
-        # A crash, and the end of a hang, then leave the stacks of all threads in the log.
+        # With it a crash, and the end of a hang, leave the stacks of all threads in the log.
         "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
     }
     if instance:
@@ -128,7 +129,7 @@ class Child:
     """The running program, and all that it starts."""
 
     def __init__(self, options: Options, environment: dict[str, str], output: int) -> None:
-        """`output`: the descriptor that it writes to. Raises ConfigError when it cannot start."""
+        """`output`: the descriptor that it writes to. Raises ConfigError if it cannot start."""
         self.options, self._processes = options, Processes()
         self.code: int | None = None
         self.ended_at = 0.0  # monotonic, once it has ended
@@ -139,16 +140,16 @@ class Child:
             raise ConfigError(f"{options.command[0]}: {error.strerror}") from None
 
     def poll(self) -> int | None:
-        """Its exit code once it has ended, negative for a signal."""
+        """Return its exit code once it has ended, negative for a signal."""
         if self.code is None:
             self.code = self._processes.exit_code(self.pid)
             self.ended_at = time.monotonic()
         return self.code
 
     def tell(self, number: signal.Signals) -> bool:
-        """Send a signal to those processes that handle it, the outermost ones: a shell or another
-        wrapper around the program would die of it, and so would its data loader's workers. torchrun
-        would end its processes. False when none does."""
+        """Send a signal to the outermost processes that handle it: a shell or another wrapper
+        around the program would die of it, and so would its data loader's workers. torchrun would
+        end its processes. Returns False if none handles it."""
         found = list(self._handlers(self.pid, number))
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -156,6 +157,7 @@ class Child:
         return bool(found)
 
     def _handlers(self, pid: int, number: signal.Signals) -> Iterator[int]:
+        # The default action of the signal would kill a process that does not handle it.
         if _handles(pid, number) and not _is_torchrun(pid):
             yield pid
         else:
@@ -163,23 +165,25 @@ class Child:
                 yield from self._handlers(child, number)
 
     def warn(self) -> bool:
-        """Ask it to save and leave. False when it handles no signal for this."""
+        """Ask it to save and leave. Returns False if it handles no signal for this."""
         chosen = self.options.signal
         return any(self.tell(n) for n in ((chosen,) if chosen else WARNINGS))
 
     def condition(self) -> str:
-        """Of its main process, from /proc: R runs, S sleeps, D waits for a disk, T is stopped."""
+        """State of its main process, from /proc: R runs, S sleeps, D waits for a disk, T is
+        stopped."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return ""
 
     def write_stacks(self) -> None:
-        """Python writes the stacks of its threads on SIGABRT (PYTHONFAULTHANDLER). A core of all
-        its memory would take minutes."""
+        """Send SIGABRT, on which Python writes the stacks of its threads (PYTHONFAULTHANDLER),
+        without a core: one of all its memory would take minutes."""
         found = list(self._handlers(self.pid, signal.SIGABRT))
         for pid in found:
             with contextlib.suppress(OSError):
                 _, most = resource.prlimit(pid, resource.RLIMIT_CORE)
+                # SIGABRT would also dump a core, which may be all of its memory.
                 resource.prlimit(pid, resource.RLIMIT_CORE, (0, most))
                 os.kill(pid, signal.SIGABRT)
         end = time.monotonic() + STACKS_S
@@ -187,7 +191,7 @@ class Child:
             time.sleep(0.05)
 
     def left_behind(self) -> list[str]:
-        """The processes that are still there once it has ended, daemons and others."""
+        """List the processes that remain once it has ended, daemons and others."""
         found = []
         for pid in self._processes.descendants(os.getpid()):
             with contextlib.suppress(OSError):

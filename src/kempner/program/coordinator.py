@@ -1,5 +1,5 @@
-"""What rank 0's supervisor does for all ranks of a program: the run directory and its records, the
-order of start and end, and the verdict on how the attempt has ended. No torch."""
+"""The coordinator in rank 0's supervisor: the run directory and its records, the order of start and
+end, and the verdict on how the attempt has ended. No torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def say(text: str) -> None:
 
 
 class Coordinator:
-    """Runs in a thread of rank 0's process. `code` is what every rank exits with."""
+    """A thread of rank 0's process. `code` is the exit code of every rank."""
 
     def __init__(self, options: Options, size: int, entrance: Entrance, address: str) -> None:
         self.options, self.size, self.entrance, self.address = options, size, entrance, address
@@ -79,7 +79,7 @@ class Coordinator:
         self._told_end: float | None = None  # of the job
 
     def run(self) -> None:
-        """All of an attempt, from the lock to the last record."""
+        """Run an attempt, from the lock to the last record."""
         try:
             self._port = ReservedPort()  # of the program
             self._book = Book(self.options, self._lose)
@@ -103,7 +103,7 @@ class Coordinator:
             self._dismiss()
 
     def _refuse(self, problem: str, code: int = BAD_INPUT) -> None:
-        """No rank starts, and the records stay as they were."""
+        """End before the start: no rank starts, and the records stay as they were."""
         print(f"kempner: error: {problem}", file=sys.stderr, flush=True)
         self.code = code
         end = time.monotonic() + START_S
@@ -111,8 +111,8 @@ class Coordinator:
             self._receive(0.2)
 
     def _lose(self, why: str) -> None:
-        """In the thread of the lock, which ends this process afterwards: the ranks end their
-        programs, and nothing more is recorded."""
+        """End the programs of all ranks, and record nothing more. Runs in the thread of the lock,
+        which ends this process afterwards."""
         print(f"kempner: error: {why}", file=sys.stderr, flush=True)
         self.code = LOST
         for channel in list(self._peers.values()):
@@ -232,6 +232,7 @@ class Coordinator:
     def _start(self) -> None:
         self._started = True
         hosts = [self._hosts[rank] for rank in range(self.size)]
+        # All ranks have met: the address is of no more use, and a later start must not find it.
         forget_rendezvous(self.options.run_dir)
         changed = self._book.start(hosts, self._watch.number)
         say(
@@ -241,6 +242,7 @@ class Coordinator:
         )
         for text in changed:
             say(f"changed since the last attempt: {text}")
+        # Before the ranks start, so that their first checkpoint counts.
         self._watch.start()
         port = self._port.port
         self._tell(do="start", attempt=self._book.attempt, address=self.address, port=port)
@@ -248,11 +250,13 @@ class Coordinator:
     # --- requests to leave ---
 
     def _ask(self, kind: str, why: str) -> None:
-        """`kind`: save and go on; interrupt; or stop for good, which wins."""
+        """Ask the ranks to save or leave. `kind`: save (and go on), interrupt (leave, to be
+        continued), or stop (for good), which wins."""
         if kind == "save":
             say(f"{why}: the program is asked to save")
             self._tell(do="save")
             return
+        # The same request again, or one that a stop has overruled.
         if self._asked in (kind, "stop"):
             return
         self._asked, self._asked_at = kind, time.monotonic()
@@ -268,23 +272,26 @@ class Coordinator:
             return
         now = time.monotonic()
         if now > (self._deadline.of_deaf if self._deaf else self._deadline.of_listening):
-            self._end("there is no more time")
+            self._end("the time is up")
         elif self._deaf and now > self._asked_at + DEAF_S and not self._may_go_on():
             self._end("it listens to no signal")
         elif self._deaf and self._saved_since():
             self._end(f"its next checkpoint is complete: {self._watch.complete.path}")
 
     def _saved_since(self) -> bool:
-        """Since it was asked to leave: what was there then may be far behind by the end."""
+        """Return whether a checkpoint was completed after the request: an older one may be far
+        behind by the end."""
         saved = self._watch.completed > self._completed_before
         return saved and self._watch.written > self._asked_at + POLL_S
 
     def _may_go_on(self) -> bool:
-        """One that does not listen trains on until it has saved, where Slurm says how long."""
+        """Return whether a program that ignores the request may train on until it has saved: only
+        in a job, whose end Slurm knows."""
         return self._asked == "interrupt" and slurm.job_name() is not None
 
     def _end(self, why: str) -> None:
         self._sent_end = why
+        # From now on the ranks have ENDED_S.
         self._finishing = time.monotonic()
         say(f"the program is ended: {why}")
         self._tell(do="end")
@@ -292,8 +299,9 @@ class Coordinator:
     # --- faults ---
 
     def _after_bad(self, bad: list[Ending]) -> None:
-        """While it leaves, each rank has its time; otherwise the others have lost it. But a rank
-        that has failed may take longer to exit than those that have lost it."""
+        """End the others after a failure, unless a request to leave gives each rank its time. But a
+        rank that has failed by itself may take longer to exit than those that have lost it: wait
+        for it."""
         if self._asked or self._sent_end:
             return
         now = time.monotonic()
@@ -310,6 +318,7 @@ class Coordinator:
 
     def _end_hang(self) -> None:
         if not self._hung.get(-1):
+            # A mark that all ranks have been asked; it is not a rank.
             self._hung[-1] = {}
             self._tell(do="report")
         answered = len(self._hung) - 1 + len(self._endings) >= self.size
@@ -347,12 +356,13 @@ class Coordinator:
             if rank not in self._endings and rank not in self._ending:  # its host does not answer
                 self._endings[rank] = Ending(rank, self._hosts[rank], 1, "", gone=True)
         ended = list(self._endings.values())  # in the order of their ends
+        # Only a program that left in order has surely completed its last checkpoint.
         by_itself = not self._sent_end and (self._asked or all(e.code == 0 for e in ended))
         over = self._bad_at or self._finishing or time.monotonic()
         self._watch.look_at_last(bool(by_itself), over)
         self._book.at_checkpoint(self._watch)
         hung = self._sent_end == "hang"
-        # One that was ended did not end by itself, even where it left in order, with exit code 0.
+        # A rank that was ended did not end by itself, even if it left in order, with exit code 0.
         unheard = bool(self._deaf) and not self._sent_end
         outcome = judge(ended, self._asked, unheard, hung, self._book.progressed)
         for fault in crash_faults(ended, outcome, self._asked, self._book.head()):

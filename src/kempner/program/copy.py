@@ -1,5 +1,5 @@
-"""With --code=DIR, run.sh runs a copy of DIR, RUN/code/HASH, which scripts/slurm/lib/code.sh makes.
-No torch."""
+"""The copy of the code: with --code=DIR, run.sh runs a copy of DIR, RUN/code/HASH, which
+scripts/slurm/lib/code.sh makes. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Copy(NamedTuple):
 
     @classmethod
     def given(cls) -> Copy | None:
-        """That of the batch script; None without one. Raises ConfigError when it is gone."""
+        """Return the batch script's copy; None without one. Raises ConfigError if it is gone."""
         if not (name := os.environ.get("KEMPNER_COPY")):
             return None
         root = Path(name)
@@ -32,12 +32,12 @@ class Copy(NamedTuple):
             ) from None
 
     def code(self) -> Code:
-        """Without versions: the program may use another Python."""
+        """Identify the code, without versions: the program may use another Python."""
         return Code(self.root.name, commit_of(self.root, True), ())
 
     def command(self, words: Sequence[str]) -> tuple[str, ...]:
-        """The command, with each file that was copied replaced by its copy, also in --option=FILE.
-        The program still has its working directory, for data and results."""
+        """Replace each file in the command that was copied by its copy, also in --option=FILE. The
+        program keeps its working directory, for data and results."""
         return tuple(self._word(word) for word in words)
 
     def _word(self, word: str) -> str:
@@ -48,7 +48,8 @@ class Copy(NamedTuple):
         return word.removesuffix(value) + str(self.root / name)
 
     def python_path(self, path: str) -> str:
-        """PYTHONPATH: what an editable installation takes from `origin` comes from the copy."""
+        """Rewrite PYTHONPATH so that an editable installation in `origin` is taken from the
+        copy."""
         entries = [
             str(self.root / name) if (name := file_in(self.origin, entry)) is not None else entry
             for entry in path.split(os.pathsep)
@@ -59,7 +60,7 @@ class Copy(NamedTuple):
 
 
 def file_in(directory: Path, word: str) -> Path | None:
-    """The path within `directory` that a word names; None where it names another place."""
+    """Return the path within `directory` that a word names; None if it names another place."""
     if not word:
         return None
     path, root = Path(os.path.abspath(word)), Path(os.path.abspath(directory))
@@ -67,12 +68,12 @@ def file_in(directory: Path, word: str) -> Path | None:
 
 
 def _value(word: str) -> str:
-    """What may be a file: the word, or what it gives to an option."""
+    """Return the part of a word that may be a file: the word, or its value if it is an option."""
     return word.rpartition("=")[2] if word.startswith("-") else word
 
 
 def check_code(directory: Path, command: Sequence[str]) -> None:
-    """Raises ConfigError when the command would not run from a copy of the directory."""
+    """Raise ConfigError if the command would not run from a copy of the directory."""
     if not directory.is_dir():
         raise ConfigError(f"--code={directory}: no such directory: give the program's repository")
     for before, word in zip(("", *command), command, strict=False):

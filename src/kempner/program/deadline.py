@@ -1,4 +1,4 @@
-"""How long a program has once it is asked to leave. No torch."""
+"""Deadline of a program that is asked to leave. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NO_WARNING_S = 60.0  # before the end of the job: a warning without a signal, at
 
 
 def last_warning() -> float:
-    """Seconds before the end of the job, when no signal has come: half of what was to be its
-    time."""
+    """Return the seconds before the end of the job at which to warn if no signal has come: half of
+    the time the signal would give."""
     try:
         return min(float(os.environ["KEMPNER_SIGNAL_LEAD"]) / 2, NO_WARNING_S)
     except (KeyError, ValueError):
@@ -22,9 +22,9 @@ def last_warning() -> float:
 
 
 class Deadline:
-    """In time.monotonic(), as soon as Slurm has told it: a thread asks. One that listens has until
-    Slurm's SIGKILL. One that does not is ended before the time limit, so that the batch script is
-    told in time how it has ended."""
+    """A deadline in time.monotonic(), known once Slurm has answered: a thread asks. A program that
+    listens has until Slurm's SIGKILL. One that does not is ended before the time limit, so that the
+    batch script learns in time how it has ended."""
 
     def __init__(self) -> None:
         self.of_listening = self.of_deaf = float("inf")

@@ -1,5 +1,6 @@
 """Commands that start processes themselves. torchrun runs once on each host, and run.sh tells it of
-the others; the rest do run.sh's own work, and are refused with the line to write. No torch."""
+the others; the rest would do run.sh's own work, and are refused with the line to write. No
+torch."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ WRAPPERS = ("timeout", "nice", "ionice", "stdbuf", "numactl", "taskset")  # with
 
 
 def shell_string(command: Sequence[str]) -> int | None:
-    """Where the words have the string of `bash -lc STRING`, also behind env or a container."""
+    """Return the index of the string in `bash -lc STRING`, also behind env or a container."""
     shell, value = False, False
     for place, word in enumerate(command):
         if shell and not value and re.fullmatch(r"-[a-z]*c", word):
@@ -55,10 +56,11 @@ def shell_string(command: Sequence[str]) -> int | None:
 
 
 def simple_commands(command: Sequence[str]) -> list[list[str]]:
-    """The command or, where it is a string for a shell, those in it."""
+    """Split a string for a shell into its commands; another command is the only one."""
     place = shell_string(command)
     if place is None:
         return [[*command]]
+    # punctuation_chars parts words at ; & | < > and parentheses, as the shell does.
     lexer = shlex.shlex(command[place].replace("\n", " ; "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:
@@ -75,7 +77,7 @@ def simple_commands(command: Sequence[str]) -> list[list[str]]:
 
 
 def bare(command: Sequence[str]) -> list[str]:
-    """A simple command without what the shell, env or a wrapper such as timeout takes before it."""
+    """Strip what the shell, env or a wrapper such as timeout takes before a simple command."""
     words = [*command]
     while words and (words[0] in (*BEFORE, *WRAPPERS) or re.match(r"\w+=", words[0])):
         wrapper = words.pop(0) in WRAPPERS
@@ -85,8 +87,8 @@ def bare(command: Sequence[str]) -> list[str]:
 
 
 def starters(command: Sequence[str]) -> list[str]:
-    """The words of a simple command that start its program: those before its script, behind env,
-    uv run, a container or a profiler. Without a script the first words alone: the rest may be
+    """Return the words of a simple command that start its program: those before its script, behind
+    env, uv run, a container or a profiler. Without a script the first words alone: the rest may be
     anything."""
     words = bare(command)
     if any(k and word.endswith((".py", ".sh")) for k, word in enumerate(words)):
@@ -97,7 +99,7 @@ def starters(command: Sequence[str]) -> list[str]:
 
 
 def place_of(names: Collection[str], words: Sequence[str]) -> int | None:
-    """Where the first of these commands or modules is among the words before the script."""
+    """Find the first of these commands or modules among the words before the script."""
     for place, word in enumerate(words):
         if word.endswith((".py", ".sh")):
             break
@@ -107,7 +109,7 @@ def place_of(names: Collection[str], words: Sequence[str]) -> int | None:
 
 
 def launcher_in(command: Sequence[str]) -> int | None:
-    """Where a simple command names a launcher that is refused."""
+    """Find the launcher in a simple command that is refused."""
     words = bare(command)
     names, after, before = {*REFUSED}, len(starters(command)), len(command) - len(words)
     start = 0
@@ -125,7 +127,7 @@ def uses_torchrun(command: Sequence[str]) -> bool:
 
 
 def check_launcher(command: Sequence[str], nodes: int) -> None:
-    """Raises ConfigError for a launcher that would start the program again for each GPU, and for
+    """Raise ConfigError for a launcher that would start the program again for each GPU, and for
     options of torchrun with which each node would train alone."""
     for words in simple_commands(command):
         place = launcher_in(words)
@@ -154,8 +156,8 @@ def check_launcher(command: Sequence[str], nodes: int) -> None:
 def without_launcher(
     command: Sequence[str], before: Sequence[str], launched: Sequence[str]
 ) -> list[str]:
-    """The command without its launcher, the first word of `launched`, and with what stands before
-    it (env, uv run). In a string for a shell all else stays as it is."""
+    """Remove the launcher, the first word of `launched`, and keep what stands before it (env, uv
+    run). In a string for a shell all else stays as it is."""
     python, program = program_in(launched[1:])
     place = shell_string(command)
     if place is None:
@@ -171,14 +173,14 @@ def without_launcher(
     there = re.compile(rf"(?<!\S)(?!-)\S*{name}(?![\w./-])").search(text, began + 1)
     rest = text[there.start() :] if there else shlex.join(program)
     began = [found.start() for found in launcher.finditer(text[: there and there.start()])][-1]
-    # As of `python -m accelerate.commands.launch`.
+    # For example `python -m accelerate.commands.launch`.
     before = re.sub(r"\S*python\S* +(-\S+ +)*$", "", text[:began])
     return [*command[:place], before + " ".join([*python, rest])]
 
 
 def program_in(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The program that a launcher was to start, behind options and their values, with what has to
-    stand before it: a Python script, a module or a command."""
+    """Return the program that a launcher was to start, behind options and their values, with what
+    has to stand before it: a Python script, a module or a command."""
     for place, word in enumerate(words):
         if word.endswith(".py"):
             return ["python"], [*words[place:]]

@@ -1,4 +1,4 @@
-"""The options of scripts/slurm/run.sh: all that comes before `--`. No torch."""
+"""Options of scripts/slurm/run.sh: all words before `--`. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from kempner.config.option import ConfigError
 from kempner.directories import Kind, refuse_others
 
-# Options by name, with what stands after the "=".
+# Options by name, with the form of their values.
 NAMES = {
     "run-dir": "DIR",
     "code": "DIR",
@@ -30,8 +30,8 @@ USAGE = f"run.sh {' '.join(f'[--{n}={v}]' for n, v in NAMES.items())} -- COMMAND
 
 @dataclass(frozen=True)
 class Options:
-    """`signal` is None where the supervisor chooses; `checkpoints` is empty, `code`, `steps` and
-    `heartbeat` are None where the user has not said."""
+    """Options of a program's run. `signal` is None where the supervisor chooses; `checkpoints` is
+    empty, `code`, `steps` and `heartbeat` are None if the user has not set them."""
 
     command: tuple[str, ...]
     run_dir: Path
@@ -43,7 +43,7 @@ class Options:
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """The directory in which all checkpoints are: in a container it has to be the host's."""
+        """The directory of all checkpoints: in a container it has to be the host's."""
         if not self.checkpoints:
             return None
         parts = Path(self.checkpoints).absolute().parts
@@ -52,7 +52,7 @@ class Options:
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Raises ConfigError with everything that is wrong."""
+    """Parse the options. Raises ConfigError with all problems."""
     own = list(words[: words.index("--")]) if "--" in words else list(words)
     command = tuple(words[len(own) + 1 :])
     if first := next((word for word in own if not word.startswith("-")), None):
@@ -120,8 +120,8 @@ def _signal(text: str | None, problems: list[str]) -> signal.Signals | None:
 
 
 def name_of(command: Sequence[str]) -> str:
-    """The name of a program, from its command: `python -u my_train.py` and `python -m pkg.my_train`
-    are both my_train."""
+    """Name a program by its command: `python -u my_train.py` and `python -m pkg.my_train` are both
+    my_train."""
     name = Path(command[0]).name
     for before, word in zip(("", *command), command, strict=False):
         if before == "-m":
@@ -135,8 +135,8 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raises ConfigError when there is nothing to start. A script in a container may not be seen
-    from here."""
+    """Raise ConfigError if there is nothing to start. A script in a container may not be seen from
+    here."""
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"no command '{command[0]}' here: give its path, load its module in site.env, or, for "
@@ -150,7 +150,7 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Raises ConfigError when something else is there: also a run of the trainer, whose records
-    mean something else."""
+    """Raise ConfigError if something else is there: also a run of the trainer, whose records mean
+    something else."""
     fix = "give the program a directory of its own: --run-dir=runs/NAME"
     refuse_others(run_dir, "--run-dir", (Kind.PROGRAM, Kind.STARTED, Kind.NOTES), fix)

@@ -1,5 +1,5 @@
-"""What a program prints: to the batch log, each line behind its rank, and as it is to the log of
-its rank. No torch."""
+"""Output of a program: to the batch log, each line behind its rank, and unchanged to the log of its
+rank. No torch."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ROOT_RANK = re.compile(r" *rank *: (\d+)", re.M)
 # Not SIGTERM, by which torchrun ends the others.
 TORCHRUN_SAW = re.compile(r" *traceback *: (Signal (?!15 )\d+ \(\w+\) received by PID)", re.M)
 SIGTERMED = "Signal 15 (SIGTERM) received by PID"
-# Python prints it before it runs what is to be done at its exit.
+# Python prints it before the handlers of its exit run.
 TRACEBACK, IGNORED = b"Traceback (most recent call last)", b"Exception ignored in"
-# What a program says last when it has only lost another rank.
+# Last lines of a program that has only lost another rank.
 LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -55,9 +55,9 @@ RESUMES = re.compile(rb"resum|restor|continu|load", re.I)  # "resuming at step 4
 
 
 class Steps(NamedTuple):
-    """The steps that a program has told of: the first one and when, in unix seconds; how many it
-    does from one to the next, None before the second one, 0 where the first line says that it
-    resumes there; the last one."""
+    """Steps that a program has reported: the first one and when, in unix seconds; the distance from
+    one to the next, None before the second one, 0 if the first line says that it resumes there; the
+    last one."""
 
     first: int
     at: float
@@ -67,7 +67,7 @@ class Steps(NamedTuple):
 
 
 def after(steps: Steps | None, step: int, line: bytes = b"") -> Steps:
-    """What is known once another step is, in this line."""
+    """Update the steps with another one, in this line."""
     if steps is None:
         return Steps(step, time.time(), 0 if RESUMES.search(line) else None, step)
     every = steps.every
@@ -77,8 +77,9 @@ def after(steps: Steps | None, step: int, line: bytes = b"") -> Steps:
 
 
 class Output(threading.Thread):
-    """Reads until the program and all that have inherited its output have closed it. In a thread:
-    a log that cannot be written for a while must not keep signals and heartbeats waiting."""
+    """A thread that reads until the program and all that have inherited its output have closed it.
+    A thread, so that a log that cannot be written for a while does not hold up signals and
+    heartbeats."""
 
     def __init__(self, source: int, rank: int, path: Path, options: Options) -> None:
         super().__init__(daemon=True, name="output")
@@ -118,7 +119,8 @@ class Output(threading.Thread):
         self._flush()
 
     def _write_log(self, data: bytes) -> None:
-        """A full disk loses lines of this file, and nothing else; they are in the batch log."""
+        """Write to the rank's log. A full disk loses lines of this file alone; the batch log has
+        them."""
         try:
             written = os.write(self._log, data)
             failed = os.strerror(errno.ENOSPC) if written < len(data) else ""
@@ -169,7 +171,7 @@ class Output(threading.Thread):
             self.say(f"more than {BATCH_LOG >> 20} MiB: what follows is in {self._path} alone")
 
     def say(self, text: str) -> None:
-        """A line of the supervisor's own."""
+        """Print a line of the supervisor's own."""
         self._print(self._prefix + f"kempner: {text}\n".encode())
 
     @staticmethod
@@ -179,8 +181,8 @@ class Output(threading.Thread):
                 data = data[os.write(1, data) :]
 
     def last_words(self, killed: bool) -> str:
-        """Its last error, as the reason of a crash; without one its last line, which says nothing
-        about a program that was killed."""
+        """Return its last error, as the reason of a crash; without one its last line, which says
+        nothing about a program that was killed."""
         lines = [line.rstrip() for line in reversed(self._tail_lines()) if re.search(r"\w", line)]
         lines = [line for line in lines if TORCHRUN not in line and SIGTERMED not in line]
         if seen := TORCHRUN_SAW.search(cause := self._root_cause()):
@@ -197,8 +199,8 @@ class Output(threading.Thread):
         return "" if killed or not lines else lines[0].strip()[:200]
 
     def lost_peer(self) -> bool:
-        """Whether it only says that another rank is gone. Of torchrun all of its processes have to:
-        it ends the others once one has failed."""
+        """Return whether its error only says that another rank is gone. With torchrun all of its
+        processes must say so: it ends the others once one has failed."""
         text = self.tail[-LOST_PEER_TAIL:].decode(errors="replace")
         if TORCHRUN in text:
             lines = self._tail_lines()
@@ -208,7 +210,7 @@ class Output(threading.Thread):
         return _is_lost(text)
 
     def _root_cause(self) -> str:
-        """What torchrun says of the process that failed first; "" where it says nothing."""
+        """Return torchrun's report of the process that failed first; "" if there is none."""
         _, found, text = self.tail.decode(errors="replace").rpartition(ROOT_CAUSE)
         return text if found else ""
 

@@ -1,5 +1,5 @@
-"""How the supervisors of a program's ranks come to be, and meet: as the tasks of a srun step, or as
-processes of this machine; rank 0's process also has the coordinator. No torch."""
+"""Start of a program's supervisors, as the tasks of a srun step or as processes of this machine,
+and their meeting; rank 0's process also has the coordinator. No torch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ JOIN_TRIES = 20
 
 
 def supervise(options: Options) -> int:
-    """A task of a srun step."""
+    """Supervise one rank as a task of a srun step."""
     return _rank(options, discover(), None)
 
 
 def supervise_here(options: Options, ranks: int) -> int:
-    """All ranks on this machine, without Slurm; signals go to each rank's process."""
+    """Supervise all ranks on this machine, without Slurm; signals go to each rank's process."""
     os.environ.setdefault("KEMPNER_ATTEMPT_ID", f"{host_name()}.0.{os.getpid()}")
     os.environ.setdefault(peers.VARIABLE, peers.new_key())
     server = listen("127.0.0.1")
     if ranks == 1:
         return _rank(options, World(0, 0, 1, "single"), server)
+    # Blocked across the forks: no signal is lost before a child's handlers are there.
     signal.pthread_sigmask(signal.SIG_BLOCK, KINDS)
     pids = []
     for rank in range(ranks):
@@ -49,7 +50,8 @@ def supervise_here(options: Options, ranks: int) -> int:
 
 
 def _rank(options: Options, world: World, server: socket.socket | None) -> int:
-    """`server`: where the ranks of one machine meet; those of a step meet in the run directory."""
+    """Run one rank. `server`: where the ranks of one machine meet; those of a step meet in the run
+    directory."""
     signals = Signals()
     supervisor = Supervisor(options, world, signals)
     here = server is not None
@@ -74,7 +76,7 @@ def _rank(options: Options, world: World, server: socket.socket | None) -> int:
 
 
 def _join(options: Options, world: World, known: tuple[str, int] | None) -> Channel:
-    """The connection to rank 0. Raises OSError."""
+    """Connect to rank 0. Raises OSError."""
     copy = rendezvous.copy_of(options.run_dir)
     for tries in range(JOIN_TRIES):
         address, port = known or rendezvous.find(options.run_dir, world.local_rank, START_S)

@@ -1,5 +1,5 @@
-"""One rank of a program: starts it, passes requests on, looks after its heartbeat, and tells the
-coordinator how it goes. No torch."""
+"""Supervisor of one rank of a program: starts it, passes requests on, watches its heartbeat, and
+reports to the coordinator. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HANDLED = (*KINDS, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD)
 TICK_S = 0.5
 TELL_S = 2.0  # between two signs of life
 OUTPUT_S = 2.0  # for the last output of a program that has ended
-# Rank 0 has so long for its first heartbeat: it may compile, or load data.
+# Time for rank 0's first heartbeat: it may compile, or load data.
 FIRST_BEAT_S = 1800.0
 TORN_DOWN = 1
 
@@ -55,7 +55,8 @@ class Signals:
 
 
 class Supervisor:
-    """`main` returns the exit code of this rank: the same on all of them."""
+    """The supervisor of a rank. `main` returns the exit code of this rank: the same on all of
+    them."""
 
     def __init__(self, options: Options, world: World, signals: Signals) -> None:
         self.options, self.world, self._signals = options, world, signals
@@ -66,8 +67,8 @@ class Supervisor:
         self._reported = self._hung = self._torn = False
         self._unheard = ""  # the request that the program has not listened to
         self._told, self._lines = 0.0, 0
-        # The last look; the heartbeat that it saw, and since when, by this host's own clock: that
-        # of the file's server, or of the program, may differ.
+        # The last look; the heartbeat that it saw, and since when, by this host's own clock: the
+        # clocks of the file server and of the program may differ.
         self._beat: float | None = None
         self._awake = self._since = time.monotonic()
         self._beats: Steps | None = None  # the steps of its heartbeats
@@ -154,16 +155,18 @@ class Supervisor:
             self._reported = True
             self._tell_end(127, str(error), False, time.monotonic())
         finally:
+            # Only the program may hold this end: its end is the end of the output.
             os.close(target)
         self._output.start()
 
     def _warn(self, kind: str) -> None:
-        """Ask the program to leave: by the file where it looks for it, else by a signal. One that
-        does not listen yet, because it is still importing, is asked again."""
+        """Ask the program to leave: by the file if it looks for it, else by a signal. One that does
+        not listen yet, because it is still importing, is asked again."""
         self._place.write(self._place.stop, kind)
         self._unheard = ""
         if self._child is None or self._reported:
             return
+        # A program that looks for the file needs no signal, and may not handle any.
         heard = self._place.asks.exists() or self._child.warn()
         if kind == "stop" and not heard:
             heard = self._child.tell(signal.SIGINT)  # Python: KeyboardInterrupt
@@ -171,7 +174,7 @@ class Supervisor:
         self._channel.send(say="told", heard=heard)
 
     def _failing(self) -> bool:
-        """Whether it may be on its way out: its last words are a traceback of its own."""
+        """Return whether it may be on its way out: its last words are a traceback of its own."""
         out = self._output
         return bool(out and time.monotonic() < out.error_at + SLOW_S and not out.lost_peer())
 
@@ -201,7 +204,7 @@ class Supervisor:
             self._tell_progress()
 
     def _tell_progress(self) -> None:
-        """Rank 0 speaks for all."""
+        """Report progress to the coordinator: rank 0 speaks for all."""
         at, step = self._place.beat()
         assert self._output is not None
         if self.options.steps is not None:
@@ -216,11 +219,12 @@ class Supervisor:
             self._channel.send(say="alive", steps=steps)
 
     def _silence(self) -> float | None:
-        """Seconds since the last heartbeat, once that is too long. A rank that has never touched
-        it is not watched, but for rank 0."""
+        """Return the seconds since the last heartbeat, once they are too many. A rank that has
+        never touched it is not watched, except rank 0."""
         limit, now = self.options.heartbeat or 0.0, time.monotonic()
         at, _ = self._place.beat()
         absent, self._awake = now - self._awake, now
+        # Only a change of the time counts, measured by this host's clock.
         if at != self._beat:
             self._beat, self._since = at, now
         elif absent > limit / 2:  # suspended (SIGSTOP, scontrol suspend), and so was the program

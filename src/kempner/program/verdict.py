@@ -1,4 +1,4 @@
-"""How an attempt of a program has ended, from how its ranks have. No torch."""
+"""Verdict on an attempt of a program, from how its ranks have ended. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HUNG = 70  # as the trainer's watchdog
 NAMED = 8  # ranks whose crash is recorded
 SLOW_S = 20.0  # for a program to exit once it has failed: its exit handlers, a core dump
 KILLED_S = 1.0  # that a rank that was killed may be noticed later than those that lost it
-# NCCL's watchdog aborts when a collective times out, and Slurm ends the ranks that are left of a
-# step. Any other signal is nobody else's doing.
+# NCCL's watchdog aborts when a collective times out, and Slurm ends the remaining ranks of a step.
+# Any other signal is the rank's own fault.
 ENDED_BY_OTHERS = (-signal.SIGABRT, -signal.SIGTERM)
 
 State = Literal["done", "interrupted", "stopped", "failed", ""]
@@ -25,7 +25,7 @@ State = Literal["done", "interrupted", "stopped", "failed", ""]
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank's program has ended; `gone`: its supervisor is dead, and nobody knows."""
+    """End of a rank's program; `gone`: its supervisor is dead, and the end is unknown."""
 
     rank: int
     host: str
@@ -55,14 +55,15 @@ class Ending:
 
 
 def name_of_signal(number: int) -> str:
-    """Most of the real-time signals have none."""
+    """Name a signal; most of the real-time signals have no name."""
     known = {each.value: each.name for each in signal.Signals}
     return known.get(number, f"signal {number}")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`state` is empty after a crash or a hang: the batch script decides then."""
+    """Outcome of an attempt. `state` is empty after a crash or a hang: the batch script decides
+    then."""
 
     state: State
     reason: str
@@ -71,8 +72,8 @@ class Outcome:
 
 
 def culprit(bad: Sequence[Ending]) -> Ending:
-    """The rank that failed first and by itself: one that was killed rather than those that failed
-    at about the same time, which may have lost it."""
+    """Return the rank that failed first and by itself: a rank that was killed rather than those
+    that failed at about the same time, which may have lost it."""
     bad = sorted([e for e in bad if not e.torn] or bad, key=lambda e: e.failed_at)
     own = [e for e in bad if not e.gone and not e.lost and e.code not in ENDED_BY_OTHERS]
     gone = [e for e in bad if e.gone]
@@ -84,11 +85,12 @@ def culprit(bad: Sequence[Ending]) -> Ending:
 def judge(
     ended: Sequence[Ending], asked: str, unheard: bool, hung: bool, progressed: bool
 ) -> Outcome:
-    """`asked`: interrupt, stop or nothing; `unheard`: the program listened to no such request, and
-    nobody ended it."""
+    """Judge the attempt. `asked`: interrupt, stop or ""; `unheard`: the program ignored such a
+    request, and was not ended."""
     bad = [ending for ending in ended if ending.code != 0]
     if hung:
         return Outcome("", "no heartbeat", HUNG)
+    # A user's stop counts whatever the program made of it.
     if asked == "stop":
         return Outcome("stopped", "stopped by the user", 0)
     lost = any(ending.gone for ending in bad)  # Slurm ends the step of a host that is lost
@@ -100,6 +102,7 @@ def judge(
     reason = first.reason
     if first.lost:
         reason = f"which rank failed is not known; one that has lost it: {reason}"
+    # Exit code 2 after progress is not bad input: another start may succeed.
     if first.code in NOT_STARTED and not progressed and not first.gone:
         return Outcome("", reason, BAD_INPUT, final=True)
     code = 128 - first.code if first.code < 0 else first.code
@@ -109,9 +112,9 @@ def judge(
 def crash_faults(
     ended: Sequence[Ending], outcome: Outcome, asked: str, head: Mapping[str, Any]
 ) -> list[Fault]:
-    """A record of each rank that crashed by itself, the first one first. Where a supervisor is
-    gone, the other ranks have lost that one; after a request Slurm may have ended it. Of a later
-    one with another error nobody knows whether it only lost the first."""
+    """Record each rank that crashed by itself, the first one first. If a supervisor is gone, the
+    other ranks have lost that one; after a request Slurm may have ended it. A later one with
+    another error may only have lost the first."""
     own = [e for e in ended if e.code not in (0, -signal.SIGTERM) and not e.torn]
     own = [e for e in own if not (e.gone and asked)]
     if outcome.state or not own or outcome.code == HUNG:
@@ -140,8 +143,8 @@ def hang_fault(
     endings: Mapping[int, Ending],
     head: Mapping[str, Any],
 ) -> Fault:
-    """Who hangs: a rank whose supervisor does not answer; else one that is stopped or waits for a
-    disk; else one that is behind the others. When all are alike they wait for each other, and
+    """Find who hangs: a rank whose supervisor does not answer; else one that is stopped or waits
+    for a disk; else one that is behind the others. If all are alike they wait for each other, and
     nobody is blamed."""
     quiet = [rank for rank in hosts if rank not in told and rank not in endings]
     stuck = [rank for rank, m in told.items() if m.get("condition") in ("T", "t", "D")]

@@ -1,5 +1,5 @@
-"""What the coordinator looks at beside its ranks: the file STOP, the program's checkpoints, the end
-of the job. In a thread, because a file system or a controller may not answer. No torch."""
+"""The coordinator's watch over what is not a rank: the file STOP, the program's checkpoints, the
+end of the job. In a thread, because a file system or a controller may not answer. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROWING = 4  # names that show that it grows
 
 # Names under which programs write before they rename: orbax, Hugging Face, tempfile and others.
 TEMPORARY = re.compile(r"tmp|(?<![a-z])(temp|partial|part|incomplete|new|deleted)(?![a-z])", re.I)
-# But 0.35 of val_loss=0.35 is none, nor 7 of 7b or of a hash.
+# Not 0.35 in val_loss=0.35, nor 7 in 7b or in a hash.
 NUMBER = re.compile(r"(?<![\d.])\d+(?![a-z]|\.?\d)", re.I)
 STEP = re.compile(r"(step|iter|iteration|batch|ba)s?[^a-z\d]?$", re.I)  # what stands before it
 CHECKPOINT = re.compile(r"(ckpt|checkpoint|model|state|save|weights)s?[^a-z\d]?$", re.I)
@@ -35,7 +35,7 @@ DATE = re.compile(r"20\d{6}(\d{4}(\d\d)?)?|1\d{9,}")  # 20261123, or a Unix time
 
 
 class Seen(NamedTuple):
-    """A checkpoint: its path, its bytes, when it was changed last, and its inode."""
+    """A checkpoint at one look: its path, its bytes, its time of change, and its inode."""
 
     path: str = ""
     size: int = 0
@@ -44,8 +44,7 @@ class Seen(NamedTuple):
 
 
 def open_part(path: str, pattern: str) -> str:
-    """What the pattern leaves open in a path, the same in every checkpoint: `ckpt-*` and ckpt-400
-    give 400."""
+    """Return the part of a path that the pattern leaves open: `ckpt-*` and ckpt-400 give 400."""
     wild = [place for place, letter in enumerate(pattern) if letter in "*?["]
     if not wild:
         return ""
@@ -54,8 +53,8 @@ def open_part(path: str, pattern: str) -> str:
 
 
 def checkpoints(pattern: str) -> list[tuple[float, str]]:
-    """When each checkpoint was changed, and its path, the newest one last; a directory by its
-    entries alone. Links are left out where there is anything else, and what is being written."""
+    """List the time and path of each checkpoint, the newest last; a directory by its entries alone.
+    Links are left out if there is anything else, and so is what is being written."""
     paths = [path for path in glob.glob(pattern) if not TEMPORARY.search(open_part(path, pattern))]
     paths = [path for path in paths if not os.path.islink(path)] or paths  # latest -> another one
     found = []
@@ -66,7 +65,7 @@ def checkpoints(pattern: str) -> list[tuple[float, str]]:
 
 
 def look_at(path: str) -> Seen:
-    """A directory counts with all that is in it. Raises OSError."""
+    """Look at a checkpoint; a directory counts with all its contents. Raises OSError."""
     files = [Path(path), *(Path(path).rglob("*") if os.path.isdir(path) else ())]
     stats = [file.stat() for file in files]
     size, changed = sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
@@ -74,16 +73,16 @@ def look_at(path: str) -> Seen:
 
 
 def newest(pattern: str) -> Seen:
-    """The checkpoint that was changed last. Raises OSError when it is pruned meanwhile."""
+    """Return the checkpoint that was changed last. Raises OSError if it is pruned meanwhile."""
     found = checkpoints(pattern)
     return look_at(found[-1][1]) if found else Seen()
 
 
 def number_in(paths: Sequence[str], pattern: str) -> int | None:
-    """The step in the name of the newest of these checkpoints that has a number, the last one. It
-    is the number after the word step or the like, else after the word checkpoint or the like, else
-    one that grows from name to name. None where there is no such number: in `ckpt.pt`, in names
-    with a date or an epoch alone, and where files are made in any order."""
+    """Return the step in the name of the newest of these checkpoints that has a number, the last
+    one. It is the number after the word step or the like, else after the word checkpoint or the
+    like, else one that grows from name to name. None if there is no such number: in `ckpt.pt`, in
+    names with a date or an epoch alone, and where files are made in any order."""
     paths = [path for path in paths[-COMPARED:] if NUMBER.search(open_part(path, pattern))]
     if not paths:
         return None
@@ -107,7 +106,7 @@ def number_in(paths: Sequence[str], pattern: str) -> int | None:
 
 
 class Watch(threading.Thread):
-    """Start it once the ranks are there. What it finds is in its attributes."""
+    """A thread to start once the ranks are there. Its findings are in its attributes."""
 
     def __init__(self, run_dir: Path, pattern: str) -> None:
         super().__init__(daemon=True, name="watch")
@@ -142,6 +141,8 @@ class Watch(threading.Thread):
             if self._pattern and now >= self._pause_until:
                 with contextlib.suppress(OSError):  # one that is being pruned
                     self._look()
+                # Large checkpoints are looked at less often, so that looking stays a small share of
+                # the time.
                 self._pause_until = now + (time.monotonic() - now) / SHARE
             if (job := slurm.job_name()) is not None and now > end:
                 end = now + END_POLL_S
@@ -149,10 +150,10 @@ class Watch(threading.Thread):
             time.sleep(POLL_S)
 
     def _look(self) -> None:
-        """A checkpoint that has not changed since the last look is complete, and so is one that has
-        a successor: a program may save more often than this looks. A file that is written anew all
-        the time is progress, too: the one before was whole, or this one has its size again; with
-        both it is complete."""
+        """Look for progress. A checkpoint that has not changed since the last look is complete, and
+        so is one with a successor: a program may save more often than this looks. A file that is
+        rewritten all the time is progress, too: the one before was whole, or this one has its size
+        again; with both it is complete."""
         found = checkpoints(self._pattern)
         path = found[-1][1] if found else ""
         if path and path == self.complete.path == self._last.path and not self._is_new(path):
@@ -163,21 +164,22 @@ class Watch(threading.Thread):
         if self._last == before or self._last.path != before.path:
             self._take(before, complete=True)
             return
+        # A new inode: written beside and renamed. The same size again: written in place to its end.
         replaced, whole = self._last.inode != before.inode, self._last.size == before.size
         if replaced or whole:
             self._take(before, complete=replaced and whole)
 
     def _is_new(self, path: str) -> bool:
-        """Whether a complete checkpoint is being written again, from a few of its files: it may be
-        a directory with many."""
+        """Return whether a complete checkpoint is being rewritten, judged by a few of its files: a
+        directory may have many."""
         with contextlib.suppress(OSError), os.scandir(path) as entries:
             times = [entry.stat().st_mtime for entry in itertools.islice(entries, GLANCED)]
             return max([os.path.getmtime(path), *times]) > self.complete.changed
         return look_at(path) != self.complete  # a file
 
     def look_at_last(self, in_order: bool, ended: float) -> None:
-        """Once the program has ended, nothing changes any more: what it has saved is complete if it
-        left in order or, after a crash at the monotonic time `ended`, if it was whole before."""
+        """Look once more after the program has ended: its last save is complete if it left in order
+        or, after a crash at the monotonic time `ended`, if it was whole before."""
         if not self._pattern:
             return
         with contextlib.suppress(OSError):
@@ -189,15 +191,15 @@ class Watch(threading.Thread):
                     self._take(seen, complete=True)
 
     def _is_whole(self, seen: Seen) -> bool:
-        """Whether one that was saved just before a crash has the size of a complete one. A file
-        that is written again in its place has exactly that size: a log only grows."""
+        """Return whether a checkpoint saved just before a crash has the size of a complete one. A
+        file that is rewritten in its place has exactly that size: a log only grows."""
         one = self.complete
         if (seen.path, seen.inode) == (one.path, one.inode):
             return seen.size == one.size
         return one.size > 0 and seen.size >= SAME_SIZE * one.size
 
     def _take(self, seen: Seen, complete: bool) -> None:
-        """`complete`: surely, so that a program may be ended now."""
+        """Take a checkpoint. `complete`: surely, so that a program may be ended now."""
         if seen == Seen() or seen == self._first:
             return
         if seen != self._counted:

@@ -35,7 +35,7 @@ TICK_S = 0.2
 PROBE_PEERS_S = 0.5  # how often the head probes the other nodes
 EMIT_S = 0.5  # srun loses the last words of a task that fails and so ends the step
 SOCKET_PATH = 107  # bytes that the kernel allows
-# What Ray appends to its temporary directory: the session, "sockets" and the longest name there.
+# Ray appends the session, "sockets" and a name to its temporary directory; this is the longest.
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.sock")
 OBJECT_STORE_LEAST = 78643200  # bytes; Ray refuses less
 
@@ -63,7 +63,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What this node starts, and where the other nodes are."""
+    """The processes that this node starts, and the addresses of the other nodes."""
 
     job: str
     index: int  # 0: the head
@@ -128,8 +128,9 @@ def make_temp(plan: NodePlan) -> Path:
 
 
 def object_store(plan: NodePlan) -> list[str]:
-    """30 % of the job's memory on this node, as far as /dev/shm allows. Ray's own default is 30 %
-    of the host's memory, which may belong to other jobs."""
+    """Return the size of the object store: 30 % of the job's memory on this node, as far as
+    /dev/shm allows. Ray's own default is 30 % of the host's memory, which may belong to other
+    jobs."""
     size = plan.object_store
     if not size and plan.memory:
         size = min(plan.memory * 2**20 * 3 // 10, shutil.disk_usage("/dev/shm").free * 9 // 10)
@@ -212,7 +213,7 @@ class Node:
             try:
                 self.poll()
             except Fault:
-                # When Slurm ends the job, its signal may kill Ray before it reaches us.
+                # When Slurm ends the job, its signal may kill Ray before it reaches this process.
                 time.sleep(TICK_S)
                 if self.end_requested():
                     return

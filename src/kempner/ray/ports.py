@@ -26,7 +26,7 @@ from pathlib import Path
 
 from kempner.port_range import BadPortRange, allowed_ports
 
-# By the user's variable; the option of `ray start` has the same name in lower case.
+# Keyed by the user's variable; the option of `ray start` has the same name in lower case.
 HEAD_PORTS = {"PORT": 54514, "RAY_CLIENT_SERVER_PORT": 10001, "DASHBOARD_PORT": 8265}
 NODE_PORTS = {
     "NODE_MANAGER_PORT": 53001,
@@ -82,7 +82,7 @@ class Ports:
 
     @property
     def shares(self) -> int:
-        """How many nodes may share one host's ports."""
+        """Number of nodes that may share one host's ports."""
         return self.nodes if self.base[STRIDE] else 1
 
     def node_port(self, name: str, index: int) -> int:
@@ -115,7 +115,7 @@ def whole_number(name: str, text: str, least: int, most: int) -> int:
 
 
 def read_stride(variables: Mapping[str, str], addresses: Mapping[str, str]) -> int:
-    """PORT_STRIDE. By default 0, or 20 where two nodes of Slurm are one host."""
+    """Read PORT_STRIDE. By default 0, or 20 if two nodes of Slurm are one host."""
     text = variables.get(STRIDE, "")
     stride = whole_number(STRIDE, text, 0, 10000) if text else None
     first: dict[str, str] = {}  # the first node at each address
@@ -132,8 +132,8 @@ def read_stride(variables: Mapping[str, str], addresses: Mapping[str, str]) -> i
 def default_ports(
     variables: Mapping[str, str], stride: int, nodes: int, cpus: int
 ) -> dict[str, int]:
-    """By the user's variable. With KEMPNER_PORTS a part of that range, another one for the job of
-    the next number, as far as it has several. Raises PortError."""
+    """Return default ports by the user's variable. With KEMPNER_PORTS they are a part of that
+    range, if possible another part for the job of the next number. Raises PortError."""
     try:
         allowed = allowed_ports(variables)
     except BadPortRange as error:
@@ -152,7 +152,7 @@ def default_ports(
 
 
 def read_ports(variables: Mapping[str, str], addresses: Mapping[str, str], cpus: int) -> Ports:
-    """The ports by the user's variables, an unset or empty one having its default.
+    """Read the ports from the user's variables; an unset or empty one has its default.
 
     `addresses`: of each node, by name, in order. `cpus`: the workers of a node. Raises PortError.
     """
@@ -191,7 +191,7 @@ def check(ports: Ports, cpus: int) -> None:
 
 
 def ephemeral_range() -> range:
-    """The ports that the kernel gives to outgoing connections; empty where it does not say."""
+    """Return the ports that the kernel gives to outgoing connections; empty if it does not say."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except OSError:
@@ -228,7 +228,7 @@ def main() -> int:
 
 
 def _note(text: str) -> None:
-    """In the batch log."""
+    """Write a note to the batch log."""
     print(f"[{time.strftime('%F %T')}] kempner: note: {text}", file=sys.stderr)
 
 
@@ -236,9 +236,9 @@ def _note(text: str) -> None:
 
 
 def is_busy(port: int) -> bool:
-    """Whether a process on this host has the port, on any of its addresses."""
+    """Return whether a process on this host has the port, on any of its addresses."""
     with socket.socket() as probe:
-        # As Ray does: a port in TIME_WAIT after an old connection is free.
+        # As in Ray: a port in TIME_WAIT after an old connection counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -251,7 +251,8 @@ def is_busy(port: int) -> bool:
 
 
 def busy_ports(ports: Ports, index: int) -> list[str]:
-    """The ports of node `index`, which is this one, that are taken, by the user's variables."""
+    """List the ports of node `index`, which is this one, that are taken, by the user's
+    variables."""
     found = [f"{name}={port}" for name, port in ports.of_node(index).items() if is_busy(port)]
     workers = ports.workers(index)
     if all(map(is_busy, workers)):

@@ -22,7 +22,7 @@ class Processes:
     def __init__(self) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.codes: dict[int, int] = {}
-        # A Popen that is deleted, or found by the next one, takes the exit code of its process.
+        # Kept: a Popen that is deleted, or found by the next one, takes its process's exit code.
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(

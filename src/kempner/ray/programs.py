@@ -26,13 +26,13 @@ class Program:
         self._port: ReservedPort | None = None
 
     def where(self, meets_here: bool) -> tuple[str, int]:
-        """Its node's address and, if it is rank 0, a port that is kept for the rendezvous there;
-        else 0."""
+        """Return its node's address and, if it is rank 0, a port that is reserved for the
+        rendezvous there; else 0."""
         self._port = ReservedPort() if meets_here else None
         return ray.util.get_node_ip_address(), self._port.port if self._port else 0
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Of Python's command line; returns its exit code."""
+        """Run Python with these words of a command line; returns its exit code."""
         self._process = subprocess.Popen([sys.executable, *words], env={**os.environ, **variables})
         return self._process.wait()
 
@@ -50,8 +50,8 @@ _Actor: Any = ray.remote(max_concurrency=2)(Program)  # so that end() is heard w
 
 
 def programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
-    """`count` of them with so many GPUs each: nodes are filled one after another, or without GPUs
-    evenly."""
+    """Start `count` programs with `gpus` GPUs each: nodes are filled one after another, or without
+    GPUs evenly."""
     bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
     group = placement_group([bundle] * count, strategy="PACK" if gpus else "SPREAD")
     ray.get(group.ready(), timeout=START_S)
@@ -66,7 +66,7 @@ def programs(count: int, gpus: int) -> list[ray.actor.ActorHandle]:
 
 
 def ranks(actors: Sequence[ray.actor.ActorHandle]) -> list[dict[str, str]]:
-    """What each is told, as by torchrun: who it is, and where to meet."""
+    """Return the variables of each rank, as from torchrun: its rank, and where to meet."""
     places = ray.get([actor.where.remote(k == 0) for k, actor in enumerate(actors)])
     master, port = places[0]
     on_node: Counter[str] = Counter()

@@ -37,7 +37,7 @@ def count(address: str) -> Census:
 
 
 def missing(nodes: dict[str, str], wanted: Census, found: Census) -> Iterator[str]:
-    """What is missing from a cluster: nodes, and CPUs and GPUs of a node."""
+    """Yield what a cluster lacks: nodes, and CPUs and GPUs of a node."""
     for name, place in nodes.items():
         if place not in found:
             yield name

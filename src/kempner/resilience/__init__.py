@@ -1,2 +1,2 @@
-"""Surviving: requests to stop, hangs, slow ranks, steps that are not finite, spikes, two jobs in
-one directory."""
+"""Resilience: requests to stop, hangs, slow ranks, non-finite steps, spikes, two jobs in one
+directory."""

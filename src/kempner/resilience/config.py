@@ -28,7 +28,7 @@ class ResilienceConfig:
         minimum=3.0,
     )
     spike_window: int = option(
-        128, "steps that a spike is compared with; until there are as many none is", minimum=8
+        128, "steps that a spike is compared with; no spike is found before that many", minimum=8
     )
     gpu_interval: float = option(
         30.0,

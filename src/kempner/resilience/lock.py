@@ -43,7 +43,7 @@ class Seen(NamedTuple):
 
     @property
     def holder(self) -> dict[str, Any]:
-        """The record; {} where it is not ours to understand."""
+        """The holder's record; {} if it cannot be understood."""
         with contextlib.suppress(ValueError):
             found = json.loads(self.text)
             return found if isinstance(found, dict) and "host" in found else {}
@@ -59,9 +59,11 @@ class RunLock:
         option: str = "--run.dir=runs/NAME",
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Take it. `on_lost(why)` records that another has taken it; this process ends after that.
-        Raises ConfigError when another job holds it, which names the holder and the option that
-        gives another directory, OSError when the file cannot be written."""
+        """Take the lock. `on_lost(why)` records that another has taken it; this process ends after
+        that.
+
+        Raises ConfigError if another job holds it, with the holder and the option that gives
+        another directory, OSError if the file cannot be written."""
         self.path = directory / "lock"
         self.on_lost = on_lost
         self._self = _self()
@@ -72,8 +74,8 @@ class RunLock:
         threading.Thread(target=self._beat, daemon=True, name="run lock").start()
 
     def check(self) -> None:
-        """Before something that only the holder may do: ends this process when it has lost the
-        lock. Raises OSError when that cannot be known."""
+        """End this process if it has lost the lock; call it before anything that only the holder
+        may do. Raises OSError if that cannot be known."""
         with self._busy:
             if self._released or self._is_mine():
                 return
@@ -93,13 +95,13 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
-            # What hangs or fails now is not known to be lost; the next beat sees it.
+            # An error does not prove that the lock is lost; the next beat looks again.
             with contextlib.suppress(OSError):
                 self.check()
 
     def _is_mine(self) -> bool:
-        """Whether it is; then it is touched: the open file, never one that another has put there.
-        Somebody may have removed it: then it is made again."""
+        """Return whether the lock is ours, and touch it if so: the open file, never one that
+        another has put there. If somebody has removed it, it is made again."""
         try:
             with open(self.path, "rb") as file:  # open() has an NFS client ask the server
                 mine = file.read() == self._text
@@ -124,7 +126,9 @@ class RunLock:
 
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
+        # In a thread with a limit: the file system may be what hangs.
         telling.join(TELL_S)
+        # Without finalisers: nothing that this process still does may touch the run.
         os._exit(LOST)
 
     # --- taking it ---
@@ -144,6 +148,8 @@ class RunLock:
             elif _is_gone(self._self, seen.holder) or self._is_still(seen):
                 if self._replace(seen):
                     return
+            # Refuse only if it is still the same holder; it may have left or been replaced
+            # meanwhile.
             elif (now := _look(self.path)) is not None and now.text == seen.text:
                 raise ConfigError(
                     f"{directory} is in use by {_name(seen.holder)}: wait for it or cancel it, or "
@@ -166,8 +172,8 @@ class RunLock:
         return True
 
     def _is_still(self, seen: Seen) -> bool:
-        """Whether its holder has missed beats enough. By the clock of the file system alone: those
-        of two hosts differ."""
+        """Return whether the holder has missed enough beats. By the clock of the file system alone:
+        those of two hosts differ."""
         limit = MISSED_S if _has_ended(self._self, seen.holder) else DEAD_S
         return self._stays(seen, limit)
 
@@ -180,9 +186,8 @@ class RunLock:
         return True
 
     def _replace(self, seen: Seen, though_it_beats: bool = False) -> bool:
-        """Put ours in the place of this one, whose text no other lock has: whoever makes the file
-        that is named after it is the only one who may. If it dies before it has, the next file of
-        that kind decides."""
+        """Replace this lock by ours. Its text is unique: only the process that creates the file
+        named after it may. If it dies before it has, the next file of that kind decides."""
         name = hashlib.sha256(seen.text).hexdigest()[:16]
         claims: list[Path] = []
         fresh = self.path.with_name(f".lock.{host_name()}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -192,10 +197,13 @@ class RunLock:
                 os.close(os.open(claims[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
                 break
             except FileExistsError:
+                # Somebody else claims it. If nothing comes of that, its process has died: the next
+                # claim.
                 if not self._stays(seen, MISSED_S):
                     return False
         try:
             fresh.write_bytes(self._text)
+            # Once more, with the claim in hand: the holder may have come back.
             now = _look(self.path)
             if now is None or now.text != seen.text or (now != seen and not though_it_beats):
                 return False
@@ -207,8 +215,8 @@ class RunLock:
                     file.unlink(missing_ok=True)
 
     def _outwait(self, holder: dict[str, Any]) -> bool:
-        """After an earlier start of this job has lost its lock to this one: until it is gone, or
-        has had the time to see it. False when this one has lost it, too."""
+        """Wait until the earlier start of this job, which has lost its lock to this one, is gone or
+        has had time to notice. Returns False if this one has lost the lock, too."""
         deadline = time.monotonic() + MISSED_S
         while time.monotonic() < deadline and not _is_gone(self._self, holder):
             time.sleep(LOOK_S / 4)
@@ -233,8 +241,8 @@ def _self() -> dict[str, Any]:
 
 
 def _look(path: Path) -> Seen | None:
-    """The lock as it is now, None when there is none. By open() and fstat(): from stat() alone an
-    NFS client may answer out of its cache, for a minute and more."""
+    """Read the lock as it is now, None if there is none. By open() and fstat(): from stat() alone
+    an NFS client may answer out of its cache, for a minute and more."""
     try:
         with open(path, "rb") as file:
             return Seen(file.read(), os.fstat(file.fileno()).st_mtime_ns)
@@ -252,7 +260,7 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Proved: by the kernel that this process runs under, which the holder ran under, too."""
+    """Return whether the holder is provably gone: the kernel that it ran under is ours."""
     place = ("cluster", "host", "kernel")
     if holder.get("kernel") is None or any(holder.get(name) != me[name] for name in place):
         return False
@@ -260,16 +268,16 @@ def _is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
 
 
 def _is_of_mine(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Whether Slurm, as this process may ask it, knows the holder's job: it hides other users'
-    jobs, and another cluster on this file system has numbers of its own."""
+    """Return whether Slurm, as this process may ask it, knows the holder's job: it hides other
+    users' jobs, and another cluster on this file system has numbers of its own."""
     known = me["slurm_id"] is not None and holder.get("slurm_id") is not None
     return known and all(holder.get(name) == me[name] for name in ("cluster", "uid"))
 
 
 def _follows(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Whether the holder is of an earlier start of this job, or of an earlier step of this batch
-    script: it has to make room, even if it lives. Slurm starts a job again when it believes a host
-    to be lost, and the ranks of a step may outlive their srun."""
+    """Return whether the holder is of an earlier start of this job, or of an earlier step of this
+    batch script: it has to make room, even if it lives. Slurm starts a job again when it believes a
+    host to be lost, and the ranks of a step may outlive their srun."""
     if not _is_of_mine(me, holder) or holder["slurm_id"] != me["slurm_id"]:
         return False
     then, now = _number(holder.get("restart")), _number(me["restart"])
@@ -282,7 +290,8 @@ def _follows(me: dict[str, Any], holder: dict[str, Any]) -> bool:
 
 
 def _has_ended(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Whether Slurm says that the holder's job or step has ended. Its processes may live on."""
+    """Return whether Slurm says that the holder's job or step has ended. Its processes may live
+    on."""
     if not _is_of_mine(me, holder):
         return False
     if holder["slurm_id"] != me["slurm_id"]:
@@ -295,6 +304,7 @@ def _number(text: Any) -> int | None:
 
 
 def _step(text: Any) -> int | None:
-    """The number of a step; steps with a name, such as batch, are in no order."""
+    """Return the number of a step, None for steps with a name, such as batch, which have no
+    order."""
     number = _number(text)
     return number if number is not None and number <= slurm.LAST_STEP else None

@@ -1,5 +1,5 @@
-"""Steps that are skipped, because their loss or gradient is not finite or a spike (spikes.py): too
-many in a row are answered."""
+"""Reaction to skipped steps, whose loss or gradient is not finite or a spike (spikes.py): too many
+in a row send the run back, or end it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class NonFinite:
         self.since: Progress  # after the first of them
 
     def judge(self, result: StepResult, may_go_back: bool) -> Verdict | None:
-        """What follows from a step, None when nothing does. After `max_skipped` bad steps in a row
-        the run goes back to its last checkpoint or, where it may not (it has done so before),
+        """Return the consequence of a step, None if there is none. After `max_skipped` bad steps in
+        a row the run goes back to its last checkpoint or, if it may not (it has done so before),
         fails."""
         if result.bad and not self.in_a_row:
             self.since = result.after

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """What the run does next, and why. `state`: that of a run that leaves now (empty: it stays)."""
+    """Decision on what the run does next, and why. `state`: final state of a run that leaves now
+    ("": it stays)."""
 
     save: bool = False
     state: str = ""
@@ -38,13 +39,13 @@ class Verdict(NamedTuple):
 
     @property
     def final(self) -> bool:
-        """Nothing that a later step says can change it."""
+        """True if no later step can change it."""
         return self.go_back or self.state == "failed"
 
 
 GO_ON = Verdict()
 DONE = Verdict(state="done", reason="the last step is done")
-# In the order of the flags in the step's all-reduce; the last one that is set wins.
+# The order is that of the flags in the step's all-reduce; the last one that is set wins.
 REQUESTS = (
     Verdict(save=True, reason="a save was requested"),
     Verdict(save=True, state="interrupted", reason="asked to make room"),
@@ -63,7 +64,7 @@ OF_SIGNAL = {
 FILE_POLL_S = 1.0
 MARGIN_S = 2.0  # of the time left after a request, to leave in order
 END_POLL_S = 60.0
-# A step that takes longer is left in its middle, between two micro-batches: see asked_meanwhile().
+# A longer step is abandoned between two micro-batches: see Meanwhile.
 LONG_STEP_S = 5.0
 
 
@@ -87,7 +88,7 @@ class StopRequests:
         threading.Thread(target=target, args=args, daemon=True, name=name).start()
 
     def begin(self, run: Run, reserve: Callable[[], float]) -> None:
-        """From now on requests are logged. On rank 0 two more kinds count: the files STOP, SAVE and
+        """Log requests from now on. On rank 0 two more kinds count: the files STOP, SAVE and
         PROFILE in the run directory, and the end of the SLURM job, `reserve()` seconds before it
         comes. A thread asks for each, because a file system or a controller that does not answer
         must not hold up the steps."""
@@ -105,7 +106,7 @@ class StopRequests:
         ask_again = 0.0
         while not self.flags[INTERRUPT]:
             if time.monotonic() >= ask_again:
-                # The end can move. When SLURM does not answer, the end that it told before counts.
+                # The end can move. If SLURM does not answer, its last answer counts.
                 self._job_end = slurm.end_of(slurm.job_fields(job)) or self._job_end
                 ask_again = time.monotonic() + END_POLL_S
             if self._job_end is not None and time.time() + reserve() > self._job_end:
@@ -113,8 +114,8 @@ class StopRequests:
             time.sleep(1.0)
 
     def _watch_files(self, run_dir: Path, first: Path) -> None:
-        """A file is one request: it is removed, and what cannot be removed is asked for once. Every
-        replica looks into the directory of the first one, too, which may be away."""
+        """Watch the files. A file is one request: it is removed; one that cannot be removed counts
+        once. Every replica looks into the directory of the first one, too, which may be away."""
         paths = [path / name for path in {run_dir, first} for name in ("STOP", "SAVE")]
         while True:
             time.sleep(FILE_POLL_S)
@@ -132,18 +133,18 @@ class StopRequests:
         self._say(f"{name}: {REQUESTS[kind].reason}")
 
     def take_flags(self) -> dict[str, float]:
-        """The flags for this step's all-reduce. One to save or to profile is handed over once, one
-        to leave stays."""
+        """Return the flags for this step's all-reduce. A request to save or to profile is handed
+        over once, one to leave stays."""
         flags = {**dict(zip(FLAGS, self.flags, strict=True)), ASKS_PROFILE: self._profile}
         self.flags[SAVE] = self._profile = 0.0
         return flags
 
     def wants_to_leave(self) -> float:
-        """1 when this rank has been asked to, else 0."""
+        """Return 1 if this rank has been asked to leave, else 0."""
         return max(self.flags[INTERRUPT:])
 
     def seconds_left(self, rank: int) -> float | None:
-        """For the last save: how long it may take. Rank 0 asks SLURM; None: nobody says."""
+        """Return the seconds that the last save may take. Rank 0 asks SLURM; None: unknown."""
         if rank or not self.flags[INTERRUPT] or (job := slurm.job_name()) is None:
             return None
         seconds = slurm.seconds_to_live(job)
@@ -151,15 +152,15 @@ class StopRequests:
 
 
 def asked(values: Mapping[str, float], before: Verdict = GO_ON) -> Verdict:
-    """What the ranks have asked for, from the sums of a step; equal on all ranks. `before`: what
-    an earlier step has said; a request to leave is in every step after it."""
+    """Decide from the sums of a step what the ranks have asked for; equal on all ranks. `before`:
+    the verdict so far; a request to leave is in every step after it."""
     found = [request for name, request in zip(FLAGS, REQUESTS, strict=True) if values[name] > 0]
     return found[-1] if found else before
 
 
 class Meanwhile:
-    """Between two micro-batches of a long step: has any rank been asked to leave? Then all ranks
-    leave this step undone, and it is repeated: the rest of a step of a minute may be all the time
+    """A check between two micro-batches of a long step: has any rank been asked to leave? Then all
+    ranks abandon this step, and it is repeated: the rest of a step of a minute may be all the time
     that there is. A GPU answers one micro-batch later, by pinned memory, so that the host never
     waits for the one at work."""
 
@@ -170,7 +171,7 @@ class Meanwhile:
         self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def __call__(self) -> Verdict | None:
-        """All ranks call it equally often."""
+        """Return a verdict, or None. All ranks must call it equally often."""
         import torch
         import torch.distributed as dist
 
@@ -197,10 +198,11 @@ class Meanwhile:
 def final_verdict(
     verdict: Verdict, progress: Progress, checkpointer: Checkpointer, seconds: float | None
 ) -> Verdict:
-    """How the run ends, at most `seconds` from now (None: no limit): an end is orderly only when
-    its last step is durable."""
+    """Save, wait and return how the run ends, at most `seconds` from now (None: no limit): an end
+    is orderly only when its last step is durable."""
     if verdict.save:  # nothing new, unless a step was left undone: then the one before it
         checkpointer.save(progress.step, progress.record())
+    # An interrupted job has no time to delete old checkpoints; its next start does that.
     checkpointer.close(seconds, prune=verdict.state != "interrupted")
     step = progress.step
     if verdict.state == "failed" or checkpointer.saved_step == step:
@@ -211,6 +213,6 @@ def final_verdict(
 
 
 def end_process(code: int) -> NoReturn:
-    """Leave without finalisers: daemon threads and NCCL at exit have hung more jobs than they have
+    """Exit without finalisers: daemon threads and NCCL at exit have hung more jobs than they have
     helped."""
     os._exit(code)

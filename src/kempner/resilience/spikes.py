@@ -22,8 +22,8 @@ class Spikes:
     """The numbers of the last steps, on the device: no decision makes the host wait.
 
     All ranks decide alike, because they see the same sums of the step's one all-reduce. A spike
-    does not enter the window: a second one right after it is found, too. And a level that stays
-    high is no spike: after `resilience.max_skipped` steps the run goes back, and then stops.
+    does not enter the window: a second one right after it is found, too. A level that stays
+    high is not a spike: after `resilience.max_skipped` steps the run goes back, and then stops.
 
     It is a provider of checkpoint/state.py, so that a resumed run decides as the unbroken one.
     """
@@ -41,10 +41,10 @@ class Spikes:
     def judge(
         self, loss: Tensor, grad_norm: Tensor, bad: Tensor, regime: tuple[int, int]
     ) -> dict[str, Tensor]:
-        """Whether a step is a spike, and the limits that it was compared with (infinite until the
-        window is full), by name, fp64 [] each. `bad`: it is not finite, which is no spike.
-        `regime`: tokens of the step and phase of the data; where they change another level is to be
-        expected, and the window begins anew."""
+        """Return whether a step is a spike, and the limits that it was compared with (infinite
+        until the window is full), by name, fp64 [] each. `bad`: the step is not finite, which does
+        not count as a spike. `regime`: tokens of the step and phase of the data; when they change
+        another level is to be expected, and the window starts anew."""
         if self._state["count"].device != loss.device:
             self._state = {name: held.to(loss.device) for name, held in self._state.items()}
         values, count, known = self._state.values()
@@ -53,6 +53,7 @@ class Spikes:
             same = same & (before == now)
             before.fill_(now)
         count.mul_(same)
+        # Before this step enters the window: a spike must not raise its own limit.
         spread, mean = torch.std_mean(values, dim=1)
         limits = torch.where(count >= self.window, mean + self.sigma * spread, torch.inf)  # [2]
         numbers = torch.stack((loss, grad_norm))
@@ -69,7 +70,8 @@ class Spikes:
         return dict(self._state)
 
     def restore(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-        """Without such a state in the checkpoint, or with one of another window, it begins anew."""
+        """Return the state to fill. Without it in the checkpoint, or with another window, it starts
+        anew."""
         for held in self._state.values():
             held.zero_()
         same = "values" in stored and stored["values"].shape == self._state["values"].shape

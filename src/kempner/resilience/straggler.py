@@ -1,4 +1,4 @@
-"""Which rank is slow: each rank's own work, without the waiting for others, side by side.
+"""Detection of slow ranks: compares each rank's own work, without the waiting for others.
 
 In a step every rank takes as long as the slowest, because each collective waits for it. So only
 time between collectives is compared: the forward of one block, whose weights are already gathered,
@@ -34,13 +34,13 @@ class BlockClock:
     """Seconds of this rank's own work in a step, from the forward of the model's first block."""
 
     def __init__(self, model: nn.Module, device: torch.device, apart: bool = True) -> None:
-        """`model` has `blocks`. Of one that is compiled as a whole it is the model's own forward: a
-        hook within would cut its graph in two. `apart`: no rank waits for another within a block.
+        """`model` has `blocks`. A model compiled as a whole is timed by its own forward: a hook
+        within would cut its graph in two. `apart`: no rank waits for another within a block.
         Otherwise a block that is not compiled has the product `attention.wv`."""
         assert isinstance(model.blocks, nn.ModuleList)
         whole = model._compiled_call_impl is not None
         clocked = model if whole else model.blocks[0]
-        # Of a pipeline the mean of the stages: one with fewer blocks has the output layer, too.
+        # With a pipeline the mean of the stages: one with fewer blocks has the output layer, too.
         pipeline = getattr(model, "pipeline", None)
         blocks = len(model.blocks) if pipeline is None else pipeline.mean_blocks
         self._scale = WORK_PER_FORWARD * (1.0 if whole else blocks)
@@ -52,10 +52,11 @@ class BlockClock:
         self._spans: list[tuple[Any, Any]] = []
         start, end = self._start, self._end
         if whole or clocked._compiled_call_impl is not None:
-            # Only then: it imports the compiler, half a second of every start.
+            # Only for a compiled model: it imports the compiler, half a second of every start.
             start, end = map(torch.compiler.disable, (start, end))
-        # Inside of what fully_shard has put around it: its weights are there by then.
+        # Inside fully_shard's hooks: its weights are gathered by then, and are not timed.
         clocked.register_forward_pre_hook(start)
+        # Prepended, so that FSDP's own hook, which frees the weights, is not timed.
         clocked.register_forward_hook(end, prepend=True)
 
     def _start(self, *_: object) -> None:
@@ -73,16 +74,17 @@ class BlockClock:
         return event
 
     def take(self) -> float:
-        """Of all forwards that have ended since the last call. Those that the device still works
-        on count the next time: reading their events now would be an error, and waiting for them
-        would stop the host."""
+        """Return the seconds of all forwards that have ended since the last call. Those that the
+        device still works on count the next time: reading their events now would be an error, and
+        waiting for them would stop the host."""
         ended = [span for span in self._spans if not self._cuda or span[1].query()]
         self._spans = self._spans[len(ended) :]  # a stream ends them in their order
         return self._scale * sum(_seconds(*span) for span in ended)
 
 
 def _weights(module: nn.Module, model: Any) -> float:
-    """How many multiply a token: of the experts [E, ...] those that it goes to."""
+    """Count the weights that multiply a token: of the experts [E, ...] only those that it goes
+    to."""
     chosen = model.cfg.experts_per_token
     sizes = (p.numel() / (len(p) / chosen if p.ndim == 3 else 1) for p in module.parameters())
     return sum(sizes)
@@ -99,7 +101,7 @@ class Stragglers:
     steps."""
 
     def __init__(self, hosts: list[str], device: torch.device, say: Callable[[str], None]) -> None:
-        """`hosts`: of each rank, where `say` reaches somebody (rank 0)."""
+        """`hosts`: of each rank; needed where `say` reaches somebody (rank 0)."""
         self._report = StragglerReport(hosts, say)
         self._device = device
         self._rank, self._others = dist.get_rank(), dist.get_world_size() - 1
@@ -108,8 +110,8 @@ class Stragglers:
         self._pending: tuple[int, Tensor, torch.Event | None] | None = None
 
     def contribution(self, work: float) -> float:
-        """For the step's sum: this rank's median over the window at its end, else 0. `work`:
-        seconds of this rank in this step."""
+        """Return this rank's term of the step's sum: its median over the window at its end, else 0.
+        `work`: seconds of this rank in this step."""
         self._window.append(work)
         if len(self._window) < WINDOW:
             return 0.0
@@ -117,8 +119,9 @@ class Stragglers:
         return self._mine
 
     def update(self, step: int, total: float) -> None:
-        """`total`: the sum of the contributions to `step`, not 0 at the end of a window. Starts the
-        search for the slowest rank there, and reports it one step later: nothing waits."""
+        """Start the search for the slowest rank at the end of a window, and report it one step
+        later, so that nothing waits. `total`: the sum of the contributions to `step`, not 0 at the
+        end of a window."""
         if self._pending is not None:
             ended, found, event = self._pending
             self._pending = None
@@ -132,9 +135,10 @@ class Stragglers:
             self._pending = (step, *self._search(total))
 
     def _search(self, total: float) -> tuple[Tensor, torch.Event | None]:
-        """[packed ratio and rank, seconds a step that the slowest one is late], on their way to the
-        host. The ratio is that of a rank's work over the mean of the others'."""
+        """Return [packed ratio and rank, seconds a step that the slowest one is late], on their way
+        to the host. The ratio is that of a rank's work to the mean of the others'."""
         others = (total - self._mine) / self._others
+        # Bounded, so that it fits into the packed number below.
         ratio = min(self._mine / others, 1e3) if others > 0 else 1.0
         # fp64 keeps integers up to 2^53: 1e3 * 1e6 * 2^20 is 2^50. The seconds are a maximum of
         # their own: the rank with the largest ratio has the largest delay, too.
@@ -152,7 +156,7 @@ class Stragglers:
 
 
 class StragglerReport:
-    """Reports a rank that stays slow, with exponential back-off, and when it has recovered."""
+    """Reports of a rank that stays slow, with exponential back-off, and of its recovery."""
 
     def __init__(self, hosts: list[str], say: Callable[[str], None]) -> None:
         self._hosts, self._say = hosts, say
@@ -160,7 +164,7 @@ class StragglerReport:
         self._said = False
 
     def update(self, step: int, rank: int, ratio: float, late: float) -> None:
-        """The slowest rank of the window that ended with `step`: `late` in seconds a step."""
+        """Take the slowest rank of the window that ended with `step`: `late` in seconds a step."""
         slow = rank if ratio > SLOW else -1
         if self._rank >= 0 and slow != self._rank:
             if self._said:

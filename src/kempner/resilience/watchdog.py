@@ -1,5 +1,5 @@
-"""A run that stands still is ended, so that it can be started again: the stacks of all threads are
-in the logs, and the ranks that do not answer are named.
+"""The watchdog ends a run that hangs, so that it can be started again: the stacks of all threads
+are in the logs, and the ranks that do not answer are named.
 
 Every rank has a thread of its own for this. It sees a beat at every step; when none has come within
 the limit it writes down where its process is, tells rank 0 through the rendezvous store, and ends
@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """Call beat() at every step. The limit is [resilience] hang_timeout, or comes from the step
-    times."""
+    """A thread that ends a hung run. Call beat() at every step. The limit is [resilience]
+    hang_timeout, or follows from the step times."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Watchdog:
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def begin(self, step: int, groups: Sequence[dist.ProcessGroup]) -> None:
-        """The start is over: the step after `step` comes next. `groups`: that were made in it."""
+        """End the start: the step after `step` comes next. `groups`: those made in the start."""
         self._beat, self._step, self._starting = time.monotonic(), step, False
         self._groups = groups
         self._on_limit(self._longest, groups)
 
     def beat(self, step: int) -> None:
-        """A step is done."""
+        """Record that a step is done."""
         now = time.monotonic()
         self._durations.append(now - self._beat)
         self._beat, self._step = now, step
@@ -108,8 +108,9 @@ class Watchdog:
 
     @property
     def _store(self) -> Any:
-        """By a connection of its own: the default one may be busy in the very call that hangs. To
-        make it may take as long, where the process that has the store is frozen."""
+        """Return the store over a connection of its own: the default one may be busy in the very
+        call that hangs. Connecting may take as long, if the process that has the store is
+        frozen."""
         if self._own_store is None:
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=2 * self._patience))
@@ -123,15 +124,16 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patient(self, seconds: float = PATIENCE_S) -> Iterator[None]:
-        """For sections that may outlast a step without a beat: a save, a validation, a load, the
-        wait for another replica. They are no part of the time of their step, and may take so many
-        seconds, where that is longer than a step may."""
+        """Suspend the step's limit for sections that may outlast a step without a beat: a save, a
+        validation, a load, the wait for another replica. They do not count into the time of their
+        step, and may take `seconds`, where that is longer than a step may."""
         began, limit = time.monotonic(), self._limit
         self._limit = max(limit, seconds)
         try:
             yield
         finally:
             now = time.monotonic()
+            # The section is taken out of the step's time: the beat moves by as much.
             self._beat, self._limit = min(now, self._beat + now - began), limit
 
     def stop(self) -> None:
@@ -142,7 +144,7 @@ class Watchdog:
         moved = self._look(0, 0)  # connects to the store, too
         awake = looked = time.monotonic()
         while not self._off.wait(min(1.0, self._limit / LOOKS)):
-            # In C, for an interpreter that is locked: this loop would not run then.
+            # A timer in C, in case something holds the GIL: then this loop would not run.
             faulthandler.dump_traceback_later(self._limit + 30, exit=True, file=self._log)
             before, awake = awake, time.monotonic()
             if awake - before > self._limit / 2:
@@ -159,20 +161,21 @@ class Watchdog:
                 self._end()
 
     def _look(self, moved: int, looks: int) -> tuple[int, int]:
-        """The bytes that this rank has moved, and the looks, of all ranks, that have found one to
-        move much. What they were where the store does not respond."""
+        """Return the bytes that this rank has moved, and the number of looks, of all ranks, that
+        have found one to move much; the old numbers if the store does not respond."""
         now = _bytes_moved()
         much = int(now - moved > MUCH)
         found = self._within(self._patience, lambda: self._store.add(MOVES, much))
         return now, looks if found is None else found
 
     def _end(self) -> None:
-        """Write the stacks, collect the answers, record the hang, exit. Whatever may block (a store
-        in a frozen process, a file system that hangs) has its time and no more."""
+        """Write the stacks, collect the answers, record the hang, exit. Each part that may block (a
+        store in a frozen process, a file system that hangs) gets a bounded time."""
         place = self._place()
         what = f"no step for {self._limit:.0f} s after step {self._step}"
         if self._starting:
             what = f"the start has stood still for {self._limit:.0f} s"
+        # The stacks first: what follows needs the store, which may be what hangs.
         self._within(WRITE_S, lambda: self._write_stacks(what))
         answers = self._within(2 * self._patience + 1, lambda: self._ask(place))
         self._within(WRITE_S, lambda: self._record(what, answers))
@@ -180,7 +183,7 @@ class Watchdog:
 
     @staticmethod
     def _within(seconds: float, act: Callable[[], T]) -> T | None:
-        """What `act` returns, None when it takes longer or fails."""
+        """Return the result of `act`, None if it takes longer or fails."""
         found: list[T] = []
 
         def run() -> None:
@@ -199,8 +202,8 @@ class Watchdog:
         self._log.flush()
 
     def _ask(self, place: str) -> dict[int, str]:
-        """Rank 0: every answer that came, by rank. The others answer, and wait until rank 0 has
-        recorded the hang: their exit would make srun end it. Raises when the store does not
+        """Return every answer that came, by rank, on rank 0. The others answer, and wait until rank
+        0 has recorded the hang: their exit would make srun end it. Raises if the store does not
         respond."""
         answers = {self._rank: place}
         if self._rank:
@@ -218,7 +221,7 @@ class Watchdog:
         return answers
 
     def _record(self, what: str, answers: dict[int, str] | None) -> None:
-        """Rank 0 records the hang; rank 1 does where nothing is heard of rank 0 and its store."""
+        """Record the hang on rank 0; on rank 1 if nothing is heard of rank 0 and its store."""
         if answers is None:
             silent = [0]
         elif self._rank:
@@ -234,8 +237,8 @@ class Watchdog:
             self._store.set(VERDICT, "")
 
     def _lines(self, answers: dict[int, str], silent: list[int]) -> list[str]:
-        """Where the ranks are: one line for each place in the code, so that a world of thousands
-        fits a screen."""
+        """Describe where the ranks are: one line for each place in the code, so that a world of
+        thousands fits a screen."""
         at: dict[str, list[int]] = {}
         for rank, answer in sorted(answers.items()):
             at.setdefault(answer, []).append(rank)
@@ -243,7 +246,8 @@ class Watchdog:
         return lines + ([f"{_ranks(silent)} does not answer"] if silent else [])
 
     def _place(self) -> str:
-        """Where the main thread stands: its innermost frame outside of torch, and the innermost."""
+        """Return where the main thread stands: its innermost frame outside of torch, and the
+        innermost."""
         frame = sys._current_frames().get(self._main)
         inner = own = None
         while frame is not None:
@@ -257,7 +261,7 @@ class Watchdog:
         return f"{when} in {own or inner}" + (f" > {inner}" if inner != own else "")
 
     def _dump_nccl(self) -> None:
-        """NCCL's flight recorder, where there is one."""
+        """Dump NCCL's flight recorder, if there is one."""
         dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
         if dump is None or not torch.cuda.is_available():
             return
@@ -268,8 +272,8 @@ class Watchdog:
 
 
 def start_watchdog(cfg: RunConfig, run: Run) -> Watchdog:
-    """The watchdog of a run, once its ranks have met. No group's own timeout may strike before it
-    does."""
+    """Start the watchdog of a run, once its ranks have met. No group's own timeout may strike
+    before it does."""
     return Watchdog(
         cfg.resilience.hang_timeout,
         cfg.distributed.start_timeout,
@@ -280,7 +284,8 @@ def start_watchdog(cfg: RunConfig, run: Run) -> Watchdog:
 
 
 def _bytes_moved() -> int:
-    """That this process has read and written so far, also by mapped files; 0 where nobody says."""
+    """Return the bytes that this process has read and written so far, also by mapped files; 0 if
+    unknown."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/self/io").read_text().splitlines()
         counts = {name: int(n) for name, n in (line.split(": ") for line in lines)}

@@ -1,4 +1,4 @@
-"""The rank files of a batch -> micro-batches. B rows, T tokens, R rows of a rank."""
+"""Micro-batches from the rank files of a batch. B rows, T tokens, R rows of a rank."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Rollouts(MicroBatch):
 
 
 def read(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
-    """The arrays of a rank file, [R, T] each, and `fresh`. `newest`: the version of the weights
-    before this step. Raises ValueError when the file is not as exchange.Batch has it."""
+    """Read the arrays of a rank file, [R, T] each, and `fresh`. `newest`: the version of the
+    weights before this step. Raises ValueError if the file is not as exchange.Batch defines it."""
     from safetensors.torch import load_file
 
     arrays: dict[str, Tensor] = load_file(path)
@@ -63,7 +63,8 @@ def read(path: Path, seq_len: int, newest: int) -> dict[str, Tensor]:
 def micro_batches(
     arrays: dict[str, Tensor], rows: int | None, pin: bool, own: list[Tensor] | None = None
 ) -> Iterator[Rollouts]:
-    """Of at most so many rows each; None: all in one. `own`: for the first of them."""
+    """Yield micro-batches of at most `rows` rows; None: all rows in one. `own`: for the first of
+    them."""
     count = len(arrays["inputs"])
     for at in range(0, count, rows or count):
         part = {name: tensor[at : at + (rows or count)] for name, tensor in arrays.items()}

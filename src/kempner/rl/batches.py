@@ -1,7 +1,7 @@
-"""From the groups that come to the groups of a batch. No torch, no threads.
+"""Choice of the groups of a batch from those that have come. No torch, no threads.
 
-A group without variance has no gradient. It is replaced before the batch is cut, so that a batch
-is never smaller than it was asked for, and the weight of a token in it is the same in all steps.
+A group without variance has no gradient. It is replaced before the batch is cut, so that a batch is
+never smaller than requested, and the weight of a token in it is the same in all steps.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ SOON = 2  # batches that are filled at a time: one is trained meanwhile
 
 
 class Failed(Exception):
-    """The run cannot go on; says why."""
+    """The run cannot go on; the message says why."""
 
 
 def batches_ahead(rl: RlConfig, newest: int, step: int, last: int) -> int:
-    """Batches that may be worked on after that of `step`, with weights `newest` there: what is
-    asked now can be trained in each of them, up to step `last`."""
+    """Return the number of batches after that of `step` that may be worked on, with weights
+    `newest` there: what is requested now can be trained in each of them, up to step `last`."""
     return max(0, min(newest + 1 + rl.max_async, last) - step) if newest >= 0 else 0
 
 
 class Groups:
-    """Those that have come, and are not trained yet. `ahead`: batches that may be worked on now;
-    `flying`: groups that were asked and have not come."""
+    """Groups that have come, and are not trained yet. `ahead`: batches that may be worked on now;
+    `flying`: groups that were requested and have not come."""
 
     def __init__(self, rl: RlConfig, max_tokens: int, say: Callable[[str], None]) -> None:
         self._rl, self._max_tokens, self._say = rl, max_tokens, say
@@ -42,11 +42,12 @@ class Groups:
 
     @property
     def carried(self) -> list[Place]:
-        """Those that wait for a later batch."""
+        """Places of the groups that wait for a later batch."""
         return [group.at for group in self._ready]
 
     def new_target(self) -> None:
-        """Groups of the next batch; with rl.batch_tokens as many as it probably takes."""
+        """Set the number of groups of the next batch; with rl.batch_tokens as many as it probably
+        takes."""
         rl = self._rl
         if rl.batch_tokens is None:
             assert rl.batch_samples is not None
@@ -56,20 +57,21 @@ class Groups:
             self._target = math.ceil(rl.batch_tokens / tokens)
 
     def wanted(self, ahead: int, flying: int, late: int = 0) -> int:
-        """How many groups to ask for. `late`: of those that fly, begun with older weights than the
-        newest. Another one is asked in the place of each: a batch does not wait for long answers,
-        and groups of an ordinary length do not grow old in a queue, however large rl.max_async."""
+        """Return the number of groups to request. `late`: of those in flight, begun with older
+        weights than the newest. Another one is requested in place of each: a batch does not wait
+        for long answers, and groups of an ordinary length do not grow old in a queue, however large
+        rl.max_async."""
         there = len(self._ready) + flying
         new = min(ahead, SOON) * self._target - (there - late)
         return max(0, min(new, ahead * self._target - there, self._left(ahead, there)))
 
     def _left(self, ahead: int, there: int) -> int:
-        """Groups that rl.refill still allows."""
+        """Return the number of groups that rl.refill still allows."""
         spare = math.ceil((self._rl.refill - 1) * self._target)
         return ahead * self._target + spare - there - self._nothing
 
     def least(self, step: int) -> int:
-        """The oldest version whose samples step `step` may train."""
+        """Return the oldest version whose samples step `step` may train."""
         return step - 1 - self._rl.max_async
 
     def add(self, group: Group) -> None:
@@ -81,13 +83,13 @@ class Groups:
             self._ready.append(group)
 
     def chosen(self, step: int, ahead: int, flying: int) -> list[Group] | None:
-        """The groups of the batch of `step`; None: not yet. Raises Failed."""
+        """Return the groups of the batch of `step`; None: not yet. Raises Failed."""
         least = self.least(step)
         fresh = [group for group in self._ready if group.oldest >= least]
         old = [group.at for group in self._ready if group.oldest < least]
         self._stale += len(old)
         self.again += old
-        # Synchronous, all versions are the same: this is the order of the tasks.
+        # In synchronous training all versions are equal: this is the order of the tasks.
         self._ready = sorted(fresh, key=lambda group: (group.oldest, group.at.place))
         if ahead == 0:
             return None
@@ -109,12 +111,14 @@ class Groups:
             if tokens >= least:
                 return self._ready[:number]
         count = len(self._ready)
+        # Too few tokens: ask for as many more groups as these suggest.
         self._target = count + math.ceil((least - tokens) / (tokens / count))
         return None
 
     def _filled(self, step: int, flat: list[Group]) -> list[Group]:
-        """rl.refill is used up. Groups without variance fill the batch: they have no part in the
-        gradient, but their tokens count, so that the others do not weigh more than elsewhere."""
+        """Fill the batch when rl.refill is used up. Groups without variance fill it: they have no
+        part in the gradient, but their tokens count, so that the others do not weigh more than
+        elsewhere."""
         flat.sort(key=lambda group: group.at.place)
         chosen = (self._ready + flat)[: self._target]
         if not chosen:
@@ -127,8 +131,8 @@ class Groups:
         return chosen
 
     def next_batch(self, chosen: list[Group]) -> tuple[list[Group], int]:
-        """These are handed over. What has come since the batch before, in the order of the tasks,
-        and how many of them were too old."""
+        """Hand over these groups. Returns the groups that have come since the batch before, in the
+        order of the tasks, and how many of them were too old."""
         used = {group.at.place for group in chosen}
         self._ready = [group for group in self._ready if group.at.place not in used]
         come, stale = sorted(self._since, key=lambda group: group.at.place), self._stale

@@ -1,4 +1,4 @@
-"""The sections [rl] and [rl.*]. No torch."""
+"""The [rl] and [rl.*] sections. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """One of [[rl.env]]."""
+    """One entry of [[rl.env]]."""
 
     id: str = option(REQUIRED, "a built-in environment, or FILE.py:CLASS: docs/extensions/rl.md")
     name: str = option("", "its name in metrics; unset: id")
@@ -166,7 +166,7 @@ class InferenceConfig:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """What cannot be combined with RL, one message each, with the way out."""
+    """List what cannot be combined with RL, one message each, with the way out."""
     if not cfg.rl.on:
         return []
     found = _sizes(cfg)
@@ -273,7 +273,8 @@ def _sizes(cfg: RunConfig) -> list[str]:
 
 
 def _server(url: str) -> tuple[str, int] | None:
-    """Host and port, the same for all spellings of the URL; None: it is not that of a server."""
+    """Return host and port, the same for all spellings of the URL; None if it is not that of a
+    server."""
     with contextlib.suppress(ValueError):  # of the port
         parts = urlsplit(url)
         if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/"):

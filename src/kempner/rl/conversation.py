@@ -1,5 +1,5 @@
-"""What the model reads, as tokens. What it has said stays as it was sampled: to write it as text
-and to read that again may give other tokens, which it never sampled. No torch."""
+"""Conversations as tokens, as the model reads them. Its own turns stay as they were sampled:
+decoding and encoding again may give other tokens, which it never sampled. No torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MARK = "\ufdd2"  # stands for what the model has said; Unicode keeps it out of t
 
 
 def open_words(tokenizer: str, init_from: str | None) -> Words:
-    """The tokenizer of the run: rl.tokenizer, or that of the weights: of a run, that of its data.
-    Raises ConfigError."""
+    """Open the tokenizer of the run: rl.tokenizer, or that of the weights; for a run's weights,
+    that of its data. Raises ConfigError."""
     if tokenizer == BYTES:
         own = ByteTokenizer()
         return Words(own, [own.eod], {own.eod}, Path())
     if not tokenizer and init_from is None:
         raise ConfigError(
-            'rl.tokenizer: is required (a directory or "bytes"), as there is no model.init_from '
+            'rl.tokenizer: is required (a directory or "bytes") without a model.init_from '
             "to take it from"
         )
     folder = Path(tokenizer).expanduser()
@@ -61,7 +61,7 @@ class Writer:
                 self._template = None
 
     def prompt(self, task: Task) -> list[int]:
-        """Raises ValueError when the template refuses it."""
+        """Return the prompt's tokens. Raises ValueError if the template refuses it."""
         if isinstance(task.prompt, str):
             return self._words.prompt(task.prompt)
         if self._template is None:
@@ -72,12 +72,12 @@ class Writer:
         return self._encode(self._template.render(task.prompt, None, True))
 
     def reply(self, task: Task, reply: Reply, last: int) -> list[int]:
-        """What follows the model's turn, up to where its next one begins. `last`: the token that
-        the turn has ended with.
+        """Return the tokens between the model's turn and its next one. `last`: the token that the
+        turn has ended with.
 
-        The template writes the turn with a mark in its place, and what follows the mark is the
-        rest of that turn and the reply. The token that ends a turn is there already when the model
-        has sampled it.
+        The template writes the turn with a mark in its place, and what follows the mark is the rest
+        of that turn and the reply. The token that ends a turn is left out if the model has sampled
+        it.
         """
         if isinstance(task.prompt, str) or self._template is None:
             return self._words.tokenizer.encode(reply.content)
@@ -91,7 +91,7 @@ class Writer:
         return ids[1:] if ids[:1] == [last] and last in self._words.ends else ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """Of a turn, without the token that ends it."""
+        """Decode a turn, without the token that ends it."""
         kept = ids[:-1] if ids and ids[-1] in self._words.ends else ids
         return self._words.tokenizer.decode(kept)
 
@@ -115,7 +115,7 @@ class Conversation:
         self.open = True  # the model may have another turn
 
     def say(self, completion: Completion, text: str) -> None:
-        """The model's turn. One that has no room to end is the last."""
+        """Add the model's turn. One that has no room to end is the last."""
         self.tokens += completion.token_ids
         self._sampled += [True] * len(completion.token_ids)
         self._logprobs += completion.logprobs
@@ -128,7 +128,7 @@ class Conversation:
         self.open = not self.truncated
 
     def hear(self, reply: Reply, tokens: Sequence[int]) -> None:
-        """The environment's turn, which does not count in the loss."""
+        """Add the environment's turn, which does not count in the loss."""
         self.tokens += tokens
         self._sampled += [False] * len(tokens)
         self._logprobs += [0.0] * len(tokens)

@@ -12,8 +12,8 @@ LOOKS = 10_000  # tasks of an environment that may be left out in a row
 
 
 class Curriculum:
-    """Each environment has its share of any beginning of the order, to within one task. Prompts
-    that were too easy or too hard are left out from then on."""
+    """The order of tasks. Each environment has its share of any prefix of it, to within one task.
+    Prompts that were too easy or too hard are left out from then on."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Curriculum:
         say: Callable[[str], None],
     ) -> None:
         """`weights`: of each environment, by label; `bounds`: of the mean reward of prompts that
-        are asked again; `key(label, number)`: the prompt of a task."""
+        stay; `key(label, number)`: the prompt of a task."""
         total = sum(weights.values())
         self._shares = {label: weight / total for label, weight in weights.items() if weight}
         self._bounds, self._key, self._say = bounds, key, say
@@ -55,7 +55,7 @@ class Curriculum:
         return number
 
     def learn(self, groups: list[Group]) -> None:
-        """What these say of their prompts."""
+        """Leave out the prompts that these groups show to be too easy or too hard."""
         low, high = self._bounds
         for group in groups:
             rewards = group.rewards
@@ -69,7 +69,7 @@ class Curriculum:
         return {"place": self._place, "due": self._due, "number": self._number, "out": out}
 
     def load(self, state: State) -> None:
-        """Weights that are other ones now hold from here on; a new environment begins with its
+        """Restore the state. Changed weights hold from here on; a new environment begins with its
         first task."""
         self._place = state["place"]
         for label in self._shares:

@@ -1,7 +1,7 @@
 """The client of one engine. No torch.
 
 All methods may be called from any thread; abort() ends those that wait for an answer. A completion
-has no limit of time: who asks looks at progress(), and calls abort() when there is none.
+has no timeout: the caller watches progress(), and calls abort() when there is none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class About(NamedTuple):
 
 
 class Lost(Exception):
-    """The engine does not answer, or not as an engine of this job; says why."""
+    """The engine does not answer, or not as an engine of this job; the message says why."""
 
 
 class Silent(Lost):
@@ -86,7 +86,7 @@ class NoEngines(Exception):
 
 
 class Flight:
-    """What was asked for one group, so that it can be cancelled from any thread."""
+    """Requests of one group, so that they can be cancelled from any thread."""
 
     def __init__(self) -> None:
         self.version: int | None = None  # of the engine that has begun with it; None: none has
@@ -95,13 +95,13 @@ class Flight:
         self._lock = threading.Lock()
 
     def begin(self, version: int) -> None:
-        """An engine with these weights gets a request. Raises Cancelled."""
+        """Note that an engine with these weights gets a request. Raises Cancelled."""
         if self.cancelled:
             raise Cancelled
         self.version = version if self.version is None else min(self.version, version)
 
     def cancel(self) -> None:
-        """The engine sees that its client has gone, and frees the slots."""
+        """Close the connections: the engine sees that its client has gone, and frees the slots."""
         with self._lock:
             self.cancelled = True
             for each in self._sockets:
@@ -119,13 +119,13 @@ class Flight:
 
 
 def shut(opened: socket.socket) -> None:
-    """A thread that waits for it wakes up."""
+    """Shut a connection down; a thread that waits for it wakes up."""
     with contextlib.suppress(OSError):
         opened.shutdown(socket.SHUT_RDWR)
 
 
 class Engine(Protocol):
-    """What the router needs of an engine."""
+    """An engine as the router needs it."""
 
     url: str
 
@@ -136,51 +136,51 @@ class Engine(Protocol):
         sampling: Sampling,
         flight: Flight | None = None,
     ) -> list[list[Completion]]:
-        """`n` samples of each prompt; they follow from sampling.seed, their numbers and the
+        """Return `n` samples of each prompt; they follow from sampling.seed, their numbers and the
         weights."""
         ...
 
     def alive(self) -> None:
-        """Raises Lost when it is not; answers also while it reads new weights."""
+        """Raise Lost if it is not alive; works also while it reads new weights."""
         ...
 
     def version(self) -> int | None:
-        """Of its weights; it is alive and can take requests. None: it is alive, and too busy to
-        say."""
+        """Return the version of the weights it serves, once it accepts requests. None: it is alive,
+        and too busy to say."""
         ...
 
     def progress(self) -> int | None:
-        """Tokens that it has read and generated so far; None: it does not count them."""
+        """Return the tokens that it has read and generated so far; None: it does not count them."""
         ...
 
     def update(self, body: dict[str, Any]) -> int:
-        """New weights; returns their version when they are in use."""
+        """Load new weights; returns their version when they are in use."""
         ...
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
-        """Of a text that was sampled before; None: it cannot do that."""
+        """Return log-probabilities of a text that was sampled before; None: it cannot."""
         ...
 
     def tokens_read(self) -> int | None:
-        """Of prompts, since it began; None: it does not count them."""
+        """Return the prompt tokens read since its start; None: it does not count them."""
         ...
 
     def release(self) -> None:
-        """The run has ended: others may have it."""
+        """Free the engine for other runs: this one has ended."""
         ...
 
     def abort(self) -> None: ...
 
 
 class KitEngine:
-    """scripts/serve.py."""
+    """An engine of scripts/serve.py."""
 
     living: tuple[int, ...] = (200, 503)  # codes of /health; 503: it has no weights
     counters: tuple[str, ...] = ("kempner_prefill_tokens_total", "kempner_generated_tokens_total")
 
     def __init__(self, url: str, token: str, run: str | None = "") -> None:
-        """`run`: see Exchange.run; an engine with weights of another attempt has to be given those
-        of this one first. None: whose weights it has does not matter, unless that run uses it."""
+        """`run`: see Exchange.run; an engine with weights of another attempt must first be given
+        those of this one. None: it may have any weights, unless another run uses it."""
         self.url, self._token, self._run = url, token, run
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
@@ -236,12 +236,12 @@ class KitEngine:
         return self._version_in(answer)
 
     def _own(self, run: str) -> None:
-        """Raises Lost when weights of this run are another one's, where that matters."""
+        """Raise Lost if the weights are those of another run, where that matters."""
         if self._run is not None and run not in ("", self._run):
             raise Lost(f"it has weights of another run, {run}")
 
     def _ours(self, run: str, leased: Callable[[], bool]) -> None:
-        """The same before anything is asked of it. Raises Busy; Leased when that run uses it."""
+        """Check the weights before a request. Raises Busy; Leased if that run uses the engine."""
         if run not in ("", self._run) and leased():
             raise Leased(f"it has weights of another run, {run}, which uses it")
         try:
@@ -281,7 +281,7 @@ class KitEngine:
         return None if None in found else sum(each or 0 for each in found)
 
     def _count(self, name: str) -> int | None:
-        """The sum of a counter over its labels."""
+        """Return the sum of a counter over its labels."""
         _, text = self._exchange("/metrics", None, BEAT_S)
         line = rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+]+)$".encode()
         found = re.findall(line, text, re.MULTILINE)
@@ -305,7 +305,7 @@ class KitEngine:
         timeout: float | None,
         flight: Flight | None = None,
     ) -> dict[str, Any]:
-        """The answer's JSON. Raises Lost, Busy, Rejected."""
+        """Return the answer's JSON. Raises Lost, Busy, Rejected."""
         return _read(path, *self._exchange(path, body, timeout, flight))
 
     def _exchange(
@@ -315,7 +315,7 @@ class KitEngine:
         timeout: float | None,
         flight: Flight | None = None,
     ) -> tuple[int, bytes]:
-        """Code and text of the answer. `timeout`: seconds; None: no limit. Raises Lost."""
+        """Return code and text of the answer. `timeout`: seconds; None: no limit. Raises Lost."""
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=min(CONNECT_S, timeout or CONNECT_S)
         )
@@ -363,8 +363,8 @@ NO_WEIGHTS = "none"  # its version while they are read
 
 
 class VllmEngine(KitEngine):
-    """vLLM, as vllm_engine.py starts it. The version of its weights is a text: it names the run,
-    too, as 4@RUN; those that it was started with are 4."""
+    """An engine of vLLM, as vllm_engine.py starts it. The version of its weights is a text: it
+    names the run, too, as 4@RUN; those that it was started with are 4."""
 
     living = (200,)  # 503: its core is dead
     counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -447,7 +447,8 @@ class VllmEngine(KitEngine):
         return False
 
     def _versions(self, spans: Sequence[dict[str, Any]]) -> list[int]:
-        """Of weights of this run, each once. Raises Lost, KeyError, ValueError."""
+        """Return the versions of this run's weights, each once. Raises Lost, KeyError,
+        ValueError."""
         found = set()
         for span in spans:
             number, _, run = str(span["version"]).partition("@")
@@ -456,7 +457,8 @@ class VllmEngine(KitEngine):
         return sorted(found)
 
     def update(self, body: dict[str, Any]) -> int:
-        """Texts in work are kept; what was computed for them from the old weights is not."""
+        """Load new weights. Texts in work are kept; keys and values from the old weights are
+        not."""
         if "path" not in body:
             raise Rejected("vLLM takes weights from files alone")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": body["path"]}}
@@ -476,7 +478,8 @@ class VllmEngine(KitEngine):
             self._ask(LEASE, {}, BEAT_S)
 
     def score(self, tokens: Sequence[int], temperature: float) -> Scores | None:
-        """vLLM gives the log-probabilities of a prompt at temperature 1 alone."""
+        """Return the log-probabilities at temperature 1, else None: vLLM gives a prompt's at no
+        other."""
         if temperature != 1.0:
             return None
         words = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}

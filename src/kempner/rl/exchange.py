@@ -1,4 +1,4 @@
-"""What the processes of one attempt hand each other, as files in RUN/rl/ATTEMPT. No torch.
+"""Exchange between the processes of one attempt, as files in RUN/rl/ATTEMPT. No torch.
 
     start.json                the trainer, once it has resumed: Start
     weights/v00000007/        a model in Hugging Face's form; manifest.json in it comes last
@@ -47,10 +47,10 @@ class Start(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The rank files hold arrays of R rows of T = train.seq_len, R the same for all ranks: inputs
-    int32; targets int32, -100 where nothing counts; documents int32, the number of the document in
-    its row; logprobs fp32, of the targets, by the sampler; advantages fp32; versions int32, of the
-    oldest weights that have drawn tokens of the sample."""
+    """A batch on disk. The rank files hold arrays of R rows of T = train.seq_len, R the same for
+    all ranks: inputs int32; targets int32, -100 where nothing counts; documents int32, the number
+    of the document in its row; logprobs fp32, of the targets, by the sampler; advantages fp32;
+    versions int32, of the oldest weights that have drawn tokens of the sample."""
 
     step: int
     tokens: int  # targets that count, of all ranks
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
 
 class Exchange:
     def __init__(self, run_dir: str | Path) -> None:
-        # Set by rl.sh, for all of its processes; by hand there is one attempt, "0".
+        # rl.sh sets it for all of its processes; started by hand there is one attempt, "0".
         self.root = Path(run_dir, "rl", os.environ.get("KEMPNER_ATTEMPT_ID", "0"))
         self.weights, self.engines = self.root / "weights", self.root / "engines"
         self.scores = self.root / "scores"
@@ -71,31 +71,32 @@ class Exchange:
 
     @property
     def run(self) -> str:
-        """The name of this attempt for engines, RUN#ATTEMPT: each has versions of its own."""
+        """Name of this attempt for engines, RUN#ATTEMPT: each has versions of its own."""
         return f"{quote(str(self.root.parent.parent.absolute()))}#{self.root.name}"
 
     # --- the trainer ---
 
     def version(self, number: int) -> Path:
-        """Where a version goes. It is published when it has a manifest."""
+        """Return the directory of a version. It is published once it has a manifest."""
         return self.weights / f"v{number:08d}"
 
     def publish(self, number: int, facts: dict[str, Any]) -> None:
-        """All else of the version is there."""
+        """Publish a version, all of whose other files are there."""
         write_atomic(self.version(number) / "manifest.json", json.dumps(facts))
 
     def begin(self, start: Start) -> None:
-        """After the version of `start.step` was published."""
+        """Write the start, after the version of `start.step` was published."""
         self.root.mkdir(parents=True, exist_ok=True)
         write_atomic(self.root / "start.json", json.dumps(start._asdict()))
 
     def batch(self, step: int) -> Batch | None:
-        """None until it is there."""
+        """Return the batch of a step; None until it is there."""
         found = _read(self.rollouts(step) / "batch.json")
         return None if found is None else Batch(**found)
 
     def hand_back(self, step: int, logprobs: NDArray[np.float32]) -> None:
-        """No step depends on it: without room it is left out."""
+        """Hand back log-probabilities. No step depends on them: without room on the disk they are
+        left out."""
         with contextlib.suppress(OSError):
             self.scores.mkdir(exist_ok=True)
             write_atomic(self.scores / f"step_{step:08d}", logprobs.tobytes())
@@ -103,7 +104,7 @@ class Exchange:
     # --- the orchestrator ---
 
     def handed_back(self, step: int) -> NDArray[np.float32] | None:
-        """None until it is there; afterwards it is not."""
+        """Take what was handed back, once; None until it is there."""
         path = self.scores / f"step_{step:08d}"
         try:
             found = np.frombuffer(path.read_bytes(), np.float32)
@@ -113,19 +114,19 @@ class Exchange:
         return found
 
     def started(self) -> Start | None:
-        """None until the trainer has resumed."""
+        """Return the start; None until the trainer has resumed."""
         found = _read(self.root / "start.json")
         return None if found is None else Start(**found)
 
     def newest(self) -> int | None:
-        """The newest version that is published."""
+        """Return the newest version that is published."""
         if not self.weights.is_dir():
             return None
         found = sorted(self.weights.glob("v*/manifest.json"))
         return int(found[-1].parent.name[1:]) if found else None
 
     def update(self, number: int) -> dict[str, Any]:
-        """What an engine is sent to take a version that is published."""
+        """Return the request by which an engine takes a published version."""
         path = self.version(number).absolute()
         facts = json.loads((path / "manifest.json").read_text())
         if facts["transport"] == "direct":
@@ -136,13 +137,14 @@ class Exchange:
         return self.root / "rollouts" / f"step_{step:08d}"
 
     def hand_over(self, batch: Batch) -> None:
-        """All rank files are there."""
+        """Publish a batch, all of whose rank files are there."""
         write_atomic(self.rollouts(batch.step) / "batch.json", json.dumps(batch._asdict()))
 
 
 class Beat:
-    """A file whose time says that a part of the run lives, and whose name says whether it waits for
-    room: both can still be changed on a full disk. The batch script and status.py look at it."""
+    """A heartbeat file whose time says that a part of the run lives, and whose name says whether it
+    waits for room: both can still be changed on a full disk. The batch script and status.py look at
+    it."""
 
     def __init__(self, exchange: Exchange, part: str) -> None:
         self._name = exchange.root / part
@@ -159,18 +161,18 @@ class Beat:
             os.utime(self._name)
 
     def full(self) -> None:
-        """It waits for room."""
+        """Mark that it waits for room."""
         with contextlib.suppress(OSError):
             self._name.rename(self._full)
 
     def room(self) -> None:
-        """It goes on."""
+        """Mark that it goes on."""
         with contextlib.suppress(OSError):
             self._full.rename(self._name)
 
 
 class Listener:
-    """To the sign of life of another part, as kp_hear_orchestrator in rl_watch.sh."""
+    """A listener to the heartbeat of another part, as kp_hear_orchestrator in rl_watch.sh."""
 
     def __init__(self, exchange: Exchange, part: str) -> None:
         self._names = exchange.root / part, exchange.root / f"{part}.full"
@@ -178,9 +180,9 @@ class Listener:
         self._silent, self._looked = 0.0, time.monotonic()
 
     def silent(self) -> float:
-        """Seconds since the last one; of a part that has not begun, 0. Looks that are far apart
-        count little: this process stood still, and so may the part have, in a job that was
-        suspended."""
+        """Return the seconds since the last heartbeat; 0 for a part that has not begun. Looks that
+        are far apart count little: this process stood still, and so may the part have, in a job
+        that was suspended."""
         heard, now = [], time.monotonic()
         for name in self._names:
             with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""The batches of a trainer, in the place of its data: all ranks wait for the orchestrator's."""
+"""The batches of an RL trainer, in place of a data loader: all ranks wait for the
+orchestrator's."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by more
 
 
 class Feed:
-    """next() waits for the batch of a step. What a recorder asks of a loader of data is here,
-    too."""
+    """A source of batches: next() waits for the batch of a step. It also has what the recorder asks
+    of a data loader."""
 
     names: tuple[str, ...] = ()  # of sources of data
     sources: tuple[Any, ...] = ()
@@ -70,8 +71,8 @@ class Feed:
         self._own: list[torch.Tensor] | None = None  # see Rollouts; asked for on rank 0
 
     def next(self, step: int) -> list[Rollouts] | Verdict:
-        """This rank's micro-batches of a step; or, when any rank was asked to leave meanwhile, the
-        verdict of all."""
+        """Return this rank's micro-batches of a step; or, if any rank was asked to leave meanwhile,
+        the verdict of all."""
         found: Batch | Verdict | None = None
         began, pause = time.monotonic(), 0.0
         while found is None:
@@ -91,7 +92,8 @@ class Feed:
         return list(micro_batches(arrays, self._micro, self._pin, self._own))
 
     def _look(self, step: int, pause: float) -> Batch | Verdict | None:
-        """Once, on all ranks, after so many seconds. Rank 0 alone looks into the directory."""
+        """Look for the batch once, on all ranks, after `pause` seconds. Rank 0 alone looks into the
+        directory."""
         batch, wanted = None, False
         if self._ranks.rank == 0:
             time.sleep(pause)
@@ -115,8 +117,8 @@ class Feed:
         return batch or told[0]
 
     def publish(self, version: int) -> None:
-        """To the engines, on all ranks. When the disk is full, next() tries again until there is
-        room: nobody asks for the step's weights before. Raises what else goes wrong."""
+        """Publish the weights to the engines, on all ranks. If the disk is full, next() tries again
+        until there is room: nobody needs the step's weights before. Raises all other errors."""
         try:
             self._publisher.publish(version)
         except (OSError, PeerFailed) as error:
@@ -139,14 +141,14 @@ class Feed:
     # --- For the recorder ---
 
     def keys_per_query(self, window: int | None) -> None:
-        """Nobody knows how long samples will be."""
+        """Return None: the length of samples is not known beforehand."""
 
     def sample_numbers(self, position: int, count: int) -> list[int]:
         return []
 
     def record(self, values: Mapping[str, float], lap: Mapping[str, float]) -> dict[str, Any]:
-        """For the line of the newest batch's step: what the orchestrator has said of it, and what
-        the trainer has. `values`: the sums of the step; `lap`: its seconds."""
+        """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's.
+        `values`: the sums of the step; `lap`: its seconds."""
         if self._own:
             self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
         tokens, fresh = max(1.0, values["tokens"]), values["fresh_tokens"]
@@ -169,14 +171,14 @@ class Feed:
 
 
 def pause_after(waited: float) -> float:
-    """Seconds until the next look."""
+    """Return the seconds until the next look."""
     least, most = LOOK_S
     return min(most, max(least, SHARE * waited))
 
 
 class FakeFeed(Feed):
     """Random samples, for measurements: each of rl.batch_samples is as long as a row, or rows have
-    several of variable length (see [bench]). What engines would remove is removed."""
+    several of variable length (see [bench]). It removes what engines would remove."""
 
     def __init__(
         self,

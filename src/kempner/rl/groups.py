@@ -1,4 +1,4 @@
-"""A group: the samples of one prompt, their rewards, and what follows from these. No torch."""
+"""A group: the samples of one prompt, their rewards and advantages. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAME = 1e-6  # rewards that differ by less are the same
 
 
 class Place(NamedTuple):
-    """A task in the order in which a run asks for them."""
+    """A task's place in the order in which a run asks for them."""
 
     place: int  # from 0
     env: str  # label of its environment
@@ -49,7 +49,7 @@ class Group:
 
     @property
     def scored(self) -> list[Rollout]:
-        """Those that have a reward."""
+        """Samples that have a reward."""
         return [each for each in self.rollouts if each.reward is not None]
 
     @property
@@ -58,12 +58,12 @@ class Group:
 
     @property
     def failed(self) -> bool:
-        """Too few rewards to compare."""
+        """True if there are too few rewards to compare."""
         return len(self.rewards) < 2
 
     @property
     def flat(self) -> bool:
-        """No reward differs from the others: there is nothing to learn from it."""
+        """True if all rewards are equal: there is nothing to learn from the group."""
         return max(self.rewards) - min(self.rewards) < SAME
 
     @property
@@ -75,11 +75,11 @@ class Group:
         return sum(each.length for each in self.scored)
 
     def advantages(self, loss: LossConfig, max_tokens: int) -> list[float]:
-        """Of each scored sample: its reward, without the penalty on its length, minus the mean of
-        the group (GRPO, arXiv:2402.03300; without the division by the deviation arXiv:2503.20783).
-        A flat group has none, whatever its lengths: it would only learn to be short. With
-        loss.mask_truncated a sample without room to end counts in the mean alone (overlong
-        filtering, arXiv:2503.14476)."""
+        """Return the advantage of each scored sample: its reward, without the penalty on its
+        length, minus the mean of the group (GRPO, arXiv:2402.03300; without the division by the
+        deviation arXiv:2503.20783). A flat group has advantages 0, whatever its lengths: it would
+        only learn to be short. With loss.mask_truncated a sample without room to end counts in the
+        mean alone (overlong filtering, arXiv:2503.14476)."""
         if self.flat:
             return [0.0] * len(self.rewards)
         lengths = np.array([each.length for each in self.scored])
@@ -92,6 +92,6 @@ class Group:
 
 
 def seed_of(seed: int, *numbers: int) -> int:
-    """A seed for one request, of 63 bits."""
+    """Derive a seed for one request, of 63 bits."""
     words = " ".join(map(str, (seed, *numbers)))
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""The loss on tokens that were sampled: how much more likely each is made, by its advantage.
+"""The policy-gradient loss on sampled tokens: makes each more likely by its advantage.
 
 The ratio r of a token is its probability under the model that is trained, at the temperature of the
 sampler, over the one that the sampler has handed over. That is the distribution it was drawn from:
@@ -34,14 +34,14 @@ SUMS = ("mismatch_sum", "fresh_sum", "fresh_tokens", "held_back", "kl_sum")
 def policy_losses(
     cfg: LossConfig, new: Tensor, old: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses of tokens with these log-probabilities, `new` of the model, `old` of the sampler;
-    the log ratios; and whether a bound holds the token back, so that it does not push the model.
-    All [...], fp32.
+    """Return the losses of tokens with these log-probabilities, `new` of the model, `old` of the
+    sampler; the log ratios; and a mask of the tokens that a bound holds back, so that they do not
+    push the model. All [...], fp32.
 
     grpo (arXiv:2402.03300) and dapo (arXiv:2503.14476) clip the ratio, with two bounds, and differ
-    in their advantages alone; where the advantage is negative `dual_clip` bounds it from above
+    in their advantages alone; for negative advantages `dual_clip` bounds it from above
     (arXiv:1912.09729). tis weighs the gradient of the log-probability by the ratio, truncated at
-    `is_cap`, as arXiv:2506.13585 does. masked leaves out, too, those tokens whose probability has
+    `is_cap`, as arXiv:2506.13585 does. masked also leaves out those tokens whose probability has
     moved by more than `mask` to where the advantage pushes it.
     """
     log_ratio = (new.clamp(min=LOWEST) - old.clamp(min=LOWEST)).clamp(-BOUND, BOUND)
@@ -62,7 +62,7 @@ def policy_losses(
 
 
 def truncated_ratio(log_ratio: Tensor, cap: float) -> Tensor:
-    """exp(log_ratio) up to `cap`, and a straight line of that slope above: its derivative is
+    """Return exp(log_ratio) up to `cap`, and a straight line of that slope above: its derivative is
     min(ratio, cap), which weighs the gradient of the log-probability."""
     most = math.log(cap)
     return log_ratio.clamp(max=most).exp() + cap * (log_ratio - most).clamp(min=0)
@@ -84,9 +84,9 @@ class Policy:
         return loss, terms, batch
 
     def numbers(self) -> dict[str, Tensor]:
-        """Since the last call, over the tokens that count: sums of |log ratio|, and of those that
-        the newest weights have sampled, and their number; tokens that a bound has held back; and
-        the divergence of model and sampler."""
+        """Return the numbers since the last call, over the tokens that count: sums of |log ratio|,
+        and of those that the newest weights have sampled, and their number; tokens that a bound has
+        held back; and the divergence of model and sampler."""
         sums = self._sums.clone()
         self._sums.zero_()
         return dict(zip(SUMS, sums.unbind(), strict=True))
@@ -94,7 +94,7 @@ class Policy:
     def loss(
         self, x: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart | None = None
     ) -> tuple[Tensor, ...]:
-        """In the place of loss.cross_entropy."""
+        """Compute the loss in place of loss.cross_entropy."""
         judge = self._judge(targets)
         return cross_entropy(x, weight, targets, self._chunk, part, self._temperature, judge)
 
@@ -117,7 +117,7 @@ class Policy:
                 there = first[rows.start : rows.stop]  # nothing of rows after the first one
                 there.copy_(-losses.detach()[: len(there), 0])
             distance = log_ratio.detach().abs()
-            # Of samples of the sampler this has the mean KL(sampler, model), and is never negative.
+            # Over the sampler's samples its mean is KL(sampler, model), and it is never negative.
             kl = log_ratio.detach().expm1() - log_ratio.detach()
             mine = (distance, distance * fresh, fresh.float(), held.float(), kl)
             for i, values in enumerate(mine):

@@ -30,7 +30,7 @@ RESULT = "bench-engines.json"
 
 
 class NoRewards:
-    """In place of a scorer: conversations have one turn, and nobody waits for rewards."""
+    """A stand-in for the scorer: conversations have one turn, and nobody waits for rewards."""
 
     def check(self, envs: Sequence[Tasks]) -> None: ...
 
@@ -67,7 +67,7 @@ class Bench:
         self._curriculum, self._stop = curriculum, stop
 
     def run(self) -> None:
-        """Prints a table, and writes RUN/bench-engines.json. Raises Closed, Lost, NoEngines."""
+        """Print a table, and write RUN/bench-engines.json. Raises Closed, Lost, NoEngines."""
         until = time.monotonic() + FIRST_ENGINE_S
         while not self._router.alive():
             if self._stop.wait(0.1):
@@ -103,12 +103,12 @@ class Bench:
         self._say(result)
 
     def _tokens_read(self) -> int | None:
-        """Of prompts, by all engines; None: one of them does not count them."""
+        """Return the prompt tokens read by all engines; None: one of them does not count them."""
         found = [engine.tokens_read() for engine in self._router.alive()]
         return None if None in found else sum(each or 0 for each in found)
 
     def _measure(self, count: int, room: int) -> Measured:
-        """`count` groups, all asked at once."""
+        """Measure `count` groups, all requested at once."""
         come: Queue[Group | Exception] = Queue()
 
         def work() -> None:

@@ -1,4 +1,4 @@
-"""What the router knows of each engine, and of each request that waits for one. No torch.
+"""The router's records of engines and of requests that wait for one. No torch.
 
 Both change under the router's lock.
 """
@@ -34,15 +34,15 @@ class Member:
     since: float = field(default_factory=time.monotonic)
 
     def account(self) -> None:
-        """The time since the last call was spent as it is now."""
+        """Book the time since the last call as idle or busy, as it is now."""
         now = time.monotonic()
         if self.alive:
             self.seconds["busy" if self.load else "idle"] += now - self.since
         self.since = now
 
     def silent(self, progress: int | None) -> float:
-        """Seconds for which it has had work, and done none. An engine that does not count its
-        tokens moves on with each request that ends."""
+        """Return the seconds for which it has had work, and done none. An engine that does not
+        count its tokens makes progress with each request that ends."""
         now = time.monotonic()
         if progress != self.progress or not self.load or self.updating:
             self.progress, self.progressed = progress, now
@@ -65,11 +65,11 @@ class Waiter:
         return self.member.engine
 
     def asks_more(self, other: Waiter) -> bool:
-        """Or as much."""
+        """Return whether it asks at least as much as the other."""
         return self.size >= other.size and self.least >= other.least
 
     def choose(self, members: Iterable[Member], capacity: float) -> Member | None:
-        """Take the one with the least work, where one has room, and wake the request."""
+        """Take the member with the least work that has room, and wake the request."""
         free = [
             each
             for each in members

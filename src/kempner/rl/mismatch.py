@@ -1,5 +1,5 @@
-"""How far trainer and sampler are apart where a batch has no sample of the newest weights: an
-engine that has the weights of the trainer scores one of the trainer's samples. No torch.
+"""Mismatch of trainer and sampler for batches without a sample of the newest weights: an engine
+with the trainer's weights scores one of the trainer's samples. No torch.
 
 The trainer has the weights of version n - 1 during step n alone, and an engine has them between two
 updates. So both say what they compute for one text of batch n when they can, and the distance is
@@ -36,8 +36,8 @@ class Probe(NamedTuple):
 
 
 def choose(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
-    """The longest sample of a row that is not too long to score, else the shortest. `arrays`: of
-    the rank file (exchange.Batch)."""
+    """Choose the longest sample of a row that is not too long to score, else the shortest.
+    `arrays`: of the rank file (exchange.Batch)."""
     inputs, targets, documents = (arrays[name][0] for name in ("inputs", "targets", "documents"))
     counted = targets != IGNORE
     lengths = {
@@ -53,7 +53,7 @@ def choose(arrays: Mapping[str, NDArray[np.generic]]) -> Probe:
 
 
 class Mismatch:
-    """Its methods are for the orchestrator's thread."""
+    """Measurement of the mismatch. Its methods are for the orchestrator's thread."""
 
     def __init__(self, exchange: Exchange, router: Router, temperature: float) -> None:
         self._exchange, self._router, self._temperature = exchange, router, temperature
@@ -65,8 +65,8 @@ class Mismatch:
         self._found: list[float] = []
 
     def add(self, step: int, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """The rank file of rank 0 of a batch, of whose first row the trainer hands its
-        log-probabilities back."""
+        """Add rank 0's file of a batch; the trainer hands back its log-probabilities of the first
+        row."""
         self._steps.append(step)
         self._probes[step] = choose(arrays)
         if len(self._steps) > KEPT:
@@ -76,7 +76,7 @@ class Mismatch:
             self._exchange.handed_back(old)
 
     def look(self) -> None:
-        """Ask an engine, where one has the weights that train a batch; compare what is here."""
+        """Ask an engine, if one has the weights that train a batch; compare what has come."""
         with contextlib.suppress(Empty):
             step, probe, scores = self._answers.get_nowait()
             self._asks = False
@@ -100,6 +100,6 @@ class Mismatch:
         self._answers.put((step, probe, scores))
 
     def take(self) -> dict[str, float]:
-        """The mean distance since the last call; nothing where none was measured."""
+        """Return the mean distance since the last call; nothing if none was measured."""
         found, self._found = self._found, []
         return {"mismatch": sum(found) / len(found)} if found else {}

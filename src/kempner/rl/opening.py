@@ -1,4 +1,4 @@
-"""The parts of the orchestrator from the configuration, and what is wrong with it. No torch."""
+"""Open the parts of the orchestrator from the configuration, and check it. No torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ QUEUED = 2  # groups that wait in an engine, so that it never runs out of work
 
 
 def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks], Words]:
-    """The environments by label, and the tokenizer. Raises ConfigError with all that is wrong,
-    before any node is held; with `servers`, also with those that run already."""
+    """Open the environments, by label, and the tokenizer. Raises ConfigError with all problems,
+    before any node is held; with `servers`, also with those of engines that run already."""
     problems: list[str] = []
     envs: list[Tasks] = []
     words = None
@@ -66,8 +66,8 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
 
 
 def check_isolation(envs: Iterable[Tasks]) -> None:
-    """Raises ConfigError when programs that a model has written would run here, and cannot be
-    isolated; a warning where the job may run on another host."""
+    """Raise ConfigError if programs that a model has written would run here, and cannot be
+    isolated; warn if the job may run on another host."""
     exposed = [env for env in envs if env.environment.runs_code and not env.cfg.unsafe]
     if not exposed:
         return
@@ -100,7 +100,8 @@ def check_words(cfg: RunConfig, words: Words) -> list[str]:
 
 
 def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
-    """Whether the first tasks can be written as tokens, and leave room for completions."""
+    """List problems of the first tasks: each must be writable as tokens, and leave room for
+    completions."""
     held_out = env.cfg.use == "eval"
     most, room = cfg.rl_sampling.max_tokens, cfg.train.seq_len
     count = LOOKED_AT if env.environment.size is None else min(LOOKED_AT, env.environment.size)
@@ -123,9 +124,9 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
 
 
 def check_servers(cfg: RunConfig, words: Words) -> list[str]:
-    """Whether engines of this run are at rl.inference.urls. One that is silent may come; when all
-    are, nobody has started them. A job that was started again waits for one that another run has
-    taken meanwhile, as for one that is lost."""
+    """List problems of the engines at rl.inference.urls. One that is silent may come; if all are,
+    nobody has started them. A job that was started again waits for one that another run has taken
+    meanwhile, as for one that is lost."""
     problems, silent = [], []
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     run = Exchange(cfg.run.dir).run
@@ -150,7 +151,7 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
 
 
 def in_use(engine: KitEngine) -> str:
-    """Which other run uses it; empty: none. Raises Lost, Rejected."""
+    """Return which other run uses the engine; "" if none. Raises Lost, Rejected."""
     try:
         engine.version()
     except Leased as error:
@@ -161,8 +162,8 @@ def in_use(engine: KitEngine) -> str:
 
 
 def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
-    """Why it cannot take the weights of the run, or its texts would be other ones than those of the
-    run's tokenizer; empty: neither. vLLM says neither; it is told what ends a text."""
+    """Return why it cannot take the weights of the run, or why its texts would differ from those of
+    the run's tokenizer; "" if neither. vLLM reports neither; it is told which tokens end a text."""
     if isinstance(engine, VllmEngine):
         return ""
     its, fix = engine.about(), "serve the model that the run starts from"
@@ -181,8 +182,8 @@ def other_model(cfg: RunConfig, engine: KitEngine, words: Words) -> str:
 
 
 def published_shape(cfg: ModelConfig) -> dict[str, Any]:
-    """As engines read it: a config.json does not have what has no effect, such as bounds of a
-    RoPE scaling that there is not."""
+    """Return the shape as engines read it: a config.json leaves out what has no effect, such as
+    bounds of a RoPE scaling that is off."""
     return ModelConfig(**model_values(config_json(cfg, None, "", None), CONFIG)).shape
 
 
@@ -209,8 +210,8 @@ def open_router(
     say: Callable[[str], None],
     bench: bool = False,
 ) -> Router:
-    """Of the engines of this job, or of those that run already. `ends`: tokens that end a text.
-    `bench`: they are only measured, with whatever weights they have."""
+    """Open a router over the engines of this job, or over those that run already. `ends`: tokens
+    that end a text. `bench`: engines are only measured, with whatever weights they have."""
     inference, urls = cfg.rl_inference, cfg.rl_inference.urls
     given = os.environ.pop(TOKEN, "").strip()
 
@@ -237,13 +238,13 @@ def make_engine(
     cfg: RunConfig, url: str, token: str, ends: Collection[int], run: str | None = ""
 ) -> KitEngine:
     if cfg.rl_inference.engine == "vllm":
-        # Asynchronous, samples depend on timing whatever their seeds.
+        # In asynchronous training samples depend on timing whatever their seeds.
         return VllmEngine(url, token, ends, cfg.rl.max_async == 0, run)
     return KitEngine(url, token, run)
 
 
 def read(path: os.PathLike[str]) -> str:
-    """Of a file that may be gone."""
+    """Read a file that may be gone."""
     try:
         with open(path) as file:
             return file.read().strip()

@@ -65,8 +65,8 @@ class Orchestrator:
         self._tidied = 0.0
 
     def run(self) -> None:
-        """Until the last version is evaluated, or told to stop. Raises Closed, Failed, NoEngines,
-        Rejected."""
+        """Run until the last version is evaluated, or until stopped. Raises Closed, Failed,
+        NoEngines, Rejected."""
         while (start := self._exchange.started()) is None:
             self._pause()
         self._begin(start)
@@ -98,8 +98,8 @@ class Orchestrator:
         self._say(f"step {start.step} is loaded; {start.data_ranks} data rank(s)")
 
     def _state(self) -> State:
-        """What comes after the batch. Groups that wait for a later one are asked again after a
-        resume, by newer weights, as those that are in flight: samples have no place in a
+        """Return the state after the batch. Groups that wait for a later one are requested again
+        after a resume, by newer weights, as those in flight: samples have no place in a
         checkpoint."""
         waiting = [*self._flying.values(), *self._groups.carried, *self._again]
         return {
@@ -116,7 +116,7 @@ class Orchestrator:
     # --- versions ---
 
     def _look(self) -> None:
-        """For a new version, and what follows from it."""
+        """Look for a new version, and act on it."""
         self._beat.alive()
         if self._stop.is_set():
             raise Closed
@@ -134,7 +134,8 @@ class Orchestrator:
             self._evaluate(newest)
 
     def _evaluation_due(self) -> bool:
-        """Before the first step, when another interval has begun, and at the end."""
+        """Return whether to evaluate: before the first step, when another interval has begun, and
+        at the end."""
         interval, newest = self._cfg.rl.eval_interval, self._newest
         if not interval or newest == self._evaluated:
             return False
@@ -142,7 +143,8 @@ class Orchestrator:
         return last or newest // interval > self._evaluated // interval
 
     def _tidy(self) -> None:
-        """Versions that no engine uses, nor will one that starts: it reads the newest directory."""
+        """Remove versions that no engine uses or will use: a starting engine reads the newest
+        directory."""
         oldest = self._router.oldest()
         if oldest is None or time.monotonic() < self._tidied + TIDY_S:
             return
@@ -159,8 +161,9 @@ class Orchestrator:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _evaluate(self, version: int) -> None:
-        """Greedy, on tasks that training never sees. Newer weights wait until it is done. A sample
-        without a reward counts as 0: what breaks the judge does not raise the score."""
+        """Evaluate, greedily, on tasks that training never sees. Newer weights wait until it is
+        done. A sample without a reward counts as 0: failures of the judge must not raise the
+        score."""
         answers: Queue[tuple[str, float | None] | Exception] = Queue()
 
         def work(env: Tasks, number: int) -> None:
@@ -188,7 +191,7 @@ class Orchestrator:
         self._evaluated = version
 
     def _next_of(self, queue: Queue[Any]) -> Any:
-        """Waits; raises what a thread has raised."""
+        """Wait for the next item; raises what a thread has raised."""
         while True:
             self._beat.alive()
             if self._stop.is_set():
@@ -207,12 +210,12 @@ class Orchestrator:
         return batches_ahead(self._cfg.rl, self._newest, self._step, self._cfg.train.max_steps)
 
     def _ask_again(self, places: Sequence[Place]) -> None:
-        """A task that was dropped is the first one to be asked: it is not lost, nor one of those
-        that take long left out for it."""
+        """Put dropped tasks first in line: they are not lost, nor is a slow one replaced by
+        others."""
         self._again.extendleft(reversed(places))
 
     def _cancel(self) -> None:
-        """What no batch may train any more need not be generated to its end."""
+        """Cancel generation of groups too old for any batch to train."""
         least = self._groups.least(self._step + 1)
         old = [each for each in self._flying if each.version is not None and each.version < least]
         self._ask_again([self._flying.pop(each) for each in old])
@@ -221,8 +224,8 @@ class Orchestrator:
             each.cancel()
 
     def _take(self) -> None:
-        """Ask for what may be asked, and take what has come."""
-        # Asynchronous, an engine works on while another one takes new weights.
+        """Request what may be requested, and take what has come."""
+        # In asynchronous training an engine works on while another one takes new weights.
         least = max(0, self._newest - (self._cfg.rl.max_async > 0))
         begun = [each.version for each in self._flying if each.version is not None]
         late = sum(version < self._newest for version in begun)
@@ -282,7 +285,8 @@ class Orchestrator:
         self._log.add(self._step, chosen)
 
     def _write(self, what: str, write: Callable[[], None]) -> None:
-        """A full disk may be cleared: what was sampled is not thrown away at once."""
+        """Write, and retry on a full disk, which may be cleared: samples are not thrown away at
+        once."""
         until, waits = time.monotonic() + DISK_S, False
         while True:
             try:

@@ -1,4 +1,5 @@
-"""Samples into the rows of a batch, the same number on every rank. No torch. R rows, T tokens."""
+"""Packing of samples into the rows of a batch, the same number on every rank. No torch. R rows, T
+tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Arrays = dict[str, NDArray[np.generic]]
 
 
 class Sample(NamedTuple):
-    """A conversation as tokens: what was given to the model, and what it has said. All [n]."""
+    """A conversation as tokens: those given to the model, and those it has sampled. All [n]."""
 
     tokens: NDArray[np.int32]
     sampled: NDArray[np.bool_]  # by the model: what counts in the loss
@@ -27,7 +28,7 @@ class Sample(NamedTuple):
 
     @property
     def places(self) -> int:
-        """That it takes in a row: its last token is a target only."""
+        """Places that it takes in a row: its last token is a target only."""
         return len(self.tokens) - 1
 
 
@@ -39,8 +40,8 @@ def pack(
     ranks: int,
     micro_batch: int,
 ) -> list[Arrays]:
-    """The rank files of a batch, as exchange.Batch has them. Each sample takes at most `seq_len`
-    places. `versions`: the oldest weights that have drawn tokens of each.
+    """Make the rank files of a batch, as exchange.Batch defines them. Each sample takes at most
+    `seq_len` places. `versions`: the oldest weights that have drawn tokens of each.
 
     Every row costs the same outside of attention, also an empty one. In attention a document costs
     the square of its length: the rows are as few as first-fit decreasing needs, and those that
@@ -51,6 +52,7 @@ def pack(
     packing = first_fit_decreasing(lengths, seq_len)
     unit = ranks * micro_batch
     count = -(-len(packing) // unit) * unit
+    # Balanced rows may fail to fit; first-fit decreasing never does.
     rows = spread(lengths, seq_len, count)
     if rows is None:
         order, starts = packing.order.tolist(), packing.starts.tolist()
@@ -67,8 +69,8 @@ def pack(
 
 
 def spread(lengths: NDArray[np.int64], room: int, count: int) -> list[list[int]] | None:
-    """The longest first, each into the row with the least cost that has room; None: one has no
-    room that way."""
+    """Spread the samples, longest first, each into the row of least cost that has room; None if one
+    finds no room."""
     rows: list[list[int]] = [[] for _ in range(count)]
     left, cost = np.full(count, room), np.zeros(count)
     for item in np.argsort(-lengths, kind="stable").tolist():
@@ -84,8 +86,8 @@ def spread(lengths: NDArray[np.int64], room: int, count: int) -> list[list[int]]
 def deal(
     rows: Sequence[Sequence[int]], lengths: NDArray[np.int64], ranks: int
 ) -> list[list[int]]:  # fmt: skip
-    """The rows of each rank, as many for each: the most expensive first, each to the rank that has
-    the least so far."""
+    """Deal the rows to the ranks, as many to each: the most expensive first, each to the rank that
+    has the least so far."""
     costs = [float((lengths[list(row)] ** 2).sum()) if row else 0.0 for row in rows]
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     for row in sorted(range(len(rows)), key=lambda row: -costs[row]):
@@ -96,7 +98,7 @@ def deal(
 
 
 def empty(count: int, seq_len: int) -> Arrays:
-    """Rows without a sample: one document, of which nothing counts."""
+    """Make rows without a sample: one document, none of which counts."""
     shape = (count, seq_len)
     return {
         "inputs": np.zeros(shape, np.int32),
@@ -109,7 +111,7 @@ def empty(count: int, seq_len: int) -> Arrays:
 
 
 def fill(row: Arrays, chosen: Sequence[tuple[Sample, float, int]]) -> None:
-    """One row, each array of it [T]. What is left at its end is one more document."""
+    """Fill one row, each array of it [T]. The rest at its end is one more document."""
     at = 0
     for number, (sample, advantage, version) in enumerate(chosen):
         there = slice(at, at + sample.places)
@@ -129,7 +131,7 @@ def tokens_that_count(ranks: Sequence[Arrays]) -> int:
 
 
 def write(folder: Path, ranks: Sequence[Arrays]) -> None:
-    """rank_0.safetensors ... Raises OSError, on a full disk for example."""
+    """Write rank_0.safetensors ... Raises OSError, on a full disk for example."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, arrays in enumerate(ranks):
         write_atomic(folder / f"rank_{rank}.safetensors", save(arrays))

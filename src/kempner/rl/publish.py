@@ -1,8 +1,8 @@
-"""A version of the weights as a directory in Hugging Face's form, from all ranks of the trainer.
+"""Publication of the weights as a directory in Hugging Face's form, from all ranks of the trainer.
 
 Each tensor is gathered by itself and written by one rank, into a file of that rank's own: no rank
 ever holds more than one whole tensor, and no two write one file, which not every shared file system
-takes well. While one tensor is written, the next is gathered.
+handles well. While one tensor is written, the next is gathered.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ BESIDE = "beside"  # in the attempt's directory: what each version has beside it
 
 
 def writers_of(sizes: dict[str, int], writers: list[int]) -> dict[str, int]:
-    """Tensors by the rank that writes them: each goes to the one with the fewest bytes. They are
-    gathered in this order, so all write at once; with a part of the model each, one would write
-    while the others wait for theirs."""
+    """Assign tensors to the ranks that write them: each to the one with the fewest bytes. They are
+    gathered in this order, so all write at once; if each had a contiguous part of the model, one
+    would write while the others wait for theirs."""
     bytes_of, writer_of = dict.fromkeys(writers, 0), {}
     for name, size in sizes.items():
         writer_of[name] = min(bytes_of, key=lambda rank: bytes_of[rank])
@@ -55,17 +55,17 @@ def writers_of(sizes: dict[str, int], writers: list[int]) -> dict[str, int]:
 
 class Publisher(Protocol):
     def publish(self, version: int) -> None:
-        """All ranks call it: the engines get the weights as they are now."""
+        """Give the engines the current weights. All ranks must call it."""
 
 
 class DirectoryPublisher:
-    """Its tensors have the dtype that the trainer computes with: an engine computes with the same
-    numbers, from half of the bytes where that is bf16."""
+    """A publisher by files. Its tensors have the dtype that the trainer computes with: an engine
+    computes with the same numbers, from half of the bytes if that is bf16."""
 
     def __init__(
         self, cfg: RunConfig, model: Decoder, exchange: Exchange, device: torch.device
     ) -> None:
-        """Raises ConfigError when the tokenizer cannot be read, OSError on a full disk."""
+        """Raises ConfigError if the tokenizer cannot be read, OSError on a full disk."""
         self._model, self._exchange = model, exchange
         self.dtype = compute_dtype(cfg.train.dtype, device.type)
         self._scale = cfg.lora.alpha / cfg.lora.rank if cfg.lora.rank else 0.0
@@ -83,7 +83,7 @@ class DirectoryPublisher:
         self._files = dict(zip(used, [SINGLE] if len(used) == 1 else files, strict=True))
 
     def _write_beside(self, cfg: RunConfig) -> str:
-        """Returns the model_type."""
+        """Write the config and the tokenizer; returns the model_type."""
         run, place = Path(cfg.run.dir), self._exchange.root / BESIDE
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
@@ -93,8 +93,8 @@ class DirectoryPublisher:
         return write_beside(place, run, cfg.model, carried, dtype)
 
     def publish(self, version: int) -> None:
-        """One that is there already stays. Raises on all ranks when one has failed, such as on a
-        full disk; nothing of the version is left then."""
+        """Publish a version; one that exists already stays. Raises on all ranks if one has failed,
+        such as on a full disk; nothing of the version is left then."""
         began, folder = time.monotonic(), self._exchange.version(version)
         try:
             if self._ranks.on_first(lambda: self._begin(folder)):
@@ -116,7 +116,7 @@ class DirectoryPublisher:
             raise
 
     def _begin(self, folder: Path) -> bool:
-        """Whether the version is there already."""
+        """Prepare the directory; returns whether the version exists already."""
         if (folder / "manifest.json").exists():
             return True
         shutil.rmtree(folder, ignore_errors=True)
@@ -134,8 +134,8 @@ class DirectoryPublisher:
         return False
 
     def _write(self, folder: Path) -> None:
-        """Take part in gathering every tensor, and write those of this rank. It is not made
-        durable: an attempt that dies leaves no version."""
+        """Take part in gathering every tensor, and write those of this rank. Without fsync: an
+        attempt that dies leaves no version."""
         mine = [name for name, rank in self._writer.items() if rank == self._ranks.rank]
         path = folder / self._files[self._ranks.rank] if mine else None
         with contextlib.ExitStack() as opened:
@@ -189,8 +189,8 @@ def _error_of(written: Future[object]) -> OSError | None:
 
 
 def whole_tensors(model: Decoder, scale: float = 0.0) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the model, by our name, whole on every rank, in the same order on all. An
-    adapter is merged into its matrix: W + scale * B A, fp32."""
+    """Yield each tensor of the model, by our name, whole on every rank, in the same order on all.
+    An adapter is merged into its matrix: W + scale * B A, fp32."""
     named = parameter_names(model)
     for name, parameter in named.items():
         if is_adapter(name):

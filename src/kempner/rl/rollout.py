@@ -1,4 +1,4 @@
-"""From a task to scored samples: ask an engine, let the environment answer, ask for rewards."""
+"""Rollouts: from a task to scored samples, through engines, environments and rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Its methods wait for engines and for rewards; each group has a thread of its own."""
+    """A sampler of groups. Its methods wait for engines and for rewards; each group has a thread of
+    its own."""
 
     def __init__(
         self,
@@ -39,8 +40,8 @@ class Sampler:
         self._said: set[str] = set()  # environments whose failures were reported
 
     def group(self, at: Place, size: int, least: int, flight: Flight | None = None) -> Group:
-        """`size` samples of one task, by weights of version `least` or later; none when engines
-        have lost it too often, or it is broken: a task is the user's code and data."""
+        """Return `size` samples of one task, by weights of version `least` or later; none if
+        engines have lost it too often, or it is broken: a task is the user's code and data."""
         env = self._envs[at.env]
         try:
             task = env.task(at.number)
@@ -59,7 +60,8 @@ class Sampler:
         return Group(at, task.key, written(task), rollouts)
 
     def evaluate(self, env: Tasks, task: Task | Exception, least: int) -> float | None:
-        """The reward of the most likely answer; None: it has none, as a task that has raised."""
+        """Return the reward of the most likely answer; None if it has none, such as for a task that
+        has raised."""
         try:
             if isinstance(task, Exception):
                 raise task
@@ -87,8 +89,8 @@ class Sampler:
         least: int,
         flight: Flight | None = None,
     ) -> list[Rollout]:
-        """Each turn is one request, of all conversations that go on. A turn begins where there is
-        room for all of it; none at all: no samples."""
+        """Run the conversations. Each turn is one request, of all conversations that go on. A turn
+        begins only if there is room for all of it; if there never is, the result has no samples."""
         prompt = self._writer.prompt(task)
         if not self._room(prompt):
             self._tell(env, f"task {task.number}: its prompt of {len(prompt)} tokens is too long")
@@ -122,7 +124,7 @@ class Sampler:
     def _replies(
         self, env: Tasks, task: Task, talks: Sequence[Conversation], why: dict[int, str]
     ) -> list[Conversation]:
-        """What the environment says; those conversations that go on."""
+        """Add the environment's replies; returns the conversations that go on."""
         replies = self._scorer.reply(env, task, [talk.messages for talk in talks])
         going = []
         for talk, reply in zip(talks, replies, strict=True):
@@ -140,14 +142,14 @@ class Sampler:
         return len(tokens) + self._sampling.max_tokens <= self._seq_len
 
     def _tell(self, env: Tasks, why: str) -> None:
-        """Once for each environment: the metrics count them."""
+        """Report a failure once for each environment: the metrics count them."""
         if env.label not in self._said:
             self._said.add(env.label)
             self._say(f"{env.label}: a sample without a reward: {why or 'no reason given'}")
 
 
 def written(task: Task) -> str:
-    """The prompt as text, for people."""
+    """Return the prompt as text, for people."""
     if isinstance(task.prompt, str):
         return task.prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in task.prompt)

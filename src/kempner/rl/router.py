@@ -1,8 +1,9 @@
-"""All engines of a run: who lives, which weights each has, and who gets the next request. No torch.
+"""The router over all engines of a run: which are alive, which weights each has, and which gets the
+next request. No torch.
 
-An engine that is lost is left out: what it had is asked of another one, with the same seed, so that
-the samples are the same. It is taken back when it answers again and has the newest weights. One
-that another run uses counts as lost.
+An engine that is lost is left out: its requests go to another one, with the same seed, so that the
+samples are the same. It is taken back when it answers again and has the newest weights. One that
+another run uses counts as lost.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Router:
             member.engine.abort()
 
     def release(self) -> None:
-        """The run has ended: others may have the engines that were there before it."""
+        """Free the engines that existed before the run, which has ended, for others."""
         for engine in self.alive() if self._patience is not None else []:
             with contextlib.suppress(Busy, Lost, Rejected):
                 engine.release()
@@ -98,8 +99,9 @@ class Router:
         least: int,
         flight: Flight | None = None,
     ) -> list[list[Completion]]:
-        """`n` samples of each prompt, by weights of version `least` or later; waits for an engine
-        for as long as there may be one. Raises Cancelled, Closed, GivenUp, NoEngines, Rejected."""
+        """Return `n` samples of each prompt, by weights of version `least` or later; waits for an
+        engine for as long as there may be one. Raises Cancelled, Closed, GivenUp, NoEngines,
+        Rejected."""
         flight = flight or Flight()
         size, again, failures = len(prompts) * n, False, 0
         while True:
@@ -114,7 +116,7 @@ class Router:
             except Lost as error:
                 if flight.cancelled:
                     raise Cancelled from None
-                # Others of its requests may be long, and go on: a beat finds out how it is.
+                # Its other requests may be long, and go on: the next beat finds out its state.
                 self._lose(member, life, str(error), cut=False)
                 self._wake[member.name].set()
                 failures += 1
@@ -140,7 +142,8 @@ class Router:
                     self._wake[member.name].set()
 
     def _take(self, size: int, least: int, again: bool) -> tuple[Member, Engine, int]:
-        """An engine for a request; one that was lost with its engine goes before the others."""
+        """Take an engine for a request; one that was lost with its engine goes before the
+        others."""
         waiter = Waiter(size, least, threading.Condition(self._change))
         with self._change:
             (self._waiting.appendleft if again else self._waiting.append)(waiter)
@@ -154,8 +157,8 @@ class Router:
             return waiter.member, waiter.engine, waiter.life
 
     def _hand_out(self) -> None:
-        """Something has changed: who gets an engine? Each request is woken by itself: thousands
-        may wait. The lock is held."""
+        """Hand engines to waiting requests after a change. Each is woken by itself: thousands may
+        wait. The lock is held."""
         if self._closed or self._failure:
             for waiter in self._waiting:
                 waiter.given.notify()
@@ -175,7 +178,8 @@ class Router:
         self._waiting.extendleft(reversed(left))
 
     def _learn(self, lengths: Sequence[int]) -> None:
-        """A request ends with its longest sample; the slots of the others are free before."""
+        """Learn the work of a request, which ends with its longest sample; the slots of the others
+        are free before."""
         self._tokens += sum(lengths)
         held = sum(lengths) / max(1, len(lengths) * max(lengths))
         self._held += RECENT * (held - self._held)
@@ -190,7 +194,7 @@ class Router:
                 wake.set()
 
     def oldest(self) -> int | None:
-        """The oldest version that an engine has which is alive; None: there is none."""
+        """Return the oldest version of a living engine; None if there is none."""
         with self._change:
             return min(
                 (each.version for each in self._members.values() if each.alive), default=None
@@ -201,14 +205,14 @@ class Router:
             return [each.engine for each in self._members.values() if each.alive]
 
     def with_version(self, version: int) -> Engine | None:
-        """One that has exactly this version; the one with the least work."""
+        """Return an engine with exactly this version, the one with the least work."""
         with self._change:
             found = [each for each in self._members.values() if each.alive and not each.updating]
             found = [each for each in found if each.version == version]
             return min(found, key=lambda each: each.load).engine if found else None
 
     def figures(self) -> dict[str, float]:
-        """Since the last call."""
+        """Return the metrics since the last call."""
         with self._change:
             members = list(self._members.values())
             spent = {"idle": 0.0, "busy": 0.0}
@@ -231,7 +235,7 @@ class Router:
     # --- threads that look after the engines ---
 
     def _scan(self) -> None:
-        """Engines that come, and that come back under another URL."""
+        """Find engines that come, and that come back under another URL."""
         while not self._closed:
             for name, url in self._find().items():
                 member = self._members.get(name)
@@ -304,8 +308,8 @@ class Router:
             self._know(member, engine, version, before)
 
     def _know(self, member: Member, engine: Engine, version: int, before: tuple[int, bool]) -> None:
-        """It is alive, with this version; `before`: its version when it was asked, and whether it
-        was taking another one."""
+        """Record that an engine is alive, with this version; `before`: its version when it was
+        asked, and whether it was taking another one."""
         with self._change:
             if self._closed or member.engine is not engine:
                 return
@@ -355,7 +359,7 @@ class Router:
             self._hand_out()
 
     def _lose(self, member: Member, life: int, why: str, cut: bool = True) -> None:
-        """`cut`: also what it was asked before."""
+        """Mark an engine as lost. `cut`: also abort its requests."""
         with self._change:
             if member.life != life or self._closed:
                 return

@@ -1,4 +1,5 @@
-"""RUN/rl-samples.jsonl: a few samples of each step, and figures of all of them. No torch."""
+"""The log of samples, RUN/rl-samples.jsonl: a few of each step; and figures of all of them. No
+torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ LONGEST = 4000  # characters of each text
 
 class SampleLog:
     def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
-        """Lines of steps after `step` are of training that is lost: they are removed."""
+        """Open the log. Lines of steps after `step` belong to lost training: they are removed."""
         self._path, self._say, self._failed = run_dir / SAMPLES, say, False
         lines = read_jsonl(self._path)
         kept = [line for line in lines if line.get("step", 0) <= step]
@@ -29,7 +30,7 @@ class SampleLog:
                 write_atomic(self._path, text)
 
     def add(self, step: int, groups: Sequence[Group]) -> None:
-        """Nobody's training depends on it: a full disk is reported once."""
+        """Add samples of a step. Training does not depend on it: a full disk is reported once."""
         try:
             file = LineFile(self._path)
             for group in groups[:GROUPS]:
@@ -53,9 +54,9 @@ class SampleLog:
 def figures(
     groups: Sequence[Group], batch: Sequence[Group], step: int, stale: int, cancelled: int
 ) -> dict[str, float]:
-    """`groups`: all that have come since the last batch: rewards of the groups that are trained
-    alone would say nothing of prompts that are always solved, or never. `batch`: what step `step`
-    trains; `cancelled`: groups that could not be trained any more before they came."""
+    """Compute the metrics. `groups`: all that have come since the last batch: rewards of the
+    trained groups alone would say nothing of prompts that are always solved, or never. `batch`:
+    trained by step `step`; `cancelled`: groups that became too old before they came."""
     scored = [each for group in groups for each in group.scored]
     rewards = [reward for group in groups for reward in group.rewards]
     trained = [each for group in batch for each in group.scored]

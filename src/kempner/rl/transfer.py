@@ -1,9 +1,9 @@
-"""A version of the weights straight from the ranks of the trainer into an engine.
+"""Transfer of the weights straight from the ranks of the trainer into an engine.
 
 Each rank copies the part that it would write into a checkpoint to the host's memory, and offers it
 in the background while the training goes on. An engine reads the parts of all ranks, each over a
-connection of its own: whoever dies breaks its own connections and nobody else's. No rank ever holds
-more than its part, and an engine nothing but its model and a few buckets.
+connection of its own: a process that dies breaks its own connections and no others. No rank ever
+holds more than its part, and an engine nothing but its model and a few buckets.
 
 Sockets, not a process group: torch's gloo takes the process down when the other side dies while the
 two of them connect, and a broken NCCL communicator can; a trainer must outlive its engines.
@@ -69,14 +69,16 @@ class Piece(NamedTuple):
 
 
 def parts_of(table: Table, rank: int) -> list[Piece]:
-    """What a rank sends: what it would write, but of small tensors, which each rank has, one."""
+    """List the pieces that a rank sends: what it would write, but small tensors, which each rank
+    has, are sent by one."""
     chunks = (Piece(*chunk) for chunk in chunks_of(table, rank))
     first = {name for name, stored in table.items() if stored.everywhere and rank > 0}
     return [piece for piece in chunks if piece.elements and piece.name not in first]
 
 
 def buckets_of(pieces: Iterable[Piece], itemsize: int) -> Iterator[list[Piece]]:
-    """In order, at most BUCKET bytes each; a larger piece is cut into rows."""
+    """Yield the pieces in order, in buckets of at most BUCKET bytes; a larger piece is cut into
+    rows."""
     bucket: list[Piece] = []
     left = most = BUCKET // itemsize
     for piece in pieces:
@@ -122,8 +124,8 @@ def _some(count: int) -> int:
 
 
 def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
-    """Fill the model. Raises Gone before anything has changed; after any other error it is of no
-    use."""
+    """Fill the model. Raises Gone before anything has changed; after any other error the model is
+    unusable."""
     table, dtype = from_json(manifest["table"]), dtype_of(manifest["dtype"])
     targets = parameter_names(model)
     found = {name: stored.shape for name, stored in table.items()}
@@ -151,6 +153,7 @@ def receive(model: Decoder, manifest: Mapping[str, Any], token: str) -> None:
         with ThreadPoolExecutor(min(SENDERS, len(senders))) as pool:
             list(pool.map(read_from, senders))
     except OSError as error:
+        # Some weights may be overwritten: the model is neither the old one nor the new one.
         if begun.is_set():
             raise OSError(f"the transfer has broken off ({error})") from None
         raise Gone(str(error)) from None
@@ -168,9 +171,9 @@ def unpack(flat: Tensor, bucket: Iterable[Piece], targets: Mapping[str, Tensor])
 
 
 class DirectPublisher:
-    """Versions that engines read from the ranks' memory. The first version of an attempt and the
-    last one of the run are files: engines start from the one, and the other one is still there when
-    the trainer has ended."""
+    """A publisher whose versions engines read from the ranks' memory. The first version of an
+    attempt and the last one of the run are files: engines start from the one, and the other one is
+    still there when the trainer has ended."""
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class DirectPublisher:
         last: int,
     ) -> None:
         """`by_files`: publishes a version as files; `dtype`: of what is sent. All ranks of the
-        trainer."""
+        trainer make one."""
         self._by_files, self._exchange, self._dtype = by_files, exchange, dtype
         self._ranks, self._last = Ranks(dist.new_group(backend="gloo")), last
         self._model, self._first = model, True
@@ -191,8 +194,8 @@ class DirectPublisher:
         dist.all_gather_object(self._senders, self._offer.address, self._ranks.group)
 
     def publish(self, version: int) -> None:
-        """All ranks call it. Returns when the training may change the weights; one that is offered
-        already stays."""
+        """Offer a version. All ranks must call it. Returns when the training may change the
+        weights; one that is offered already stays."""
         if version == self._offer.version:
             return
         self._offer.withdraw()
@@ -225,7 +228,7 @@ class DirectPublisher:
 
 
 def _token(exchange: Exchange) -> str:
-    """That of the attempt; where rl.sh has made none, a new one in its place."""
+    """Return the token of the attempt; if rl.sh has made none, make a new one."""
     if not (exchange.token.exists() and exchange.token.read_text().strip()):
         exchange.root.mkdir(parents=True, exist_ok=True)
         write_atomic(exchange.token, peers.new_key() + "\n", 0o600)
@@ -235,7 +238,7 @@ def _token(exchange: Exchange) -> str:
 def pack(
     parameters: Mapping[str, Tensor], table: Table, rank: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """What this rank sends, a bucket each, on the host: a copy, so that the training can go on."""
+    """Copy what this rank sends to the host, a bucket each, so that the training can go on."""
     pieces, parts = parts_of(table, rank), []
     starts = {name: [start for start, _ in box] for name, box in pieces}
     for bucket in buckets_of(pieces, dtype.itemsize):
@@ -251,7 +254,7 @@ def pack(
 
 
 class Offer:
-    """What one rank sends of one version to whoever asks, until it is withdrawn."""
+    """One rank's part of one version, sent to every client until it is withdrawn."""
 
     def __init__(self, token: str) -> None:
         self._entrance = peers.Entrance(listen(), token)
@@ -266,7 +269,8 @@ class Offer:
             self.version, self._parts = version, parts
 
     def withdraw(self) -> None:
-        """Those who are reading may finish, as long as a bucket may take."""
+        """Withdraw the version. Clients that are reading may finish, as long as a bucket may
+        take."""
         with self._changed:
             self.version = None
             self._changed.wait_for(lambda: self._sending == 0, TIMEOUT_S)

@@ -53,7 +53,7 @@ ON_A_CPU = {
 
 
 class Allowed:
-    """The middleware, of all that an application of ASGI may be asked: a function would not see
+    """The ASGI middleware, a class over all kinds of connections: a function would not see
     websockets."""
 
     def __init__(self, app: Any) -> None:
@@ -92,7 +92,7 @@ async def refuse(send: Any, code: int, message: str) -> None:
 
 
 async def say(send: Any, code: int, content: dict[str, Any]) -> None:
-    """The whole answer to a request."""
+    """Send the whole answer to a request."""
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     headers += [(b"content-length", str(len(body)).encode())]
@@ -146,7 +146,7 @@ def fail(message: str, code: int = 2) -> int:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What is not known here is vLLM's."""
+    """Parse the options; unknown words are passed to vLLM."""
     parser = argument_parser("python -m kempner.rl.vllm_engine", __doc__)
     parser.allow_abbrev = False
     parser.add_argument("--weights", type=Path, required=True)
@@ -164,8 +164,8 @@ def newest(weights: Path) -> Path | None:
 
 
 def words(model: Path, options: argparse.Namespace, port: int) -> list[str]:
-    """Of vLLM. Token ids go in and out, and their log-probabilities are those of the distribution
-    that they were drawn from."""
+    """Return the command line of vLLM. Token ids go in and out, and their log-probabilities are
+    those of the distribution that they were drawn from."""
     gpus = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     found = ["serve", str(model), "--host", options.host, "--port", str(port)]
     found += ["--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", str(options.slots)]
@@ -188,7 +188,7 @@ def engine_number() -> str:
 
 
 def ready(port: int, token: str, model: Path) -> bool:
-    """Once it answers it is told the version that it has."""
+    """Return whether it answers; it is then told the version that it has."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     body = json.dumps({"new_version": str(int(model.name[1:]))})
@@ -202,7 +202,7 @@ def ready(port: int, token: str, model: Path) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """It, and the processes that it has started."""
+    """Stop vLLM and the processes that it has started."""
     for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""The tokenizer of a run that has no data."""
+"""The tokenizer of a run without data."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BYTES = "bytes"  # rl.tokenizer
 
 
 def keep_words(cfg: RunConfig, run: Path) -> None:
-    """Put it into the run directory, where what reads a run or its checkpoints looks for it. Raises
-    ConfigError, OSError."""
+    """Put the tokenizer into the run directory, where readers of a run or its checkpoints look for
+    it. Raises ConfigError, OSError."""
     if (run / SIDECAR).is_file():
         return
     if not cfg.rl.tokenizer and cfg.model.init_from is not None:
@@ -39,7 +39,7 @@ def keep_words(cfg: RunConfig, run: Path) -> None:
 
 
 def write_sidecar(run: Path, tokenizer: Tokenizer) -> None:
-    """One without data."""
+    """Write a sidecar without data."""
     none: dict[str, list[object]] = {name: [] for name in SPLITS}
     sidecar = Sidecar(
         tokenizer.describe(), "uint32", tokenizer.vocab_size, tokenizer.eod, none, {}  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""A server for one model: requests over HTTP, as OpenAI has them."""
+"""A server for one model: OpenAI's requests over HTTP."""

@@ -1,4 +1,4 @@
-"""What a model says about every token of a text, in one pass over the whole."""
+"""Log-probabilities of every token of a text and its alternatives, in one pass over the whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK = 256  # tokens whose log-probabilities are in fp32 at a time
 
 
 class Looked(NamedTuple):
-    """Of each token after the first one: T - 1 of them."""
+    """Log-probabilities of each token after the first one: T - 1 of them."""
 
     values: list[float]  # its log-probability
     tops: list[dict[int, float]]  # the most likely tokens in its place
@@ -22,8 +22,8 @@ class Looked(NamedTuple):
 def look_at(
     model: Decoder, vocab_size: int, ids: list[int], top: int, temperature: float = 1.0
 ) -> Looked:
-    """By the model's distribution at this temperature, without filters. `vocab_size`: of the
-    tokenizer; other tokens have their share, and are no alternatives."""
+    """Compute the model's log-probabilities at this temperature, without filters. `vocab_size`: of
+    the tokenizer; other tokens have their share, but are not listed as alternatives."""
     found = Looked([], [])
     if len(ids) < 2:
         return found

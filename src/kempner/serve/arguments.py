@@ -14,7 +14,7 @@ OF_RUN = ("source", "weights", "token_file", "publish", "check")  # what a run i
 
 
 def parse(argv: Sequence[str], doc: str | None = None) -> argparse.Namespace:
-    """`doc`: the text of --help. Raises ConfigError."""
+    """Parse the command line. `doc`: the text of --help. Raises ConfigError."""
     parser = argument_parser("serve.py", doc)
     add = parser.add_argument
     add(
@@ -72,8 +72,8 @@ def parse(argv: Sequence[str], doc: str | None = None) -> argparse.Namespace:
 
 
 def problem_of(words: Sequence[str], least: int, most: int) -> str:
-    """What is wrong with more words for an engine of a run, whose texts grow up to `least` tokens,
-    and whose model sees `most`; empty: nothing."""
+    """Return what is wrong with more words for an engine of a run, whose texts grow up to `least`
+    tokens, and whose model sees `most`; empty if nothing."""
     given = ["--weights=.", f"--window={least}"]
     try:
         if {"-h", "--help"} & {*words}:
@@ -96,7 +96,7 @@ def problem_of(words: Sequence[str], least: int, most: int) -> str:
 
 
 def check_window(asked: int | None, most: int) -> int:
-    """The tokens of a text, of which the model sees `most`. Raises ConfigError."""
+    """Return the most tokens of a text; the model sees `most`. Raises ConfigError."""
     if asked is not None and asked > most:
         raise ConfigError(f"--window {asked}: the model sees {most} tokens at most")
     return asked or most

@@ -38,15 +38,16 @@ class ClientGone(Exception):
 
 
 class Server(ThreadingHTTPServer):
-    """Bound when it is made; answers once it has a worker and serve_forever() runs."""
+    """An HTTP server, bound when it is made; it answers once it has a worker and serve_forever()
+    runs."""
 
     daemon_threads = True
     request_queue_size = 1024  # connections that come at once
     worker: Worker
 
     def __init__(self, host: str, port: int, model: str, token: str) -> None:
-        """`model`: its name for clients; `token`: what each request must have; empty: nothing.
-        Raises OSError."""
+        """`model`: its name for clients; `token`: required in each request; empty: none is. Raises
+        OSError."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         self.lease = Lease()
@@ -74,15 +75,15 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def service_actions(self) -> None:
-        """Twice a second: whoever sends a request byte by byte, and no token yet, may not keep a
-        thread."""
+        """Drop slow senders, twice a second: a request without the token, sent byte by byte, may
+        not keep a thread."""
         for handler, since in list(self.heads.items()):
             if time.monotonic() > since + SILENT_S:
                 with contextlib.suppress(OSError):
                     handler.connection.shutdown(socket.SHUT_RDWR)
 
     def make_room(self) -> None:
-        """Strangers may not take all threads and descriptors."""
+        """Drop connections of strangers, who may not take all threads and descriptors."""
         strangers = {
             handler: since for handler, since in [*self.heads.items()] if not handler.known
         }
@@ -124,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.heads.pop(self, None)
 
     def log_message(self, format: str, *args: object) -> None:
-        """No line for each request."""
+        """Log nothing: no line for each request."""
 
     def do_GET(self) -> None:
         self._answer(GET)
@@ -140,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
     do_DELETE = do_PATCH = do_OPTIONS = do_PUT
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server itself refuses, as JSON."""
+        """Answer as JSON what http.server itself refuses."""
         self.close_connection = True
         self._say(code, error(code, message or explain or HTTPStatus(code).phrase))
 
@@ -165,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
     def _no_route(self, path: str, known: bool) -> None:
-        """`known`: the method is one that some routes have."""
+        """Answer an unknown path. `known`: some routes have the method."""
         allowed = "GET, HEAD" if path in GET or path.startswith(MODEL) else "POST"
         if known or (path not in GET | POST and not path.startswith(MODEL)):
             message = f"{self.command} {path[:80]}: the routes are {', '.join(GET | POST)}"
@@ -189,8 +190,8 @@ class Handler(BaseHTTPRequestHandler):
         self.known = True
 
     def _is_direct(self) -> bool:
-        """Not sent by a web page of somebody else in a browser of this machine: that has a foreign
-        Origin or, where its name leads here, a foreign Host."""
+        """Return whether the request is not from a foreign web page in a browser of this machine:
+        that has a foreign Origin or, if its name resolves to here, a foreign Host."""
         given = [
             f"//{self.headers.get('Host', 'localhost')}",
             self.headers.get("Origin", "//localhost"),
@@ -296,7 +297,7 @@ class Handler(BaseHTTPRequestHandler):
         self._say(200, {"paused": False} | self._version())
 
     def release(self, body: bytes) -> None:
-        """A run has ended: others may have the engine at once."""
+        """Free the engine at once for other runs, because a run has ended."""
         fields = Fields(body)
         self.server.lease.release(fields.text("run"))
         fields.end()
@@ -327,7 +328,8 @@ class Handler(BaseHTTPRequestHandler):
     # --- texts ---
 
     def score(self, body: bytes) -> None:
-        """What the engine's own weights say of a text that others have sampled."""
+        """Answer with the log-probabilities that the engine's own weights give a text sampled by
+        others."""
         fields, worker = Fields(body), self.server.worker
         ids = read_ids(fields.take("tokens"), "tokens", worker.words.tokenizer.vocab_size)
         temperature = fields.number("temperature", 1.0, 1e-6, 100, float)
@@ -377,7 +379,7 @@ class Handler(BaseHTTPRequestHandler):
         self._say(200, said | self._run())
 
     def _stream(self, asked: Asked, job: Job, answer: Answer) -> None:
-        """Server-sent events, one for each token; the end of the connection ends them."""
+        """Send server-sent events, one for each token; closing the connection ends them."""
         self.close_connection = True
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -400,7 +402,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {text}\n\n".encode())
 
     def _news(self, job: Job) -> Iterator[News]:
-        """Up to the end of all texts. Raises ClientGone, Unavailable."""
+        """Yield the news until all texts have ended. Raises ClientGone, Unavailable."""
         left, looked = len(job.texts), time.monotonic()
         while left:
             if time.monotonic() > looked + LOOK_S:  # also while there is always news of some text
@@ -416,7 +418,8 @@ class Handler(BaseHTTPRequestHandler):
             yield news
 
     def _look(self) -> None:
-        """Is the client there? A connection that it has closed can be read, and has nothing."""
+        """Raise ClientGone if the client is gone: a connection that it has closed is readable and
+        empty."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):

@@ -1,4 +1,5 @@
-"""Which run an engine works for. The standard library alone: it is in vLLM's process, too."""
+"""The run that an engine works for. The standard library alone: vLLM's process imports this,
+too."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ RUN = "X-Kempner-Run"  # header: which run asks
 
 
 class Refused(ValueError):
-    """These weights cannot be taken; the model is as it was."""
+    """An engine cannot take these weights; its model is unchanged."""
 
 
 class Leased(Refused):
@@ -19,7 +20,7 @@ class Leased(Refused):
 
 class Lease:
     """The attempt of a run, RUN#ATTEMPT, whose weights these are. Its run keeps the engine as long
-    as it asks now and then how the engine is; two runs at one engine would train on each other's
+    as it asks for its health now and then; two runs at one engine would train on each other's
     samples."""
 
     SECONDS = 180.0  # more than rl.sh lets an orchestrator be silent, which is 120
@@ -28,7 +29,7 @@ class Lease:
         self.run, self._since, self._lock = "", -math.inf, threading.Lock()
 
     def held(self, run: str) -> bool:
-        """Does a run other than this one use the engine?"""
+        """Return whether a run other than this one uses the engine."""
         others = bool(self.run) and self.run.partition("#")[0] != run.partition("#")[0]
         return others and time.monotonic() < self._since + self.SECONDS
 
@@ -37,12 +38,13 @@ class Lease:
             self._since = time.monotonic()
 
     def release(self, run: str) -> None:
-        """It has ended."""
+        """End the lease of a run that has ended."""
         if run == self.run:
             self._since = -math.inf
 
     def take(self, run: str) -> bool:
-        """Whether the weights were those of another attempt, or of none. Raises Leased."""
+        """Take the engine for a run; returns whether the weights were of another attempt, or of
+        none. Raises Leased."""
         with self._lock:
             if self.held(run):
                 raise Leased(

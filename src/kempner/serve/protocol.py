@@ -1,5 +1,5 @@
-"""What clients ask and get: OpenAI's completions and chat completions, with token ids beside the
-text, as vLLM has them. No torch."""
+"""Requests and answers: OpenAI's completions and chat completions, with token ids beside the text,
+as in vLLM. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOST_SAMPLES = 4096  # n
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 MOST_TOP = {False: 5, True: 20}  # alternatives to a token; of chats
-# Fields that clients send with the value that changes nothing; any other value is refused.
+# Fields accepted only with the value that changes nothing; any other value is refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -44,7 +44,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-# Of the client's own, or hints to models that know them; nothing here depends on them.
+# Ignored fields: the client's own, or hints to models that know them.
 LABELS = (
     "metadata",
     "prompt_cache_key",
@@ -58,7 +58,7 @@ Json = dict[str, Any]
 
 
 class BadRequest(ValueError):
-    """What a client has sent cannot be done; says what is allowed."""
+    """A request cannot be served; the message says what is allowed."""
 
 
 class Asked(NamedTuple):
@@ -75,7 +75,7 @@ class Asked(NamedTuple):
 
 
 class Fields:
-    """The fields of a request, taken one by one; one that nobody takes is an error, because to
+    """Fields of a request, taken one by one; a field that nobody takes is an error, because to
     ignore what a client asks for would be worse."""
 
     def __init__(self, body: bytes) -> None:
@@ -87,7 +87,7 @@ class Fields:
             raise BadRequest("the body must be a JSON object")
 
     def take(self, name: str, default: Any = None) -> Any:
-        """null is the same as nothing."""
+        """Take a field; null counts as missing."""
         value = self._left.pop(name, None)
         return default if value is None else value
 
@@ -136,8 +136,8 @@ def cut(value: object) -> str:
 def read(
     body: bytes, chat: bool, model: str, window: int, words: Words, encode: Callable[..., Any]
 ) -> Asked:
-    """A request to /v1/completions, or with `chat` to /v1/chat/completions. `encode(function,
-    argument)` calls it where the tokenizer may be used. Raises BadRequest."""
+    """Parse a request to /v1/completions, or with `chat` to /v1/chat/completions. `encode(function,
+    argument)` calls the function where the tokenizer may be used. Raises BadRequest."""
     fields = Fields(body)
     asked = fields.take("model", model)
     if asked != model:
@@ -155,7 +155,7 @@ def read(
     most = fields.number("max_completion_tokens", None, 1, window) if chat else None
     default = max(1, window - longest) if chat else DEFAULT_TOKENS
     most = fields.number("max_tokens", most or default, 1 if chat else 0, window)
-    # The last token is never read. Who scores a text asks for one, or for none.
+    # The last token is never read. A client that scores a text asks for one token, or for none.
     if longest + (most if most > 1 else 0) > window:
         raise BadRequest(
             f"{longest} tokens of the prompt and max_tokens = {most} are more than {window}, the "
@@ -182,7 +182,7 @@ def read(
 
 
 def read_stream_options(fields: Fields, stream: bool) -> bool:
-    """Whether a stream ends with its usage."""
+    """Return whether a stream ends with its usage."""
     options = fields.take("stream_options", {})
     if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
         raise BadRequest(f"stream_options = {cut(options)}: may have include_usage, nothing else")
@@ -193,7 +193,7 @@ def read_stream_options(fields: Fields, stream: bool) -> bool:
 
 
 def read_logprobs(fields: Fields, chat: bool) -> tuple[bool, int]:
-    """Whether each token has its log-probability, and how many alternatives."""
+    """Return whether log-probabilities are wanted, and the number of alternatives."""
     most = MOST_TOP[chat]
     if not chat:
         top = fields.number("logprobs", None, 0, most)
@@ -228,7 +228,7 @@ def read_sampling(fields: Fields, most: int) -> Sampling:
 
 
 def read_prompts(given: Any, words: Words, encode: Callable[..., Any]) -> list[list[int]]:
-    """A text, token ids, or a list of either."""
+    """Read the prompts: a text, token ids, or a list of either."""
     many = given if isinstance(given, list) and given and not is_ids(given) else [given]
     prompts = []
     for one in many:
@@ -263,7 +263,7 @@ def messages(value: Any) -> list[Json]:
 
 
 def content_of(message: Json) -> str:
-    """A string, or the text of a list of parts; an assistant may have said nothing."""
+    """Return the text of a message: a string, or a list of parts; an assistant's may be missing."""
     content = message.get("content")
     if content is None and message["role"] == "assistant" and not message.get("tool_calls"):
         return ""
@@ -284,7 +284,7 @@ def content_of(message: Json) -> str:
 
 
 class Offsets:
-    """Where each token of a text begins, in characters."""
+    """Start of each token of a text, in characters."""
 
     def __init__(self, begin: int = 0) -> None:
         self._next, self._decoder = begin, codecs.getincrementaldecoder("utf-8")("replace")
@@ -293,14 +293,14 @@ class Offsets:
     def add(self, piece: Piece) -> int:
         begin, data = self._next, b"" if piece.special else piece.data
         self._next += len(self._decoder.decode(data))
-        # A character that this token does not go on with has become a replacement character.
+        # A character that this token does not continue has become a replacement character.
         broken = bool(self._held) and not 0x80 <= (data or b"\x80")[0] < 0xC0
         self._held = self._decoder.getstate()[0]
         return max(0, begin + broken)
 
 
 class Answer:
-    """What one request is answered with, whole or in parts."""
+    """The answer to one request, whole or in parts."""
 
     def __init__(
         self, asked: Asked, model: str, pieces: Callable[[Sequence[int]], list[Piece]]
@@ -325,8 +325,8 @@ class Answer:
         finish: str,
         looked: Looked | None = None,
     ) -> Json:
-        """The tokens `first` to `count` of a text; all of its choice when it has ended at once.
-        `looked`: at all of its tokens, with those of the prompt."""
+        """Make a choice of the tokens `first` to `count` of a text: all of it if it ended at once.
+        `looked`: log-probabilities of all its tokens, with the prompt's."""
         ids: list[int] = text.new[first:count]
         values: list[float | None] = [*text.logprobs[first:count]]
         tops: list[dict[int, float] | None] = [None] * len(ids)
@@ -358,7 +358,8 @@ class Answer:
 
     @staticmethod
     def _tops(text: Text, looked: Looked) -> list[dict[int, float] | None]:
-        """With a sampled token's own log-probability, which its filters may have changed."""
+        """Return the alternatives, with each sampled token's own log-probability, which its filters
+        may have changed."""
         tops: list[dict[int, float] | None] = [dict(top) for top in looked.tops]
         for top, token, value in zip(
             tops[len(text.prompt) - 1 :], text.new, text.logprobs, strict=True
@@ -373,7 +374,7 @@ class Answer:
         values: Sequence[float | None],
         tops: Sequence[dict[int, float] | None],
     ) -> list[Json]:
-        """The log-probabilities of a chat."""
+        """Make the log-probabilities of a chat."""
 
         def entries(chances: Iterable[tuple[int, float | None]]) -> list[Json]:
             of = dict(chances)
@@ -401,7 +402,7 @@ class Answer:
         values: Sequence[float | None],
         tops: Sequence[dict[int, float] | None],
     ) -> Json:
-        """The log-probabilities of a completion."""
+        """Make the log-probabilities of a completion."""
         pieces = self._pieces(ids)
         if (offsets := self._offsets.get(text)) is None:
             # The first word of a whole text may be without the space that its token has.
@@ -424,9 +425,9 @@ class Answer:
         }
 
     def _names(self, ids: Sequence[int]) -> dict[int, str]:
-        """Names of tokens by their ids, all different: the text of each, or, as OpenAI has it, the
-        bytes of one that is a part of a character. Of several tokens with the same text the most
-        likely, which comes first, has it, and the others go by their ids."""
+        """Name tokens by their ids, all different: by their text or, as OpenAI does, by the bytes
+        of a part of a character. Of several tokens with the same text the most likely, which comes
+        first, has it; the others are named by their ids."""
         names: dict[int, str] = {}
         ids = [*dict.fromkeys(ids)]
         for token, (data, _) in zip(ids, self._pieces(ids), strict=True):

@@ -1,4 +1,4 @@
-"""The weights of an engine: the first ones, and others while the model is in use."""
+"""Loading of an engine's weights: the first ones, and new ones while the model is in use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def replace(model: Decoder, name: str) -> None:
     """Read the weights of a directory in Hugging Face's form, or of RUN[@STEP], into the model.
-    Raises Refused; any other error leaves a model that is of no use."""
+    Raises Refused; after any other error the model is unusable."""
     with contextlib.ExitStack() as reading:
         try:
             source = reading.enter_context(held(name))
@@ -40,8 +40,8 @@ def replace(model: Decoder, name: str) -> None:
 
 
 def receive(model: Decoder, manifest: str, token: str) -> int:
-    """The same straight from the ranks of a trainer, by the manifest of the version, whose number
-    is returned."""
+    """Receive weights straight from the ranks of a trainer, given the version's manifest; returns
+    its number."""
     from kempner.rl.transfer import Gone
     from kempner.rl.transfer import receive as read
 
@@ -58,7 +58,7 @@ def receive(model: Decoder, manifest: str, token: str) -> int:
 
 
 def check(model: Decoder, source: Source) -> None:
-    """Raises ConfigError or Damaged when these are not weights of this model."""
+    """Raise ConfigError or Damaged if these are not weights of this model."""
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise ConfigError("the model has adapters; serve one that they are merged into")
     found, own = ModelConfig(**source.model()).shape, model.cfg.shape
@@ -74,7 +74,7 @@ def check(model: Decoder, source: Source) -> None:
 
 
 def newest(weights: Path) -> Path | None:
-    """The manifest of the newest version in a directory."""
+    """Return the manifest of the newest version in a directory."""
     return max(weights.glob("v*/manifest.json"), default=None)
 
 
@@ -84,8 +84,8 @@ def first_version(
     token: str,
     end: threading.Event,
 ) -> tuple[T, int] | None:
-    """What `load` makes of the newest version, once there is one, and its number; None when `end`
-    came before that. `load` is kempner.load's, and this raises what it raises."""
+    """Load the newest version, once there is one; returns the model and its version, None if `end`
+    came first. `load` is kempner.load's, and this raises what it raises."""
     while not end.is_set():
         if (found := newest(weights)) is None:
             end.wait(LOOK_S)

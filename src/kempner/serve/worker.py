@@ -1,4 +1,4 @@
-"""The thread that owns the model: all that is asked of it happens there, between two steps."""
+"""The thread that owns the model: all requests are carried out there, between two steps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MOST_FAILURES = 3
 
 
 class Unavailable(Exception):
-    """The engine cannot take a request now; says why."""
+    """The engine cannot take a request now; the message says why."""
 
 
 class News(NamedTuple):
-    """What a text has grown by."""
+    """A new piece of a text."""
 
     text: Text
     grown: str
@@ -41,7 +41,7 @@ class News(NamedTuple):
 
 
 class Job:
-    """One request: its texts, and what happens to them."""
+    """One request: its texts and their news."""
 
     def __init__(self, stream: bool) -> None:
         self.stream = stream  # news of every token, not only of the last one
@@ -50,7 +50,8 @@ class Job:
 
 
 class Worker:
-    """Other threads use call(), take() and drop(); a job's news arrive in its queue."""
+    """Owner of the model. Other threads use call(), take() and drop(); news of a job arrive in its
+    queue."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class Worker:
         version: int = 0,
         fixed: bool = False,
     ) -> None:
-        """`slots`: texts at a time; `window`: the most tokens of one; `queue`: texts that wait at
-        most; `version`: of the weights; `fixed`: see KVCache."""
+        """`slots`: texts at a time; `window`: the most tokens of one; `queue`: the most texts that
+        wait; `version`: of the weights; `fixed`: see KVCache."""
         self.words, self.window, self.queue = loaded.words, window, queue
         self.tokenizer = loaded.words.fingerprint()
         vocab_size = loaded.words.tokenizer.vocab_size
@@ -88,8 +89,8 @@ class Worker:
     # --- for other threads ---
 
     def call(self, action: Callable[[], T]) -> T:
-        """What `action` gives in the worker's thread, between two steps. Raises what it raises, and
-        Unavailable when the worker has ended."""
+        """Run `action` in the worker's thread, between two steps, and return its result. Raises
+        what it raises, and Unavailable if the worker has ended."""
         answer: Future[T] = Future()
         with self._lock:
             if self._ended:
@@ -102,14 +103,14 @@ class Worker:
         self.call(lambda: self._take(asked, job))
 
     def look(self, text: Text, top: int) -> Looked:
-        """At each token of a text and its prompt, in one pass more."""
+        """Compute log-probabilities of a text and its prompt, in one more pass."""
         engine = self.texts.engine
         ids = [*text.prompt, *text.new]
         return self.call(lambda: look_at(engine.model, engine.vocab_size, ids, top))
 
     def score(self, ids: list[int], temperature: float) -> tuple[list[float], int]:
-        """The log-probability of each token after the first one, and the version of the weights
-        that have computed it."""
+        """Return the log-probability of each token after the first one, and the version of the
+        weights that computed it."""
         engine = self.texts.engine
 
         def look() -> tuple[list[float], int]:
@@ -121,7 +122,8 @@ class Worker:
         return self.call(look)
 
     def pieces(self, ids: Sequence[int]) -> list[Piece]:
-        """A tokenizer is not for two threads, but each token is looked up once."""
+        """Look up the pieces of tokens. A tokenizer is not thread-safe, so each token is looked up
+        once, in the worker, and cached."""
         if new := {*ids} - self._pieces.keys():
             look = self.words.tokenizer.piece
             self.call(lambda: self._pieces.update({token: look(token) for token in new}))
@@ -131,16 +133,16 @@ class Worker:
         return self.call(lambda: self.words.tokenizer.decode(ids))
 
     def drop(self, job: Job) -> None:
-        """Its client has gone away."""
+        """Drop a job whose client has gone away."""
         self.call(lambda: self._drop(job))
 
     def pause(self, paused: bool) -> None:
-        """Texts stay where they are until resumed."""
+        """Pause or resume; paused texts stay where they are."""
         self.call(lambda: setattr(self, "paused", paused))
 
     def update(self, source: str, version: int | None) -> int:
-        """New weights; texts in work go on with them. Returns their version. Raises Refused: the
-        old ones stay; Unavailable: there are none now."""
+        """Load new weights; texts in work continue with them. Returns their version. Raises
+        Refused: the old ones stay; Unavailable: none are loaded now."""
 
         def read(model: Decoder) -> int:
             weights.replace(model, source)
@@ -149,17 +151,17 @@ class Worker:
         return self.call(lambda: self._update(read, source))
 
     def receive(self, manifest: str, token: str) -> int:
-        """The same straight from the ranks of a trainer."""
+        """Receive new weights straight from the ranks of a trainer, otherwise as update()."""
         return self.call(
             lambda: self._update(partial(weights.receive, manifest=manifest, token=token), manifest)
         )
 
     def refuse(self, why: str) -> None:
-        """All texts that wait or are in work."""
+        """Refuse all texts that wait or are in work."""
         self.call(lambda: self._refuse_all(why))
 
     def end(self, why: str) -> None:
-        """Refuse what is in work and what comes."""
+        """Refuse all current and later requests."""
         with self._lock:
             if not self._ended:
                 self._ended = why
@@ -182,8 +184,9 @@ class Worker:
                 self._inbox.get()[1].set_exception(Unavailable(self._ended))
 
     def _turn(self) -> None:
-        """A token for each text. What fails is refused, and the others go on; where no text ends
-        between MOST_FAILURES of them, as with weights that are no numbers, nobody can be served."""
+        """Draw a token for each text. Texts that fail are refused, and the others continue; after
+        MOST_FAILURES failures in which no text ends, as with NaN weights, the engine is broken for
+        good."""
         failed: list[Text] = []
         try:
             for text, grown in self.texts.turn():
@@ -195,6 +198,7 @@ class Worker:
         except Exception as error:  # out of memory, for example
             traceback.print_exc()
             cause = repr(error)
+            # A failed pass leaves the cache in an unknown state.
             self.texts.engine.clear()
             failed = [text for text in self._jobs if text not in self.texts.waiting]
             why = "the engine has failed; see its log"
@@ -216,7 +220,7 @@ class Worker:
         self.end("the engine has failed; see its log")
 
     def _answer_calls(self) -> None:
-        """All that wait; without work it waits for one."""
+        """Answer all calls that wait; without work, wait for one."""
         idle = self.paused or not self.texts.busy
         while not self._ended:
             try:
@@ -274,7 +278,7 @@ class Worker:
         except Refused:
             raise
         except Exception as error:
-            self.broken = f"there are no weights: those of {source} could not be read ({error})"
+            self.broken = f"no weights are loaded: those of {source} could not be read ({error})"
             self._refuse_all(self.broken)
             raise Unavailable(self.broken) from None
         self.broken = ""

@@ -1,4 +1,4 @@
-"""The values of an axis: a list, a range, or draws; what [propose] says. No torch."""
+"""Values of an axis: a list, a range, or draws; and the options of [propose]. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Propose:
 
 
 def grid(spec: Any) -> list[Any]:
-    """The values of `[1, 2]` or `{log = [1e-4, 1e-2], count = 5}`. Raises ValueError."""
+    """Return the values of `[1, 2]` or `{log = [1e-4, 1e-2], count = 5}`. Raises ValueError."""
     if isinstance(spec, list):
         if not spec:
             raise ValueError("has no values; give one, or leave it out")
@@ -37,8 +37,8 @@ def grid(spec: Any) -> list[Any]:
 
 
 def draws(axes: Mapping[str, Any], samples: Any, seed: Any) -> list[dict[str, Any]]:
-    """So many times one value of each axis. Its own generator for each draw and axis: more samples,
-    or another axis, leave the other values as they are. Raises ValueError."""
+    """Draw `samples` values of each axis. Each draw and axis has its own generator, so that more
+    samples, or another axis, leave the other values as they are. Raises ValueError."""
     for key, value, least in (("samples", samples, 1), ("seed", seed, 0)):
         if type(value) is not int or not least <= value <= 2**31:
             raise ValueError(f"{key} = {shown(value)}: must be a whole number, at least {least}")
@@ -77,7 +77,7 @@ def _range(spec: Any, more: set[str]) -> tuple[float, float]:
 
 
 def _between(spec: Mapping[str, Any], ends: tuple[float, float], part: float) -> int | float:
-    """The value at `part` of the way; whole where both ends are, with linear."""
+    """Return the value at `part` of the way; whole if both ends are, with linear."""
     low, high = ends
     if "linear" in spec:
         value = low + (high - low) * part

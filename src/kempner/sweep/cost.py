@@ -1,4 +1,4 @@
-"""What a sweep will cost. No torch."""
+"""Cost of a sweep. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kempner.sweep.points import Point
 
 
 class Hours(NamedTuple):
-    """GPU hours, from the least to the most."""
+    """GPU hours, a range."""
 
     least: float
     most: float
@@ -23,9 +23,9 @@ class Hours(NamedTuple):
 
 
 def gpu_hours(point: Point, gpu: Gpu | None) -> tuple[Hours | None, str]:
-    """Of the whole run (of a CPU run: hours of its processes), and by what speed: the one that
-    resources.tokens_per_s gives, the one that the run itself has measured, the range of the
-    planner's estimate for `gpu`; None without any of them."""
+    """Return the hours of the whole run (of a CPU run: hours of its processes), and the source of
+    the speed: resources.tokens_per_s, the run's own measurement, or the range of the planner's
+    estimate for `gpu`; None without any of them."""
     train, world = point.cfg.train, point.resources.world_size
     tokens = samples_between(train.stages, 0, train.max_steps) * train.seq_len
     if rate := point.resources.tokens_per_s:

@@ -1,6 +1,6 @@
-"""Stops a run of a sweep that is worse than the median of the others at the same step.
+"""Stop a run of a sweep that is worse than the median of the others at the same step.
 
-    python -m kempner.sweep.early_stop RUN_DIR     with KEMPNER_EARLY_STOP=AFTER:LEAST
+python -m kempner.sweep.early_stop RUN_DIR with KEMPNER_EARLY_STOP=AFTER:LEAST
 
 The batch script starts it beside the run and ends it with the run, so that nobody has to be there
 and the steps know nothing of it. It reads the validations of RUN_DIR and of its neighbours, and
@@ -31,8 +31,8 @@ class EarlyStop:
 
 
 def worse(run: Path, after: int, least: int) -> str:
-    """Why the run should stop, or nothing. Judges its newest validation, from step `after` on, of
-    those steps that `least` others have validated, too: it may be ahead of them."""
+    """Return why the run should stop, or "". Judges its newest validation, from step `after` on, at
+    a step that `least` others have validated, too: the run may be ahead of them."""
     own = {step: loss for step, loss in validations(run).items() if step >= after}
     if not own:
         return ""
@@ -52,7 +52,7 @@ def worse(run: Path, after: int, least: int) -> str:
 
 
 def validations(run: Path) -> dict[int, float]:
-    """By step; one that is not finite is worse than any."""
+    """Map step to validation loss; a loss that is not finite counts as infinite."""
     lines = [line for line in read_jsonl(run / "metrics.jsonl") if "val_loss" in line]
     return {
         line["step"]: math.inf if line["val_loss"] is None else line["val_loss"] for line in lines

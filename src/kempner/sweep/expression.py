@@ -31,7 +31,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    # Of ints it could take all of the memory: 9 ** 9 ** 9 ** 9.
+    # On ints it could take all of the memory: 9 ** 9 ** 9 ** 9.
     ast.Pow: lambda base, exponent: math.pow(base, exponent),
     ast.USub: operator.neg,
     ast.Eq: operator.eq,
@@ -48,11 +48,11 @@ ALLOWED = (
 
 
 class ExpressionError(ValueError):
-    """What is wrong with an expression, or why it has no value; says what to do."""
+    """An expression is malformed or has no value; the message says what to do."""
 
 
 class Expression:
-    """One expression, checked when it is made. `names`: what it looks up."""
+    """One expression, checked when it is made. `names`: the names that it reads."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -64,14 +64,15 @@ class Expression:
             if isinstance(error, ExpressionError):
                 raise
             what = error.msg if isinstance(error, SyntaxError) else str(error)
-            raise ExpressionError(f"{shown(text)} is no expression: {what}") from None
+            raise ExpressionError(f"{shown(text)} is not an expression: {what}") from None
 
     def value(self, values: Mapping[str, Any]) -> Any:
-        """Its value, with those of its names; raises ExpressionError where it has none."""
+        """Evaluate the expression with these values of its names; raises ExpressionError if it has
+        none."""
         unknown = sorted(self.names - values.keys())
         if unknown:
             near = did_you_mean(unknown[0], [*values, *FUNCTIONS])
-            raise ExpressionError(f"{shown(self.text)}: there is no {unknown[0]}{near}")
+            raise ExpressionError(f"{shown(self.text)}: unknown name {unknown[0]}{near}")
         try:
             found = _value(self._tree, values)
         except (ArithmeticError, ValueError, TypeError) as error:
@@ -113,8 +114,9 @@ class Expression:
 
 
 def in_order(rules: Mapping[str, Expression]) -> dict[str, Expression]:
-    """Each after those that it reads: TOML's tables do not keep the order of `a.x`, `b`, `a.y`.
-    Its own name in a rule is the value before it. Raises ExpressionError for a circle."""
+    """Order the rules so that each follows those that it reads: TOML's tables do not keep the order
+    of `a.x`, `b`, `a.y`. A rule's own name in it is the value before it. Raises ExpressionError for
+    a circle."""
     of_model = {name for name in rules if name.startswith("model.")}
     needs = {
         name: (rule.names | (of_model if "parameters" in rule.names else set())) - {name}
@@ -164,7 +166,7 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
 
 
 def _number(value: Any) -> int | float:
-    """Not a string: "a" * 10**9 would be one of a gigabyte."""
+    """Return a number; raises TypeError for a string: "a" * 10**9 would be one of a gigabyte."""
     if isinstance(value, int | float):
         return value
-    raise TypeError(f"{shown(value)} is no number")
+    raise TypeError(f"{shown(value)} is not a number")

@@ -1,5 +1,4 @@
-"""SWEEP.toml -> what it says, and the combinations of its axes. docs/extensions/sweeps.md has the
-format. No torch."""
+"""Read SWEEP.toml and combine its axes. docs/extensions/sweeps.md has the format. No torch."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Sweep:
 
     @property
     def varied(self) -> list[str]:
-        """The names that differ between points, in order."""
+        """Names that differ between points, in order."""
         own = [name for group in self.groups for name in group[0]] + [*self.space]
         return (["base"] if len(self.bases) > 1 else []) + own
 
@@ -57,7 +56,7 @@ class Sweep:
 
 
 def read_sweep(file: Path) -> Sweep:
-    """Raises ConfigError with all problems of the file itself."""
+    """Read a sweep. Raises ConfigError with all problems of the file itself."""
     try:
         table = toml.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -80,10 +79,11 @@ class _Reader:
                 self.wrong(f"{key} = {shown(self.table.pop(key))}: has the wrong type")
         get = self.table.get
         name = get("name", self.file.stem)
-        # It is a directory, a part of a job's name, of which squeue takes a list, and of a pattern.
+        # It becomes a directory, part of a job's name (of which squeue takes a list), and part of
+        # a pattern.
         if name in (".", "..") or not re.fullmatch(r"[A-Za-z0-9._+-]+", name):
             self.wrong(
-                f"name = {shown(name)}: is no name of a sweep; give one of letters, digits and "
+                f"name = {shown(name)}: is not a name for a sweep; give one of letters, digits and "
                 "._+- alone (unset: the name of this file)"
             )
         if {*"%\\"}.intersection(get("dir", "")):
@@ -118,7 +118,7 @@ class _Reader:
         return sweep
 
     def section(self, name: str, cls: type[T], table: Values | None) -> T | None:
-        """One of the sweep's own; None where the file does not have it."""
+        """Read one of the sweep's own sections; None if the file does not have it."""
         if table is None:
             return None
         values, options = {}, schema(Root)[name]
@@ -202,7 +202,7 @@ class _Reader:
         elif "." in name and name not in OPTIONS:
             self.wrong(f"{where}: {name}: unknown option{did_you_mean(name, OPTIONS)}")
         elif "." not in name and (not name.isidentifier() or keyword.iskeyword(name)):
-            self.wrong(f"{where}: {shown(name)}: is no name; write lr, or optimizer.lr")
+            self.wrong(f"{where}: {shown(name)}: is not a name; write lr, or optimizer.lr")
         elif name in RESERVED or name in SECTIONS:
             self.wrong(f"{where}: {name}: has a meaning already; take another name")
         if (other := self.given.setdefault(name, where)) != where:
@@ -225,7 +225,8 @@ class _Reader:
         return None
 
     def groups(self) -> list[list[Values]]:
-        """What is combined with everything else: each axis, each zip, the random draws."""
+        """List the groups that are combined with each other: each axis, each zip, the random
+        draws."""
         found: list[list[Values]] = []
         for name, spec in self.flat("axes", self.table.get("axes", {})).items():
             found.append([{name: value} for value in self.axis("axes", name, spec)])
@@ -279,13 +280,14 @@ class _Reader:
         return found
 
     def check_names(self, sweep: Sweep) -> None:
-        """A variable that nothing reads has no effect; a name that nothing gives has no value."""
+        """Check the names: a variable that nothing reads has no effect; one that nothing sets has
+        no value."""
         known = {*OPTIONS, *self.given, "base", "parameters"}
         read = {name for each in (*sweep.rules.values(), *sweep.where) for name in each.names}
         for expression in (*sweep.rules.values(), *sweep.where):
             for name in sorted(expression.names - known):
                 near = did_you_mean(name, [*known, *FUNCTIONS])
-                self.wrong(f"{shown(expression.text)}: there is no {name}{near}")
+                self.wrong(f"{shown(expression.text)}: unknown name {name}{near}")
         for name, where in self.given.items():
             if "." not in name and name not in read:
                 near = did_you_mean(name, [key.partition(".")[2] for key in OPTIONS])

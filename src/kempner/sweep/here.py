@@ -1,4 +1,4 @@
-"""Points of a sweep on this machine, outside Slurm. No torch."""
+"""Run points of a sweep on this machine, outside Slurm. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kempner.sweep.submit import write_points
 
 
 def run_here(own: Path, points: Sequence[Point], more: Mapping[str, str]) -> int:
-    """One after another, with the same script; the exit code, 130 after Ctrl-C, which reaches the
-    script too: its run saves and stops."""
+    """Run the points one after another, with the same script; returns the exit code, 130 after
+    Ctrl-C, which reaches the script too: its run saves and stops."""
     configs = write_points(own, points)
     failed, interrupts = [], []
     before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))

@@ -1,8 +1,8 @@
-"""What was proposed and submitted of a sweep, and as which array: RUNS/NAME/sweep/journal.jsonl. No
-torch.
+"""Journal of a sweep: what was proposed and submitted, and as which array,
+RUNS/NAME/sweep/journal.jsonl. No torch.
 
-A line before each sbatch and one after it: whatever ends this process in between, the next one
-finds the array by its name, which no other array has, before it submits anything.
+It gets a line before each sbatch and one after it: whatever ends this process in between, the next
+one finds the array by its name, which no other array has, before it submits anything.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class Journal:
 
     @property
     def open(self) -> list[Submission]:
-        """Those of which it is not known whether sbatch took them."""
+        """Submissions of which it is not known whether sbatch took them."""
         return [each for each in self.submissions.values() if not each.job]
 
     def of(self, point: str) -> list[Submission]:
-        """Of one point, in order."""
+        """Return the submissions of one point, in order."""
         return [each for each in self.submissions.values() if point in each.points]
 
     def task(self, point: str) -> str | None:
-        """The newest job of a point, as users name it: 12_3."""
+        """Return the newest job of a point, as users name it: 12_3."""
         found = [each for each in self.of(point) if each.job]
         if not found:
             return None
         return f"{found[-1].job}_{found[-1].points.index(point) // found[-1].pack}"
 
     def was_cancelled(self, point: str) -> bool:
-        """After its newest submission."""
+        """Return whether a point was cancelled after its newest submission."""
         times = [each.time for each in self.of(point)]
         return self.cancelled.get(point, 0.0) > max(times, default=0.0)
 
@@ -99,7 +99,7 @@ class Journal:
 
 @contextlib.contextmanager
 def locked(folder: Path, patience: float = 0.0) -> Iterator[Journal]:
-    """The journal, for one process at a time; raises BlockingIOError when another one has it for
+    """Open the journal for one process at a time; raises BlockingIOError if another one has it for
     `patience` seconds."""
     mark(folder, Kind.SWEEP)
     end = time.monotonic() + patience

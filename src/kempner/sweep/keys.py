@@ -1,4 +1,4 @@
-"""What may stand in SWEEP.toml. No torch."""
+"""Schema of SWEEP.toml. No torch."""
 
 from __future__ import annotations
 

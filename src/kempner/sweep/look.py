@@ -1,5 +1,5 @@
-"""How the points of a sweep stand: by their run directories first, then by the queue, then by the
-accounting, which may be empty. No torch."""
+"""States of the points of a sweep: from their run directories first, then from the queue, then from
+the accounting, which may be empty. No torch."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Look:
 
     @property
     def new(self) -> bool:
-        """submit takes it."""
+        """True if submit takes it."""
         return self.state.word in ("planned", "cancelled")
 
     @property
     def failed(self) -> bool:
-        """It has ended and is not done: resubmit takes it."""
+        """True if it has ended and is not done: resubmit takes it."""
         return self.state.attention and self.state.word not in HOLDS
 
 
 def look(points: Sequence[Point], journal: Journal, whole: bool = False) -> list[Look]:
-    """`whole`: with all lines of metrics.jsonl."""
+    """Look at the points. `whole`: with all lines of metrics.jsonl."""
     jobs = slurm.my_jobs()
     found = [_look(point, journal, jobs, None if whole else TAIL) for point in points]
     lost = [
@@ -82,7 +82,7 @@ def _look(
 
 
 def _accounted(each: Look, told: dict[str, str]) -> Look:
-    """A run that never began, with what the accounting knows of its job."""
+    """Complete a run that never began with what the accounting knows of its job."""
     word = told.get(each.task or "", "")
     if not word:
         return each

@@ -1,5 +1,5 @@
-"""The points of a sweep: each a whole configuration, checked as a run's is, with a name that says
-what it is. No torch."""
+"""The points of a sweep: each a whole configuration, checked as a run's is, with a name that
+describes it. No torch."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def load_bases(sweep: Sweep) -> dict[str, RunConfig]:
 
 
 def expand(sweep: Sweep) -> list[Point]:
-    """All points in the order of the file. Raises ConfigError with the problems of all of them,
-    each once; files that the configurations name are not looked at: see check_points."""
+    """Return all points in the order of the file. Raises ConfigError with the problems of all of
+    them, each once; files that the configurations name are not opened: see check_points."""
     bases = load_bases(sweep)
     problems: dict[str, list[str]] = {}
     points = []
@@ -80,7 +80,7 @@ def expand(sweep: Sweep) -> list[Point]:
 
 
 def check_points(points: Sequence[Point]) -> None:
-    """Every point as train.py --check does it: the files that it names, and whether it fits its
+    """Check every point as train.py --check does: the files that it names, and whether it fits its
     nodes. Raises ConfigError with all problems, each once with the points that have it."""
     problems: dict[str, list[str]] = {}
     for point in points:
@@ -106,7 +106,7 @@ def _raise(problems: Mapping[str, list[str]]) -> None:
 
 
 def make_point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | None:
-    """None where a condition excludes it. Raises ConfigError."""
+    """Make a point; None if a condition excludes it. Raises ConfigError."""
     known: Values = {
         f"{section}.{key}": value
         for section, keys in as_dict(base).items()
@@ -159,7 +159,7 @@ def make_point(sweep: Sweep, base: RunConfig, combination: Values) -> Point | No
 
 
 def _converted(name: str, value: Any) -> Any:
-    """A rule's value as one of the option's: 240.0 is a whole number."""
+    """Convert a rule's value to the option's type: 240.0 is a whole number."""
     if name not in OPTIONS:
         return value
     option = OPTIONS[name]
@@ -172,7 +172,8 @@ def _converted(name: str, value: Any) -> Any:
 
 
 def _parameters(known: Mapping[str, Any]) -> int | None:
-    """Of the model that the values so far describe; None where they do not make one yet."""
+    """Count the parameters of the model that the values so far describe; None if they do not make
+    one yet."""
     keys = {k.partition(".")[2]: v for k, v in known.items() if k.startswith("model.")}
     try:
         return ModelConfig(**keys).count_parameters()
@@ -181,8 +182,8 @@ def _parameters(known: Mapping[str, Any]) -> int | None:
 
 
 def identity(cfg: RunConfig) -> str:
-    """The hash of what the run does: its configuration without its directory. Options at their
-    default are left out, so that a new option of a later version renames no run."""
+    """Hash the run's configuration without its directory. Options at their default are left out, so
+    that a new option of a later version renames no run."""
     plain, defaults = as_dict(cfg), _defaults()
     del plain["run"]["dir"]
     told = {

@@ -25,7 +25,8 @@ DRAWS = 100  # of one point, until it is new and fulfils the conditions
 
 
 def proposed(sweep: Sweep, journal: Journal) -> list[Point]:
-    """The points proposed so far, in order; of an edited file those that are as they were."""
+    """Return the points proposed so far, in order; after an edit of the file, those that are
+    unchanged."""
     (base,) = load_bases(sweep).items()
     found = []
     for name, values in journal.proposed.items():
@@ -46,7 +47,7 @@ def _point(sweep: Sweep, name: str, base: Any, values: Values) -> Point | None:
 
 
 def room(sweep: Sweep, looks: Sequence[Look]) -> tuple[int, str]:
-    """How many more points may be proposed now, and why there are none for the time being."""
+    """Return how many more points may be proposed now, and why none may for the time being."""
     assert sweep.propose is not None
     ended = [each.state.word for each in looks if each.state.word in ENDED]
     limit = max(FAILURES, sweep.max_running)
@@ -57,8 +58,8 @@ def room(sweep: Sweep, looks: Sequence[Look]) -> tuple[int, str]:
 
 
 def propose(sweep: Sweep, looks: Sequence[Look], journal: Journal, count: int) -> dict[str, Values]:
-    """The values of the next `count` points, by the name of the point; fewer where no others are
-    left. The same results give the same points. Raises ConfigError."""
+    """Propose the values of the next `count` points, by the name of the point; fewer if no others
+    are left. The same results give the same points. Raises ConfigError."""
     try:
         import optuna
     except ModuleNotFoundError:
@@ -107,7 +108,7 @@ def _hash(point: Point) -> str:
 
 
 def _range(spec: Mapping[str, Any]) -> tuple[float, float, bool]:
-    """Its ends, and whether only whole numbers count, as in axes.py."""
+    """Return the ends, and whether only whole numbers count, as in axes.py."""
     low, high = spec["log"] if "log" in spec else spec["linear"]
     return low, high, "linear" in spec and isinstance(low, int) and isinstance(high, int)
 
@@ -123,7 +124,7 @@ def _distribution(optuna: Any, spec: Any) -> Any:
 
 
 def _value(spec: Any, param: Any) -> Any:
-    """optuna's parameter as the value of an axis, with six digits as in axes.py."""
+    """Convert optuna's parameter to the value of an axis, with six digits as in axes.py."""
     if isinstance(spec, list):
         return spec[param]
     low, high, whole = _range(spec)
@@ -131,7 +132,8 @@ def _value(spec: Any, param: Any) -> Any:
 
 
 def _params(sweep: Sweep, values: Values) -> dict[str, Any]:
-    """The values of a point as optuna's parameters; none where the ranges now are without them."""
+    """Convert a point's values to optuna's parameters; none if they are outside the current
+    ranges."""
     found: dict[str, Any] = {}
     for name, spec in sweep.space.items():
         value = values[name]
@@ -149,8 +151,8 @@ def _params(sweep: Sweep, values: Values) -> dict[str, Any]:
 
 
 def _result(state: Any, look: Look) -> dict[str, Any]:
-    """What optuna is told of a point. One that was stopped has its last validation, one that has
-    failed, as it does when it diverges, is worse than any other."""
+    """Return a point's result for optuna. A stopped point has its last validation; a failed one, as
+    when it diverges, is worse than any other."""
     loss, step = loss_of(look.run, "val_loss", None)
     if look.state.word == "failed" or (look.state.word == "done" and loss is not None):
         value = float("inf") if look.state.word == "failed" else loss

@@ -1,4 +1,5 @@
-"""What Slurm is asked for a point of a sweep, [resources]; and the profile of a site. No torch."""
+"""The [resources] section: what each point of a sweep asks of Slurm; and the profile of a site. No
+torch."""
 
 from __future__ import annotations
 
@@ -75,8 +76,7 @@ class Resources:
         return found
 
     def words(self) -> list[str]:
-        """The options of sbatch: also the signature, which the points of one array have in
-        common."""
+        """Return the options of sbatch: also the signature that the points of one array share."""
         found = [f"--nodes={self.nodes}"]
         tasks = self.pack * self.per_node
         found.append(f"--{'gpus' if self.gpus_per_node else 'ntasks'}-per-node={tasks}")
@@ -91,8 +91,8 @@ class Resources:
 
 
 def profile_environment(profile: str) -> dict[str, str]:
-    """The environment for sbatch with a profile, site.d/PROFILE.env, read by the batch script's own
-    function; this process's variables win. Raises ConfigError."""
+    """Return the environment for sbatch with a profile, site.d/PROFILE.env, read by the batch
+    script's own function; this process's variables win. Raises ConfigError."""
     given = os.environ.get("KEMPNER_SITE", "")
     if profile and given and given != profile:
         raise ConfigError(

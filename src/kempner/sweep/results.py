@@ -76,7 +76,7 @@ def write(sweep: Sweep, points: list[Point], options: argparse.Namespace, begun:
 
 
 def loss_of(run: History, kind: str, step: int | None) -> tuple[float | None, int | None]:
-    """The newest one, or the newest until `step`, and its step."""
+    """Return the newest loss, or the newest until `step`, and its step."""
     lines = run.validations if kind == "val_loss" else run.losses
     lines = [line for line in lines if step is None or line["step"] <= step][-LAST:]
     if not lines:
@@ -117,7 +117,7 @@ def as_csv(sweep: Sweep, kind: str, rows: Sequence[Row]) -> str:
 
 
 def axis_of(sweep: Sweep, points: Sequence[Point], name: str | None) -> str | None:
-    """The axis of the picture: the one that is asked for, or the one with the most values."""
+    """Choose the picture's axis: the requested one, or the one with the most values."""
     values = {key: {p.values[key] for p in points if _is_number(p.values[key])}
               for key in sweep.varied}  # fmt: skip
     if name is None:
@@ -125,7 +125,7 @@ def axis_of(sweep: Sweep, points: Sequence[Point], name: str | None) -> str | No
         return max(usable, key=lambda key: len(values[key]), default=None)
     if name not in values:
         near = did_you_mean(name, values)
-        raise ConfigError(f"--x={name}: is no axis{near}; give one of {', '.join(values)}")
+        raise ConfigError(f"--x={name}: is not an axis{near}; give one of {', '.join(values)}")
     if not values[name]:
         raise ConfigError(f"--x={name}: has no numbers; take another axis")
     return name
@@ -136,8 +136,8 @@ def _is_number(value: Any) -> bool:
 
 
 def draw(sweep: Sweep, rows: Sequence[Row], x: str, kind: str, out: Path) -> None:
-    """One line for each value of the other axes; a star at the best finished run, hollow points
-    where the run goes on."""
+    """Draw one line for each value of the other axes; a star at the best finished run, hollow
+    points where the run goes on."""
     from matplotlib.figure import Figure
 
     lines: dict[str, list[tuple[float, float, bool]]] = {}  # x, loss, done

@@ -22,7 +22,7 @@ from kempner.sweep.points import Point, check_points
 from kempner.sweep.resources import profile_environment
 
 DELAYS_S = (1, 2, 4, 8, 16, 32)  # before sbatch is tried again
-# In the words of an sbatch that has sent nothing; after any others Slurm may have the job.
+# Messages of an sbatch that has sent nothing; after any other, Slurm may have the job.
 NO_CLUSTER = "Could not establish a configuration source"
 POLICY = "violates accounting/QOS policy"  # of limits: the same request is refused again
 FINAL = (NO_CLUSTER, POLICY)
@@ -51,7 +51,7 @@ class Array:
 
     @property
     def program(self) -> list[str]:
-        """What sbatch runs, but for the points."""
+        """Return the program for sbatch, without the points."""
         return [str(self.script), *([str(self.pack)] if self.pack > 1 else [])]
 
     @property
@@ -61,8 +61,8 @@ class Array:
 
 
 def check(sweep: Sweep, points: Sequence[Point], held: Sequence[Array] = ()) -> list[Array]:
-    """The arrays of these points, all of it sound, after those that Slurm has already. Raises
-    ConfigError with all problems."""
+    """Return checked arrays of these points, after those that Slurm has already. Raises ConfigError
+    with all problems."""
     problems: list[str] = []
     arrays: list[Array] = []
     try:
@@ -85,8 +85,8 @@ def check(sweep: Sweep, points: Sequence[Point], held: Sequence[Array] = ()) -> 
 def arrays_of(
     sweep: Sweep, points: Sequence[Point], largest: int | None, held: Sequence[Array] = ()
 ) -> list[Array]:
-    """`largest`: MaxArraySize, over the largest index by one; None: not known. Raises
-    ConfigError."""
+    """Group the points into arrays. `largest`: MaxArraySize, one over the largest index; None: not
+    known. Raises ConfigError."""
     most = MAX_ARRAY_SIZE if largest is None else largest
     if most < 1:
         raise ConfigError("this cluster takes no job arrays (MaxArraySize = 0): ask its operators")
@@ -112,7 +112,8 @@ def arrays_of(
 
 
 def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
-    """With the limit in parts by size, each at least 1 task, and none that an array cannot use."""
+    """Divide the limit of running tasks by size, at least 1 task for each array and none that it
+    cannot use."""
     spare = limit - sum(array.pack for array in arrays)
     total = sum(len(array.points) for array in arrays)
     tasks = [
@@ -129,7 +130,7 @@ def _limited(arrays: Sequence[Array], limit: int) -> list[Array]:
 
 
 def held_arrays(looks: Sequence[Look]) -> list[Array]:
-    """Those that Slurm still holds for points of the sweep."""
+    """List the arrays that Slurm still holds for points of the sweep."""
     found: dict[str, list[Look]] = {}
     for each in looks:
         if each.task and each.state.word in HOLDS:
@@ -141,7 +142,7 @@ def held_arrays(looks: Sequence[Look]) -> list[Array]:
 
 
 def throttle(array: Array) -> str:
-    """Sets how many tasks of an array that Slurm has may run; what went wrong, or ""."""
+    """Set how many tasks of an array that Slurm has may run; returns what went wrong, or ""."""
     limit = f"ArrayTaskThrottle={array.running}"
     command = ["scontrol", "update", f"JobId={array.job}", limit]
     env = slurm.plain_environment()
@@ -150,8 +151,8 @@ def throttle(array: Array) -> str:
 
 
 def write_points(folder: Path, points: Sequence[Point]) -> dict[str, Path]:
-    """The whole configuration of each point: what the files that it came from say later does not
-    matter to it."""
+    """Write the whole configuration of each point: later edits of its source files must not change
+    it."""
     (folder / "points").mkdir(parents=True, exist_ok=True)
     found = {point.name: folder / "points" / f"{point.name}.toml" for point in points}
     for point in points:
@@ -165,8 +166,8 @@ def submit(
     sweep: Sweep, array: Array, journal: Journal, env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> list[Array]:  # fmt: skip
-    """One array: sbatch, again where it fails for a while. Returns what Slurm has taken: the array,
-    or the parts of it that the limit of jobs in the queue left room for; the rest stays planned."""
+    """Submit one array by sbatch, retrying temporary failures. Returns what Slurm has taken: the
+    array, or the parts of it that fit the limit of jobs in the queue; the rest stays planned."""
     taken: list[Array] = []
     points, tasks, full = array.points, array.tasks, False
     while points and tasks:
@@ -193,8 +194,8 @@ def _send(
     sweep: Sweep, array: Array, journal: Journal, env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[str, bool]:  # fmt: skip
-    """sbatch for one array: its job, "" where Slurm has not taken it; and whether that was because
-    of how many jobs its user may have in the queue."""
+    """Run sbatch for one array; returns its job, "" if Slurm has not taken it, and whether that was
+    because of the limit of the user's jobs in the queue."""
     configs = write_points(journal.folder, array.points)
     for name in ("arrays", "logs"):
         (journal.folder / name).mkdir(exist_ok=True)
@@ -237,15 +238,15 @@ def _send(
 
 
 def job_in(text: str) -> str:
-    """The job in what `sbatch --parsable` has printed, JOB or JOB;CLUSTER, "" where there is none:
-    a site's sbatch may say more."""
+    """Parse the job in the output of `sbatch --parsable`, JOB or JOB;CLUSTER, "" if there is none:
+    a site's sbatch may print more."""
     found = re.findall(r"^(\d+)(?:;.*)?$", text, re.M)
     return found[-1] if found else ""
 
 
 def find(journal: Journal, submission: Submission) -> str | None:
-    """The job of an array of which only the intent is known; "" where sbatch has not taken it, None
-    where that is not known. Slurm forgets a job some minutes after its end, its runs do not."""
+    """Find the job of an array of which only the intent is known; "" if sbatch has not taken it,
+    None if that is unknown. Slurm forgets a job some minutes after its end, its runs do not."""
     jobs = slurm.jobs_named(submission.name)
     if jobs is None:
         return None
@@ -256,7 +257,7 @@ def find(journal: Journal, submission: Submission) -> str | None:
 
 
 def record(journal: Journal, submission: Submission, job: str | None) -> None:
-    """What find() has found out."""
+    """Record what find() has found."""
     if job:
         journal.append(event="submitted", name=submission.name, job=job)
     elif job == "":
@@ -264,9 +265,8 @@ def record(journal: Journal, submission: Submission, job: str | None) -> None:
 
 
 def withdraw(journal: Journal) -> list[str]:
-    """Cancel what waits of arrays that Slurm has registered late: after sbatch was called again, or
-    was given up. What runs of them goes on; its points are not planned any more. Returns the
-    arrays."""
+    """Cancel waiting arrays that Slurm has registered late: after sbatch was called again, or was
+    given up. Their running tasks go on; their points are no longer planned. Returns the arrays."""
     known = {submission.job for submission in journal.submissions.values()}
     waiting = slurm.waiting_arrays().items()
     late = [job for job, name in waiting if name in journal.names and job not in known]
@@ -277,9 +277,9 @@ def withdraw(journal: Journal) -> list[str]:
 
 
 def settle(journal: Journal, here: bool = False) -> list[str]:
-    """What an earlier sweep.py could not record, because it was killed or Slurm was away. `here`:
-    points that Slurm still does not answer for are run on this machine; should it have the job all
-    the same, the lock of a run lets one of the two train. Returns the arrays that are withdrawn."""
+    """Resolve what an earlier sweep.py could not record, because it was killed or Slurm was away.
+    `here`: points that Slurm still does not answer for are run on this machine; should it have the
+    job all the same, the lock of a run lets one of the two train. Returns the withdrawn arrays."""
     for submission in journal.open:
         job = find(journal, submission)
         record(journal, submission, "" if here and job is None else job)

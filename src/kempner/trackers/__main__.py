@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     elif not names and not (names := configured(options.run)):
         problem = f"{options.run}/config.toml has no tracker; name one: {' or '.join(NAMES)}"
     for name in names:
-        wrong = f"{name}: no such tracker; there are {' and '.join(NAMES)}"
+        wrong = f"{name}: no such tracker; give {' or '.join(NAMES)}"
         problem = problem or (missing(name) if name in NAMES else wrong)
     if problem:
         raise ConfigError(problem)
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         each = [subprocess.Popen([*again, name, *flags]) for name in names]
         return max(process.wait() for process in each)
     if options.follow and not sys.stdin.isatty():
-        # Of a training: Slurm sends its signals to all processes, and this one is the last to go.
+        # Started by a training: Slurm signals all its processes, and this one is the last to go.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # the steps go first

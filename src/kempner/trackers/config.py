@@ -1,4 +1,4 @@
-"""The section [trackers]."""
+"""The [trackers] section."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrackersConfig:
 
 
 def missing(name: str) -> str:
-    """What to say when the package of a tracker is not installed; "" when it is."""
+    """Return the message for a tracker whose package is not installed; "" if it is."""
     if importlib.util.find_spec(name) is not None:
         return ""
     fix = f".venv/bin/pip install -c constraints.txt -e '.[{name}]'"

@@ -69,13 +69,13 @@ def follow(name: str, run_dir: Path, forever: bool) -> int:
             say(f"{name}: {type(error).__name__}: {error}")
         if ended(RETRY_S):
             return 1
-    # From nothing: what a library has left of a failed start is in the way of the next.
+    # Executed anew: a library's leftovers of a failed start are in the way of the next.
     say(f"{name}: once more")
     os.execve(sys.executable, sys.orig_argv, environment)
 
 
 def deliver(sink: Sink, run_dir: Path, ended: Callable[[float], bool]) -> None:
-    """Pass on all points that the sink does not have, and those that come until the end."""
+    """Pass on all points that the sink lacks, and those that come until the end."""
     points = Points(run_dir / "metrics.jsonl")
     skip, over = sink.position, False
     while not over:
@@ -94,7 +94,8 @@ def batches(points: Iterator[Point]) -> Iterator[list[Point]]:
 
 
 def watch_stdin(over: threading.Event) -> None:
-    """Say when standard input ends, and end this process soon after, whatever it waits for."""
+    """Set `over` when standard input ends, and end this process soon after, whatever it waits
+    for."""
     while os.read(0, 4096):
         pass
     over.set()
@@ -107,7 +108,7 @@ def say(text: str) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Two writers would send each point twice."""
+    """Lock the state: two writers would send each point twice."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

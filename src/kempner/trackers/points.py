@@ -36,7 +36,7 @@ class Points:
         self._newest: dict[str, int] = {}  # step by name of a value
 
     def more(self) -> Iterator[Point]:
-        """The points since the last call; a line that is not whole yet comes next time."""
+        """Yield the points since the last call; a line that is not whole yet comes next time."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._at)
@@ -66,8 +66,9 @@ class Points:
 
 
 def _values(record: dict[str, Any], group: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line by name: val_loss -> val/loss, {"eval": {"task": 1}} -> eval/task, and
-    all others below train/. What is not finite is null there, and no point."""
+    """Yield the numbers of a line by name: val_loss -> val/loss, {"eval": {"task": 1}} ->
+    eval/task, and all others below train/. A number that is not finite is null in the file, and is
+    skipped."""
     for key, value in record.items():
         if isinstance(value, dict):
             yield from _values(value, f"{group}{key}/")

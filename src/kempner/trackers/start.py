@@ -15,8 +15,8 @@ from kempner.process import module_command
 
 
 class Trackers:
-    """Each in a session of its own, so that no Ctrl-C ends it before its last points. Each reads
-    from a pipe that ends with this process, however that ends."""
+    """Tracker processes, each in a session of its own, so that no Ctrl-C ends it before its last
+    points. Each reads from a pipe that ends with this process, however that ends."""
 
     def __init__(
         self, names: Sequence[str], run_dir: Path, logs: Path, announce: Callable[[str], None]
@@ -41,8 +41,8 @@ class Trackers:
                 announce(f"tracker {name} is started; its log is {log}")
 
     def end(self, seconds: float) -> None:
-        """Let them pass on the last points, at most so long: what is missing then comes with the
-        next attempt, or by hand."""
+        """Let them pass on the last points for at most `seconds`: the rest then comes with the next
+        attempt, or by hand."""
         end = time.monotonic() + seconds
         for process in self._processes.values():
             assert process.stdin is not None

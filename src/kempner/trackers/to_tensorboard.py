@@ -28,7 +28,7 @@ class TensorBoard:
         folder.mkdir(exist_ok=True)
         files = sorted(folder.glob("events.out.tfevents.*"))
         self.position = sum(map(_count, files))
-        # TensorBoard reads the files in the order of their names.
+        # TensorBoard reads the files in the order of their names, which begin with the time.
         name = f"events.out.tfevents.{time.time_ns() // 1000}.{host_name()}.{os.getpid()}"
         self._file = open(folder / name, "wb")  # noqa: SIM115
         self._writer = RecordWriter(self._file)
@@ -38,7 +38,7 @@ class TensorBoard:
         self._write(Event(wall_time=time.time(), step=len(files), summary=summary))
 
     def write(self, points: list[Point]) -> None:
-        """Durable when it returns."""
+        """Write the points; they are durable when it returns."""
         for point in points:
             if point.undoes:  # readers then forget what they have from this step on
                 start = SessionLog(status=SessionLog.START)
@@ -58,6 +58,6 @@ class TensorBoard:
 
 
 def _count(path: Path) -> int:
-    """The points in an event file."""
+    """Count the points in an event file."""
     events = (Event.FromString(data) for data in RawEventFileLoader(str(path)).Load())
     return sum(e.HasField("summary") and e.summary.value[0].tag != CONFIG for e in events)

@@ -69,7 +69,8 @@ class WeightsAndBiases:
         return max(closed.values(), default=0)
 
     def write(self, points: list[Point]) -> None:
-        """W&B's own process has the rows when it returns, and writes or sends them."""
+        """Hand the points to W&B's own process, which has them when it returns, and writes or sends
+        them."""
         for point in points:
             new = {k: v for k, v in point.values.items() if self._newest.get(k, -1) < point.step}
             self._newest.update(dict.fromkeys(new, point.step))

@@ -40,7 +40,7 @@ class Curve:
 
 
 def points_of(lines: Sequence[Record], key: str) -> list[tuple[float, float | None]]:
-    """The lines that have this key, by step."""
+    """Return the points of the lines that have this key, by step."""
     found: list[tuple[float, float | None]] = []
     for line in lines:
         if key in line:
@@ -52,7 +52,7 @@ def points_of(lines: Sequence[Record], key: str) -> list[tuple[float, float | No
 
 
 def envelope(points: Points, buckets: int = BUCKETS) -> list[list[Bucket]]:
-    """Pieces of a curve between its gaps, each of buckets that are equally wide."""
+    """Return the pieces of a curve between its gaps, each as buckets of equal width."""
     if not points:
         return []
     low, high = points[0][0], points[-1][0]
@@ -83,7 +83,7 @@ def envelope(points: Points, buckets: int = BUCKETS) -> list[list[Bucket]]:
 
 
 class Axis:
-    """From a value to its place on the drawing, 0 to GRID; `ticks` are round values within."""
+    """A map from values to places on the drawing, 0 to GRID; `ticks` are round values within."""
 
     def __init__(self, low: float, high: float, log: bool = False, count: int = 5) -> None:
         self.log = log
@@ -100,7 +100,7 @@ class Axis:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` multiples of 1, 2 or 5 times a power of ten."""
+    """Return about `count` multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(rough))
     unit *= next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * 0.999)
@@ -118,7 +118,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """1234 -> "1.23k": for labels."""
+    """Format a number for labels: 1234 -> "1.23k"."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * 0.9995:
             return f"{value / size:.3g}{unit}"
@@ -126,7 +126,7 @@ def short(value: float) -> str:
 
 
 def spans(low: float, high: float) -> bool:
-    """Whether the values span so much that a linear axis would only show the first steps."""
+    """Return whether the values span so much that a linear axis would only show the first steps."""
     return low > 0 and high / low >= LOG_FROM
 
 
@@ -141,9 +141,9 @@ def chart(
     label: Callable[[float], str] = short,
     what: str = "",
 ) -> str:
-    """A drawing with its axes. `marks`: dotted vertical lines; `zero`: the axis of values begins
-    there; `log`: logarithmic, where the values span enough; `most`: the largest x; `what`: for
-    screen readers."""
+    """Draw a chart with its axes. `marks`: dotted vertical lines; `zero`: the axis of values begins
+    there; `log`: logarithmic, if the values span enough; `most`: the largest x; `what`: for screen
+    readers."""
     pieces = [(curve, envelope(curve.points, buckets)) for curve in curves]
     drawn = [bucket for _, found in pieces for piece in found for bucket in piece]
     if not drawn:
@@ -199,7 +199,7 @@ def drawing(curve: Curve, piece: Sequence[Bucket], x: Axis, y: Axis) -> str:
 
 
 def path(points: Sequence[tuple[int, int]]) -> str:
-    """Relative moves, which are short: a page of 200 runs has 200,000 of them."""
+    """Write a path in relative moves, which are short: a page of 200 runs has 200,000 of them."""
     first, *rest = points
     out, (px, py) = [f"M{first[0]} {first[1]}"], first
     if rest:
@@ -213,7 +213,7 @@ def path(points: Sequence[tuple[int, int]]) -> str:
 
 
 def spark(points: Points, buckets: int = 60) -> str:
-    """A small curve without axes."""
+    """Draw a small curve without axes."""
     pieces = envelope(points, buckets)
     drawn = [bucket for piece in pieces for bucket in piece]
     if not drawn:

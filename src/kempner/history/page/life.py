@@ -29,7 +29,7 @@ MEANING = {
     IDLE: "between attempts, and no job was waiting",
     "ended": "done or stopped as asked, until a user continued it; not in the ratio",
 }
-# Events that the list of attempts shows in other words.
+# Events that the rows of attempts show already.
 TOLD = frozenset(("start", "first_step", "end", "fault", "decision"))
 HEAD = frozenset(("event", "time", "job", "restart", "attempt_id", "attempt", "step"))
 REFUSALS = 20  # that are shown
@@ -37,7 +37,8 @@ NOTES = 20  # of an attempt
 
 
 def phases_of(run: History, now: float) -> list[Phase]:
-    """Those of the wall time, with the wait in the queue told apart, up to now where it goes on."""
+    """Return the phases of the wall time, with the wait in the queue told apart, up to now if it
+    goes on."""
     found = []
     asked = {a.ended: a.decision not in ("", "end") for a in run.attempts}
     ends = sorted(asked)
@@ -54,8 +55,8 @@ def phases_of(run: History, now: float) -> list[Phase]:
 
 
 def bar(phases: Sequence[Phase], began: float, ended: float, columns: int = COLUMNS) -> str:
-    """A bar over the time from `began` to `ended`. A phase that is shorter than a column takes its
-    share of the column's height."""
+    """Draw a bar over the time from `began` to `ended`. A phase that is shorter than a column takes
+    its share of the column's height."""
     width = (ended - began) / columns or 1.0
     spent: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for phase in phases:
@@ -96,7 +97,7 @@ def css(part: str) -> str:
 
 
 def life(run: History, now: float) -> str:
-    """How the wall time went: a bar with its axis, and a legend with sums."""
+    """Show where the wall time went: a bar with its axis, and a legend with sums."""
     phases = phases_of(run, now)
     if not phases:
         return ""
@@ -119,7 +120,7 @@ def life(run: History, now: float) -> str:
 
 
 def axis(began: float, ended: float, now: float) -> str:
-    """Round local times below a bar."""
+    """Write round local times below a bar."""
     span = ended - began
     units = (
         1,
@@ -159,7 +160,7 @@ def axis(began: float, ended: float, now: float) -> str:
 
 
 def attempts(run: History, now: float, name: str, most: int) -> str:
-    """All attempts, the newest first. `name`: of the run within the page."""
+    """List all attempts, the newest first. `name`: of the run within the page."""
     phases = phases_of(run, now)
     if not run.attempts:
         return f"<section><h2>Attempts</h2>{refused(run, now)}</section>" if run.refusals else ""
@@ -185,7 +186,7 @@ def attempts(run: History, now: float, name: str, most: int) -> str:
 
 
 def refused(run: History, now: float) -> str:
-    """The starts that never became attempts, the newest first."""
+    """List the starts that never became attempts, the newest first."""
     return "".join(
         f'<p class="none">{clock(each.time, now)}'
         f"{f' · job {shown(each.job, 40)}' if each.job else ''}: {shown(each.text, 600)}</p>"
@@ -221,7 +222,7 @@ def attempt(run: History, i: int, now: float, name: str, drawn: str, notes: list
 
 
 def until(a: Attempt, now: float) -> str:
-    """With the day only where it is another one than at the beginning."""
+    """Format the end, with the day only if it differs from the beginning's."""
     return clock(a.ended, a.opened if same_day(a.ended, a.opened) else now)
 
 
@@ -240,8 +241,8 @@ def ending(a: Attempt) -> str:
 
 
 def notes_of(run: History) -> dict[int, list[Record]]:
-    """Events that the rows do not tell, by the place of their attempt. Kinds that this page has
-    never heard of are among them."""
+    """Return the events that the rows do not show, by the place of their attempt. Kinds unknown to
+    this page are among them."""
     found: dict[int, list[Record]] = defaultdict(list)
     numbers = {a.number: i for i, a in enumerate(run.attempts)}
     ids = {a.attempt_id: i for i, a in enumerate(run.attempts) if a.attempt_id}
@@ -261,8 +262,8 @@ def notes_of(run: History) -> dict[int, list[Record]]:
 
 
 def note(record: Record, now: float) -> str:
-    """An event of any kind: its name, and what it says beside what all events have; first, and
-    without their names, its host and its reason."""
+    """Describe an event of any kind: its name, and its fields besides those of all events; first,
+    and without their names, its host and its reason."""
     kept = {k: v for k, v in record.items() if k not in HEAD and v not in (None, "", [], {})}
     said = [": ".join(str(kept.pop(key)) for key in ("host", "reason") if key in kept)]
     said = [*filter(None, said), *(f"{k} {v}" for k, v in kept.items())]

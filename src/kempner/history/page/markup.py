@@ -1,5 +1,5 @@
-"""Words of the page: everything that comes from a file goes through `shown`, and every link through
-`link`. No torch."""
+"""Text of the page as HTML: everything that comes from a file goes through `shown`, and every link
+through `link`. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
 
 
 def shown(value: object, most: int = 2000) -> str:
-    """Text as HTML, also within an attribute's double quotes; cut after `most` characters."""
+    """Escape text as HTML, also within an attribute's double quotes; cut after `most`
+    characters."""
     text = COLORS.sub("", str(value)[: 2 * most])
     text = text if len(text) <= most else text[: most - 1] + "…"
     return escape(visible(text))
 
 
 def link(path: Path, page: Path, text: str) -> str:
-    """To a file beside the page, wherever both are copied together; `text`: plain."""
+    """Link to a file beside the page, wherever both are copied together; `text`: plain."""
     relative = os.path.relpath(path.absolute(), page.absolute().parent)
     return f'<a href="./{escape(quote(os.fsencode(relative)))}">{shown(text)}</a>'
 
@@ -33,7 +34,8 @@ def same_day(a: float, b: float) -> bool:
 
 
 def clock(at: float, now: float, words: bool = True) -> str:
-    """The local time, with the day where it is not today. `words`: as an element with the whole."""
+    """Format the local time, with the day if it is not today. `words`: as an element with the
+    whole."""
     try:
         local = time.localtime(at)
         text = time.strftime("%H:%M", local)
@@ -47,7 +49,7 @@ def clock(at: float, now: float, words: bool = True) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """45 s, 12 min, 3 h 12 min, 2 d 4 h: two units at most."""
+    """Format a duration, two units at most: 45 s, 12 min, 3 h 12 min, 2 d 4 h."""
     whole = int(max(0.0, min(seconds, 1e11)))
     if whole < 10:
         return f"{max(0.0, seconds):.1f} s"
@@ -66,7 +68,7 @@ def lasting(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A loss: 2.4512; None: –."""
+    """Format a loss: 2.4512; None: –."""
     if value is None:
         return "–"
     return f"{value:.{digits}f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3g}"

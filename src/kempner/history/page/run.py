@@ -1,4 +1,4 @@
-"""One run on the page: how it stands, its curves, its life, its nodes, its last words. No torch."""
+"""One run on the page: its state, its curves, its life, its nodes, its last log lines. No torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ NODES = 30  # without a fault
 def section(
     run: History, told: dict[str, Any], page: Path, now: float, name: str, *, brief: bool
 ) -> str:
-    """`told`: facts(run); `name`: the anchor; `brief`: one of many runs."""
+    """Write the section of a run. `told`: facts(run); `name`: the anchor; `brief`: one of many
+    runs."""
     return "".join((
         header(run, told, now),
         curves(run, brief=brief),
@@ -81,7 +82,7 @@ def progress(told: dict[str, Any]) -> str:
 
 
 def cells(run: History, told: dict[str, Any], now: float) -> list[tuple[str, str, str]]:
-    """(name, value, more) of each figure, as HTML."""
+    """Return (name, value, more) of each figure, as HTML."""
     most = told["max_steps"]
     sign = last_sign(run)
     step = "-" if told["step"] is None else f"{told['step']:,}"
@@ -118,7 +119,7 @@ def cells(run: History, told: dict[str, Any], now: float) -> list[tuple[str, str
 
 
 def night(run: History, now: float) -> str:
-    """What went wrong in the last 24 hours, and on which hosts, in a sentence."""
+    """Summarise the failures of the last 24 hours, and their hosts, in a sentence."""
     since = now - DAY
     ended = [a for a in run.attempts if a.ended >= since and a.state != "running"]
     if not ended or (len(run.attempts) == 1 and ended[0].state == "done"):
@@ -183,7 +184,8 @@ def curves(run: History, *, brief: bool) -> str:
 
 
 def results(run: History, figure: Any) -> list[str]:
-    """Of eval.py: as many of the main figures as there are colors; all are in report.py's table."""
+    """Draw the results of eval.py: as many of the main figures as there are colors; report.py's
+    table has all."""
     found = [{"step": line["step"], **main_figures(line)} for line in run.results]
     names = [name for name in dict.fromkeys(itertools.chain(*found)) if name != "step"]
     made = [
@@ -195,8 +197,8 @@ def results(run: History, figure: Any) -> list[str]:
 
 
 def nodes_table(nodes: list[Node], now: float, anchors: dict[str, str], most: int = NODES) -> str:
-    """The hosts and their faults. `anchors`: of the runs, where there are several; `most`: hosts
-    without a fault, beside them."""
+    """Write the hosts and their faults. `anchors`: of the runs, if there are several; `most`: hosts
+    without a fault, in addition."""
     guilty = [node for node in nodes if node.sins or node.excluded]
     rest = [node for node in nodes if not (node.sins or node.excluded)]
     if not nodes:
@@ -231,7 +233,7 @@ def nodes_table(nodes: list[Node], now: float, anchors: dict[str, str], most: in
 
 
 def last_lines(run: Path, most: int) -> str:
-    """Of rank 0's log and of the batch log."""
+    """Show the last lines of rank 0's log and of the batch log."""
     rank = run / "logs/latest/rank-0.log"
     ranks = [rank] if os.path.isfile(rank) else sorted(run.glob("logs/latest/*/rank-0.log"))[:1]
     batch = max(run.glob("logs/batch-*.log"), key=mtime, default=None)
@@ -252,7 +254,7 @@ def mtime(path: Path) -> float:
 
 
 def tail(path: Path, most: int, parts: tuple[str, ...]) -> list[str]:
-    """The last lines that have one of these parts."""
+    """Return the last lines that contain one of these parts."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - LOG_BYTES))

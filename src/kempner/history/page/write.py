@@ -36,7 +36,7 @@ SIGN = f'content="{POLICY}"'  # that a file is such a page
 
 
 class Told(NamedTuple):
-    """What the page shows of one run."""
+    """Facts that the page shows of one run."""
 
     facts: dict[str, Any]
     html: str
@@ -47,8 +47,8 @@ class Told(NamedTuple):
 def write_page(
     runs: list[Path], page: Path, jobs: dict[str, Job] | None, every: int | None = None
 ) -> bool:
-    """Write the page; whether one of the runs goes on. `every`: seconds until it is written again.
-    Raises OSError."""
+    """Write the page; returns whether one of the runs goes on. `every`: seconds until it is written
+    again. Raises OSError."""
     now = time.time()
     work = [(path, page, jobs, now, f"r{i}", len(runs) > 1) for i, path in enumerate(runs)]
     if len(work) > ALONE:
@@ -92,7 +92,7 @@ def document(told: list[Told], now: float, every: int | None) -> str:
 
 
 def index(told: list[Told], now: float) -> str:
-    """All runs: those that somebody has to look at first, then those that go on."""
+    """List all runs: those that somebody has to look at first, then those that go on."""
 
     def rank(i: int) -> tuple[bool, bool, float]:
         known = told[i].facts

@@ -1,2 +1,2 @@
-"""Where prompts and rewards come from. protocol.py is what an environment is, opening.py makes them
-from the configuration, scorer.py asks them for rewards in limited processes."""
+"""Environments: prompts and rewards. protocol.py defines an environment, opening.py makes them from
+the configuration, scorer.py computes their rewards in limited processes."""

@@ -1,4 +1,4 @@
-"""Which files what a reward runs may write (Landlock, Linux 5.19). No torch.
+"""Landlock rules (Linux 5.19): the files that programs run by a reward may write. No torch.
 
 A mount that is read-only does not keep a process from opening a FIFO there for writing.
 """
@@ -20,8 +20,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allow_writing(directory: str, files: Iterable[str]) -> bool:
-    """In `directory`, and these files, and nowhere else: for this process and its children, for
-    good. False: this kernel has no such rules. Raises OSError."""
+    """Allow writing in `directory` and to these files only, for this process and its children,
+    irrevocably. Returns False if the kernel has no such rules. Raises OSError."""
     if _libc.syscall(CREATE_RULESET, None, 0, VERSION) < FIRST:
         return False
     attributes = struct.pack("Q", WRITE_FILE | REFER)

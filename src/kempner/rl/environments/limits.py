@@ -1,4 +1,4 @@
-"""What a reward may not do: the kernel's namespaces and limits for its process, and the end of all
+"""Limits of a reward: the kernel's namespaces and limits for its process, and the end of all
 processes that it has started. Linux; no torch."""
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
 # RLIMIT_NPROC does not hold for root; since Linux 6.14 a process namespace has a limit of its own,
 # and before it root would set that of the whole node. Past 300 the kernel gives no lower numbers.
 PID_MAX, PID_MAX_OF_NAMESPACE = 300 + 2 * PROCESSES, (6, 14)
-# Below it RLIMIT_NPROC counts all of the user's processes on the node, not those of a namespace.
+# Before it, RLIMIT_NPROC counts all of the user's processes on the node, not a namespace's.
 NPROC_OF_NAMESPACE = (5, 14)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def isolate() -> list[str]:
-    """Children of this process from now on: they have no network, and are in a process namespace of
-    their own, of which the first is the init. Returns what the kernel does not allow. The process
-    must have one thread."""
+    """Isolate the future children of this process: no network, and a process namespace of their
+    own, of which the first is the init. Returns what the kernel does not allow. The process must
+    have one thread."""
     user, group = os.getuid(), os.getgid()
     parts = NEWPID | NEWNET | NEWIPC
     try:
-        # Also as root: processes outside, their memory and environment among them, are out of reach
-        # of what has its capabilities in a user namespace of its own.
+        # A user namespace also for root: a process with capabilities only there cannot reach
+        # processes outside, their memory and environment.
         _check(_libc.unshare(NEWUSER | parts))
         for file, text in (
             ("setgroups", "deny"),
@@ -62,16 +62,15 @@ def isolate() -> list[str]:
 
 
 def confine(isolated: bool) -> tuple[list[str], str]:
-    """What the process that asks the environments gives up, for itself and its children. Returns
-    what the kernel does not allow, and the file system of its own for temporary files, where it has
-    one."""
+    """Restrict the process that asks the environments, and its children. Returns what the kernel
+    does not allow, and its own file system for temporary files, if it has one."""
     lacks, scratch = _seal() if isolated else ([], "")
     lacks += system_calls.forbid()
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     subreaper()  # where it is not the init of a namespace
-    # A program that it runs could else open its pipes in /proc, and write a reward there.
+    # Otherwise a program that it runs could open its pipes in /proc, and write a reward there.
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    for capability in range(64):  # of a program that root runs: it cannot mount anything again
+    for capability in range(64):  # so that a program run as root cannot mount anything again
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: FILE_BYTES}
     if isolated and _kernel() >= NPROC_OF_NAMESPACE:
@@ -85,8 +84,8 @@ def confine(isolated: bool) -> tuple[list[str], str]:
 
 
 def _seal() -> tuple[list[str], str]:
-    """All files read-only but for an empty file system, which is there first: until it is, SCRATCH
-    is a directory of the host."""
+    """Make all files read-only except an empty file system, which is mounted first: until it is,
+    SCRATCH is a directory of the host."""
     if _kernel() >= PID_MAX_OF_NAMESPACE:
         with contextlib.suppress(OSError):
             Path("/proc/sys/kernel/pid_max").write_text(str(PID_MAX))
@@ -109,7 +108,7 @@ def _seal() -> tuple[list[str], str]:
 
 
 def _make_devices() -> None:
-    """A /dev without terminals and disks, and an empty SCRATCH. Raises OSError."""
+    """Mount a /dev without terminals and disks, and an empty SCRATCH. Raises OSError."""
     _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", MS_NO_SUID, b"size=64k,mode=755"))
     for name in DEVICES:
         path = Path(SCRATCH, name)
@@ -122,7 +121,7 @@ def _make_devices() -> None:
 
 
 def _make_read_only(scratch: str) -> None:
-    """Every mount but this one, and no devices but DEVICES. Raises OSError."""
+    """Make every mount but this one read-only, without devices but DEVICES. Raises OSError."""
     devices = {f"/dev/{name}" for name in DEVICES}
     try:
         _set_attributes("/", AT_RECURSIVE, MS_READ_ONLY | MS_NO_DEVICES, 0)
@@ -153,7 +152,7 @@ def _set_attributes(path: str, flags: int, given: int, cleared: int) -> None:
 
 
 def _mounts() -> Iterator[tuple[str, list[str]]]:
-    """Where each is, and its own options; those below others come after them."""
+    """Yield path and options of each mount; those below others come after them."""
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         fields = line.split()
         path = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields[4])
@@ -161,7 +160,8 @@ def _mounts() -> Iterator[tuple[str, list[str]]]:
 
 
 def _is_reachable(path: str, number: int | None) -> bool:
-    """Could a program write there? Not where another mount lies over it, or the way is closed."""
+    """Return whether a program could write there: not if another mount lies over it, or the way is
+    closed."""
     if number in (errno.ENOENT, errno.EACCES, errno.ENOTDIR):
         return False
     return number != errno.EINVAL or not os.statvfs(path).f_flag & os.ST_RDONLY
@@ -169,8 +169,9 @@ def _is_reachable(path: str, number: int | None) -> bool:
 
 @contextlib.contextmanager
 def own_processes() -> Iterator[None]:
-    """The process that is started within is the init of a process namespace of its own, where the
-    kernel allows that: it neither sees nor signals any other, and what it starts ends with it."""
+    """Make the process that is started within the init of a process namespace of its own, if the
+    kernel allows that: it neither sees nor signals any other, and all that it starts ends with
+    it."""
     try:
         ours = _leave_pid_namespace()
     except PermissionError:  # what runs programs all the same is `unsafe`
@@ -183,7 +184,8 @@ def own_processes() -> Iterator[None]:
 
 
 def _leave_pid_namespace() -> int:
-    """For children of this process; returns what leads back. Raises OSError."""
+    """Move the future children of this process to a new namespace; returns what leads back. Raises
+    OSError."""
     ours = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _check(_libc.unshare(NEWPID))
@@ -202,7 +204,7 @@ def _return_to(namespace: int) -> None:
 
 @contextlib.contextmanager
 def address_space(mib: int) -> Iterator[None]:
-    """At most `mib` MiB more than the process has now: past it allocations raise MemoryError."""
+    """Limit the address space to `mib` MiB more than now: past it allocations raise MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = pages * resource.getpagesize() + (mib << 20)
@@ -214,7 +216,7 @@ def address_space(mib: int) -> Iterator[None]:
 
 
 def descendants(pid: int, most: int | None = None) -> list[int]:
-    """Of a process, without those that have ended; no more than `most`."""
+    """List the descendants of a process that have not ended; at most `most`."""
     found: list[int] = []
     left = [pid]
     while left and (most is None or len(found) < most):
@@ -227,7 +229,7 @@ def descendants(pid: int, most: int | None = None) -> list[int]:
 
 
 def memory(pids: Iterable[int]) -> int:
-    """MiB that these processes have and no file on a disk has."""
+    """Memory of these processes that is not backed by a file on a disk, in MiB."""
     kib = 0
     for pid in pids:
         status = _text(f"/proc/{pid}/status")
@@ -236,7 +238,7 @@ def memory(pids: Iterable[int]) -> int:
 
 
 def end_descendants(pid: int, seconds: float) -> bool:
-    """Kill all of them; False when some are still there after `seconds`."""
+    """Kill all descendants; returns False if some remain after `seconds`."""
     limit = time.monotonic() + seconds
     while left := descendants(pid):
         if time.monotonic() > limit:
@@ -250,12 +252,12 @@ def end_descendants(pid: int, seconds: float) -> bool:
 
 
 def subreaper() -> None:
-    """Orphans among the descendants of this process become its children: none can get away."""
+    """Make this process the parent of its descendants' orphans: none can get away."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap() -> bool:
-    """Take the exit codes of all children that have ended; True when no child is left."""
+    """Take the exit codes of all children that have ended; returns True when no child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,4 +1,4 @@
-"""Environments from the configuration: by name or FILE.py:CLASS, and which tasks they hand out."""
+"""Open environments from the configuration, by name or FILE.py:CLASS, and number their tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Tasks:
         return self.cfg.label
 
     def task(self, number: int, held_out: bool = False) -> Task:
-        """The same for the same rl.seed and number, wherever it is asked for."""
+        """Return a task, the same for the same rl.seed and number, wherever it is requested."""
         if self.environment.size is None:
             task = self._draw(number, held_out)
         else:
@@ -68,8 +68,8 @@ class Tasks:
         return task._replace(number=number, held_out=held_out)
 
     def try_task(self, number: int, held_out: bool = False) -> Task | Exception:
-        """The same; where it raises, the error: a task is the user's code and data. Raises
-        ConfigError when there is none of the kind."""
+        """Return a task, or the error that it raises: a task is the user's code and data. Raises
+        ConfigError if there is none of the kind."""
         try:
             return self.task(number, held_out)
         except ConfigError:
@@ -78,8 +78,8 @@ class Tasks:
             return error
 
     def evaluation(self, count: int) -> list[Task | Exception]:
-        """`count` tasks that training never sees, each with a prompt of its own, or the errors of
-        those that raise; fewer where there are no more, or they are too hard to find."""
+        """Return `count` tasks that training never sees, each with a prompt of its own, or the
+        errors of those that raise; fewer if there are no more, or they are too hard to find."""
         if self.environment.size is not None:
             count = min(count, len(self._parts[1]))
             return [self.try_task(number, True) for number in range(count)]
@@ -94,7 +94,7 @@ class Tasks:
         return list(tasks.values())
 
     def check(self) -> None:
-        """Raises ConfigError when it has no task to train on, or none to evaluate, as asked."""
+        """Raise ConfigError if it has no task to train on, or none to evaluate, as requested."""
         for held_out, use in ((False, "train"), (True, "eval")):
             if self.cfg.use in (use, "both"):
                 self.try_task(0, held_out)
@@ -109,8 +109,9 @@ class Tasks:
 
     @functools.cached_property
     def _parts(self) -> tuple[list[int], list[int]]:
-        """The numbers of the tasks to train on, and of those that are held out. One that raises has
-        no prompt: it is asked in the training, where it is counted, if there are any to train on.
+        """Return the numbers of the tasks to train on, and of those that are held out. One that
+        raises has no prompt: it goes to the training, where it is counted, if there are any to
+        train on.
         """
         parts: tuple[list[int], list[int]] = [], []
         for number in range(self.environment.size or 0):
@@ -135,7 +136,8 @@ class Tasks:
 
 
 def open_environments(rl: RlConfig) -> list[Tasks]:
-    """Those of [[rl.env]], in order. Raises ConfigError with all that is wrong with them."""
+    """Open the environments of [[rl.env]], in order. Raises ConfigError with all that is wrong with
+    them."""
     opened, problems = [], []
     for cfg in rl.env:
         try:
@@ -152,8 +154,8 @@ def open_environments(rl: RlConfig) -> list[Tasks]:
 
 
 def refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) -> str:
-    """Why its rewards are not computed on a host whose kernel does not allow these limits; empty:
-    they are."""
+    """Return why its rewards are not computed on a host whose kernel does not allow these limits;
+    "" if they are."""
     if not lacks or cfg.unsafe or not environment.runs_code:
         return ""
     return (
@@ -165,7 +167,7 @@ def refusal(cfg: EnvConfig, environment: Environment, lacks: list[str]) -> str:
 
 
 def make(identifier: str, args: str) -> Environment:
-    """The environment of an `id` and `args` of [[rl.env]]; raises ConfigError."""
+    """Make the environment of an `id` and `args` of [[rl.env]]; raises ConfigError."""
     where = f'rl.env "{identifier}"'
     maker = _find(identifier, where)
     arguments = _arguments(maker, args, where)
@@ -188,8 +190,8 @@ def _find(identifier: str, where: str) -> type[Environment]:
     else:
         if identifier not in BUILT_IN:
             raise ConfigError(
-                f"{where}: no environment of this name{did_you_mean(identifier, BUILT_IN)}; there "
-                f"are {', '.join(BUILT_IN)}, and your own as FILE.py:CLASS"
+                f"{where}: no environment of this name{did_you_mean(identifier, BUILT_IN)}; give "
+                f"one of {', '.join(BUILT_IN)}, or your own as FILE.py:CLASS"
             )
         module, _, name = BUILT_IN[identifier].partition(":")
         found = getattr(importlib.import_module(f"{HERE}.{module}"), name)
@@ -200,12 +202,12 @@ def _find(identifier: str, where: str) -> type[Environment]:
 
 @functools.lru_cache
 def _module(path: Path, where: str) -> Any:
-    """The module in a file of somebody's own, which may import its neighbours."""
+    """Import a user's file, which may import its neighbours."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {path} is not a .py file")
     module = importlib.util.module_from_spec(spec)
-    # pickle looks there for the classes of what a task holds.
+    # pickle looks up the classes of a task's values there.
     sys.modules[path.stem], before = module, sys.modules.get(path.stem)
     sys.path.insert(0, str(path.parent.resolve()))
     try:
@@ -221,7 +223,7 @@ def _module(path: Path, where: str) -> Any:
 
 
 def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any]:
-    """`args` as what the class's __init__ takes."""
+    """Convert `args` to the arguments of the class's __init__."""
     try:
         given = json.loads(args or "{}")
     except ValueError as error:
@@ -255,7 +257,7 @@ def _arguments(maker: type[Environment], args: str, where: str) -> dict[str, Any
 
 
 def _fits(value: object, wanted: type) -> bool:
-    """Of what NOUN has; an int is a float, but true is no number."""
+    """Return whether a value has a type of NOUN; an int is a float, but true is not a number."""
     if isinstance(value, bool):
         return wanted is bool
     return isinstance(value, (int, float) if wanted is float else wanted)

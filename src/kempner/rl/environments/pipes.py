@@ -21,7 +21,7 @@ class Ended(Exception):
 
 
 def send(fd: int, message: bytes, end: float) -> None:
-    """By `end`, of the monotonic clock. Raises Late or Ended."""
+    """Send a message by the time `end`, of the monotonic clock. Raises Late or Ended."""
     os.set_blocking(fd, False)
     left = memoryview(LENGTH.pack(len(message)) + message)
     while left:
@@ -35,7 +35,7 @@ def send(fd: int, message: bytes, end: float) -> None:
 
 
 def receive(fd: int, end: float, most: int = MOST) -> bytes:
-    """A message of at most so many bytes. Raises Late or Ended."""
+    """Receive a message of at most `most` bytes. Raises Late or Ended."""
     (length,) = LENGTH.unpack(_read(fd, LENGTH.size, end))
     if length > most:
         raise Ended

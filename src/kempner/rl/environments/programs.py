@@ -33,7 +33,7 @@ from kempner.rl.environments.run_program import (
 PROMPT = "Write a Python function f(x) that returns {}. Answer with the code alone.\n"
 TESTS = 4  # of each function
 MOST_BYTES = 1 << 24  # of a value that a program answers with
-# What f(x) returns for a list of ints, {0} a small number; the same as Python.
+# Specifications of f(x) for a list of ints, in words and in Python; {0} is a small number.
 FUNCTIONS = {
     "the sum of the numbers in the list x that {0} divides": "sum(v for v in x if v % {0} == 0)",
     "how many numbers of the list x are larger than {0}": "sum(v > {0} for v in x)",
@@ -64,14 +64,15 @@ class Checks(NamedTuple):
 
 
 class Code(Environment):
-    """A Python program is run, and tests call what it defines; the reward is 1 when all hold."""
+    """An environment in which the model writes a Python program, and tests call what it defines;
+    the reward is 1 if all hold."""
 
     failed = 0.0
 
     def __init__(self, file: str = "", seconds: float = 3.0, held_out: float = 0.125) -> None:
         """`file`: JSON lines with "prompt" and "tests", which is Python with assert statements;
-        "entry_point" names what the program defines where Python has that name, too. Unset: small
-        functions of lists. `seconds`: that a program may take with its tests."""
+        "entry_point" names what the program defines if Python has that name, too. Unset: small
+        functions of lists. `seconds`: the limit of a program with its tests."""
         if seconds <= 0:
             raise ConfigError("seconds must be over 0")
         self.file, self.seconds, self.held_out = file, seconds, held_out
@@ -103,7 +104,7 @@ class Code(Environment):
 
 
 def problem_of_tests(tests: Any) -> str:
-    """Empty: there is none."""
+    """Return what is wrong with the tests; "" if nothing."""
     if not isinstance(tests, str):
         return "must be a text"
     try:
@@ -118,12 +119,12 @@ class Over(BaseException):
 
 
 class NotPlain(BaseException):
-    """What tests hand to the program does not travel."""
+    """A value that tests hand to the program cannot be sent."""
 
 
 class ModelProgram(run_program.Peer):
-    """A program in a process of its own, as tests see it. They run in ours: what they compare with,
-    and whether they hold, is nowhere where the program could read or change it."""
+    """A program in a process of its own, as tests see it. They run in this process: expected values
+    and verdicts are out of the program's reach."""
 
     caught = Exception
 
@@ -159,7 +160,8 @@ class ModelProgram(run_program.Peer):
         os.close(self._answers)
 
     def passes(self, tests: Checks) -> bool:
-        """Whether they hold. Raises NotPlain when they hand the program what does not travel."""
+        """Return whether the tests hold. Raises NotPlain if they hand the program a value that
+        cannot be sent."""
         self._failed, self._unfit = False, None
         tree = ast.parse(tests.source)
         code = compile(tree, "tests", "exec", dont_inherit=True)
@@ -168,7 +170,7 @@ class ModelProgram(run_program.Peer):
         try:
             self.ask("run", self._source.encode(errors="replace").decode())
             exec(code, Names(self, modules - {tests.name}, tests.name))
-            self.ask("truth", None)  # it has not ended inside an `except` of the tests
+            self.ask("truth", None)  # it must not have ended inside an `except` of the tests
         except (Exception, Over, NotPlain, SystemExit):
             self._failed = True
         if self._unfit:
@@ -196,7 +198,7 @@ class ModelProgram(run_program.Peer):
             raise Over from None
 
     def serve(self, what: str, function: Any, /, *arguments: Any, **named: Any) -> Any:
-        """The program calls what the tests have handed to it."""
+        """Carry out the program's call of a function that the tests have handed to it."""
         if what not in ("__call__", "__next__") or id(function) not in self.numbers:
             raise TypeError(what)
         try:
@@ -248,7 +250,7 @@ class ModelProgram(run_program.Peer):
         return self._objects[number, made]
 
     def made(self, value: Any) -> Any:
-        """An object that the tests have made by a class that they name."""
+        """Mark an object that the tests have made by a class that they name."""
         if not isinstance(value, StandIn) or not value._kind_.named:
             return value
         return self._object(type(value), value._self_[0], value._self_[1], True)
@@ -295,7 +297,7 @@ class ModelProgram(run_program.Peer):
         return self.named(name, self.ask("get", of, name))
 
     def named(self, name: str, value: Any) -> Any:
-        """The value of a name that the tests have: with a capital it may be a class."""
+        """Return the value of a name in the tests: with a capital it may be a class."""
         if name[:1].isupper() and isinstance(value, StandIn):
             kind = self.class_of(value._self_[0])
             if kind is not None:
@@ -305,7 +307,7 @@ class ModelProgram(run_program.Peer):
 
 
 class Names(dict[str, Any]):
-    """Those of the tests: what they have not defined is Python's own, or else the program's."""
+    """Names in the tests: those they have not defined are Python's own, or else the program's."""
 
     def __init__(self, program: ModelProgram, modules: set[str], own: str) -> None:
         super().__init__(__name__="tests")
@@ -366,9 +368,9 @@ class StandInType(type):
 
 
 class StandIn(metaclass=StandInType):
-    """An object of the program. Whether it equals another one, or is true, the program tells only
-    of objects of classes that the tests name with a capital; to all else it is equal to nothing,
-    and neither true nor false."""
+    """An object of the program. The program decides equality and truth only for objects of classes
+    that the tests name with a capital; all others are equal to nothing, and neither true nor
+    false."""
 
     _self_: tuple[int, list[Any], bool]  # its number, the value that it brings, by the tests
     __dict__ = property(lambda self: self._kind_.program.ask("get", self, "__dict__"))
@@ -405,8 +407,8 @@ class StandIn(metaclass=StandInType):
 
 
 def may_judge(name: str, one: StandIn, *others: Any) -> bool:
-    """Whether the program says how an object is compared or computed with others: where the tests
-    have made it, or name the classes of all of them."""
+    """Return whether the program decides how an object compares or computes with others: if the
+    tests have made it, or name the classes of all of them."""
     named = one._kind_.named and all(isinstance(e, StandIn) and e._kind_.named for e in others)
     return (
         one._self_[2] if name == "__contains__" else named or (one._self_[2] and name != "__eq__")
@@ -414,7 +416,7 @@ def may_judge(name: str, one: StandIn, *others: Any) -> bool:
 
 
 def special(name: str, base: type) -> Any:
-    """A method of a stand-in which the program answers, where it may; else that of `base`."""
+    """Make a method of a stand-in which the program answers, if it may; else that of `base`."""
     own = getattr(base, name, None)
 
     def method(self: Any, /, *arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an environment is: tasks, and rewards for what a model makes of them. No torch.
+"""The protocol of environments: tasks, and rewards for a model's answers to them. No torch.
 
 class Vowels(Environment):
     def task(self, number, rng):
@@ -29,20 +29,20 @@ class Task(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The same for the same prompt, whichever number it has."""
+        """Hash of the prompt, whichever number the task has."""
         return hashlib.sha256(json.dumps(self.prompt).encode()).hexdigest()[:16]
 
     @property
     def messages(self) -> list[Message]:
-        """The prompt as the start of a conversation: a text is what the user says."""
+        """Return the prompt as the start of a conversation: a text is the user's message."""
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
         return list(self.prompt)
 
 
 class Reply(NamedTuple):
-    """What the environment says to a turn of the model. To a prompt that is a text it is a text,
-    too, and follows the model's own as it is."""
+    """An environment's answer to a turn of the model. After a prompt in plain text it is plain
+    text, too, and follows the model's own unchanged."""
 
     content: str
     role: str = "user"  # or tool
@@ -54,36 +54,36 @@ class Score(NamedTuple):
 
 
 class Environment:
-    """An environment derives from this class. What its __init__ takes are `args` in [[rl.env]]."""
+    """Base class of an environment. The arguments of its __init__ are `args` in [[rl.env]]."""
 
     size: int | None = None
-    """How many tasks there are: each is seen once before any is seen again. None: no end."""
+    """Number of tasks: each is seen once before any is seen again. None: unlimited."""
     held_out: float = 0.125
     """Share of the prompts, chosen by their hash, that only evaluation sees."""
     turns: int = 1
-    """Turns that the model has at most."""
+    """Most turns of the model."""
     runs_code: bool = True
-    """A reward may run what the model has written. False: it only reads texts, and is computed also
-    where the kernel keeps a program from nothing."""
+    """Rewards may run programs that the model has written. False: they only read texts, and are
+    computed also where the kernel cannot isolate a program."""
     failed: float | None = None
     """The reward where its process crashes, is late, or has too much memory or too many processes,
     because that is the doing of a program of the model. Each reward then has a process of its own.
     None: the environment may be at fault, and the sample is left out."""
 
     def task(self, number: int, rng: random.Random) -> Task:
-        """With `size`, task `number` < size; without, any task, drawn from `rng` alone: it is the
-        same in every run with the same rl.seed."""
+        """Return task `number`. With `size`, number < size; without, any task, drawn from `rng`
+        alone: it is the same in every run with the same rl.seed."""
         raise NotImplementedError
 
     def score(self, task: Task, completion: str) -> float:
-        """The reward of the model's last turn."""
+        """Return the reward of the model's last turn."""
         raise NotImplementedError
 
     def judge(self, task: Task, messages: Sequence[Message]) -> float:
-        """The reward of a whole conversation, which begins with the task's own messages."""
+        """Return the reward of a whole conversation, which begins with the task's own messages."""
         return self.score(task, messages[-1]["content"])
 
     def reply(self, task: Task, messages: Sequence[Message]) -> Reply | None:
-        """What follows the model's turn that `messages` end with; None: the conversation is over.
-        Not asked after the last of `turns`."""
+        """Answer the model's turn that ends `messages`; None: the conversation is over. Not called
+        after the last of `turns`."""
         return None

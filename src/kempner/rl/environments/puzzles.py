@@ -14,8 +14,8 @@ WORDS = ("river", "stone", "cloud", "tiger", "lamp", "seven", "green", "music", 
 
 
 def agreement(text: str, answer: str, partial: float) -> float:
-    """1 for the answer; else `partial` of the share that the right characters before the first
-    wrong one have: a model that has never been right learns from what is nearly right."""
+    """Return 1 for the answer; else `partial` times the share of right characters before the first
+    wrong one: a model that has never been right learns from what is nearly right."""
     if text == answer:
         return 1.0
     right = next((i for i, (a, b) in enumerate(zip(text, answer, strict=False)) if a != b), None)
@@ -30,7 +30,7 @@ def fraction(name: str, value: float) -> float:
 
 
 class Arithmetic(Environment):
-    """3+4= is followed by 7."""
+    """Small sums: 3+4= is followed by 7."""
 
     runs_code = False
 
@@ -42,7 +42,8 @@ class Arithmetic(Environment):
         partial: float = 0.0,
         held_out: float = Environment.held_out,
     ) -> None:
-        """Of two numbers that are `below` this. `modulo` over 0: the result is taken modulo it."""
+        """Make tasks of two numbers that are `below` this. `modulo` over 0: the result is taken
+        modulo it."""
         if below < 2 or modulo < 0:
             raise ConfigError("below must be at least 2, and modulo not negative")
         if not operations or set(operations) - set(OPERATIONS):
@@ -74,7 +75,7 @@ class Letters(Environment):
         partial: float = 0.0,
         held_out: float = Environment.held_out,
     ) -> None:
-        """Words of so many of the first `alphabet` letters."""
+        """Make words of `length` of the first `alphabet` letters."""
         if length < 1 or not 2 <= alphabet <= 26:
             raise ConfigError("length must be at least 1, and alphabet from 2 to 26")
         self.length, self.letters = length, string.ascii_lowercase[:alphabet]

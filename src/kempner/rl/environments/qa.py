@@ -32,14 +32,14 @@ MATH_S = 2  # that math_verify may take to read a formula, or to compare two
 
 
 class Qa(Environment):
-    """The reward is 1 for the right answer. It stands after ####, or in \\boxed{}, or it is the
-    last number of the completion; where it is no number, its last line."""
+    """Questions with answers. The reward is 1 for the right answer. It stands after ####, or in
+    \\boxed{}, or it is the last number of the completion; if it is not a number, its last line."""
 
     runs_code = False
 
     def __init__(self, file: str, held_out: float = 0.1) -> None:
-        """`file`: JSON lines with "question" (or "prompt") and "answer", of which what follows ####
-        counts, as in GSM8K. `held_out`: share of them for evaluation alone; 1: all."""
+        """`file`: JSON lines with "question" (or "prompt") and "answer"; of the latter the part
+        after #### counts, as in GSM8K. `held_out`: share of them for evaluation alone; 1: all."""
         if not 0 <= held_out <= 1:
             raise ConfigError("held_out must be from 0 to 1")
         self.rows = read_rows(file, ("question", "prompt"), "answer", problem_of_answer)
@@ -70,13 +70,14 @@ class Qa(Environment):
 
 
 def marked(text: str) -> str | None:
-    """The last of what is marked as the answer."""
+    """Return the last text that is marked as the answer."""
     found = MARK.findall(text)
     return found[-1].strip() if found else boxed(text)
 
 
 def boxed(text: str) -> str | None:
-    """What the last \\boxed{} has, with the braces in it; None: there is none, or it has no end."""
+    """Return the content of the last \\boxed{}, with the braces in it; None if there is none, or it
+    has no end."""
     _, mark, rest = text.rpartition("\\boxed{")
     depth = 1
     for at, letter in enumerate(rest if mark else ""):
@@ -87,7 +88,7 @@ def boxed(text: str) -> str | None:
 
 
 def value(text: str) -> Fraction | None:
-    """Of a number as people write it: $1,000.50, 1e3, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}^2,
+    """Parse a number as people write it: $1,000.50, 1e3, 3/4, \\frac{3}{4}, 12%, 5 \\text{ cm}^2,
     10{,}000, 3\\frac{1}{2}."""
     text = UNITS.sub("", text.translate(SIGNS).replace("{,}", ","))
     if mixed := MIXED.fullmatch(text.strip(" $.")):
@@ -105,7 +106,8 @@ def value(text: str) -> Fraction | None:
 
 
 def same(given: str, wanted: str) -> bool:
-    """Are they the same formula? By math_verify where it is installed, else letter by letter."""
+    """Return whether they are the same formula: by math_verify if it is installed, else letter by
+    letter."""
     if not FORMULA.search(wanted):
         return False
     if without_marks(given) == without_marks(wanted):
@@ -114,8 +116,8 @@ def same(given: str, wanted: str) -> bool:
         package = importlib.import_module("math_verify")
     except ImportError:
         return False
-    # A formula that takes too long is not the answer: its limits, which are signals, say no. The
-    # limit of a reward would end the process, and leave the sample out.
+    # A formula that takes too long is not the answer: math_verify's limits, which are signals, say
+    # no. The limit of a reward would end the process instead, and leave the sample out.
     read = [package.parse(f"${text}$", parsing_timeout=MATH_S) for text in (wanted, given)]
     return bool(package.verify(*read, timeout_seconds=MATH_S))
 
@@ -132,7 +134,7 @@ def plain(text: str) -> str:
 
 
 def problem_of_prompt(prompt: Any) -> str:
-    """Empty: there is none."""
+    """Return what is wrong with a prompt; "" if nothing."""
     is_talk = isinstance(prompt, list) and bool(prompt)
     for message in prompt if is_talk else []:
         is_talk &= isinstance(message, dict) and {"role", "content"} <= message.keys()
@@ -141,7 +143,7 @@ def problem_of_prompt(prompt: Any) -> str:
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        return f"is no Unicode text: {error.reason}"
+        return f"is not Unicode text: {error.reason}"
     return ""
 
 
@@ -154,8 +156,8 @@ def problem_of_answer(answer: Any) -> str:
 def read_rows(
     file: str, prompts: Sequence[str], answer: str, problem_of: Callable[[Any], str], *more: str
 ) -> list[tuple[Any, ...]]:
-    """The first of `prompts` that each line has, its `answer`, of which `problem_of` says what is
-    wrong with it, or nothing, and what it has for `more`, texts or None. Raises ConfigError."""
+    """Read from each line the first of `prompts` that it has, its `answer`, which `problem_of`
+    checks, and its `more`, texts or None. Raises ConfigError."""
     rows = []
     path = Path(file).expanduser()
     try:

@@ -13,12 +13,12 @@ DEFAULTS = {"seed": 0, "size": 10_000}
 
 
 class ReasoningGym(Environment):
-    """An answer counts in <answer></answer>, or as the whole completion."""
+    """Tasks of reasoning-gym. An answer counts in <answer></answer>, or as the whole completion."""
 
     runs_code = False
 
     def __init__(self, dataset: str, **config: Any) -> None:
-        """`dataset`: one of the package's names, such as chain_sum; `config`: what it takes. Tasks
+        """`dataset`: one of the package's names, such as chain_sum; `config`: its parameters. Tasks
         are drawn from `size` of it."""
         try:
             package = importlib.import_module("reasoning_gym")

@@ -93,19 +93,19 @@ def array(text: str, kind: str, shape: Iterable[int] = ()) -> Any:
 
 
 def is_plain(kind: Any) -> bool:
-    """Whether arrays of this type of numpy's are but numbers or texts."""
+    """Return whether arrays of this numpy type hold only numbers or texts."""
     return kind.names is None and kind.kind in "biufcmMSU"
 
 
 def is_error(kind: Any) -> bool:
-    """Whether both sides have this class of exceptions."""
+    """Return whether both sides have this class of exceptions."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         return False
     return name_of(kind) in ERRORS or getattr(builtins, kind.__name__, None) is kind
 
 
 class Peer:
-    """One of two sides. Each may ask the other, also while it is asked itself."""
+    """One of two sides. Each may call the other, also while it serves a call itself."""
 
     caught: type[BaseException] = BaseException
 
@@ -132,7 +132,7 @@ class Peer:
         return message[1][0]
 
     def answer(self, what: str, arguments: Any, named: Any) -> None:
-        """With all that came with the request and may have changed."""
+        """Answer a call, with all values that came with it and may have changed."""
         changed = self.received
         self.depth += 1
         try:
@@ -258,7 +258,7 @@ class Peer:
         raise NotImplementedError
 
     def foreign(self, value: Any, items: Any) -> list[Any]:
-        """The node of a value that does not travel."""
+        """Return the node of a value that cannot be sent."""
         raise NotImplementedError
 
     def stand_in(self, number: int, *rest: Any) -> Any:
@@ -266,7 +266,7 @@ class Peer:
 
 
 def raised(kind: Any, arguments: list[Any]) -> BaseException:
-    """An exception that has these `args`, which its __init__ may not take."""
+    """Make an exception that has these `args`, which its __init__ may not take."""
     try:
         error: BaseException = kind(*arguments)
     except TypeError:
@@ -360,8 +360,8 @@ class Program(Peer):
         return plain(value, changed_base(type(value)))
 
     def class_of(self, number: int) -> Any:
-        """Name, bases, the methods of TELLS and JUDGES that it has, and whether it derives from a
-        type of CHANGED; None: it is no class."""
+        """Return name, bases, the methods of TELLS and JUDGES that it has, and whether it derives
+        from a type of CHANGED; None: it is not a class."""
         kind = self.kept[number]
         if not isinstance(kind, type):
             return None
@@ -388,7 +388,7 @@ class Program(Peer):
 
 
 def plain(value: Any, base: Any) -> Any:
-    """An instance of a class that derives from `base`, as `base` itself."""
+    """Convert an instance of a class that derives from `base` to `base` itself."""
     if base is complex:
         return complex(value.real, value.imag)
     if base in (int, float, str):

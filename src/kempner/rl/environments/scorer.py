@@ -22,7 +22,7 @@ from kempner.rl.environments.protocol import Message, Reply, Score, Task
 from kempner.rl.environments.worker import OPEN_S, QUICK_S, Request
 
 START_S = 60.0  # of a process, on a node that is busy
-# Whatever else is in our environment, tokens and Slurm's variables among it, stays with us.
+# All other variables, tokens and Slurm's among them, are withheld from rewards.
 KEPT = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
     *("PYTHONPATH", "PYTHONHOME", "HF_HOME", "XDG_CACHE_HOME"),
@@ -55,7 +55,7 @@ class Scorer:
         self._tell, self._told, self._lock = tell, False, threading.Lock()
 
     def check(self, envs: Sequence[Tasks]) -> None:
-        """Raises ConfigError when this host cannot isolate the programs that these run."""
+        """Raise ConfigError if this host cannot isolate the programs that these run."""
         process = self._free.get()
         lacks = process.lacks()
         self._free.put(process)
@@ -64,15 +64,16 @@ class Scorer:
             raise ConfigError(problem for problem in problems if problem)
 
     def score(self, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]) -> list[Score]:
-        """The rewards of conversations that begin with the task's messages."""
+        """Return the rewards of conversations that begin with the task's messages."""
         answers = self._ask("judge", env, task, talks)
         return [Score(answer.get("reward"), answer.get("why", "")) for answer in answers]
 
     def reply(
         self, env: Tasks, task: Task, talks: Sequence[Sequence[Message]]
     ) -> list[Reply | Score | None]:
-        """What follows the model's last turn of each conversation; None: it is over, ask for its
-        score. A Score without a reward: the environment has failed, and the sample is left out."""
+        """Return the reply to the model's last turn of each conversation; None: it is over, ask for
+        its score. A Score without a reward: the environment has failed, and the sample is left
+        out."""
         turns = [sum(each["role"] == "assistant" for each in talk) for talk in talks]
         before = sum(each["role"] == "assistant" for each in task.messages)
         going = [turn - before < env.environment.turns for turn in turns]
@@ -81,7 +82,7 @@ class Scorer:
         return [_reply(next(answers)) if goes else None for goes in going]
 
     def close(self) -> None:
-        """Ends all processes, also while they are at work."""
+        """End all processes, also while they are at work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.end()
@@ -115,11 +116,12 @@ class _Process:
         self._lacks: list[str] = []
 
     def ask(self, request: Request) -> list[dict[str, Any]]:
-        """The answers for its first conversations, one at least: the others are asked again."""
+        """Return the answers for its first conversations, at least one: the others are asked
+        again."""
         try:
             process = self._process or self._start()
             assert process.stdin and process.stdout
-            # It answers in time itself; this is for one that somebody has stopped.
+            # A timeout for a stopped process; a running one answers in time itself.
             end = time.monotonic() + OPEN_S + QUICK_S + request.env.timeout + START_S
             send(process.stdin.fileno(), pickle.dumps(request), end)
             answers: list[dict[str, Any]] = json.loads(receive(process.stdout.fileno(), end))
@@ -131,7 +133,7 @@ class _Process:
 
     def _start(self) -> subprocess.Popen[bytes]:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        # A session of its own: Ctrl-C is for us, and it ends when we do.
+        # A session of its own: Ctrl-C must reach only us, and the process ends when we do.
         process = self._process = subprocess.Popen(
             [*module_command("kempner.rl.environments.worker"), *self._words],
             stdin=subprocess.PIPE,
@@ -146,7 +148,8 @@ class _Process:
         return process
 
     def lacks(self) -> list[str]:
-        """Limits that the kernel does not allow. Raises OSError when no process can be started."""
+        """Return the limits that the kernel does not allow. Raises OSError if no process can be
+        started."""
         try:
             self._process or self._start()
         except (Late, Ended):
@@ -155,7 +158,7 @@ class _Process:
         return self._lacks
 
     def end(self) -> None:
-        """Its pipe's end is its end; by SIGKILL where it does not answer."""
+        """End it by closing its pipe; by SIGKILL if it does not answer."""
         process, self._process = self._process, None
         if process is None:
             return

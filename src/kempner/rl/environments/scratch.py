@@ -6,9 +6,10 @@ import os
 
 
 def emptied(directory: str) -> bool:
-    """Delete all that is in it, whatever a program has made of it; False: something has stayed.
+    """Delete all contents, whatever a program has made of them; returns False if something has
+    stayed.
 
-    Directories are moved up before they are deleted: of a chain of thousands no path is too long,
+    Directories are moved up before they are deleted: in a chain of thousands no path is too long,
     and nothing here recurses.
     """
     top, prefix, number = os.fsencode(directory), os.urandom(8).hex(), 0

@@ -28,7 +28,7 @@ IO_URING_SETUP, MEMFD_SECRET = 425, 447  # on every architecture
 
 
 class Machine(NamedTuple):
-    """Its architecture for the audit system, and numbers of its system calls."""
+    """Architecture for the audit system, and numbers of its system calls."""
 
     audit: int
     socket: int
@@ -56,11 +56,11 @@ class _Program(ctypes.Structure):
 
 
 def forbid() -> list[str]:
-    """For this process and its children, for good: all sockets but those of the Internet and pairs
-    of streams, memory in files without a name, what System V shares, message queues, keys, leases,
-    and io_uring, which makes sockets, too. A lock on a file succeeds and does nothing: a program
-    may need one on a file of its own, and a filter does not see which file it is. Returns what the
-    kernel does not allow."""
+    """Forbid, for this process and its children, irrevocably: all sockets but those of the Internet
+    and pairs of streams, memory in files without a name, System V's shared objects, message queues,
+    keys, leases, and io_uring, which makes sockets, too. A lock on a file succeeds and does
+    nothing: a program may need one on a file of its own, and a filter does not see which file it
+    is. Returns what the kernel does not allow."""
     machine = MACHINES.get(platform.machine())
     if machine is None:
         return [f"no filter of system calls on {platform.machine()}: it may use Unix sockets"]
@@ -82,8 +82,8 @@ def forbid() -> list[str]:
 
 
 def install(refused: Mapping[int, int], tests: list[Instruction] | None = None) -> None:
-    """Calls by number, each with the error that it gets; `tests` see the number, and must leave it
-    loaded. Raises OSError."""
+    """Install a filter: calls by number, each with the error that it gets; `tests` see the number,
+    and must leave it loaded. Raises OSError."""
     audit = MACHINES[platform.machine()].audit
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
@@ -110,10 +110,10 @@ def install(refused: Mapping[int, int], tests: list[Instruction] | None = None) 
 def _if(
     number: int, argument: int, mask: int, values: Sequence[int], code: int, among: bool = True
 ) -> list[Instruction]:
-    """The call gets the error `code` when an argument of it, an int, is among these values under
-    the mask; or else, when it is not."""
+    """Return instructions that give the call the error `code` if an argument, an int, is among
+    these values under the mask; or, with `among` false, if it is not."""
     last = len(values) - 1
-    # Where one is equal the rest is skipped up to the refusal, or up to what follows it.
+    # On a match, jump over the rest to the refusal, or past it.
     found = [(EQUAL, last - n + (not among), 0, value) for n, value in enumerate(values)]
     if among:
         found[last] = (EQUAL, 0, 1, values[last])

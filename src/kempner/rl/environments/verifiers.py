@@ -17,8 +17,8 @@ from kempner.rl.environments.protocol import Environment, Message, Task
 
 class Verifiers(Environment):
     def __init__(self, taskset: str, limit: int = 10_000, **config: Any) -> None:
-        """`taskset`: a module that has one, as `verifiers` finds it; `limit`: how many of its tasks
-        are read; `config`: of the taskset."""
+        """`taskset`: a module with a taskset, as `verifiers` finds it; `limit`: most tasks to read;
+        `config`: of the taskset."""
         try:
             self._package = importlib.import_module("verifiers.v1")
             loaders = importlib.import_module("verifiers.v1.utils.loaders")

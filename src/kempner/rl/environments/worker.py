@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
 class Outer:
     def __init__(self, requests: int, answers: int, lacks: list[str]) -> None:
-        """Starts the inner process, and tells what the kernel does not allow."""
+        """Start the inner process, and report what the kernel does not allow."""
         self.requests, self.answers, self.lacks = requests, answers, lacks
         self.inner, self.to_inner, self.from_inner = self._start()
         lacks, self.directory = json.loads(receive(self.from_inner, EVER))
@@ -62,8 +62,8 @@ class Outer:
             self._end()
 
     def _ask(self, message: bytes) -> list[dict[str, Any]]:
-        """The inner process's answers for the first conversations, or why there is none for the
-        next one; "last" when it is gone."""
+        """Return the inner process's answers for the first conversations, or why there is none for
+        the next one; "last" if it is gone."""
         request: Request = pickle.loads(message)
         try:
             answer: dict[str, Any] = json.loads(self._watch(request.env, message))
@@ -83,8 +83,8 @@ class Outer:
         return [json.loads(line) for line in text.splitlines()]
 
     def _watch(self, env: EnvConfig, message: bytes) -> bytes:
-        """The last answer that it gives. Raises Late with the reason when it has gone over a limit,
-        or has ended."""
+        """Return its last answer. Raises Late with the reason if it has exceeded a limit, or has
+        ended."""
         end, reason = time.monotonic() + OPEN_S, f"was not open within {OPEN_S:.0f} s"
         before, failed = 0, None
         try:
@@ -97,7 +97,7 @@ class Outer:
                     failed = json.loads(answer[len(BEGIN) :])
                     end = time.monotonic() + QUICK_S + env.timeout
                     reason = f"took more than {env.timeout:g} s"
-                    # A reward's own process shares with it what both of them are counted for.
+                    # A forked reward's process shares memory with it that is counted for both.
                     before = limits.memory([self.inner]) * (1 if failed is None else 2)
                     continue
                 family = limits.descendants(self.inner, limits.PROCESSES + 1)
@@ -148,7 +148,8 @@ class Outer:
             os._exit(code)
 
     def _end(self) -> None:
-        """With the init of a namespace the kernel kills all that are in it."""
+        """Kill the inner process; with the init of a namespace the kernel kills all that are in
+        it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.inner, signal.SIGKILL)
         limits.end_descendants(os.getpid(), 10.0)
@@ -159,12 +160,12 @@ class Outer:
 
 
 def serve(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
-    """The inner process. `lacks`: what the kernel did not allow before."""
+    """Run the inner process. `lacks`: what the kernel did not allow before."""
     os.setsid()  # a signal to our group must not reach the outer one
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the init of a namespace does not get
     more, own = limits.confine(not lacks)
     lacks = lacks + more
-    # Only what was made for it is ever emptied: its own file system, or else a new directory.
+    # Only a directory made for it is ever emptied: its own file system, or else a new directory.
     directory = "" if own else tempfile.mkdtemp(prefix="kempner-reward-")
     scratch = own or directory
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
@@ -192,7 +193,7 @@ def serve(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
             for number, talk in enumerate(talks, 1):
                 how = ask if failed is None else ask_apart
                 found = how(environment, request, task, talk)
-                # A process that it has left behind must be gone before the next one begins.
+                # Leftover processes must be gone before the next conversation begins.
                 alone = limits.reap()
                 if not emptied(scratch):
                     found["last"] = True
@@ -204,8 +205,8 @@ def serve(requests: int, answers: int, notes: int, lacks: list[str]) -> None:
 
 
 def note(notes: int, answer: bytes) -> bool:
-    """Put it where the outer process finds it, also when this one is gone, and does not wake up
-    for it: that takes longer than most rewards. False: there is no room."""
+    """Put an answer into the pipe that the outer process reads even if this one is gone, without
+    waking it up: that takes longer than most rewards. Returns False if there is no room."""
     try:
         return len(answer) < select.PIPE_BUF and os.write(notes, answer + b"\n") > 0
     except BlockingIOError:
@@ -215,8 +216,8 @@ def note(notes: int, answer: bytes) -> bool:
 def ask_apart(
     environment: Environment, request: Request, task: Task, talk: list[Message]
 ) -> dict[str, Any]:
-    """In a process that only this conversation has. What ends it is the program's doing; but it
-    cannot send SIGKILL, which the kernel does where the host has no memory left."""
+    """Ask in a process that only this conversation has. If it dies, that is the program's doing;
+    but the program cannot send SIGKILL: the kernel does, when the host has no memory left."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
