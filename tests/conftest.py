@@ -180,6 +180,7 @@ def train(data_dir: Path) -> Train:
         process = start_train(*words, nproc=nproc, **env)
         out, err = process.communicate(timeout=240)
         assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+        assert "FutureWarning" not in err, err  # of torch, about our code
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     return run

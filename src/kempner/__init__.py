@@ -3,6 +3,8 @@ whom."""
 
 from __future__ import annotations
 
+__version__ = "0.2.0"  # pyproject.toml reads it; CHANGELOG.md, CITATION.cff and the tag repeat it
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `import kempner` must stay cheap: no torch before it is needed
     from os import PathLike

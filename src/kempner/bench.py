@@ -18,10 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kempner import __version__
 from kempner.config.loading import as_dict
 from kempner.data.config import FAKE
 from kempner.files import read_jsonl, write_atomic
@@ -283,6 +283,6 @@ def _machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
-        "kempner": version("kempner"),
+        "kempner": __version__,
         "commit": commit.stdout.strip() or None,
     }

@@ -401,6 +401,8 @@ def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] = ()) -> Non
     """
     import torch.distributed as dist
 
+    c10d: Any = dist.distributed_c10d
+    # torch 2.15 has a public set_timeout(), and prints a FutureWarning when the old one is called.
+    set_limit = c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout
     for group in (dist.group.WORLD, *groups):
-        limit = timedelta(seconds=seconds + LAST_RESORT_S)
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        set_limit(timedelta(seconds=seconds + LAST_RESORT_S), group)
