@@ -16,18 +16,10 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
-lib=${0%"${0##*/}"}lib/all.sh
-if [[ ! -e $lib ]]; then
-    asked=${SLURM_JOB_ID:-0} # without an answer of a busy controller nothing is known
-    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || $job =~ 'Invalid job id'|'not found' ]]; do sleep 5; done
-    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
-    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
-    [[ -e $lib ]] || { echo "kempner: error: preflight.sh was copied out of its repository: submit" \
-        "REPOSITORY/scripts/slurm/preflight.sh itself, or from the root of the repository" >&2 && exit 2; }
-fi
+kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a copy, as in a job
+[[ -e $kit/scripts/slurm/lib ]] || eval "$(sed '1,/^# --- the kit/d' "$0")"
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
-source "$lib"
+source "$kit/scripts/slurm/lib/all.sh"
 
 kp_setup
 kp_in_job || kp_die "preflight.sh looks at the nodes of a job: sbatch --nodes=N scripts/slurm/preflight.sh"
@@ -39,3 +31,39 @@ export KEMPNER_PEERS
 kp_log "preflight of $(kp_field NodeList): $KP_NODES x $KP_TASKS tasks"
 kp_prove_nodes "runs/preflight-$(kp_job_id).json" --dir "$PWD/runs" "$@"
 exit "$KP_CODE"
+
+# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+if [[ ! -e $kit/scripts/slurm/lib ]]; then
+    job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
+    until [[ -z $job || -n $record ]]; do # a busy controller may not answer
+        record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") || sleep 5
+    done
+    spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
+    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
+        named=${kit:-$named}
+    done < <(grep -oP "$spec" <<<"$record" | tac)
+    seen=${named%/code/????????????} # the run, of a copy in it
+    if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
+        # An earlier start has seen it: the job goes on without this host, if enough others are left.
+        echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
+        trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
+        spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
+        [[ ! $record =~ $spec ]] || job=${BASH_REMATCH[1]}_${BASH_REMATCH[2]}
+        [[ ! $record =~ ExcNodeList=([^[:space:]\(]+) ]] || out=${BASH_REMATCH[1]},$out
+        [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
+            ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
+            (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
+        for _ in {1..60}; do # Slurm takes the list once the job is pending: no requeue is possible then
+            scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
+            sleep 1
+        done
+    fi
+    if [[ -z $kit && $named == */code/* ]]; then
+        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
+            "or submit the run again: it goes on from its last checkpoint" >&2
+        exit 2
+    fi
+    kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}
+    [[ -e $kit/scripts/slurm/lib ]] || { echo "kempner: error: no kit beside this script: export" \
+        "KEMPNER_ROOT=/path/to/the/kit, or write such a line into the script" >&2 && exit 2; }
+fi

@@ -17,35 +17,10 @@
 ##SBATCH --time=24:00:00 # with one # less this is the time limit; unset: that of the partition
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original.
-lib=${0%"${0##*/}"}lib/all.sh
-if [[ ! -e $lib ]]; then
-    asked=${SLURM_JOB_ID:-0} # without an answer of a busy controller nothing is known
-    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || $job =~ 'Invalid job id'|'not found' ]]; do sleep 5; done
-    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
-    # An earlier start has found it: this host does not see the shared directory, and the job goes on without it.
-    unseen=$lib unseen=${unseen%/scripts/slurm/*} unseen=${unseen%/code/????????????}
-    [[ ${SLURM_RESTART_COUNT:-0} != 0 && $unseen == /* && ! -e $unseen ]] || unseen=''
-    if [[ -n $unseen && ! -e $lib ]]; then
-        echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes" >&2
-        trap '' TERM && without=() job=$(scontrol show job "$asked") && n=${job#*NumNodes=} n=${n%%[!0-9]*}
-        # Without this host, as long as enough others are left: else the job could never start.
-        out=${job#*ExcNodeList=} out=${out%%[[:space:]]*} out=${out#(null)}
-        [[ $job =~ [[:space:]]Partition=([^[:space:]]+) && ${KEMPNER_EXCLUDE:-2} != 0 ]] &&
-            [[ $(scontrol show partition "${BASH_REMATCH[1]}") =~ TotalNodes=([0-9]+) ]] &&
-            ((BASH_REMATCH[1] - $(scontrol show hostnames "$out" 2>/dev/null | wc -l) > n)) &&
-            without=(ExcNodeList="${out:+$out,}$SLURMD_NODENAME")
-        for _ in {1..60}; do # Slurm takes the list once the job is pending, and then refuses to requeue it
-            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes "${without[@]}" || exit 0
-            sleep 1
-        done
-    fi
-    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
-    [[ -e $lib ]] || { echo "kempner: error: prepare.sh was copied out of its repository: submit" \
-        "REPOSITORY/scripts/slurm/prepare.sh itself, or from the root of the repository" >&2 && exit 2; }
-fi
+kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a copy, as in a job
+[[ -e $kit/scripts/slurm/lib ]] || eval "$(sed '1,/^# --- the kit/d' "$0")"
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
-source "$lib"
+source "$kit/scripts/slurm/lib/all.sh"
 
 # shellcheck source-path=SCRIPTDIR source=lib/alone.sh
 source "$KP_LIB/alone.sh"
@@ -59,3 +34,39 @@ kp_encode "$@"     # srun: every task encodes units of the input into files
 kp_make_shards "$@"
 KP_DECIDED=end
 kp_log "end: the data are complete"
+
+# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+if [[ ! -e $kit/scripts/slurm/lib ]]; then
+    job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
+    until [[ -z $job || -n $record ]]; do # a busy controller may not answer
+        record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") || sleep 5
+    done
+    spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
+    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
+        named=${kit:-$named}
+    done < <(grep -oP "$spec" <<<"$record" | tac)
+    seen=${named%/code/????????????} # the run, of a copy in it
+    if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
+        # An earlier start has seen it: the job goes on without this host, if enough others are left.
+        echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
+        trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
+        spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
+        [[ ! $record =~ $spec ]] || job=${BASH_REMATCH[1]}_${BASH_REMATCH[2]}
+        [[ ! $record =~ ExcNodeList=([^[:space:]\(]+) ]] || out=${BASH_REMATCH[1]},$out
+        [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
+            ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
+            (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
+        for _ in {1..60}; do # Slurm takes the list once the job is pending: no requeue is possible then
+            scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
+            sleep 1
+        done
+    fi
+    if [[ -z $kit && $named == */code/* ]]; then
+        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
+            "or submit the run again: it goes on from its last checkpoint" >&2
+        exit 2
+    fi
+    kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}
+    [[ -e $kit/scripts/slurm/lib ]] || { echo "kempner: error: no kit beside this script: export" \
+        "KEMPNER_ROOT=/path/to/the/kit, or write such a line into the script" >&2 && exit 2; }
+fi

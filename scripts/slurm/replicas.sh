@@ -19,53 +19,17 @@
 ##SBATCH --time=24:00:00 # with one # less this is the time limit; unset: that of the partition
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool directory; Slurm's record of the job names the original, and the copy
-# of the code that an earlier start has made: lib/code.sh.
-lib=${0%"${0##*/}"}lib/all.sh
-if [[ ! -e $lib ]]; then
-    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}} job=${job:-${SLURM_JOB_ID:-0}}
-    asked=$job # without an answer of a busy controller nothing is known
-    until job=$(scontrol show job "$asked" 2>&1) || [[ $asked == 0 || $job =~ 'Invalid job id'|'not found' ]]; do sleep 5; done
-    # Typed in a task of an array, sbatch hands on the number of that one.
-    [[ $job == *"JobId=${SLURM_JOB_ID:-0} "* ]] || job=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null) || true
-    own=${job#*Command=*/scripts/slurm/} own=${own%%[[:space:]]*} # replicas.sh, or a copy with changes beside it
-    code=${job##*kempner-code=} code=${code%%$'\n'*} code=${code% } code=${code%'"}'}/scripts/slurm/$own
-    [[ $job != *kempner-code=* || ! -e $code ]] || exec bash "$code" "$@"
-    [[ $job == *kempner-code=* ]] || code=''
-    job=${job#*Command=} lib=${job%%/scripts/slurm/*}/scripts/slurm/lib/all.sh
-    [[ -e $lib || $lib != */code/????????????/scripts/* ]] || code=${code:-$lib}
-    # An earlier start has found it: this host does not see the shared directory, and the job goes on without it.
-    unseen=${code:-$lib} unseen=${unseen%/scripts/slurm/*} unseen=${unseen%/code/????????????}
-    [[ ${SLURM_RESTART_COUNT:-0} != 0 && $unseen == /* && ! -e $unseen ]] || unseen=''
-    if [[ -n $unseen && ! -e $lib ]]; then
-        echo "kempner: $SLURMD_NODENAME does not see $unseen: the job starts again in 10 minutes" >&2
-        trap '' TERM && without=() job=$(scontrol show job "$asked") && n=${job#*NumNodes=} n=${n%%[!0-9]*}
-        # Without this host, as long as enough others are left: else the job could never start.
-        out=${job#*ExcNodeList=} out=${out%%[[:space:]]*} out=${out#(null)}
-        [[ $job =~ [[:space:]]Partition=([^[:space:]]+) && ${KEMPNER_EXCLUDE:-2} != 0 ]] &&
-            [[ $(scontrol show partition "${BASH_REMATCH[1]}") =~ TotalNodes=([0-9]+) ]] &&
-            ((BASH_REMATCH[1] - $(scontrol show hostnames "$out" 2>/dev/null | wc -l) > n)) &&
-            without=(ExcNodeList="${out:+$out,}$SLURMD_NODENAME")
-        for _ in {1..60}; do # Slurm takes the list once the job is pending, and then refuses to requeue it
-            scontrol requeue "$asked" || ! scontrol update JobId="$asked" StartTime=now+10minutes "${without[@]}" || exit 0
-            sleep 1
-        done
-    fi
-    [[ -z $code || -n $unseen || -e $lib ]] || { echo "kempner: error: the copy of the code that this job runs is gone:" \
-        "${code%/scripts/slurm/*}: put it back, or submit the run again: it goes on from its last checkpoint" >&2 && exit 2; }
-    [[ -e $lib ]] || lib=${SLURM_SUBMIT_DIR:-}/scripts/slurm/lib/all.sh
-    [[ -e $lib ]] || { echo "kempner: error: replicas.sh was copied out of its repository: submit" \
-        "REPOSITORY/scripts/slurm/replicas.sh itself, or from the root of the repository" >&2 && exit 2; }
-fi
+kit=${0%"${0##*/}"}../.. # the kit; the last lines find it where this file is a copy, as in a job
+[[ -e $kit/scripts/slurm/lib ]] || eval "$(sed '1,/^# --- the kit/d' "$0")"
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
-source "$lib"
+source "$kit/scripts/slurm/lib/all.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/replicas.sh
 source "$KP_LIB/replicas.sh"
 
 kp_take "$@"                         # train.py's arguments; --dry-run
 kp_setup                             # the repository, its Python, site.env
 kp_need_job replicas.sh              # its replicas are steps of one
-kp_code replicas.sh                  # the code of the submission: from here on a copy of the repository
+kp_code                              # the code of the submission: from here on a copy of the repository
 kp_tasks                             # nodes, GPUs, one task per GPU
 kp_check "${KP_ARGUMENTS[@]}"        # the configuration, once, before any GPU works
 kp_banner                            # what runs where
@@ -74,3 +38,39 @@ kp_preflight                         # with KEMPNER_PREFLIGHT=1: checks the node
 kp_stage                             # with KEMPNER_STAGE=DIR: copies the data to the nodes' own disks
 kp_run_replicas "${KP_ARGUMENTS[@]}" # srun for each; starts again whoever is lost; passes signals on
 kp_finish                            # requeue or not; the exit code
+
+# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+if [[ ! -e $kit/scripts/slurm/lib ]]; then
+    job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
+    until [[ -z $job || -n $record ]]; do # a busy controller may not answer
+        record=$(scontrol show job "$job" 2>&1 | sed -n "$spec") || sleep 5
+    done
+    spec='Command=\K.*?(?=/scripts/slurm/)|kempner-code=\K.*/code/\w{12}'
+    while [[ ! -e $kit/scripts/slurm/lib ]] && read -r kit; do # the copy of it in the run; itself
+        named=${kit:-$named}
+    done < <(grep -oP "$spec" <<<"$record" | tac)
+    seen=${named%/code/????????????} # the run, of a copy in it
+    if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
+        # An earlier start has seen it: the job goes on without this host, if enough others are left.
+        echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
+        trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
+        spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
+        [[ ! $record =~ $spec ]] || job=${BASH_REMATCH[1]}_${BASH_REMATCH[2]}
+        [[ ! $record =~ ExcNodeList=([^[:space:]\(]+) ]] || out=${BASH_REMATCH[1]},$out
+        [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
+            ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
+            (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
+        for _ in {1..60}; do # Slurm takes the list once the job is pending: no requeue is possible then
+            scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
+            sleep 1
+        done
+    fi
+    if [[ -z $kit && $named == */code/* ]]; then
+        echo "kempner: error: the copy of the code that this job runs is gone: $named: put it back," \
+            "or submit the run again: it goes on from its last checkpoint" >&2
+        exit 2
+    fi
+    kit=${kit:-${KEMPNER_ROOT:-${SLURM_SUBMIT_DIR:-}}}
+    [[ -e $kit/scripts/slurm/lib ]] || { echo "kempner: error: no kit beside this script: export" \
+        "KEMPNER_ROOT=/path/to/the/kit, or write such a line into the script" >&2 && exit 2; }
+fi

@@ -3,6 +3,7 @@
 #
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/multinode.sh CONFIG [OVERRIDES]
 #   bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/run.sh --code=DIR [OPTIONS] -- COMMAND
+#   bash scripts/slurm/submit.sh [SBATCH OPTIONS] /path/to/a/changed/copy.sh CONFIG [OVERRIDES]
 #   bash scripts/slurm/submit.sh --refresh JOB    the job has the code as it is now from its next start on
 #
 # It is sbatch, but for the code: that of RUN/code/HASH, a copy of the repository, or of the program's: docs/guide/startup.md
@@ -12,10 +13,11 @@ set -euo pipefail
 source "${0%"${0##*/}"}lib/all.sh"
 
 kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch script, and KP_ARGUMENTS, those after it
-    KP_REQUEST=() KP_NAME='' KP_ARGUMENTS=()
+    KP_REQUEST=() KP_NAME='' KP_ARGUMENTS=() KP_ELSEWHERE=''
     while (($# > 0)); do
-        if [[ $1 == *.sh && $1 -ef $KP_LIB/../${1##*/} ]]; then
-            KP_NAME=${1##*/}
+        if [[ $1 == *.sh && -f $1 ]]; then
+            KP_NAME=$1
+            [[ $1 -ef $KP_LIB/../${1##*/} ]] || KP_ELSEWHERE=$1
             shift && KP_ARGUMENTS=("$@")
             break
         fi
@@ -24,15 +26,15 @@ kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch scri
     done
     [[ -n $KP_NAME ]] || kp_die "${KP_REQUEST[*]:-no word} names no launch script: give one of the kit's after" \
         "sbatch's options: bash scripts/slurm/submit.sh [SBATCH OPTIONS] scripts/slurm/multinode.sh CONFIG"
-    if [[ $KP_NAME == run.sh ]]; then
+    if grep -q '^kp_take_program ' "$KP_NAME"; then
         KP_PROGRAM=program.py
         return
     fi
-    KP_PROGRAM=$(sed -nE 's/^kp_code [a-z]+\.sh *([a-z]+\.py)? *#.*/\1 found/p' "$KP_LIB/../$KP_NAME")
+    KP_PROGRAM=$(sed -nE 's/^kp_code( +([a-z]+\.py))?( *#.*)?$/\2 found/p' "$KP_NAME")
     if [[ -z $KP_PROGRAM ]]; then
-        grep -q '^#SBATCH ' "$KP_LIB/../$KP_NAME" ||
+        grep -q '^#SBATCH ' "$KP_NAME" ||
             kp_die "$KP_NAME is not a job: give a launch script, such as scripts/slurm/multinode.sh"
-        kp_die "$KP_NAME runs the repository itself, without a copy: sbatch scripts/slurm/$KP_NAME"
+        kp_die "$KP_NAME runs the repository itself, without a copy: sbatch $KP_NAME"
     fi
     KP_PROGRAM=${KP_PROGRAM% found} KP_PROGRAM=${KP_PROGRAM:-train.py}
     ((${#KP_ARGUMENTS[@]} > 0)) || kp_die "no configuration given: name one after $KP_NAME"
@@ -44,13 +46,13 @@ kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch mu
     kp_begin >&2
     [[ $KP_ROOT == "$KP_ORIGIN" ]] || kp_die "$KP_ROOT is a copy: submit from $KP_ORIGIN"
     kp_enter >&2
-    if [[ $KP_NAME == run.sh ]]; then
+    if [[ $KP_PROGRAM == program.py ]]; then
         kp_copy_program
         return
     fi
     kp_need_packages
     kp_code_find "${KEMPNER_TRAIN:-$KP_ROOT/scripts/$KP_PROGRAM}" "${KP_ARGUMENTS[@]}" || exit 2
-    kp_code_copy "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}" >&2 || kp_die "the code could not be copied to $KP_CODE_DIR"
+    kp_code_copy "$KP_CODE_DIR" "$KP_ELSEWHERE" "${KP_CODE_INPUTS[@]}" >&2 || kp_die "the code could not be copied to $KP_CODE_DIR"
     echo "$KP_COPY"
 }
 
@@ -64,7 +66,7 @@ kp_copy_program() { # as kp_copy_now, of the directory of run.sh's --code
     kp_checked kempner.config.toml "$KP_ROOT/scripts/$KP_PROGRAM" --check 1 "${KP_ARGUMENTS[@]}" || exit 2
     run=${KP_VALUES[0]}
     KP_ROOT=$directory
-    kp_code_copy "$run/code" >&2 || kp_die "the code could not be copied to $run/code"
+    kp_code_copy "$run/code" '' >&2 || kp_die "the code could not be copied to $run/code"
     echo "$KP_COPY"
 }
 
@@ -81,7 +83,7 @@ kp_comment() { # <copy>: adds a comment to KP_REQUEST that names the copy, after
 }
 
 kp_refresh() { # <job>: gives it a copy of the code as it is now
-    local old words
+    local old words script
     [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]] || kp_die "'$1' is not the number of a job: squeue --me lists yours"
     kp_need_slurm
     SLURM_JOB_ID=$1
@@ -92,7 +94,9 @@ kp_refresh() { # <job>: gives it a copy of the code as it is now
     mapfile -t words < <(cd "$old/.inputs" 2>/dev/null && find . -type f -printf '/%P\n')
     kp_begin
     [[ -e $old/scripts/slurm/submit.sh ]] || KP_ROOT=$(<"$old/.kempner-origin") # a program's, not the kit's
-    kp_code_copy "$(dirname "$old")" "${words[@]}" || kp_die "the code could not be copied"
+    script=$old/scripts/slurm/own.sh
+    [[ -e $script ]] || script=''
+    kp_code_copy "$(dirname "$old")" "$script" "${words[@]}" || kp_die "the code could not be copied"
     kp_code_note "$KP_COPY" "$1" || kp_die "scontrol does not set the Comment of job $1"
     kp_log "job $1: its next start has the code $KP_COPY (before: $old)"
 }
@@ -110,8 +114,9 @@ copy=$(kp_copy_now) || exit
 kp_log "code: $copy" >&2
 KP_ROOT=$(cd "$KP_LIB/../../.." && pwd)
 kp_read_site
-if [[ $KP_NAME == run.sh ]]; then
+if [[ $KP_PROGRAM == program.py ]]; then
     kp_comment "$copy"
-    exec sbatch "${KP_REQUEST[@]}" "$KP_ROOT/scripts/slurm/run.sh" "${KP_ARGUMENTS[@]}"
+    exec sbatch "${KP_REQUEST[@]}" "$KP_NAME" "${KP_ARGUMENTS[@]}"
 fi
-exec sbatch "${KP_REQUEST[@]}" "$copy/scripts/slurm/$KP_NAME" "${KP_ARGUMENTS[@]}"
+[[ -z $KP_ELSEWHERE ]] || KP_NAME=own.sh
+exec sbatch "${KP_REQUEST[@]}" "$copy/scripts/slurm/${KP_NAME##*/}" "${KP_ARGUMENTS[@]}"

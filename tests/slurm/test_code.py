@@ -375,3 +375,46 @@ def test_a_changed_copy_of_a_launch_script_runs_as_it_is_written(
     assert log.read_text().count("a line of my own") == 2
     assert len(copies(tmp_path / "run")) == 1  # it is of the copy
     cluster.ask("scancel", job)
+
+
+@pytest.mark.parametrize("name", ["mine.sh", "multinode.sh"])
+def test_a_changed_copy_outside_of_the_repository_runs_as_it_is_written(
+    cluster: Cluster, tmp_path: Path, checkout: Path, name: str
+) -> None:
+    """Also under the name of the original. One line of it names the repository; the copy of the
+    code has it, so that later starts, even with newer code, need neither it nor the repository."""
+    text = (checkout / "scripts/slurm/multinode.sh").read_text()
+    text = text.replace("\nkp_run ", '\nkp_log "a line of my own"\nkp_run ', 1)
+    mine = tmp_path / "my jobs" / name
+    mine.parent.mkdir()
+    mine.write_text(text)
+    arguments = words(cluster, tmp_path)
+    job = cluster.sbatch(mine, *arguments, options=REQUEST, cwd=tmp_path, env=COPY)
+    assert cluster.wait(job) == 2
+    told = (tmp_path / f"kempner-{job}.out").read_text()
+    assert "no kit beside this script" in told and "KEMPNER_ROOT" in told, told
+
+    line = f'\nKEMPNER_ROOT="{checkout}"\n'
+    mine.write_text(text.replace("\nset -euo pipefail\n", f"\nset -euo pipefail{line}", 1))
+    arguments[0] = checkout / "configs/a.toml"
+    done = cluster.run("bash", mine, *arguments, "--dry-run", cwd=tmp_path, env=COPY)
+    assert done.returncode == 0 and f"a copy of {checkout}, RUN/code" in done.stdout, done.stderr
+    job = cluster.sbatch(mine, *arguments, options=REQUEST, cwd=tmp_path, env=COPY)
+    log = tmp_path / f"kempner-{job}.out"
+    cluster.wait_for("step", log)
+    mine.unlink()
+    resume(cluster, job, log, lambda: breaks(checkout))
+    assert log.read_text().count("a line of my own") == 2
+    assert len(copies(tmp_path / "run")) == 1
+
+    for name in BROKEN[:-1]:
+        shutil.copy(ROOT / name, checkout / name)
+    for file in (checkout / "configs/a.toml", tmp_path / "outside.toml"):
+        file.write_text(f'base = "{checkout}/configs/train/debug.toml"\n')
+    submit_sh = checkout / "scripts/slurm/submit.sh"
+    resume(
+        cluster, job, log, lambda: submit(cluster, checkout, "bash", submit_sh, "--refresh", job)
+    )
+    assert log.read_text().count("a line of my own") == 3
+    assert len(copies(tmp_path / "run")) == 2
+    cluster.ask("scancel", job)

@@ -147,14 +147,10 @@ kp_rest() { # <name>: that field of KP_JOB where it fills the rest of its line
     [[ ! $KP_JOB =~ $'\n'[[:space:]]*"$1"=([^$'\n']*) ]] || echo "${BASH_REMATCH[1]% }"
 }
 
-kp_chain_script() { # sets KP_SCRIPT to the script to submit: sbatch runs a copy, and one of the user's may run ours
-    local name=${0##*/}
-    if [[ $name == slurm_script ]]; then
-        name=$(kp_rest Command) name=${name#*/scripts/slurm/} name=${name%% *}
-    fi
-    KP_SCRIPT=$KP_ROOT/scripts/slurm/$name
-    [[ -f $KP_SCRIPT ]] || kp_die "KEMPNER_CHAIN: this job's script, $(kp_rest Command), is none of" \
-        "$KP_ROOT/scripts/slurm, which alone can be continued: submit one of them"
+kp_chain_script() { # sets KP_SCRIPT to the script to submit: that of the copy of the code, where it has it
+    KP_SCRIPT=$(kp_script_in "$KP_ROOT")
+    KP_SCRIPT=${KP_SCRIPT:-$(kp_script)}
+    [[ -f $KP_SCRIPT ]] || kp_die "KEMPNER_CHAIN: this job's script, $KP_SCRIPT, is gone: put it back"
 }
 
 kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the request of this job once more

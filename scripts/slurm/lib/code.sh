@@ -10,12 +10,13 @@ KP_UNTRACKED_SECRETS=('*credential*.'{json,yaml,yml,toml,ini,cfg,txt,csv} '*secr
     token '*_token.txt' '.*_token' .aws .ssh)
 readonly KP_UNTRACKED_SECRETS
 
-kp_code() { # <launch script> [program in scripts/]: the repository becomes the copy, by exec of its launch script
-    local copy program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${2:-train.py}} sizes=() own=${0##*/}
+kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of the launch script in it
+    local copy='' script='' program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${1:-train.py}} sizes=()
     KP_CODE_NOTE="the code is $KP_ROOT itself"
     if [[ $KP_ROOT != "$KP_ORIGIN" ]]; then
         KP_CODE_NOTE="the code is ${KP_ROOT##*/}, a copy of $KP_ORIGIN"
         kp_code_inputs
+        kp_code_go_on "$KP_ROOT"
         kp_mark code
         return
     fi
@@ -23,25 +24,53 @@ kp_code() { # <launch script> [program in scripts/]: the repository becomes the 
     KP_CODE_NOTE="the code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
 
-    # Somebody may have copied the script, beside it, to change it.
-    [[ $own != slurm_script ]] || own=$(kp_rest Command) own=${own#*/scripts/slurm/} own=${own%%[[:space:]]*}
-    [[ -e $KP_ROOT/scripts/slurm/$own ]] || own=$1
     copy=$(kp_code_of_job)
     kp_code_is_there "$copy"
-    if [[ ! -e $copy/scripts/slurm/$own ]]; then
-        ((${#KP_INSIDE[@]} == 0)) || [[ -n ${2:-} ]] || read -ra sizes < <(kp_code_sizes) || return 0
+    if [[ -z $copy || -z $(kp_script_in "$copy") ]]; then
+        [[ -n $(kp_script_in "$KP_ROOT") ]] || script=$0
+        ((${#KP_INSIDE[@]} == 0)) || [[ -n ${1:-} ]] || read -ra sizes < <(kp_code_sizes) || return 0
         kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0 # kp_check says what is wrong
-        kp_code_keep "$KP_CODE_DIR" "${KP_CODE_INPUTS[@]}" || return 0
+        kp_code_keep "$KP_CODE_DIR" "$script" "${KP_CODE_INPUTS[@]}" || return 0
         copy=$KP_COPY
         # Each start of a container may take minutes: this was kp_check's question, too.
         ((${#sizes[@]} == 0)) || printf -v KP_CHECKED ' %q' "${KP_VALUES[@]}"
         export KP_CHECKED
     fi
+    [[ -n $(kp_script_in "$copy") ]] || kp_die "the copy of the code has not this launch script, which .gitignore" \
+        "excludes: give it another name, or run the repository itself with KEMPNER_CODE=0"
+    kp_code_go_on "$copy"
+}
+
+kp_code_go_on() { # <copy>: becomes the launch script in it; in Slurm's copy of the same text there is no need
+    local script
+    if [[ $1 == "$KP_ROOT" ]]; then
+        [[ ${0##*/} == slurm_script ]] || return 0
+        script=$(kp_script_in "$1")
+        [[ -n $script ]] && ! cmp -s -- "$0" "$script" || return 0
+    fi
     export KP_BEGAN=$KEMPNER_BATCH_BEGAN KP_PENDING
     PYTHONPATH=${PYTHONPATH#"$KP_ROOT/src"} PYTHONPATH=${PYTHONPATH#:}
-    [[ -e $copy/scripts/slurm/$own ]] || kp_die "the copy of the code has no scripts/slurm/$own, which .gitignore" \
-        "excludes: give it another name, or run the repository itself with KEMPNER_CODE=0"
-    exec bash "$copy/scripts/slurm/$own" "${KP_WORDS[@]}"
+    exec bash "$(kp_script_in "$1")" "${KP_WORDS[@]}"
+}
+
+kp_script() { # the path of this script: Slurm runs a copy of it, and has the path, and behind it the arguments
+    local command
+    if [[ ${0##*/} == slurm_script ]]; then
+        command=$(kp_rest Command)
+        echo "${command%" ${KP_CHAIN_ARGUMENTS[*]}"}"
+    else
+        realpath -ms -- "$0"
+    fi
+}
+
+kp_script_in() { # <repository, or copy of it>: the file in it that is this script; nothing where there is none
+    local name root path
+    path=$(kp_script) name=own.sh # in a copy: a script that lies elsewhere
+    for root in "$KP_ROOT" "$KP_ORIGIN"; do
+        [[ $path != "$root"/scripts/slurm/* ]] || name=${path#"$root"/scripts/slurm/} name=${name%%[[:space:]]*}
+    done
+    [[ ! $path -ef $KP_ROOT/scripts/slurm/${path##*/} ]] || name=${path##*/}
+    [[ ! -e $1/scripts/slurm/$name ]] || echo "$1/scripts/slurm/$name"
 }
 
 kp_code_sizes() { # prints the words for the check that follow from the job; fails where kp_tasks would stop the script
@@ -49,7 +78,7 @@ kp_code_sizes() { # prints the words for the check that follow from the job; fai
     echo "--nodes $KP_NODES --gpus-per-node $KP_TASKS"
 }
 
-kp_code_keep() { # <directory> <input files>...: makes a copy for this job and its later starts; sets KP_COPY
+kp_code_keep() { # <directory> <launch script or nothing> <input files>...: makes a copy for this job and its later starts; sets KP_COPY
     if ! kp_code_copy "$@"; then
         kp_log "the code is not copied: the run uses $KP_ROOT as it is, also after a requeue"
         return 1
@@ -139,7 +168,8 @@ kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB
     } | sort -zu | (cd "$KP_ROOT" && xargs -0 -r stat --printf '%F\t%s\t%n\0' -- 2>/dev/null) || true
 }
 
-kp_code_copy() { # <directory> <input files>...: makes DIRECTORY/HASH, unless it is there; sets KP_COPY
+kp_code_copy() { # <directory> <launch script, where it lies elsewhere> <input files>...: makes DIRECTORY/HASH, unless
+    # it is there; sets KP_COPY
     local mask code=0
     mask=$(umask)
     mkdir -p -- "${1%/*}" || return 1
@@ -149,7 +179,7 @@ kp_code_copy() { # <directory> <input files>...: makes DIRECTORY/HASH, unless it
     return "$code"
 }
 
-kp_code_copy_files() { # <directory> <input files>...
+kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <input files>...
     local fresh kind size name total=0 out='' file root run
     root=$(realpath -- "$KP_ROOT") run=$(dirname -- "$(realpath -m -- "$1")")
     [[ $run != "$root" ]] || run=$run/code # a run directory is no code, wherever it is
@@ -184,9 +214,10 @@ kp_code_copy_files() { # <directory> <input files>...
         return 1
     fi
     rm -f -- "$fresh.list"
-    for file in "${@:2}"; do
+    [[ -z ${2:-} ]] || cp -- "$2" "$fresh/scripts/slurm/own.sh" || return 1
+    for file in "${@:3}"; do
         [[ $file == "$KP_ROOT"/* && -e $fresh/${file#"$KP_ROOT/"} ]] && continue
-        kp_code_inputs_to "$fresh/.inputs" "${@:2}" || return 1
+        kp_code_inputs_to "$fresh/.inputs" "${@:3}" || return 1
         break
     done
     kp_code_name "$fresh" "$1"

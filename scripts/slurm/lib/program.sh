@@ -66,7 +66,7 @@ kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, whic
     KP_CODE_NOTE="the program's code would be a copy of $KP_ROOT, RUN/code/HASH (KEMPNER_CODE=0: itself)"
     [[ -z $KP_DRY ]] && kp_is_batch || return 0
     if [[ -z ${KEMPNER_COPY:-} ]]; then
-        kp_code_keep "$KP_RUN_DIR/code" || return 0
+        kp_code_keep "$KP_RUN_DIR/code" '' || return 0
         export KEMPNER_COPY=$KP_COPY
     fi
     kp_log "the program's code: $KEMPNER_COPY"

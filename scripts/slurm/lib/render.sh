@@ -35,7 +35,9 @@ kp_render() { # <file>: the request, the variables, all parts of the kit's scrip
         printf '\n\n'
         while IFS= read -r line; do
             case $line in
-                KP_LIB=*) printf 'KP_LIB=%q\n' "$KP_LIB" ;;
+                KP_LIB=*) # or, from the copy of the code, its own
+                    echo "[[ -e \${KP_LIB:=\${0%/*}/lib}/all.sh ]] || KP_LIB=${KP_LIB@Q}"
+                    ;;
                 source\ *) kp_render_part "$line" ;;
                 '# shellcheck '*) ;;
                 *) printf '%s\n' "$line" ;;
@@ -45,7 +47,7 @@ kp_render() { # <file>: the request, the variables, all parts of the kit's scrip
             [[ $line != "source \"\$KP_LIB/"* ]] || kp_render_part "$line"
         done <"$0"
         printf '\n# ---- %s ----\n' "$(basename "$0")"
-        sed -n '/^kp_take/,$p' "$0"
+        sed -n '/^# --- the kit/q; /^kp_take/,$p' "$0"
         echo "$KP_SEAL"
     } >"$fresh" || kp_die "--script=$1 cannot be written: give another name"
     line=$KP_SEAL$(kp_render_digest "$fresh")
