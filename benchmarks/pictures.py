@@ -2,7 +2,7 @@
 
     python -m benchmarks.pictures                  # all that take minutes; needs root and tmux
     python -m benchmarks.pictures scale lowcomm    # some
-    python -m benchmarks.pictures soak             # 10 to 15 minutes; needs Chromium
+    python -m benchmarks.pictures soak             # a quarter of an hour; needs Chromium
 
 status, tmux: runs on a test bed of two hosts, one of which fails on purpose; rl: `make rl`, and its
 report; scale, lowcomm: drawn anew from the recorded figures; soak: soak.png, page.png and

@@ -159,3 +159,16 @@ def test_each_test_of_a_fault_exists() -> None:
     named = set(re.findall(r"`(test_\w+\*?)`", page))
     assert len(named) > 30
     assert [x for x in sorted(named) if not fnmatch.filter(tests, x)] == []
+
+
+def test_the_modules_and_files_that_the_pages_name_exist() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        paths = re.findall(r"`((?:src/kempner|scripts|configs|benchmarks)/[\w/.-]+)`", text)
+        if page.name == "coming-from.md":  # has the other kits' as well
+            paths = []
+        assert [path for path in paths if not (ROOT / path).exists()] == [], page.name
+        for name in re.findall(r"\bkempner(?:\.[a-z_]+)+", text):
+            path = ROOT / "src" / name.replace(".", "/")
+            modules = [path.with_suffix(".py"), path.parent.with_suffix(".py")]
+            assert path.is_dir() or any(x.exists() for x in modules), (page.name, name)

@@ -105,7 +105,9 @@ def main(argv: list[str]) -> int:
     options, more = parse(argv)
     python = os.environ.get("KEMPNER_VLLM") or sys.executable
     if "KEMPNER_VLLM" not in os.environ and importlib.util.find_spec("vllm") is None:
-        return fail("no vLLM in this Python; KEMPNER_VLLM names one with it: docs/extensions/rl.md")
+        return fail(
+            "no vLLM in this Python; set KEMPNER_VLLM to one that has it: docs/extensions/rl.md"
+        )
     try:
         token = options.token_file.read_text().strip()
     except OSError as error:
