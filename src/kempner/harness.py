@@ -94,8 +94,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return [scores[i] for i in range(len(pairs))]
 
     def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
-        """Generate texts up to one of the strings that each task names; equal requests run
-        together."""
+        """Generate texts up to one of the strings that each task names; requests with the same
+        sampling run together."""
         groups: dict[Sampling, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             groups[_sampling(request.args[1])].append(number)

@@ -205,6 +205,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "kind": options.kind,
         "loss_on": sorted(options.loss_on.split(",")),
         "chat_template": "sha256:" + hashlib.sha256(sources.encode()).hexdigest(),
+        # Without a date in the template the data are the same on any day.
         **({"date": str(options.date)} if template.uses_date else {}),
     }
 

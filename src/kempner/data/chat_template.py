@@ -153,6 +153,7 @@ class ChatTemplate:
         extension, sandbox = need("jinja2.ext"), need("jinja2.sandbox")
         nodes, template = need("jinja2.nodes"), self
 
+        # Jinja does not know the tag {% generation %}, which is transformers' own.
         class Generation(extension.Extension):  # type: ignore[name-defined, misc]
             tags = {"generation"}  # noqa: RUF012
 
@@ -167,9 +168,11 @@ class ChatTemplate:
         def refuse(reason: str) -> None:
             raise self._jinja.exceptions.TemplateError(reason)
 
+        # With the settings of transformers, for which templates are written.
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extension.loopcontrols]
         )
+        # Jinja's own escapes characters of HTML.
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = self._today.strftime

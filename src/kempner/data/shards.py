@@ -100,6 +100,7 @@ class Writer:
         elif not self.sidecar.tokens("train"):
             raise DataError("; ".join(["the input has no text", *remarks(self._count)]))
         self.sidecar.save(self.directory / SIDECAR)
+        # After the sidecar: killed in between, the next start finds finished data.
         (self.directory / PROGRESS).unlink()
         remove_units(self.directory)
         return self.sidecar
@@ -137,6 +138,7 @@ class Writer:
         earlier = self.sidecar.prepared["progress"]["units"]
         self.sidecar = replace(self.sidecar, splits=splits, prepared=prepared)
         self.sidecar.save(self.directory / PROGRESS)
+        # Not before the record says that they are in shards.
         for number in range(earlier, self.units_done):
             unit_file(self.directory, number).unlink(missing_ok=True)
 

@@ -101,6 +101,7 @@ def find(inputs: Iterable[str], exclude: Path, left_out: list[str] | None = None
         elif why := compressed.kind_of_compression(top) and compressed.unreadable(top):
             problems.append(f"{given}: {why}")
         else:
+            # Also in place of the same file of a directory: one that is named must be text.
             found[os.path.realpath(top)] = _source(top, top.name, named=True)
     _raise(problems)
     return list(found.values())
@@ -250,11 +251,13 @@ def _borders(file: BinaryIO, step: int, lines_only: bool) -> Iterator[int]:
     position = 0
     yield position
     while position + step < size:
+        # One byte back: a line may end just before the border.
         file.seek(position + step - 1)
         line = file.readline(-1 if lines_only else step)
         position = file.tell()
         if not line.endswith(b"\n") and not lines_only:
             file.seek(position)
+            # A character of UTF-8 has three more bytes at most.
             position += _inside(file.read(3))
         if position < size:
             yield position
@@ -406,5 +409,6 @@ def _parquet_documents(piece: Piece, text_key: str) -> Iterator[str]:
 
 def is_held_out(text: str, fraction: float) -> bool:
     """Return whether this document goes to the validation split; the same for equal texts."""
+    # Lone surrogates, which JSON may hold, cannot be encoded.
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64

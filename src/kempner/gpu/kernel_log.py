@@ -28,6 +28,7 @@ class KernelLog:
         path = os.environ.get("KEMPNER_KERNEL_LOG", "/dev/kmsg")
         with contextlib.suppress(OSError):
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            # What is there already is from before the run.
             os.lseek(self._file, 0, os.SEEK_END)
         if self._file < 0 and (program := shutil.which(JOURNAL[0])):
             self._journal = subprocess.Popen(

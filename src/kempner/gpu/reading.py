@@ -285,6 +285,7 @@ class Nvml:
         nvml, handle, about = self._nvml, self._handles[index], self._about[index]
         uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         try:
+            # The first question of a look: any of them would tell of a lost GPU.
             temperature = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
         except nvml.NVMLError as error:
             if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):

@@ -83,6 +83,7 @@ def export(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Path:
         _clear(unfinished, out)
         if isinstance(error, OSError):
             bytes_ = cfg.count_parameters() * torch_dtype.itemsize
+            # The user knows the directory by its final name.
             error.filename = str(error.filename or out).replace(str(unfinished), str(out))
             raise ConfigError(
                 f"{explain_os_error(error)}; the weights take {bytes_:,} bytes"
@@ -258,6 +259,7 @@ class _Reader:
         valid until the next but one is requested."""
         for group in _groups({name: self.sizes[name] for name in names}, READ_BYTES):
             buffer, at, targets = self.buffers[0], 0, {}
+            # In turn: one is filled while the other one is written.
             self.buffers.reverse()
             for name in group:
                 part = buffer[at : at + self.sizes[name]].view(published_dtype(name, self.dtype))

@@ -108,6 +108,7 @@ def not_finite(source: Source) -> str:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite. Runs at the speed of memory, which isfinite().all()
     does not: NaN propagates into both extremes."""
+    # aminmax() refuses an empty tensor.
     return not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
@@ -140,6 +141,7 @@ def fill(stored: Stored, jobs: Iterable[Job]) -> None:
     with _Files(stored) as files:
         for job, after in zip_longest(jobs, jobs[1:]):
             if after is not None:
+                # The kernel reads the next tensor while this one is copied.
                 files.announce(after)
             columns = [slice(start, start + length) for start, length in job.box[1:]]
             at = 0

@@ -124,6 +124,7 @@ class Stored:
         head, embed = "lm_head.weight", "model.embed_tokens.weight"
         if embed not in self._files or self.shape(head) != self.shape(embed):
             return False
+        # Not by numpy, which has no bfloat16.
         with Stored(self.directory, "pt") as same:
             step = 4096
             return all(

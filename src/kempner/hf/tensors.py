@@ -86,8 +86,8 @@ def parts(theirs: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Compute the decoder's tensors without building it (or torch): the biases of its routers,
-    which are fp32 whatever the others are, then its parameters in their order."""
+    """Return the shapes of the decoder's tensors without building it (or torch): the biases of its
+    routers, which are fp32 whatever the others are, then its parameters in their order."""
     dim, head = cfg.dim, cfg.resolved_head_dim
     q, kv = cfg.n_heads * head, cfg.kv_heads * head
     block: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}

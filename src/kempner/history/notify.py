@@ -93,6 +93,7 @@ def tell(
     message = {"event": event, "text": text, **known, "why": why}
     try:
         claim.parent.mkdir(exist_ok=True)
+        # Several processes may see the end of a run: the one that makes this file tells of it.
         with open(claim, "x") as file:
             file.write(json.dumps(message) + "\n")
     except FileExistsError:
@@ -102,6 +103,7 @@ def tell(
             return _tell(message)
         return [f"{name}/notified: {error.strerror}; nobody was told that {text}"]
     problems = _tell(message)
+    # Nobody was told: whoever looks next tries again.
     if len(problems) == len(ways()):
         claim.unlink(missing_ok=True)
     return problems
@@ -172,6 +174,7 @@ def _mail(message: Record) -> None:
 
 
 def _command(message: Record) -> None:
+    # The URL of a webhook is a secret.
     env = {k: v for k, v in os.environ.items() if k != "KEMPNER_WEBHOOK"}
     for name in ("event", "text", "run", "why", *FIELDS):
         env[f"KEMPNER_{name.upper()}"] = _plain(message[name])

@@ -207,6 +207,7 @@ def sampled(path: Path) -> list[Record]:
         size = file.seek(0, os.SEEK_END)
         for k in range(SAMPLE):
             file.seek(k * size // SAMPLE)
+            # A line that the block cuts is not JSON, and left out below.
             text += file.read(BLOCK) + b"\n"
         file.seek(max(0, size - TAIL))
         text += file.read()
@@ -214,6 +215,7 @@ def sampled(path: Path) -> list[Record]:
     for line in text.split(b"\n"):
         with contextlib.suppress(ValueError):
             if isinstance(record := json.loads(line), dict):
+                # By its text: the blocks may overlap.
                 found[line] = record
     return list(found.values())
 
@@ -274,6 +276,7 @@ def counting(lines: Sequence[Record], attempts: Sequence[Attempt]) -> list[Recor
     before it: the run has gone back. The start of an attempt does so before it has a line."""
     limits: dict[int, float] = {}
     limit = float("inf")
+    # From the last one back: its start limits the lines of all before it.
     for attempt in sorted(attempts, key=lambda attempt: -attempt.number):
         limits[attempt.number] = limit
         if attempt.began and attempt.counted:

@@ -237,6 +237,7 @@ def read_token(folder: Path, text: str) -> dict[str, Any]:
     file = folder / TOKEN
     for _ in range(50):  # NFS may take seconds to show a new file
         try:
+            # Listing the directory makes an NFS client ask the server again.
             os.listdir(file.parent)
             if file.read_text() == text:
                 break

@@ -260,7 +260,8 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _is_gone(me: dict[str, Any], holder: dict[str, Any]) -> bool:
-    """Return whether the holder is provably gone: the kernel that it ran under is ours."""
+    """Return whether the holder is provably gone: under the kernel that this process runs under,
+    too, there is no such process any more."""
     place = ("cluster", "host", "kernel")
     if holder.get("kernel") is None or any(holder.get(name) != me[name] for name in place):
         return False

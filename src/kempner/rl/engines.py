@@ -207,6 +207,7 @@ class KitEngine:
             "stop": list(sampling.stop),
         }
         answer = self._ask("/v1/completions", body, None, flight)
+        # Afterwards: another run may have given it weights meanwhile.
         self._own(answer.get("run", ""))
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
@@ -323,6 +324,7 @@ class KitEngine:
         try:
             connection.connect()
             opened = connection.sock
+            # Connecting has a limit of its own: an answer may take much longer.
             opened.settimeout(timeout)
             with self._lock:
                 self._open.add(opened)
@@ -419,6 +421,7 @@ class VllmEngine(KitEngine):
                 raise Lost("it has not finished all texts")
             return found
 
+        # The route takes one prompt a request; vLLM batches them.
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(one, prompts))
 
@@ -464,6 +467,7 @@ class VllmEngine(KitEngine):
         reload = {"method": "reload_weights", "kwargs": {"weights_path": body["path"]}}
         self._do("/pause?mode=keep", {})
         try:
+            # If the next call fails the weights are neither the old ones nor the new ones.
             self._do("/update_weight_version", {"new_version": NO_WEIGHTS})
             self._do("/collective_rpc", reload)
             self._do("/reset_prefix_cache?reset_running_requests=true", {})

@@ -122,6 +122,7 @@ class Feed:
         try:
             self._publisher.publish(version)
         except (OSError, PeerFailed) as error:
+            # All ranks are here: publish() raises on each when it has failed on one.
             full = torch.tensor(isinstance(error, OSError) and error.errno in FULL)
             dist.all_reduce(full, dist.ReduceOp.MAX, self._ranks.group)
             self._tries += 1

@@ -126,6 +126,7 @@ class Orchestrator:
             return
         self._newest = newest
         self._router.offer(newest, self._exchange.update(newest))
+        # These weights have learned from them: no rank reads these batches again.
         for step in range(newest, 0, -1):
             if not (folder := self._exchange.rollouts(step)).exists():
                 break

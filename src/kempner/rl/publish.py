@@ -157,6 +157,7 @@ class DirectoryPublisher:
                 waiting.append(data.numpy().data)
                 if sum(map(len, waiting)) < AT_ONCE:
                     continue
+                # Waits for the write before: no more than two lots are in memory.
                 failed = _error_of(written)
                 written, waiting = writer.submit(_write_each, file, waiting), []
             failed = failed or _error_of(written)

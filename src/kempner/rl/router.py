@@ -368,6 +368,7 @@ class Router:
             member.account()
             member.alive, member.version, member.why = False, -1, why
             member.trusted = self._patience is None
+            # Requests and updates of the old life must not change the new one.
             member.life += 1
             engine = member.engine
             self._hand_out()

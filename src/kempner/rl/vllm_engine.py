@@ -65,6 +65,7 @@ class Allowed:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         allowed = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.wanted)
         run = headers.get(RUN.lower().encode(), b"").decode("latin-1")
+        # The server's own scope, lifespan, is nobody's request.
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
         elif not allowed:
@@ -128,6 +129,7 @@ def main(argv: list[str]) -> int:
         return fail(error.strerror or str(error), 1 if isinstance(error, NoFreePort) else 2)
     port = reserved.port if reserved else options.port
     command = [python, "-m", "vllm.entrypoints.cli.main", *words(found, options, port), *more]
+    # In a group of its own, so that stop() ends all that vLLM starts.
     process = subprocess.Popen(command, env=environment(token), start_new_session=True)
     try:
         while process.poll() is None and not end.is_set():

@@ -78,6 +78,7 @@ class Journal:
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
+            # An intent must be durable before sbatch is called.
             os.fsync(file.fileno())
         self._take(line)
 

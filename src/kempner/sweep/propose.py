@@ -81,6 +81,8 @@ def propose(sweep: Sweep, looks: Sequence[Look], journal: Journal, count: int) -
     for number in range(len(looks), len(looks) + count):
         for draw in range(DRAWS):
             seed = random.Random(f"{rule.seed} {number} {draw}").getrandbits(32)
+            # constant_liar: points that run count as bad ones, so that the next ones keep away from
+            # them.
             study.sampler = optuna.samplers.TPESampler(
                 seed=seed, n_startup_trials=rule.startup, constant_liar=True
             )
@@ -92,6 +94,7 @@ def propose(sweep: Sweep, looks: Sequence[Look], journal: Journal, count: int) -
                 taken.add(_hash(point))
                 found[point.name] = values
                 break
+            # Else it would count as one that runs.
             study.tell(trial, state=state.FAIL)
         else:
             break

@@ -179,6 +179,7 @@ def submit(
             if array.running and points:  # each part would run so many at once
                 break
         elif full:
+            # Nobody says how much room there is.
             tasks = part.tasks // 2
         else:
             break
@@ -199,6 +200,7 @@ def _send(
     configs = write_points(journal.folder, array.points)
     for name in ("arrays", "logs"):
         (journal.folder / name).mkdir(exist_ok=True)
+    # Before sbatch: an array is found by its name if this process dies before it has the job.
     submission = journal.intend(sweep.name, [*configs], array.pack)
     lines = journal.folder / "arrays" / f"{submission.name}.txt"
     write_atomic(lines, "".join(f"{config}\n" for config in configs.values()))
@@ -219,6 +221,7 @@ def _send(
         if job is None:
             say("Slurm does not answer")
             continue
+        # Slurm may register it late: sent again, it would be there twice.
         if maybe and waited < REGISTER_S:
             continue
         done = subprocess.run(command, env=dict(env), capture_output=True, text=True)
@@ -283,4 +286,5 @@ def settle(journal: Journal, here: bool = False) -> list[str]:
     for submission in journal.open:
         job = find(journal, submission)
         record(journal, submission, "" if here and job is None else job)
+    # The job of an open submission would count as late, too.
     return [] if journal.open else withdraw(journal)

@@ -46,6 +46,7 @@ class Trackers:
         end = time.monotonic() + seconds
         for process in self._processes.values():
             assert process.stdin is not None
+            # All are told first: they pass on their points side by side.
             process.stdin.close()
         for name, process in self._processes.items():
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -76,6 +76,7 @@ class WeightsAndBiases:
             self._newest.update(dict.fromkeys(new, point.step))
             if not new:
                 continue
+            # Rows that W&B has are counted, too: a row has the same number in each start.
             if self._row >= self._sent:
                 row = {**new, "step": point.step, "_timestamp": point.time}
                 self._run.log(row, step=self._row, commit=True)

@@ -176,6 +176,7 @@ def make(identifier: str, args: str) -> Environment:
     except ConfigError as error:
         raise ConfigError(f"{where}: {line}" for line in error.problems) from None
     except Exception as error:
+        # A mistake of ours, which needs its traceback.
         if identifier in BUILT_IN:
             raise
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from None

@@ -168,6 +168,7 @@ class ModelProgram(run_program.Peer):
         parts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         modules = {node.id for node in parts if isinstance(node, ast.Name)} & MODULES.keys()
         try:
+            # Lone surrogates, which a completion may have, cannot be sent.
             self.ask("run", self._source.encode(errors="replace").decode())
             exec(code, Names(self, modules - {tests.name}, tests.name))
             self.ask("truth", None)  # it must not have ended inside an `except` of the tests
@@ -212,6 +213,7 @@ class ModelProgram(run_program.Peer):
             raise TypeError(key)
         found = run_program.find(key)
         if is_error(found):
+            # A KeyboardInterrupt would end this process.
             return found if issubclass(found, (Exception, SystemExit)) else RuntimeError
         if key not in TYPES:
             raise TypeError(key)
@@ -275,6 +277,7 @@ class ModelProgram(run_program.Peer):
         own = has if fixed in BASES else has - {"__eq__", "__bool__", "__hash__"}
         space = {each: special(each, fixed) for each in own}
         if "__eq__" in space:
+            # Python makes it None where a class defines __eq__ alone.
             space.setdefault("__hash__", fixed.__hash__)
         space["__doc__"] = property(lambda self: self._kind_.program.ask("get", self, "__doc__"))
         space["_kind_"] = SimpleNamespace(

@@ -141,6 +141,7 @@ class Peer:
             try:
                 text = self.pack("error", (error, *changed))
             except Exception:
+                # The exception, or what has changed, cannot be sent.
                 text = self.pack("error", (RuntimeError(type(error).__name__),))
         finally:
             self.depth -= 1
@@ -207,6 +208,7 @@ class Peer:
         if not self.depth:
             self.shared, self.places = [], {}
         changed = [number for number, node in enumerate(nodes) if node[0] in CHANGED]
+        # All are made before any is filled: they may contain each other.
         for number in changed:
             made[number] = self.place(*nodes[number])
         for number in changed:
@@ -391,6 +393,7 @@ def plain(value: Any, base: Any) -> Any:
     """Convert an instance of a class that derives from `base` to `base` itself."""
     if base is complex:
         return complex(value.real, value.imag)
+    # By the methods of the base: the class may override its own.
     if base in (int, float, str):
         return getattr(base, f"__{base.__name__}__")(value)
     return base(base.items(value) if issubclass(base, dict) else base.__iter__(value))
