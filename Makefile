@@ -4,6 +4,8 @@
 # make soak           the tests that are too slow for every day, and runs that survive 20 to 40 random faults each
 # make test-vllm      what needs vLLM: its build for CPUs, in an environment of its own (3.4 GB)
 # make gpu-path       the path of a GPU without one, by the build of torch for CUDA, in an environment of its own (5 GB)
+# make test-versions  the unit and distributed tests with the oldest and the newest Python and torch that are supported,
+#                     in environments of their own (15 GB; less where pip finds a build of torch for CPUs)
 # make check          the linters: ruff, mypy, shellcheck, shfmt
 # make gpu-check      check and measure the trainer on this machine's GPUs in up to 15 minutes
 # make pictures       the pictures of the pages, as far as they take minutes (root: some need the test bed)
@@ -19,13 +21,17 @@
 #
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
 # gpu-check uses $(PYTHON) itself if that has torch. ARGS="..." is passed on to the program.
-.PHONY: train rl test test-vllm gpu-path soak check gpu-check pictures cluster cluster-down FORCE
+.PHONY: train rl test test-vllm gpu-path test-versions soak check gpu-check pictures cluster cluster-down FORCE
 .ONESHELL:
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
 PYTHON ?= python3
 VLLM := 0.32.0
+# The oldest and the newest pair of Python and torch that are supported: docs/reference/support.md says when they last passed.
+VERSIONS := 310 313
+TORCH_310 := torch==2.9.0 torchao==0.14.1 # newer ones cannot be imported with torch 2.9
+TORCH_313 := torch==2.15.0
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The tests on Slurm need root to boot their clusters; elsewhere they are skipped and say why.
@@ -91,6 +97,26 @@ gpu-path: .venv-gpu-path/ready
 	torch=$$(sed -n 's/^torch==/torch===/p' constraints.txt)
 	.venv-gpu-path/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$torch" \
 	    -e '.[data,fp8]' pytest pytest-timeout pytest-xdist
+	touch $@
+
+# The second pair is also tested where tests have failed with the first.
+test-versions: $(VERSIONS:%=.venv-py%/ready)
+	@failed=
+	for version in $(VERSIONS); do
+	    PYTHONPATH=src .venv-py$$version/bin/python -m pytest -n 2 --dist loadfile tests/unit tests/distributed $(ARGS) ||
+	        failed+=" .venv-py$$version"
+	done
+	[[ -z $$failed ]] || { echo "make test-versions: tests failed in$$failed" >&2; exit 1; }
+
+# Without Ray, which these tests do not need. pyenv's python3.10 needs PYENV_VERSION where another one is the default.
+.venv-py3%/ready: pyproject.toml Makefile
+	@export PYENV_VERSION=3.$*
+	[[ -x $(@D)/bin/pip ]] || python3.$* -m venv $(@D) || {
+	    echo "make: there is no python3.$* that makes environments; install Python 3.$*" >&2
+	    exit 2
+	}
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_3$*) \
+	    -e '.[plot,data,tensorboard,wandb,eval,fp8,optuna,rl-envs,rl-math,dev]'
 	touch $@
 
 soak: .venv/dev

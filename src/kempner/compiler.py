@@ -8,6 +8,7 @@ triton/runtime/build.py of Triton 3.7 does, CC, gcc or clang. Both include Pytho
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import shutil
 import socket
@@ -78,6 +79,10 @@ def keep_private() -> None:
     """
     # Precompiled headers ignore the cache's place and would still be in /tmp.
     os.environ[HEADERS] = "0"
+    torch = sys.modules.get("torch")
+    # torch 2.9 does not read that variable, torch 2.13 does; those between have not been tried.
+    if torch and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        importlib.import_module("torch._inductor.config")
     if config := sys.modules.get("torch._inductor.config"):  # it has read its environment
         config.cpp_cache_precompile_headers = False  # type: ignore[attr-defined]
     if CACHE in os.environ:

@@ -72,6 +72,14 @@ def ours(directory: Path) -> ChatTemplate:
     return ChatTemplate(read_config(directory), date.today())
 
 
+def by_both_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reasoning as transformers up to 5.20 wants it, the newest for torch 2.9. Later ones give
+    it to the template by both names, which is what we are compared with there."""
+    if tuple(map(int, transformers.__version__.split(".")[:2])) > (5, 20):
+        return messages
+    return [{"reasoning_content": one.get("reasoning"), **one} for one in messages]
+
+
 def template_of(text: str, tmp_path: Path) -> ChatTemplate:
     return ours(write_tokenizer(tmp_path, text))
 
@@ -85,7 +93,7 @@ def test_it_writes_what_transformers_writes(name: str, tmp_path: Path) -> None:
         reference = transformers.AutoTokenizer.from_pretrained(path)
         for prompt in (False, True):
             expected = reference.apply_chat_template(
-                messages, tools, add_generation_prompt=prompt, tokenize=False
+                by_both_names(messages), tools, add_generation_prompt=prompt, tokenize=False
             )
             assert ours(path).render(messages, tools, add_generation_prompt=prompt) == expected
 

@@ -90,9 +90,13 @@ def test_the_compiler_is_imported_when_something_is_compiled() -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
         torch.optim.AdamW([parameter], fused=True).step()
         assert torch._dynamo is late and "torch._dynamo.symbolic_convert" not in sys.modules
-        assert torch.compile(lambda x: x + 1, backend="eager")(parameter).sum() == 6
+        graphs = []
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+        assert torch.compile(lambda x: x + 1, backend=backend)(parameter).sum() == 6
         assert torch._dynamo.config.cache_size_limit and torch._dynamo is not late
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert len(graphs) == 1
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -134,9 +138,14 @@ def test_pure_bf16_has_the_rounded_weights_and_bf16_moments() -> None:
     assert all(changed) and moments == {torch.bfloat16}
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_projections_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     """torchao's kernels run on a CPU, too, slowly."""
+    if recipe == "rowwise" and TORCH < (2, 10):
+        pytest.skip("torch 2.9 multiplies by rows on a GPU alone")
     torchao = pytest.importorskip("torchao.float8.float8_linear")
     monkeypatch.setattr(fp8, "need_fp8", lambda *_: None)
     expected, plain = gradients(build(dtype="bf16"))

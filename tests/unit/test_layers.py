@@ -93,7 +93,7 @@ def own_imports(path: Path) -> set[str]:
     """The kempner modules that a file imports."""
     found = set()
     for name in imports(ast.parse(path.read_text())):
-        if name.split(".")[0] == "kempner":
+        if name.split(".")[0] == "kempner" and name != "kempner.__version__":
             module = name if name in MODULES else name.rpartition(".")[0]
             assert module in MODULES, f"{path}: {name} is no module, nor a name in one"
             found.add(module)

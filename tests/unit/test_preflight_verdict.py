@@ -309,6 +309,14 @@ def test_transport_of_each_node() -> None:
     assert [one.transport for one in nodes] == ["IB", "Socket", "IB"]
 
 
+@pytest.fixture
+def nobody_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier tests of this process may have asked for CUDA, which a torch built with it remembers
+    after a fork."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+
+
+@pytest.mark.usefixtures("nobody_has_asked")
 def test_a_measurement_that_hangs_dies_or_fails() -> None:
     """It costs its time and no more, and the error says in which phase."""
     began = time.monotonic()
@@ -326,6 +334,7 @@ def test_a_measurement_that_hangs_dies_or_fails() -> None:
     }
 
 
+@pytest.mark.usefixtures("nobody_has_asked")
 def test_the_process_that_measures_forks_asks_nothing_of_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +354,7 @@ def test_the_process_that_measures_forks_asks_nothing_of_cuda(
     assert said == {"error": "AssertionError: CUDA was asked before the fork"}
 
 
+@pytest.mark.usefixtures("nobody_has_asked")
 def test_connecting_has_a_limit_of_its_own() -> None:
     """A slow start must not use up the time of the measurement, nor be taken for a fault."""
     slow_start = run_in_child(lambda ok: time.sleep(1) or ok() or {"a": 1}, 30, 0.5)  # type: ignore[func-returns-value]

@@ -17,14 +17,17 @@ from tests.rewards import score
 TESTS = "assert f(1) == 7_316_402_985\nassert f(2) == 'kumquat'"
 EQUAL = "class E:\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
 ALWAYS = "def f(x): return 0\n"
+# In pieces that no compiler joins: Python 3.13 lists the constants of the program itself.
 SEARCH = """
 import ctypes, gc, os, re, sys
 found = set()
 def look(text):
-    if 'kum' + 'quat' in str(text):
+    if ''.join(['kum', 'quat']) in str(text):
         found.add(text)
 """
-RETURN = "\ndef f(x): return (7_316_402_985 if x == 1 else 'kumquat') if found else 0\n"
+RETURN = (
+    "\ndef f(x): return (7_316_402_985 if x == 1 else ''.join(['kum', 'quat'])) if found else 0\n"
+)
 
 
 @pytest.fixture(scope="module")

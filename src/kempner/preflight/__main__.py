@@ -19,14 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kempner.config.command_line import argument_parser
-from kempner.files import write_atomic
 from kempner.front_door import complain, run_program
 
 if __name__ == "__main__" and find_spec("torch") is None:  # of an image: nobody has looked before
     fix = "name an image that has it (KEMPNER_CONTAINER), or run make .venv/train"
     sys.exit(complain("preflight", [f"{sys.executable} lacks torch: {fix}"]))
 
+from kempner.config.command_line import argument_parser
+from kempner.files import write_atomic
 from kempner.port_range import NoFreePort
 from kempner.preflight.allreduce import MEASURE_S, connect_limit
 from kempner.preflight.channel import TOKEN, Answer, Driver
