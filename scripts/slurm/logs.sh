@@ -57,9 +57,10 @@ kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_L
 }
 
 kp_check_rank() { # stops when the run is known to have no rank KP_RANK
-    local ranks
+    local ranks KP_VALUES=()
     [[ -n $KP_RANK && -n $KP_RUN_DIR && -e $KP_RUN_DIR/attempts.jsonl ]] || return 0
-    ranks=$(sed -n 's/.*"world_size": \([0-9]*\).*/\1/p' -- "$KP_RUN_DIR/attempts.jsonl" | tail -n 1)
+    kp_find_records "$KP_RUN_DIR/attempts.jsonl" "world_size=*" -- world_size || true
+    ((${#KP_VALUES[@]} == 0)) || ranks=${KP_VALUES[-1]}
     ((10#$KP_RANK < ${ranks:-10#$KP_RANK + 1})) ||
         kp_die "--rank $KP_RANK: the run has $ranks rank(s), 0 to $((ranks - 1))"
     KP_RANK=$((10#$KP_RANK))

@@ -1037,7 +1037,8 @@ def test_a_short_time_limit_and_its_warning() -> None:
 
     def told(limit: str, seconds: int, lead: int, ran: int, moved: int = 0) -> list[str]:
         script = f"""
-at() {{ date -d "@$(($(date +%s) + $1))" +%Y-%m-%dT%H:%M:%S; }}
+printf -v now '%(%s)T' -1
+at() {{ date -d "@$((now + $1))" +%Y-%m-%dT%H:%M:%S; }}
 KP_JOB="TimeLimit={limit} StartTime=$(at -{ran}) EndTime=$(at {seconds - ran + moved})"
 sleep() {{ :; }}
 kill() {{ echo "$*" | sed "s/$$/us/"; }}
@@ -1216,9 +1217,11 @@ def test_a_start_that_ends_before_its_step(
 
 
 def test_a_crash_loop_has_a_bound_without_python(tmp_path: Path) -> None:
-    """The judge fails each time, as in a container that takes too long to start."""
+    """The judge fails each time, as in a container that takes too long to start. Where no Python
+    starts at all, nothing can be recorded: then all starts of the job count."""
     (tmp_path / "bin").mkdir()
-    for name, text in (("scontrol", 'echo "$TEXT"'), ("python3", "exit 1")):
+    judge = f'[[ "$*" != *judge* && ! -e {tmp_path}/none ]] && exec {sys.executable} "$@"; exit 1'
+    for name, text in (("scontrol", 'echo "$TEXT"'), ("python3", judge)):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     script = f"""
@@ -1231,6 +1234,12 @@ def test_a_crash_loop_has_a_bound_without_python(tmp_path: Path) -> None:
     lines = map(json.loads, (tmp_path / "attempts.jsonl").read_text().splitlines())
     made = [(line["decision"], line["no_progress"]) for line in lines]
     assert made == [("requeue", 1), ("requeue", 2), ("end", 3), ("end", 4)]
+    (tmp_path / "none").touch()
+    script = script.replace("1 2 3 4", "1").replace(">/dev/null", "")
+    for starts, decision in (("1", "requeue: "), ("2", "end: ")):
+        env["TEXT"] = job("").replace("Restarts=0", f"Restarts={starts}")
+        done = bash(script, **env, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+        assert decision in done.stdout and "cannot be recorded" in done.stdout, done
 
 
 def test_the_judge_is_asked_outside_of_the_container(tmp_path: Path) -> None:
@@ -1256,7 +1265,7 @@ def test_the_judge_is_asked_outside_of_the_container(tmp_path: Path) -> None:
     assert not (tmp_path / "started").exists()
 
 
-def test_crashes_are_counted_without_python(tmp_path: Path) -> None:
+def test_crashes_are_counted_without_the_judge(tmp_path: Path) -> None:
     """As kempner.history.judge counts them: null is one more, a number is the number."""
     kinds = [(12, "2"), (12, "0"), (13, "9"), (12, "null"), (12, "null")]
     lines = [

@@ -61,10 +61,10 @@ def test_what_does_not_fit_has_its_default(
 
 
 def test_a_decision_of_the_batch_script(tmp_path: Path) -> None:
-    """kp_record of requeue.sh writes it by printf."""
-    (requeue,) = SCRIPTS.rglob("requeue.sh")
+    """kp_record of requeue.sh has no look at the schema."""
+    (library,) = SCRIPTS.rglob("all.sh")
     script = f"""
-        source {requeue}
+        source {library}
         kp_log() {{ :; }}
         kp_job_id() {{ echo 12; }}
         kp_notify() {{ :; }}

@@ -75,6 +75,8 @@ source "$KP_LIB/code.sh"
 source "$KP_LIB/profile.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/container.sh
 source "$KP_LIB/container.sh"
+# shellcheck source-path=SCRIPTDIR source=lib/records.sh
+source "$KP_LIB/records.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/job.sh
 source "$KP_LIB/job.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/resources.sh

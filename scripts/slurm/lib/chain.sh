@@ -65,23 +65,14 @@ kp_chain_tell() { # for --dry-run
 # --- the journal -------------------------------------------------------------------------------------------
 
 kp_chain_write() { # <event> <job> <link> [why]: a line that is on the disk before this returns
-    local line
-    printf -v line '{"event": "%s", "chain": "%s", "link": %d, "job": "%s", "why": %s, "time": %(%s)T}' \
-        "$1" "$KP_CHAIN" "$3" "$2" "$(kp_json "${4:-}")" -1
-    [[ -z $(tail -c 1 -- "$KP_JOURNAL" 2>/dev/null) ]] || line=$'\n'$line
-    kp_shielded printf '%s\n' "$line" >>"$KP_JOURNAL" && kp_shielded sync -- "$KP_JOURNAL" || true
-}
-
-kp_chain_line() { # <pattern of chain> <of link>: event, chain, link and job of the last such line that names a job
-    local pattern='s/^\{"event": "([a-z]+)", "chain": "('$1')", "link": ('$2'), "job": "([^"]+)".*/\1 \2 \3 \4/p'
-    kp_shielded sed -nE "$pattern" "$KP_JOURNAL" 2>/dev/null | tail -n 1
+    kp_records append "$KP_JOURNAL" event="$1" chain="$KP_CHAIN" link:="$3" job="$2" why="${4:-}" || true
 }
 
 kp_chain_jobs() { # the jobs of the chain, with commas; without one this job
-    local pattern
+    local KP_VALUES=()
     if [[ -n $KP_CHAIN ]]; then
-        pattern='s/^\{"event": "submitted", "chain": "'$KP_CHAIN'".* "job": "([^"]+)".*/\1/p'
-        { echo "$KP_CHAIN" && kp_shielded sed -nE "$pattern" "$KP_JOURNAL"; } | paste -sd,
+        kp_find_records "$KP_JOURNAL" event=submitted "chain=$KP_CHAIN" "job=*" -- job || true
+        kp_comma "$KP_CHAIN" "${KP_VALUES[@]}"
     else
         kp_job_id
     fi
@@ -90,35 +81,40 @@ kp_chain_jobs() { # the jobs of the chain, with commas; without one this job
 # --- whose turn it is --------------------------------------------------------------------------------------
 
 kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was cancelled, or another job goes on
-    local chain link after event job
+    local chain link after KP_VALUES=()
     read -r chain link after <<<"${KEMPNER_CHAIN_LINK:-}" || true
-    if [[ -n $after ]] && grep -qsF "\"chain\": \"$chain\", \"link\": $link," "$KP_JOURNAL"; then
+    [[ -z $after ]] || kp_find_records "$KP_JOURNAL" "chain=$chain" "link=$link" -- event job || true
+    if ((${#KP_VALUES[@]} > 0)); then
         KP_CHAIN=$chain KP_LINK=$link
         # Whoever killed our predecessor between sbatch and this line, it is there now.
-        [[ -n $(kp_chain_line "$chain" "$link") ]] || kp_chain_write submitted "$(kp_job_id)" "$link"
+        kp_find_records "$KP_JOURNAL" "chain=$chain" "link=$link" "job=*" -- job || true
+        ((${#KP_VALUES[@]} > 0)) || kp_chain_write submitted "$(kp_job_id)" "$link"
         kp_chain_look_back "$after"
     else
         KP_CHAIN=$(kp_job_id) KP_LINK=0
     fi
 
-    read -r event chain link job <<<"$(kp_chain_line '[^"]+' '[0-9]+')" || true
-    [[ $event != submitted || $job == "$(kp_job_id)" ]] || ! kp_chain_queued "$job" ||
-        kp_die "job $job goes on with $KP_RUN_DIR already (KEMPNER_CHAIN of job $chain): scancel $job, or wait for it"
+    kp_find_records "$KP_JOURNAL" "chain=*" "job=*" -- event chain job || true
+    ((${#KP_VALUES[@]} > 0)) || return 0
+    set -- "${KP_VALUES[@]: -3}" # of the last line
+    [[ $1 != submitted || $3 == "$(kp_job_id)" ]] || ! kp_chain_queued "$3" ||
+        kp_die "job $3 goes on with $KP_RUN_DIR already (KEMPNER_CHAIN of job $2): scancel $3, or wait for it"
 }
 
 kp_chain_look_back() { # <predecessor>: ends this job when the user has cancelled that one, or it ended for good
-    local state='' last why
+    local state='' last='' why KP_VALUES=()
     # Slurm forgets a job some minutes after its end (MinJobAge); then its accounting may know, and our own records.
     if kp_ask scontrol show job "$1" && [[ $KP_ANSWER =~ JobState=([A-Z_]+) ]]; then
         state=${BASH_REMATCH[1]}
     elif kp_ask sacct -X -n -P -j "$1" -o State; then
         state=${KP_ANSWER%%[[:space:]]*}
     fi
-    last=$(kp_shielded grep -sE "\"event\": \"decision\".*\"job\": \"$1\"" "$KP_RUN_DIR/attempts.jsonl" | tail -n 1) ||
-        true
-    if [[ $state == CANCELLED ]] && ! kp_shielded grep -qsE '"event": "lost".*"job": "'"$1"'"' "$KP_JOURNAL"; then
+    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$1" -- decision || true
+    ((${#KP_VALUES[@]} == 0)) || last=${KP_VALUES[-1]}
+    kp_find_records "$KP_JOURNAL" event=lost "job=$1" -- time || true
+    if [[ $state == CANCELLED && ${#KP_VALUES[@]} == 0 ]]; then
         why="was cancelled"
-    elif [[ $last == *'"decision": "leave"'* || $last == *'"decision": "end"'* ]]; then
+    elif [[ $last == leave || $last == end ]]; then
         why="has ended for good"
     else
         return 0

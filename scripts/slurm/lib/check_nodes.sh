@@ -34,7 +34,7 @@ kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fail
 }
 
 kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all pass, and KP_BAD
-    local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries text='' pattern='"bad": "([^"]*)"'
+    local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries
     local driver_port directory
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
     KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
@@ -78,6 +78,6 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
 
     rm -rf -- "$meet"
     ((KP_CODE != 2)) || exit 2
-    { read -r -d '' text <"$json"; } 2>/dev/null || true
-    [[ ! $text =~ $pattern ]] || KP_BAD=${BASH_REMATCH[1]}
+    local KP_VALUES=()
+    ! kp_values kp_records values "$json" bad || KP_BAD=${KP_VALUES[0]:-}
 }

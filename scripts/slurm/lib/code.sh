@@ -237,8 +237,7 @@ kp_code_name() { # <copy> <directory>: gives it the name of its content; beside 
     KP_COPY=$2/${hash:0:12}
     if [[ ! -d $KP_COPY ]]; then
         commit=$(git -C "$KP_ROOT" rev-parse HEAD 2>/dev/null) || commit=''
-        printf '{"hash": "%s", "commit": "%s", "origin": %s, "time": %(%s)T}\n' "${hash:0:12}" "$commit" \
-            "$(kp_json "$KP_ROOT")" -1 >"$1.json"
+        kp_records write "$1.json" hash="${hash:0:12}" commit="$commit" origin="$KP_ROOT" || return 1
         [[ -z $commit ]] || git -C "$KP_ROOT" diff HEAD -- . ':(exclude,glob)**/'{.env*,.netrc,site.env,site.d/*.env} >"$1.patch"
         mv -f -- "$1.json" "$KP_COPY.json"
         [[ ! -e $1.patch ]] || mv -f -- "$1.patch" "$KP_COPY.patch"

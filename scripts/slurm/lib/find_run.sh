@@ -16,9 +16,10 @@ kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none ye
 }
 
 kp_find_job() { # <JOBID>: the same for a job
-    local file told
+    local file told KP_VALUES=()
     for file in runs/*/status.json runs/*/attempts.jsonl; do
-        if grep -qsF "\"job\": \"$1\"" -- "$file" && [[ -z $KP_RUN_DIR || $file -nt $KP_RUN_DIR/attempts.jsonl ]]; then
+        [[ -r $file ]] && kp_find_records "$file" "job=$1" -- job || KP_VALUES=()
+        if ((${#KP_VALUES[@]} > 0)) && [[ -z $KP_RUN_DIR || $file -nt $KP_RUN_DIR/attempts.jsonl ]]; then
             KP_RUN_DIR=${file%/*}
         fi
     done

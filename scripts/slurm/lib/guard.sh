@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Requeues a job that has lost the host of its batch script; on other hosts of the job.
 #
-#   srun ... guard.sh JOB RESTARTS [JOURNAL CHAIN LINK]
+#   srun ... guard.sh JOB RESTARTS [JOURNAL CHAIN LINK PYTHON]
 #
 # With --no-kill Slurm takes a lost host out of the job and lets the job go on, even when its batch script ran there:
 # until the time limit nobody would be in it. RESTARTS: a host that was cut off may still run the guard of an earlier
@@ -25,9 +25,10 @@ while sleep 10; do
     if [[ $(field Requeue) != 0 ]]; then
         scontrol requeue "$1" 2>/dev/null || true
     else
-        [[ -z ${3:-} ]] ||
-            printf '{"event": "lost", "chain": "%s", "link": %d, "job": "%s", "time": %(%s)T}\n' \
-                "$4" "$5" "$1" -1 >>"$3"
+        if [[ -n ${3:-} ]]; then
+            lost=("${0%/*}/records.py" append "$3" event=lost "chain=$4" "link:=$5" "job=$1")
+            "${6:-python3}" -I -S "${lost[@]}" || python3 -I -S "${lost[@]}" || true
+        fi
         scancel "$1"
     fi
 done

@@ -134,12 +134,11 @@ kp_point() { # <configuration>: one attempt; ends the subshell
 }
 
 kp_skip_if_ended() { # ends the subshell when an earlier start of this job has decided that the run has ended for good
-    local last
-    last=$(grep -sF '"event": "decision"' "$KP_RUN_DIR/attempts.jsonl" |
-        grep -F "\"job\": \"$(kp_job_id)\"" | tail -n 1) || return 0
-    [[ $last == *'"decision": "end"'* ]] || return 0
+    local KP_VALUES=()
+    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_job_id)" -- decision why || true
+    ((${#KP_VALUES[@]} > 0)) && [[ ${KP_VALUES[-2]} == end ]] || return 0
     kp_log "it has ended in an earlier start of this job"
-    [[ $last == *'"the run is '@(done|stopped)* ]] || exit 1
+    [[ ${KP_VALUES[-1]} == 'the run is '@(done|stopped)* ]] || exit 1
     exit 0
 }
 

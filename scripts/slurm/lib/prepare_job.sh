@@ -24,9 +24,9 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
 }
 
 kp_committed_step() { # in place of requeue.sh's: a point for each unit encoded, and another when it is in a shard
-    local units text='' pattern='"units": ([0-9]+)' assembled=0
-    { read -r -d '' text <"$KP_OUT/dataset.partial.json"; } 2>/dev/null || true
-    [[ ! $text =~ $pattern ]] || assembled=${BASH_REMATCH[1]}
+    local units KP_VALUES=() assembled
+    kp_values kp_records values "$KP_OUT/dataset.partial.json" units || true
+    assembled=${KP_VALUES[0]:-0}
     units=("$KP_RUN_DIR"/[0-9]*.npz) # those that are in shards are gone
     [[ -e ${units[0]} ]] || units=()
     echo $((${#units[@]} + 2 * assembled))

@@ -41,26 +41,15 @@ kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to n
 
 # --- the record --------------------------------------------------------------------------------------------
 
-kp_json() { # <text>: as a JSON string
-    local text=${1//\\/\\\\}
-    text=${text//\"/\\\"}
-    printf '"%s"' "${text//[[:cntrl:]]/ }"
-}
-
 kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log and in attempts.jsonl (events.py)
-    local file=$KP_RUN_DIR/attempts.jsonl line
+    local file=$KP_RUN_DIR/attempts.jsonl
     KP_DECIDED=$1
     kp_log "$1: $2"
-    printf -v line '{"event": "decision", "decision": "%s", "why": %s, "job": "%s", "restart": %d, "attempt_id": %s, ' \
-        "$1" "$(kp_json "$2")" "$(kp_job_id)" "${SLURM_RESTART_COUNT:-0}" "$(kp_json "$KEMPNER_ATTEMPT_ID")"
-    printf -v line '%s"step": %s, "no_progress": %s, "blamed": %s, "excluded": %s, "kind": "%s", ' \
-        "$line" "$(kp_step)" "${KP_NO_PROGRESS:-null}" "$(kp_json "$KP_BLAMED")" "$(kp_json "$KP_EXCLUDED")" \
-        "${KP_KIND:-}"
-    printf -v line '%s"batch_began": %d, "time": %(%s)T}' "$line" "${KEMPNER_BATCH_BEGAN:-0}" -1
-
-    # A rank that was killed may have left half a line: it must not swallow this one.
-    [[ -z $(tail -c 1 -- "$file" 2>/dev/null) ]] || line=$'\n'$line
-    { printf '%s\n' "$line" >>"$file"; } 2>/dev/null || kp_log "the decision cannot be recorded in $file"
+    kp_records append "$file" event=decision decision="$1" why="$2" job="$(kp_job_id)" \
+        restart:="${SLURM_RESTART_COUNT:-0}" attempt_id="$KEMPNER_ATTEMPT_ID" step:="$(kp_step)" \
+        no_progress:="${KP_NO_PROGRESS:-null}" blamed="${KP_BLAMED:-}" excluded="${KP_EXCLUDED:-}" \
+        kind="${KP_KIND:-}" batch_began:="${KEMPNER_BATCH_BEGAN:-0}" ||
+        kp_log "the decision cannot be recorded in $file"
     [[ ! $1 =~ ^(end|leave)$ ]] || kp_chain_cancel "$1: $2"
     [[ $1 == requeue ]] || kp_notify "$@" # that takes seconds, and the job may be near its limit
 }
@@ -68,24 +57,26 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
 # --- whose fault it was ------------------------------------------------------------------------------------
 
 kp_count_crashes() { # prints how many attempts of the job in a row, before this one, made no progress, by the decisions
-    # As faulty_host.py counts: a decision says null where nobody had the time to count.
-    local line count=0 jobs pattern='"no_progress": ([0-9]+)'
-    jobs=$(kp_chain_jobs)
-    while IFS= read -r line; do
-        if [[ $line =~ $pattern ]]; then count=${BASH_REMATCH[1]}; else count=$((count + 1)); fi
-    done < <(kp_shielded grep -sE "\"event\": \"decision\".*\"job\": \"(${jobs//,/|})\"" "$KP_RUN_DIR/attempts.jsonl")
+    # As kempner.history.judge counts: a decision says null where nobody had the time to count. Where no Python starts,
+    # nothing is recorded either, and no crash loop goes on without a bound: all starts of the job count.
+    local count=0 number KP_VALUES=() code=0
+    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_chain_jobs)" -- no_progress || code=$?
+    [[ $code == 0 || $code == 3 ]] || count=$(kp_field Restarts)
+    for number in "${KP_VALUES[@]}"; do
+        if [[ -n $number ]]; then count=$number; else count=$((count + 1)); fi
+    done
     echo "$count"
 }
 
 kp_was_cut_short() { # true when this attempt was asked to leave before its training began, and not by its time limit
-    local end now
+    local end now KP_VALUES=()
     [[ ${KP_SIGNAL:-USR2} != USR2 ]] || return 1
     if [[ $(kp_field PreemptTime) =~ ^(None)?$ ]] && end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null); then
         printf -v now '%(%s)T' -1
         ((end - now > ${KEMPNER_SIGNAL_LEAD:-120} + 60)) || return 1 # the next start would have no more time
     fi
-    ! kp_shielded grep -qsE "\"event\": \"start\".*\"attempt_id\": $(kp_json "$KEMPNER_ATTEMPT_ID")" \
-        "$KP_RUN_DIR/attempts.jsonl"
+    kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=start "attempt_id=$KEMPNER_ATTEMPT_ID" -- time || return 0
+    ((${#KP_VALUES[@]} == 0))
 }
 
 kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge); sets KP_ANSWERED, KP_WHY, KP_KIND,

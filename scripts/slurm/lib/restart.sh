@@ -228,7 +228,7 @@ kp_start_guard() { # <other host>...: watches, on up to two of them, that this o
     (($# > 0)) && kp_is_batch || return 0
     mapfile -t on < <(printf '%s\n' "$1" "${!#}" | sort -u)
     kp_beside guard --no-kill --mem=0 --gres=none --cpus-per-task=1 "${on[@]}" -- bash "$KP_LIB/guard.sh" \
-        "$(kp_job_id)" "$KP_START" ${KP_CHAIN:+"$KP_JOURNAL" "$KP_CHAIN" "$KP_LINK"}
+        "$(kp_job_id)" "$KP_START" ${KP_CHAIN:+"$KP_JOURNAL" "$KP_CHAIN" "$KP_LINK" "$KP_PYTHON"}
     KP_GUARD=$!
 }
 
