@@ -17,6 +17,8 @@
 #
 # SLURM_BIN=DIR takes the Slurm in DIR in place of the one in PATH, for test, soak and cluster.
 #
+# ONLY="faults rl" runs these parts of soak alone; tests/soak.py names them. A table of all parts comes at the end.
+#
 # The tests run in two workers: half of the time they wait for Slurm. ARGS="-n 0" runs them in one process.
 #
 # Everything is installed into .venv; PYTHON=python3.12 chooses the Python that makes it. Where .venv does not exist,
@@ -121,14 +123,7 @@ test-versions: $(VERSIONS:%=.venv-py%/ready)
 
 soak: .venv/dev
 	@$(INSTALL_SLURM)
-	$(PY) -m pytest -m soak $(ARGS)
-	$(MAKE) test-vllm
-	$(PY) -m pytest tests/slurm tests/fault tests/ray --as-user $(ARGS)
-	$(PY) -m pytest tests/distributed --trainer-python=/usr/bin/python3 $(ARGS)
-	$(PY) -m benchmarks.soak --faults 30 --seed 1 --pattern kit spares
-	$(PY) -m benchmarks.soak --site hostile --faults 40 --seed 1
-	$(PY) -m benchmarks.soak_replicas --faults 30 --seed 1
-	$(PY) -m benchmarks.soak_rl --faults 20 --seed 1
+	$(PY) -m tests.soak $(if $(ONLY),--only $(ONLY)) -- $(ARGS)
 
 check: .venv/lint
 	@.venv/bin/ruff check

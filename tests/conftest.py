@@ -22,6 +22,7 @@ import torch
 
 import kempner
 from kempner.front_door import exit_code
+from tests import zygote
 from tests.cluster import AS_USER, ROOT, cluster, files_of_user
 
 __all__ = ["cluster"]  # a fixture
@@ -113,6 +114,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"--as-user: {mark.args[0]}")
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """However a test ends, nothing that it has started goes on."""
+    yield
+    zygote.end_all()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def files_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """With --as-user: what the tests write is the user's, as if it had been written by hand."""
@@ -149,13 +157,14 @@ def packages() -> dict[str, str]:
 def start_train(
     *args: str, nproc: int = 1, program: str = "scripts/train.py", **env: str
 ) -> subprocess.Popen[str]:
-    """The trainer, or `program` in its place, in one process, or in several by torchrun."""
+    """The trainer, or `program` in its place, in one process, or in several by torchrun. What of it
+    still runs when the test ends is killed."""
     launcher = [*TRAINER_PYTHON]
     if launcher != [sys.executable]:
         env = {**packages(), **env}
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    return subprocess.Popen(
+    return zygote.Popen(
         [*launcher, program, *args],
         cwd=ROOT,
         env=clean_env(**env),

@@ -1,4 +1,7 @@
-"""A run that is asked to leave, by whomever: it saves, leaves, comes back and loses no step."""
+"""A run that is asked to leave, by whomever: it saves, leaves, comes back and loses no step.
+
+Every day the real trainer does it once in each way; the batch script's part of the others is in
+tests/slurm/test_requeue.py, with a fake trainer, and the trainer's part in tests/distributed."""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ def test_warning_before_the_time_limit_twice(broken_run: Submit) -> None:
     assert all("saved" in event["why"] for event in run.events("decision")[:2])
 
 
+@pytest.mark.soak
 def test_warning_under_tensor_parallelism(broken_run: Submit) -> None:
     """Two hosts that share each product: both save, and come back with the same losses."""
     run = broken_run("--distributed.tp=2")
@@ -74,6 +78,7 @@ def test_the_clock_alone(broken_run: Submit) -> None:
     assert "SIGTERM" not in run.log
 
 
+@pytest.mark.soak
 def test_preemption(broken_run: Submit) -> None:
     run = broken_run()
     run.wait_for_step(12)
@@ -101,6 +106,7 @@ def term(run: BrokenRun, rank: int) -> None:
         os.kill(pid, signal.SIGTERM)
 
 
+@pytest.mark.soak
 def test_one_rank_alone(broken_run: Submit) -> None:
     run = broken_run()
     run.wait_for_step(7)
@@ -195,7 +201,7 @@ def test_during_the_final_save(broken_run: Submit, tmp_path: Path) -> None:
 # --- For good -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["signal", "file"])
+@pytest.mark.parametrize("how", ["signal", pytest.param("file", marks=pytest.mark.soak)])
 def test_the_users_wish_to_stop(broken_run: Submit, how: str) -> None:
     run = broken_run()
     run.wait_for_step(7)
@@ -230,7 +236,7 @@ def test_save_and_go_on(broken_run: Submit, how: str) -> None:
     [
         pytest.param("early", marks=pytest.mark.soak),
         pytest.param("late", marks=pytest.mark.soak),
-        "saving",
+        pytest.param("saving", marks=pytest.mark.soak),
     ],
 )
 def test_scancel_never_comes_back(broken_run: Submit, when: str) -> None:

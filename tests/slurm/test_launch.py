@@ -102,26 +102,6 @@ def test_whole_nodes_without_any_option(
     assert list(losses(tmp_path / "run").values()) == pytest.approx(one_process, 1e-5)
 
 
-def test_the_real_trainer_goes_on_after_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
-    """The warning before the time limit: all ranks save, the job comes back, no step is lost."""
-    run_dir = tmp_path / "run"
-    arguments = cluster.debug_run(run_dir, "--train.max_steps=60", "--checkpoint.interval=0")
-    job = cluster.sbatch("multinode.sh", *arguments, options=["--gpus-per-node=1"], cwd=tmp_path)
-    cluster.wait_for('"step": 3,', run_dir / "metrics.jsonl")
-    cluster.ask("scancel", "--batch", "--signal=TERM", job)  # what --signal=B:SIGTERM@N does
-    assert cluster.wait(job) == 0
-    assert cluster.field(job, "Restarts") == "1"
-    events = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
-    events = [e for e in events if e["event"] in ("start", "end", "decision")]
-    story = [e.get("state") or e.get("decision") or e["event"] for e in events]
-    assert story == ["start", "interrupted", "requeue", "start", "done", "end"]
-    assert events[3]["step"] == events[1]["step"] > 3
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == list(range(1, 61))
-    log = (tmp_path / f"kempner-{job}.out").read_text()
-    assert f"continues after step {events[1]['step']}: attempt 1" in log, log
-
-
 def test_arguments_arrive_untouched(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.sbatch("singlenode.sh", f"--run.dir={tmp_path}", *HOSTILE, cwd=tmp_path, env=FAKE)
     assert cluster.wait(job) == 0

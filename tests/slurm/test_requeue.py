@@ -46,8 +46,8 @@ def decisions(tmp_path: Path) -> list[dict[str, object]]:
     ("plan", "code", "before", "why"),
     [
         ("done", 0, [], "the run is done"),
-        ("stop", 0, [], "the run is stopped"),
-        ("fail", 1, [], "the run is failed"),
+        pytest.param("stop", 0, [], "the run is stopped", marks=pytest.mark.soak),
+        pytest.param("fail", 1, [], "the run is failed", marks=pytest.mark.soak),
         ("input", 2, [], "bad input"),
         ("oom", 1, [], "CUDA out of memory; another attempt would end in the same way"),
         (

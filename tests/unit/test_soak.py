@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+import tests.soak
 from benchmarks import soak_replicas
 from benchmarks.soak import GAP, KINDS, Kinds, draw, revived
 from benchmarks.soak_replicas import BATCH, H, Line, count_rounds
@@ -85,3 +87,32 @@ def test_what_is_wrong_with_the_rounds_of_replicas(more: list[Line], problem: st
     assert count_rounds(FIRST).wrong == []
     found = count_rounds([*FIRST, *more])
     assert len(found.wrong) == 1 and problem in found.wrong[0]
+
+
+def test_the_parts_of_make_soak(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each runs whatever the others do; pytest's get the words, and the table has them all."""
+    say = "import sys; print(*sys.argv[1:]); sys.exit(len(sys.argv) - 1)"
+    parts = {
+        "fails": (sys.executable, "-c", say, "one"),
+        "passes": (sys.executable, "-c", say),
+        "of-pytest": (*tests.soak.PYTEST, "--version"),
+    }
+    results = tests.soak.run_parts(parts, ["--quiet"])
+    assert [(name, code) for name, _, code in results] == [
+        ("fails", 1), ("passes", 0), ("of-pytest", 0)
+    ]  # fmt: skip
+    out = capfd.readouterr().out
+    assert "pytest --version --quiet" in out and "one --quiet" not in out
+    text = tests.soak.table([tests.soak.Result("fails", 1.6, 1)], ["rl"]).splitlines()
+    assert [line.split() for line in text] == [
+        ["part", "seconds", "result"], ["fails", "2", "exit", "code", "1"],
+        ["rl", "not", "run"], ["together", "2"],
+    ]  # fmt: skip
+
+
+def test_the_parts_that_make_soak_names_exist() -> None:
+    for words in tests.soak.PARTS.values():
+        for place in (word for word in words if word.startswith("tests/")):
+            assert (tests.soak.ROOT / place).is_dir()
+        for module in (word for word in words if word.startswith("benchmarks.")):
+            assert (tests.soak.ROOT / f"{module.replace('.', '/')}.py").is_file()
