@@ -124,7 +124,7 @@ def assert_equal(name: str, run: Path, exact: bool, after: int = 0) -> None:
 def assert_continued(name: str, run: Path, before: dict[str, int], exact: bool) -> None:
     for part, path in parts_of(run).items():
         lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-        steps = [line["step"] for line in lines if line["attempt"] == 1 and "loss" in line]
+        steps = [line["step"] for line in lines if "loss" in line and line["attempt"] == 1]
         last = max(map(int, EXPECTED["runs"][f"{name}{part}"]))
         assert steps == list(range(before[part] + 1, last + 1)) != [], f"{name}{part}"
         assert json.loads((path / "status.json").read_text())["state"] == "done"
