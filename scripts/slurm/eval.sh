@@ -41,7 +41,7 @@ kp_mount "$1"
 kp_alone "$KP_ROOT/scripts/eval.py" "$@" --follow
 kp_finish # requeue or not; the exit code
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer

@@ -36,7 +36,7 @@ kp_stage                      # with KEMPNER_STAGE=DIR: copies the data to the n
 kp_run "${KP_ARGUMENTS[@]}"   # srun; passes signals on
 kp_finish                     # requeue or not; the exit code
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer

@@ -32,7 +32,7 @@ kp_pack_share     # the part of one run
 kp_pack_run       # each run with its own checks, step and records
 kp_pack_finish    # requeue when one has to go on
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer

@@ -32,7 +32,7 @@ kp_log "preflight of $(kp_field NodeList): $KP_NODES x $KP_TASKS tasks"
 kp_prove_nodes "runs/preflight-$(kp_job_id).json" --dir "$PWD/runs" "$@"
 exit "$KP_CODE"
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer

@@ -49,7 +49,7 @@ ray_log_dashboard
 ray_write_attach # JOBID-attach.sh
 if [[ -n $COMMAND ]]; then ray_run_command; else ray_wait; fi
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer

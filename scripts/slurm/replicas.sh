@@ -39,7 +39,7 @@ kp_stage                             # with KEMPNER_STAGE=DIR: copies the data t
 kp_run_replicas "${KP_ARGUMENTS[@]}" # srun for each; starts again whoever is lost; passes signals on
 kp_finish                            # requeue or not; the exit code
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer

@@ -45,7 +45,7 @@ kp_run_rl "${KP_ARGUMENTS[@]}"   # srun for each part; starts lost engines again
 kp_rl_bench_tell                 # with --bench: a table
 kp_finish                        # requeue or not; the exit code
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer

@@ -43,7 +43,7 @@ kp_preflight                        # with KEMPNER_PREFLIGHT=1: checks the nodes
 kp_run_program "${KP_ARGUMENTS[@]}" # srun; passes signals on
 kp_finish                           # requeue or not; the exit code
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer

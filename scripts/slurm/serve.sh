@@ -36,7 +36,7 @@ kp_engines_check "${KP_ARGUMENTS[@]}" # the command line, once
 kp_engines_start                      # srun
 kp_engines_follow                     # their URLs, until all have ended
 
-# --- the kit, where it is not beside this file: docs/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
