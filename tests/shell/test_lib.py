@@ -552,6 +552,19 @@ def test_srun_command() -> None:
     assert srun(KP_GPUS="4", KP_BESIDE="", KEMPNER_SRUN=flags) == site
 
 
+def test_a_step_names_what_it_has_of_its_own() -> None:
+    """By arguments: they win over those of every step, and KEMPNER_SRUN over both."""
+    script = """
+        KP_SRUN_NAME=stage KP_NODES=1 KP_TASKS=1 KP_GPUS=0 KP_CPUS=1 KP_PYTHON=python
+        kp_srun_command --kill-on-bad-exit=0 --mem=0 -- a 'b c'
+        printf '%s\n' "${KP_SRUN[@]}"
+    """
+    words = bash(script, KEMPNER_SRUN="--mem=1G", KP_BESIDE="").stdout.splitlines()
+    own = words.index("--kill-on-bad-exit=0")
+    assert words.index("--kill-on-bad-exit=1") < own
+    assert words[own + 1 : own + 3] == ["--mem=0", "--mem=1G"] and words[-2:] == ["a", "b c"]
+
+
 def test_the_task_of_an_array_is_named() -> None:
     script = "KP_BESIDE='' kp_job_id"
     assert bash(script, SLURM_JOB_ID="9").stdout == "9\n"
@@ -733,11 +746,11 @@ def test_a_suspended_rl_job_blames_nobody() -> None:
     """Its script stood still as well: the silence of that time counts for no engine."""
     told = bash(
         """source "$KP_LIB/rl_watch.sh"
-        SECONDS=100 KP_HEARD=95 KP_ENGINE_SEEN=([0]=90 [3]=99)
+        SECONDS=100 KP_ORCHESTRATOR_SEEN_AT=95 KP_ENGINE_SEEN=([0]=90 [3]=99)
         kp_see_absence
         SECONDS=101 && kp_see_absence
         SECONDS=500 && kp_see_absence >/dev/null
-        echo $KP_HEARD ${KP_ENGINE_SEEN[0]} ${KP_ENGINE_SEEN[3]}"""
+        echo $KP_ORCHESTRATOR_SEEN_AT ${KP_ENGINE_SEEN[0]} ${KP_ENGINE_SEEN[3]}"""
     )
     assert told.stdout.split() == ["494", "489", "498"], told
 

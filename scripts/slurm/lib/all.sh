@@ -10,18 +10,9 @@ done <<<"$(declare -Fx)"
 
 trap 'exit 130' INT # without a trap, bash goes on when the command that it waits for has ended well; see kp_listen
 
-KP_BESIDE=${KP_BESIDE:-}                # not empty: the job is someone else's; interactive.sh runs beside it
-KP_DRY=''                               # not empty: --dry-run
-KP_INSIDE=() KP_CONTAINER_FLAGS=()      # the words that put Python into a container
-KP_MOUNTS=()                            # what the container sees of the host, each FROM:TO
-KP_STAGED_IMAGE=''                      # the image's copy on the nodes' own disks, for pyxis
-KP_CHILD='' KP_SIGNAL=''                # the running srun; the last signal
-KP_PENDING=${KP_PENDING:-}              # a signal that came before srun
-KP_PIDS=()                              # of replicas.sh: the running sruns; KP_CHILD is their judge
-KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' # the decision; "failed", and the nodes that failed
-KP_SRUN_LOG='' KP_SECRET_NAMES='' KP_LAUNCHER='' KP_EARLY=''
-KP_OWN_STEPS='' KP_ATTEMPT=0 # the script that starts lost steps again by itself; restarts so far
-KP_NO_ROOM=''                # where the batch log has moved to: see kp_move_log
+KP_OWN_STEPS='' # the script that starts lost steps again by itself
+KP_LAUNCHER=''  # of run.sh: torchrun, where that is the command
+KP_NO_ROOM=''   # where the batch log has moved to: see kp_move_log
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 KP_MODULE=${KP_LIB%/scripts/slurm/lib}/src/kempner_module.py # in place of "python -m"
 # Before what "python -c" runs, which would import from the current directory first, as "python -m" would.

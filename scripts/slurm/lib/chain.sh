@@ -9,7 +9,7 @@ KP_CHAIN_ARGUMENTS=("$@") # of the script, as sbatch got them: kp_take puts the 
 KP_CHAIN=''               # this job's chain, by its first job; empty: it has none
 KP_LINK=0                 # how many jobs were before it
 KP_SUCCESSOR=''           # the job that continues it
-KP_REQUEST=()             # sbatch's options
+KP_CHAIN_OPTIONS=()       # sbatch's options
 
 # What a successor has in common with this job; NumNodes is compared apart.
 KP_CHAIN_SAME=(Partition Account QOS TimeLimit Features Reservation Licenses Network CoreSpec Contiguous ReqNodeList
@@ -143,35 +143,35 @@ kp_rest() { # <name>: that field of KP_JOB where it fills the rest of its line
     [[ ! $KP_JOB =~ $'\n'[[:space:]]*"$1"=([^$'\n']*) ]] || echo "${BASH_REMATCH[1]% }"
 }
 
-kp_chain_script() { # sets KP_SCRIPT to the script to submit: that of the copy of the code, where it has it
-    KP_SCRIPT=$(kp_script_in "$KP_ROOT")
-    KP_SCRIPT=${KP_SCRIPT:-$(kp_script)}
-    [[ -f $KP_SCRIPT ]] || kp_die "KEMPNER_CHAIN: this job's script, $KP_SCRIPT, is gone: put it back"
+kp_chain_script() { # sets KP_CHAIN_SCRIPT to the script to submit: that of the copy of the code, where it has it
+    KP_CHAIN_SCRIPT=$(kp_script_in "$KP_ROOT")
+    KP_CHAIN_SCRIPT=${KP_CHAIN_SCRIPT:-$(kp_script)}
+    [[ -f $KP_CHAIN_SCRIPT ]] || kp_die "KEMPNER_CHAIN: this job's script, $KP_CHAIN_SCRIPT, is gone: put it back"
 }
 
-kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the request of this job once more
+kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make the request of this job once more
     # The command line of sbatch is gone. What it asked for is in Slurm's record of the job and, in the same words, in
     # the variables SLURM_*; the header and the variables SBATCH_* are read again.
     local pair name value task="${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}"
-    KP_REQUEST=(--export=ALL --job-name="$(kp_job_name)" --nodes="$(kp_field NumNodes)" --chdir="$(kp_rest WorkDir)")
+    KP_CHAIN_OPTIONS=(--export=ALL --job-name="$(kp_job_name)" --nodes="$(kp_field NumNodes)" --chdir="$(kp_rest WorkDir)")
     for pair in mem=MinMemoryNode mem-per-cpu=MinMemoryCPU; do
         value=$(kp_field "${pair#*=}")
-        [[ -z $value || -n ${SLURM_MEM_PER_GPU:-} ]] || KP_REQUEST+=("--${pair%%=*}=$value")
+        [[ -z $value || -n ${SLURM_MEM_PER_GPU:-} ]] || KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     for pair in partition=Partition account=Account qos=QOS reservation=Reservation \
         constraint=Features licenses=Licenses time=TimeLimit nodelist=ReqNodeList exclude=ExcNodeList nice=Nice \
         core-spec=CoreSpec network=Network tmp=MinTmpDiskNode mail-user=MailUser mail-type=MailType gpu-freq=TresFreq \
         sockets-per-node=Socks/Node bb=BurstBuffer; do
         value=$(kp_field "${pair#*=}")
-        [[ -z $value || $value =~ ^(\(null\)|N/A|\*|0)$ ]] || KP_REQUEST+=("--${pair%%=*}=$value")
+        [[ -z $value || $value =~ ^(\(null\)|N/A|\*|0)$ ]] || KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     value=$(kp_field OverSubscribe)
     case $value in
         NO) ;; # --exclusive, in the header
-        USER | MCS | TOPO) KP_REQUEST+=("--exclusive=${value,,}") ;;
-        *) KP_REQUEST+=(--exclusive=oversubscribe) ;;
+        USER | MCS | TOPO) KP_CHAIN_OPTIONS+=("--exclusive=${value,,}") ;;
+        *) KP_CHAIN_OPTIONS+=(--exclusive=oversubscribe) ;;
     esac
-    [[ $(kp_field Contiguous) != 1 ]] || KP_REQUEST+=(--contiguous)
+    [[ $(kp_field Contiguous) != 1 ]] || KP_CHAIN_OPTIONS+=(--contiguous)
 
     while IFS='=' read -r -d '' name value; do
         [[ -n $value ]] || continue
@@ -180,16 +180,16 @@ kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the requ
                 SLURM_CPUS_PER_GPU | SLURM_MEM_PER_GPU | SLURM_TRES_PER_TASK | SLURM_GPU_BIND | \
                 SLURM_HINT | SLURM_THREADS_PER_CORE)
                 name=${name#SLURM_} name=${name,,}
-                KP_REQUEST+=("--${name//_/-}=$value")
+                KP_CHAIN_OPTIONS+=("--${name//_/-}=$value")
                 ;;
-            KEMPNER_SIGNAL_LEAD) KP_REQUEST+=("--signal=B:SIGTERM@$value") ;; # given where --signal was
+            KEMPNER_SIGNAL_LEAD) KP_CHAIN_OPTIONS+=("--signal=B:SIGTERM@$value") ;; # given where --signal was
         esac
     done <"/proc/$$/environ"
 
     value=$(kp_field TresPerNode) value=${value//gres[:\/]/}
-    [[ -z $value || " ${KP_REQUEST[*]}" == *" --gpus-per-node="* ]] ||
-        KP_REQUEST+=("--gres=$value")
-    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || KP_REQUEST+=("--array=$SLURM_ARRAY_TASK_ID")
+    [[ -z $value || " ${KP_CHAIN_OPTIONS[*]}" == *" --gpus-per-node="* ]] ||
+        KP_CHAIN_OPTIONS+=("--gres=$value")
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || KP_CHAIN_OPTIONS+=("--array=$SLURM_ARRAY_TASK_ID")
     for pair in output=StdOut error=StdErr; do
         value=$(kp_rest "${pair#*=}")
         [[ -n $value && ($pair == output=* || $value != "$(kp_rest StdOut)") ]] || continue # empty: as the output
@@ -197,20 +197,20 @@ kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the requ
         [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || value=${value//"$task"/%A_%a}
         [[ ! ${value##*/} =~ ^(.*[^0-9])?"$SLURM_JOB_ID"([^0-9].*)?$ ]] ||
             value=${value%/*}/${BASH_REMATCH[1]}%j${BASH_REMATCH[2]}
-        KP_REQUEST+=("--${pair%%=*}=$value")
+        KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     value=kempner-chain=$KP_CHAIN.$((KP_LINK + 1))${KEMPNER_COPY:+ kempner-code=$KEMPNER_COPY}
-    KP_REQUEST+=("--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
+    KP_CHAIN_OPTIONS+=("--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
 }
 
 kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatch does
     local link=$((KP_LINK + 1)) said code=0
     kp_chain_script
-    ((${#KP_REQUEST[@]} > 0)) || kp_chain_request # once: the record of a job that has lost a node asks for fewer
+    ((${#KP_CHAIN_OPTIONS[@]} > 0)) || kp_chain_request # once: the record of a job that has lost a node asks for fewer
     kp_chain_write intent "" "$link"
     said=$(cd -- "${SLURM_SUBMIT_DIR:-.}" && kp_as_submitted env \
         "KEMPNER_CHAIN_LINK=$KP_CHAIN $link $(kp_job_id)" sbatch --parsable \
-        --dependency="afterany:$(kp_job_id)" "${KP_REQUEST[@]}" "$KP_SCRIPT" "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
+        --dependency="afterany:$(kp_job_id)" "${KP_CHAIN_OPTIONS[@]}" "$KP_CHAIN_SCRIPT" "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
     if ((code == 0)); then
         said=${said##*$'\n'} # warnings come first
         KP_SUCCESSOR=${said%%;*}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}

@@ -1,6 +1,8 @@
 # shellcheck shell=bash
 # The preflight checks before a run, and of scripts/slurm/preflight.sh.
 
+KP_PREFLIGHT='' KP_BAD='' # "failed", and the nodes that failed
+
 kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are faulty, requeues without them, or ends
     [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
     kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" --device "$KP_DEVICE"
@@ -14,7 +16,7 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
     KP_PREFLIGHT=failed
     kp_decide "preflight: ${KP_BAD:-the network} failed" || true
     [[ $KP_DECIDED == restart ]] || kp_finish
-    kp_again
+    kp_next_attempt
 }
 
 kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node has failed
@@ -38,8 +40,8 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
     local driver_port directory
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
     KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
-    kp_srun_command "$KP_MODULE" kempner.preflight.task
-    KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # the others have to say what they see
+    # When one ends, the others still have to say what they see.
+    kp_srun_command --kill-on-bad-exit=0 -- "$KP_MODULE" kempner.preflight.task
     KP_SRUN_NAME=$name KP_CODE=0
 
     mkdir -p -- "$meet" || {

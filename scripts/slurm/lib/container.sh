@@ -1,7 +1,10 @@
 # shellcheck shell=bash
 # The Python that trains, in a container if the site names one: docs/containers.md.
 
-KP_HOST_PYTHON='' # with a container: a Python of this host, 3.10 or later; "none": there is none
+KP_INSIDE=() KP_CONTAINER_FLAGS=() # the words that put Python into a container
+KP_MOUNTS=()                       # what the container sees of the host, each FROM:TO
+KP_STAGED_IMAGE=''                 # the image's copy on the nodes' own disks, for pyxis
+KP_HOST_PYTHON=''                  # with a container: a Python of this host, 3.10 or later; "none": there is none
 
 kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where it is in a container
     KP_PYTHON=${KEMPNER_PYTHON:-}

@@ -183,7 +183,7 @@ kp_dry_tell() { # says it all, and ends the script
     [[ -n $KP_DRY_AWAY ]] || KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ') || true
     KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
     export KEMPNER_PEERS=${KEMPNER_PEERS:-} KEMPNER_SIGNAL_LEAD
-    kp_srun_command "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
+    kp_srun_command -- "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
 
     echo "dry run: nothing is started, nothing is written"
     echo

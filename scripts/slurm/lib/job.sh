@@ -1,11 +1,12 @@
 # shellcheck shell=bash
 # The job as Slurm sees it.
 
-KP_JOB=${KP_JOB:-} # what scontrol said about the job last
-KP_START=''        # how often Slurm had started the job again when this script first asked
-KP_ANSWER=''       # of kp_ask
-KP_DETAILS=(-d)    # with the GPUs of each node
-KP_DEADLINE=''     # in SECONDS: when kp_ask gives up; empty: it waits as long as Slurm's commands do
+KP_BESIDE=${KP_BESIDE:-} # not empty: the job is someone else's; interactive.sh runs beside it
+KP_JOB=${KP_JOB:-}       # what scontrol said about the job last
+KP_START=''              # how often Slurm had started the job again when this script first asked
+KP_ANSWER=''             # of kp_ask
+KP_DETAILS=(-d)          # with the GPUs of each node
+KP_DEADLINE=''           # in SECONDS: when kp_ask gives up; empty: it waits as long as Slurm's commands do
 
 kp_need_slurm() { # stops where Slurm's commands are missing
     command -v sbatch >/dev/null ||

@@ -1,6 +1,11 @@
 # shellcheck shell=bash
 # From the script's arguments to the running ranks: the check of the configuration, the banner, srun.
 
+KP_DRY=''      # not empty: --dry-run
+KP_CHILD=''    # the running srun; of replicas.sh their judge
+KP_SRUN_LOG='' # what srun says of this attempt
+KP_EARLY=''    # see kp_cap_lead
+
 kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, those for train.py; --dry-run: dry_run.sh
     local word
     KP_ARGUMENTS=("$@") KP_WORDS=("$@")
@@ -167,7 +172,7 @@ kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_deci
             kp_decide "asked to leave between two attempts" || true
         fi
         [[ $KP_DECIDED == restart ]] || break
-        kp_again
+        kp_next_attempt
     done
     kp_end_beside
 }
@@ -212,8 +217,11 @@ kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follo
         kp_log "the sweep's next points were not submitted: see above; 'sweep.py $KEMPNER_PROPOSE submit' does so"
 }
 
-kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on all nodes of the job; exports variables
-    local more blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
+kp_srun_command() { # [srun's options]... -- <Python arguments>...: sets KP_SRUN, one task per GPU on all nodes of the
+    # job, but for those options, which win; exports variables
+    local more options=() blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
+    while [[ $1 != -- ]]; do options+=("$1") && shift; done
+    shift
     [[ -d $PWD ]] || cd / # the directory of the submission is gone: srun would start nothing from there
     KP_SRUN=(
         srun --job-name="$KP_SRUN_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS))
@@ -232,7 +240,7 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
     # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever.
     [[ -z $KP_DROPPED ]] || KP_SRUN+=(--overlap)
     read -ra more <<<"${KEMPNER_SRUN:-}"
-    KP_SRUN+=("${more[@]}" "${KP_CONTAINER_FLAGS[@]}")
+    KP_SRUN+=("${options[@]}" "${more[@]}" "${KP_CONTAINER_FLAGS[@]}")
 
     kp_forget_request # the flags above say it all
     export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
@@ -250,7 +258,7 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
 }
 
 kp_srun() { # <Python arguments>...: starts the step
-    kp_srun_command "$@"
+    kp_srun_command -- "$@"
     kp_open_srun_log
     kp_mark batch-script
     # What srun says of a task that dies is looked at afterwards. The signals that end a job must not end tee: srun

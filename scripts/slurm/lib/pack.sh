@@ -36,9 +36,9 @@ kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run 
     kp_check "${KP_ARGUMENTS[@]}"
 }
 
-kp_pack_run() { # runs them all to their ends; sets KP_AGAIN if one has to go on, and KP_CODE
+kp_pack_run() { # runs them all to their ends; sets KP_PACK_GOES_ON if one has to go on, and KP_CODE
     local slot code
-    KP_AGAIN='' KP_CODE=0 KP_EXCLUDED=''
+    KP_PACK_GOES_ON='' KP_CODE=0 KP_EXCLUDED=''
     trap 'kp_pack_signal TERM || true' TERM USR1 HUP
     trap 'kp_pack_signal INT || true' INT
     trap 'kp_pack_signal USR2 || true' USR2
@@ -80,7 +80,7 @@ kp_pack_ended() { # <number of the run> <exit code of its subshell>
             ;;
         "$KP_LATER" | "$KP_ELSEWHERE")
             kp_log "$name: goes on when the job is requeued"
-            KP_AGAIN=1
+            KP_PACK_GOES_ON=1
             ((code == KP_LATER)) || KP_EXCLUDED=$(kp_field NodeList)
             ;;
         *)
@@ -93,8 +93,8 @@ kp_pack_ended() { # <number of the run> <exit code of its subshell>
 kp_pack_finish() { # ends the script: requeues the job when a run has to go on; the others see that they have ended
     trap '' TERM INT HUP USR1 USR2
     KP_DECIDED=end KP_FAULT="failed twice in a row"
-    ! kp_wait_for_job || [[ -z $KP_AGAIN || $(kp_field JobState) == RUNNING ]] || KP_DECIDED=leave # Slurm is ending the job
-    if [[ -n $KP_AGAIN && $KP_DECIDED == end ]]; then
+    ! kp_wait_for_job || [[ -z $KP_PACK_GOES_ON || $(kp_field JobState) == RUNNING ]] || KP_DECIDED=leave # Slurm is ending the job
+    if [[ -n $KP_PACK_GOES_ON && $KP_DECIDED == end ]]; then
         if kp_ask_requeue; then
             [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
             KP_DECIDED=requeue

@@ -2,6 +2,7 @@
 # The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
 # The table of decisions is in docs/slurm.md.
 
+KP_DECIDED=''                # the decision
 KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
 KP_AWAY_S=10                 # seconds between two questions to a controller that is away
 KP_EARLY_HOST=''             # the host on which a start has ended before its step
@@ -212,15 +213,15 @@ kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
     local what=$1 pending=$KP_PENDING
     # Between two attempts a signal must not be lost: kp_on_signal keeps it.
-    [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_deaf
+    [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_ignore_signals
     [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
-    kp_look
+    kp_read_state
     [[ $KP_STATE != interrupted ]] || what=${KP_INTERRUPTED:-interrupted and saved}
     what+=" ($(kp_reached))"
     kp_judge "$what"
     if [[ $KP_PENDING != "$pending" ]]; then # a subshell may have died of the signal, and it changes what follows
-        kp_deaf
-        kp_look
+        kp_ignore_signals
+        kp_read_state
         kp_judge "$what"
     fi
     [[ -z $KP_NOTES ]] || kp_log "$KP_NOTES"
@@ -229,7 +230,7 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         return
     fi
 
-    kp_deaf
+    kp_ignore_signals
     if [[ $KP_ANSWERED == chain && $KP_JOB_STATE == RUNNING ]]; then
         kp_chain_on "$KP_WHY"
     elif [[ $KP_ANSWERED != requeue ]]; then
@@ -245,11 +246,11 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
     fi
 }
 
-kp_deaf() { # a requeue signals this shell, and its subshells would die of it
+kp_ignore_signals() { # a requeue signals this shell, and its subshells would die of it
     trap '' TERM INT HUP USR1 USR2
 }
 
-kp_look() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE; forgets what kp_judge has said
+kp_read_state() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE; forgets what kp_judge has said
     KP_ANSWERED='' KP_WHY='' KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_NO_PROGRESS='' KP_PAUSE=0
     KP_NOTES='' KP_JOB_STATE='' KP_FAULT=''
     kp_verdict
@@ -318,7 +319,7 @@ kp_without_this_host() { # <directory>: where an earlier start has used it, star
     [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
     KP_EXCLUDED='' KP_FAULT="does not see $1" KP_PAUSE=10 KP_START=$(kp_field Restarts)
     if [[ ${KEMPNER_EXCLUDE:-2} != 0 ]] && kp_has_others; then KP_EXCLUDED=$SLURMD_NODENAME; fi
-    kp_deaf
+    kp_ignore_signals
     kp_log "requeue: $SLURMD_NODENAME does not see $1: the job starts again in $KP_PAUSE minutes"
     kp_requeue || return 0
     KP_DECIDED=requeue

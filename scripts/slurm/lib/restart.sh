@@ -8,6 +8,7 @@ readonly KP_PROBE_S=3 # for the slurmd of a host to take a connection
 
 KP_LEAVING_S=${KP_LEAVING_S:-120} # once one of those that were asked to leave has been killed; tests shorten it
 
+KP_ATTEMPT=0              # restarts so far
 KP_RESTARTS=0             # restarts in place that are left
 KP_PLACES=() KP_SPARES=() # where Slurm lets the job survive a lost node: those that train, and those that wait
 KP_LOST='' KP_REPLACED='' # nodes that do not answer; nodes whose places spares take (by commas)
@@ -183,7 +184,7 @@ kp_could_restart() { # true when the job itself allows another step, whatever ha
     [[ -z $KP_STUCK && $KP_JOB_STATE == RUNNING ]] && ! kp_is_over
 }
 
-kp_again() { # after the decision to restart: the next attempt has a name of its own, and its nodes
+kp_next_attempt() { # after the decision to restart: the next attempt has a name of its own, and its nodes
     local host places=()
     if [[ -n $KP_REPLACED ]]; then
         kp_end_spare_command

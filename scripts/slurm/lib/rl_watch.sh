@@ -8,8 +8,8 @@ readonly KP_ORCHESTRATOR_SILENT_S=120 # the same of the orchestrator: the job is
 readonly KP_ORCHESTRATOR_LEAVES_S=20
 KP_ENGINE_NEXT=() KP_ENGINE_SEEN=()
 KP_LEAVING='' KP_EVER_SERVED=''
-KP_AWAKE=''                                    # when this loop last ran
-KP_LISTENED=0 KP_BEAT='' KP_HEARD=0 KP_FULL='' # of the orchestrator's sign of life; what waits for room
+KP_AWAKE=''                                                                          # when this loop last ran
+KP_LISTENED=0 KP_ORCHESTRATOR_BEAT='' KP_ORCHESTRATOR_SEEN_AT=0 KP_WAITS_FOR_ROOM='' # of the orchestrator's sign of life; what waits for room
 
 # --- while they run --------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling
     KP_AWAKE=$SECONDS
     ((gap >= 10)) || return 0
     kp_log "this script stood still for $gap s: the silence of that time does not count"
-    KP_HEARD=$((KP_HEARD + gap))
+    KP_ORCHESTRATOR_SEEN_AT=$((KP_ORCHESTRATOR_SEEN_AT + gap))
     for engine in "${!KP_ENGINE_SEEN[@]}"; do KP_ENGINE_SEEN[engine]=$((KP_ENGINE_SEEN[engine] + gap)); done
 }
 
@@ -59,8 +59,8 @@ kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a 
     ((SECONDS >= KP_LISTENED + 5)) || return 0
     KP_LISTENED=$SECONDS
     full=$(cd "$KP_EXCHANGE" && ls -d -- *.full 2>/dev/null) || true
-    if [[ $full != "$KP_FULL" ]]; then
-        KP_FULL=$full full=${full//.full/}
+    if [[ $full != "$KP_WAITS_FOR_ROOM" ]]; then
+        KP_WAITS_FOR_ROOM=$full full=${full//.full/}
         if [[ -z $full ]]; then
             kp_log "the disk of $KP_RUN_DIR has room again"
         else
@@ -68,11 +68,11 @@ kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a 
         fi
     fi
     beat=$(stat -c '%n %y' -- "$KP_EXCHANGE"/orchestrator{,.full} 2>/dev/null) || true
-    if [[ $beat != "$KP_BEAT" || -z $beat ]]; then
-        KP_BEAT=$beat KP_HEARD=$SECONDS
-    elif ((SECONDS - KP_HEARD > KP_ORCHESTRATOR_SILENT_S)); then
+    if [[ $beat != "$KP_ORCHESTRATOR_BEAT" || -z $beat ]]; then
+        KP_ORCHESTRATOR_BEAT=$beat KP_ORCHESTRATOR_SEEN_AT=$SECONDS
+    elif ((SECONDS - KP_ORCHESTRATOR_SEEN_AT > KP_ORCHESTRATOR_SILENT_S)); then
         kp_log "the orchestrator does nothing for $KP_ORCHESTRATOR_SILENT_S s: ending it"
-        KP_HEARD=$SECONDS
+        KP_ORCHESTRATOR_SEEN_AT=$SECONDS
         kp_kill_process "$KP_ORCHESTRATOR"
     fi
 }

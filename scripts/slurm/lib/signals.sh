@@ -1,6 +1,10 @@
 # shellcheck shell=bash
 # Signals to the batch script become requests to the ranks.
 
+KP_SIGNAL=''               # the last signal
+KP_PENDING=${KP_PENDING:-} # a signal that came before srun
+KP_PIDS=()                 # of pack.sh and replicas.sh: the running sruns
+
 readonly KP_PATIENCE=5 # seconds that a handler may wait for Slurm's answers, all of them together
 
 kp_listen() { # to the signals that end a job, or ask for a save
@@ -58,7 +62,7 @@ kp_postpone() { # true for the warning of a short time limit, which comes again 
     KP_EARLY=''
     kp_log "SIGTERM, $left s before the end of the job: passed on $KEMPNER_SIGNAL_LEAD s before it," \
         "a second one at once"
-    (kp_deaf && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$) &
+    (kp_ignore_signals && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$) &
 }
 
 kp_seconds_left() { # until the job's time limit; fails during a preemption, which moves the end

@@ -1,6 +1,8 @@
 # shellcheck shell=bash
 # Where the script runs: the repository, its Python, site.env, the secrets.
 
+KP_SECRET_NAMES='' # the variables of KEMPNER_SECRETS
+
 kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
     kp_listen
     trap 'kp_stay_ended $? || true' EXIT

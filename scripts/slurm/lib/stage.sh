@@ -4,9 +4,8 @@
 kp_on_each_node() { # <name> <command>...: runs it in a step with one task on each node; fails when a task does
     local KP_TASKS=1 KP_GPUS=0 KP_SRUN_NAME=$1-$KEMPNER_ATTEMPT_ID
     local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
-    kp_srun_command "${@:2}"
-    KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # a full disk concerns its own node alone
-    KP_SRUN=("${KP_SRUN[@]/#--wait=300/--wait=0}")
+    # A full disk concerns its own node alone.
+    kp_srun_command --kill-on-bad-exit=0 --wait=0 -- "${@:2}"
     "${KP_SRUN[@]}" </dev/null
 }
 
