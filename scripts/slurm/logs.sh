@@ -26,7 +26,8 @@ KP_FRESH=() KP_ATTEMPT_LOGS=''
 # Files that are followed; pid -> its attempt, or "keep"; pid -> rounds that are left.
 declare -A KP_FOLLOWED=() KP_TAILS=() KP_GRACE=()
 
-kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by what is left the run
+kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by what is
+    # left the run
     local run=''
     while (($# > 0)); do
         case $1 in
@@ -66,7 +67,7 @@ kp_check_rank() { # stops when the run is known to have no rank KP_RANK
     KP_RANK=$((10#$KP_RANK))
 }
 
-# --- which files ---------------------------------------------------------------------------------------------
+# --- which files ----------------------------------------------------------------------------------
 
 kp_newest() { # <file>...: the newest of those that there are, or nothing
     local file newest=''
@@ -76,7 +77,8 @@ kp_newest() { # <file>...: the newest of those that there are, or nothing
     echo "$newest"
 }
 
-kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_ATTEMPT_LOGS, the directory of the latest
+kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_ATTEMPT_LOGS, the
+    # directory of the latest
     local file files=()
     KP_FRESH=()
     [[ -n $KP_RUN_DIR ]] || KP_RUN_DIR=$(kp_named_run)
@@ -100,7 +102,8 @@ kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_A
     done
 }
 
-kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's own is taken only where there is none
+kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's own is taken only
+    # where there is none
     local file
     if [[ -n $KP_RUN_DIR ]]; then
         file=$(kp_newest "$KP_RUN_DIR"/logs/batch-*.log)
@@ -111,9 +114,10 @@ kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's 
     echo "$KP_BATCH_LOG"
 }
 
-# --- what is shown -------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
-kp_name_lines() { # stdin: what tail says of several files; puts the name of the file before each line, drops empty ones
+kp_name_lines() { # stdin: what tail says of several files; puts the name of the file before each
+    # line, drops empty ones
     local only=${KP_WARN:+"/$WARNINGS/I!d"}
     LC_ALL=C sed -uE '/^$/d
         /^==> .* <==$/{
@@ -127,7 +131,8 @@ kp_name_lines() { # stdin: what tail says of several files; puts the name of the
         G; s/(.*)\n(.*)/\2 \1/'
 }
 
-kp_once() { # stdin: named lines; with --warnings, leaves out what another source has said within 10 s: ranks echo
+kp_once() { # stdin: named lines; with --warnings, leaves out what another source has said within 10
+    # s: ranks echo
     local line words source before
     local -A said=() by=()
     [[ -n $KP_WARN ]] || exec cat
@@ -152,7 +157,8 @@ kp_start_tail() { # <lines>: follows KP_FRESH from there on; its lines go to KP_
     KP_TAILS[$!]=$label
 }
 
-kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: their last lines have come by then
+kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: their last lines have
+    # come by then
     local pid
     for pid in "${!KP_TAILS[@]}"; do
         [[ ${KP_TAILS[$pid]} != keep && ${KP_TAILS[$pid]} != "$KP_ATTEMPT_LOGS" ]] || continue

@@ -1,10 +1,12 @@
 # shellcheck shell=bash
-# lowcomm.mode = steps: a srun step for each replica, started again when it is lost. Sourced by replicas.sh, after
-# all.sh. Replica 0 works in the run directory itself, replica I in RUN/replicas/I as a run of its own.
+# lowcomm.mode = steps: a srun step for each replica, started again when it is lost. Sourced by
+# replicas.sh, after all.sh. Replica 0 works in the run directory itself, replica I in
+# RUN/replicas/I as a run of its own.
 
 KP_OWN_STEPS=replicas.sh
-readonly KP_END_S=10          # for srun to end a step that it was asked to end
-readonly KP_REPLICA_PAUSE_S=5 # a replica that is lost again and again waits so much longer each time
+readonly KP_END_S=10 # for srun to end a step that it was asked to end
+# a replica that is lost again and again waits so much longer each time
+readonly KP_REPLICA_PAUSE_S=5
 
 kp_run_replicas() { # <train.py arguments>...: trains until every replica has left; sets KP_CODE
     local slot KP_PER_NODE=$KP_TASKS KP_NODES=$KP_NODES KP_GPUS=$KP_GPUS
@@ -36,7 +38,8 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     kp_write_status
 }
 
-kp_count_replicas() { # sets KP_REPLICAS, KP_SILENCE, and the nodes and tasks per node of each: KP_NODES, KP_TASKS, KP_GPUS
+kp_count_replicas() { # sets KP_REPLICAS, KP_SILENCE, and the nodes and tasks per node of each:
+    # KP_NODES, KP_TASKS, KP_GPUS
     local world=$((KP_NODES * KP_TASKS)) ranks KP_VALUES=("${KP_VALUES[@]}")
     kp_values kp_python_of kempner.lowcomm.config -c "$KP_NOT_HERE"'
 from kempner.config.toml import loads
@@ -82,7 +85,8 @@ kp_start_replica() { # <replica> <train.py arguments>...
     KP_PIDS[slot]=$!
 }
 
-kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails when one of its hosts is lost
+kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails when one of its hosts
+    # is lost
     local first=$(($1 * ${#KP_HOSTS[@]} / KP_REPLICAS)) host ours left
     local KP_ANSWER='' KP_DEADLINE=$((SECONDS + KP_PATIENCE))
     ours=("${KP_HOSTS[@]:first:KP_NODES}")
@@ -95,8 +99,8 @@ kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails w
         return 1
     done
 
-    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever, although their cores are free.
-    # Replicas that share a host stay exclusive: they could be given the same GPU.
+    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever, although their
+    # cores are free. Replicas that share a host stay exclusive: they could be given the same GPU.
     [[ $(wc -w <<<"$left") == "${#KP_HOSTS[@]}" ]] || ((KP_TASKS < KP_PER_NODE)) || KP_PLACE[0]=--overlap
 }
 
@@ -111,7 +115,8 @@ kp_look_after() { # <train.py arguments>...: one look at all replicas
             rm -f -- "$mark"
             kp_end_step "$slot" "replica $slot does not answer"
         elif kp_is_ending && [[ ! -e $KEMPNER_DOOR.here.$slot ]]; then
-            # Slurm may never create its step: not when the job has lost a host, even if that is back.
+            # Slurm may never create its step: not when the job has lost a host, even if that is
+            # back.
             kp_end_step "$slot" "replica $slot has not come, and is not needed any more"
         fi
         ((SECONDS < ${KP_KILL_AT[slot]:-SECONDS + 1})) || kill -KILL "${KP_PIDS[slot]}" 2>/dev/null || true
@@ -136,7 +141,8 @@ kp_is_ending() { # true when no replica is to be started any more; USR2 asks for
     [[ -n $KP_ALL_LEAVE || ${KP_SIGNAL:-USR2} != USR2 ]]
 }
 
-kp_end_step() { # <replica> <why>: srun kills its tasks, unless it waits for a host that is lost: then it is killed
+kp_end_step() { # <replica> <why>: srun kills its tasks, unless it waits for a host that is lost:
+    # then it is killed
     [[ -z ${KP_KILL_AT[$1]:-} ]] || return 0
     KP_KILL_AT[$1]=$((SECONDS + KP_END_S))
     kp_log "$2: ending its step"

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# The parts of rl.sh up to their start: a srun step for the trainer, one for each engine, one for the orchestrator;
-# outside Slurm the same as processes. KP_CHILD is the trainer, so that signals reach it as everywhere. rl_watch.sh
-# looks after them.
+# The parts of rl.sh up to their start: a srun step for the trainer, one for each engine, one for
+# the orchestrator; outside Slurm the same as processes. KP_CHILD is the trainer, so that signals
+# reach it as everywhere. rl_watch.sh looks after them.
 
 KP_OWN_STEPS=rl.sh
 KP_ENGINE_PIDS=() KP_ENGINE_TRIES=() KP_ENGINE_THERE=() KP_PROBES=()
 KP_ORCHESTRATOR=''
 
-# --- what runs where -------------------------------------------------------------------------------------------------
+# --- what runs where ------------------------------------------------------------------------------
 
 kp_rl_bench() { # with --bench in KP_ARGUMENTS: a short run of its own in its place; sets KP_BENCH
     local word others=() name=${KP_ARGUMENTS[0]##*/}
@@ -25,7 +25,8 @@ kp_rl_bench_tell() {
     [[ -z $KP_BENCH ]] || kp_python "$KP_MODULE" kempner.history.loop_bench "$KP_RUN_DIR" || true
 }
 
-kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS of the trainer
+kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS
+    # of the trainer
     local code=0 line names='' values=() tasks
     KP_JOB_NODES=$KP_NODES KP_JOB_TASKS=$KP_TASKS KP_JOB_GPUS=$KP_GPUS
     [[ -z ${SLURM_HET_SIZE:-} ]] ||
@@ -50,7 +51,8 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     fi
 
     KP_NODE_CPUS=$((${KP_CPUS:-1} * KP_TASKS))
-    line=${line#*kempner-answer$'\n'} line=${line%$'\n'kempner-answer*} line=${line%$'\n'} # see kp_values
+    # see kp_values
+    line=${line#*kempner-answer$'\n'} line=${line%$'\n'kempner-answer*} line=${line%$'\n'}
     mapfile -t values <<<"${line%%$'\n--'*}"
     [[ ${values[0]} =~ ^[0-9]+(\ -?[0-9]+){5}$ && ${values[1]:-} =~ ^[0-9]+(\ [0-9]+){3}$ ]] ||
         kp_die "kempner.planner.placement has answered '${values[0]}': see what $KP_PYTHON prints"
@@ -91,7 +93,8 @@ kp_rl_preflight() { # of all nodes of the job
     kp_preflight
 }
 
-kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for each kind of process
+kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for each kind of
+    # process
     local command
     KP_EXCHANGE=$KP_RUN_DIR/rl/$KEMPNER_ATTEMPT_ID KP_RL_LOGS=$KP_RUN_DIR/logs/rl-$KEMPNER_ATTEMPT_ID
     ((${#KP_PLACEMENT[@]} == 0)) || printf '  %s\n' "${KP_PLACEMENT[@]}"
@@ -105,14 +108,15 @@ kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for
     done
 }
 
-# --- the commands ----------------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 kp_trainer_command() { # <anything> <rl.py arguments>...: sets KP_SRUN
     # Without --mem=0 the first step on a node would take all of its memory.
     kp_srun_command --exact --mem=0 --nodelist="$(kp_names 0 "$KP_NODES")" -- "$KP_TRAIN" "${@:2}"
 }
 
-kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN: beside the trainer, without a GPU
+kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN: beside the trainer,
+    # without a GPU
     local KP_SRUN_NAME=$KP_SRUN_NAME-orchestrator KP_NODES=1 KP_TASKS=1 KP_GPUS=0 KP_CPUS=$KP_NODE_CPUS
     kp_srun_command --overlap --mem=0 --nodelist="$(kp_names 0 1)" --gres=none --open-mode=append \
         --output="$KP_RL_LOGS/orchestrator.log" -- "$KP_ORCHESTRATE" "${@:2}"
@@ -142,7 +146,7 @@ kp_names() { # <first> <how many>: names of nodes of the job, with commas
     echo "${KP_NAMES[*]:$1:$2}"
 }
 
-# --- starts ----------------------------------------------------------------------------------------------------------
+# --- starts ---------------------------------------------------------------------------------------
 
 kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
     local engine
@@ -171,13 +175,15 @@ kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
     kp_end_others
 }
 
-kp_make_exchange() { # the directory of this attempt, for this user alone, with a token for requests to engines
+kp_make_exchange() { # the directory of this attempt, for this user alone, with a token for requests
+    # to engines
     mkdir -p -- "$KP_RL_LOGS" || return 1
     (umask 077 && mkdir -p -- "$KP_EXCHANGE"/{weights,engines} &&
         od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$KP_EXCHANGE/token")
 }
 
-kp_share_machine() { # sets KP_VISIBLE_GPUS, the GPUs of each part outside Slurm, engines first; and the threads of each
+kp_share_machine() { # sets KP_VISIBLE_GPUS, the GPUs of each part outside Slurm, engines first; and
+    # the threads of each
     local parts=$((KP_ENGINES + KP_TASKS))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > parts ? $(nproc) / parts : 1))}
     ((KP_JOB_GPUS > 0)) || return 0
@@ -188,12 +194,14 @@ kp_share_machine() { # sets KP_VISIBLE_GPUS, the GPUs of each part outside Slurm
     fi
 }
 
-kp_set_visible_gpus() { # <first> <how many>: exports CUDA_VISIBLE_DEVICES outside Slurm, where this machine has GPUs
+kp_set_visible_gpus() { # <first> <how many>: exports CUDA_VISIBLE_DEVICES outside Slurm, where this
+    # machine has GPUs
     local IFS=,
     ((KP_JOB_GPUS == 0)) || export CUDA_VISIBLE_DEVICES="${KP_VISIBLE_GPUS[*]:$1:$2}"
 }
 
-kp_dies_with_us() { # <signal>: the words before a command that gets that signal when this shell dies, of kill -9, too
+kp_dies_with_us() { # <signal>: the words before a command that gets that signal when this shell
+    # dies, of kill -9, too
     setpriv --pdeathsig "$1" true 2>/dev/null && echo "setpriv --pdeathsig $1 --" || true
 }
 

@@ -1,19 +1,24 @@
 # shellcheck shell=bash
 # The parts of rl.sh from the start on: what is lost, and what is done about it: docs/rl.md.
 
-readonly KP_ENGINE_PAUSE_S=5          # an engine that is lost again and again waits so much longer each time
-readonly KP_ENGINE_SERVED_S=60        # one that was there for so long begins to count anew
-readonly KP_ENGINE_SILENT_S=60        # one that answers nothing for so long is ended, and started again
+# an engine that is lost again and again waits so much longer each time
+readonly KP_ENGINE_PAUSE_S=5
+readonly KP_ENGINE_SERVED_S=60 # one that was there for so long begins to count anew
+# one that answers nothing for so long is ended, and started again
+readonly KP_ENGINE_SILENT_S=60
 readonly KP_ORCHESTRATOR_SILENT_S=120 # the same of the orchestrator: the job is started again
 readonly KP_ORCHESTRATOR_LEAVES_S=20
 KP_ENGINE_NEXT=() KP_ENGINE_SEEN=()
 KP_LEAVING='' KP_EVER_SERVED=''
-KP_AWAKE=''                                                                          # when this loop last ran
-KP_LISTENED=0 KP_ORCHESTRATOR_BEAT='' KP_ORCHESTRATOR_SEEN_AT=0 KP_WAITS_FOR_ROOM='' # of the orchestrator's sign of life; what waits for room
+# when this loop last ran
+KP_AWAKE=''
+# of the orchestrator's sign of life; what waits for room
+KP_LISTENED=0 KP_ORCHESTRATOR_BEAT='' KP_ORCHESTRATOR_SEEN_AT=0 KP_WAITS_FOR_ROOM=''
 
-# --- while they run --------------------------------------------------------------------------------------------------
+# --- while they run -------------------------------------------------------------------------------
 
-kp_look_at_run() { # once the trainer has the run: links to the logs of all parts; what earlier attempts have left goes
+kp_look_at_run() { # once the trainer has the run: links to the logs of all parts; what earlier
+    # attempts have left goes
     local latest name
     [[ -n ${KP_LATEST+set} ]] || return 0
     latest=$(readlink -- "$KP_RUN_DIR/logs/latest") || return 0
@@ -28,7 +33,8 @@ kp_look_at_run() { # once the trainer has the run: links to the logs of all part
     done
 }
 
-kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling) was silent as a whole: nobody is to blame
+kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling) was silent as a
+    # whole: nobody is to blame
     local gap=$((SECONDS - ${KP_AWAKE:=$SECONDS})) engine
     KP_AWAKE=$SECONDS
     ((gap >= 10)) || return 0
@@ -54,7 +60,8 @@ kp_look_at_orchestrator() { # without it nothing is left to train on
     kp_leave_because "$code"
 }
 
-kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a full disk? See Beat in rl/exchange.py
+kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a full disk? See Beat
+    # in rl/exchange.py
     local beat full
     ((SECONDS >= KP_LISTENED + 5)) || return 0
     KP_LISTENED=$SECONDS
@@ -186,9 +193,10 @@ kp_start_again() { # <engine>: unless its node is no longer there
     kp_start_engine "$1"
 }
 
-# --- the end ---------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
-kp_end_others() { # after the trainer: the orchestrator, which may have an evaluation to finish; then the engines
+kp_end_others() { # after the trainer: the orchestrator, which may have an evaluation to finish;
+    # then the engines
     local engine end=$((SECONDS + KP_ORCHESTRATOR_LEAVES_S)) told='' name=$KP_SRUN_NAME
     kp_verdict
     if [[ -n $KP_ORCHESTRATOR ]] && kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; then
@@ -196,7 +204,8 @@ kp_end_others() { # after the trainer: the orchestrator, which may have an evalu
         [[ $KP_STATE != 'done' || -n $KP_SIGNAL ]] || told=no
         while kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; do
             [[ -n $told ]] || { told=1 && kp_tell; }
-            if [[ $told == no && -z $KP_SIGNAL ]]; then # its last evaluation takes as long as it takes
+            # its last evaluation takes as long as it takes
+            if [[ $told == no && -z $KP_SIGNAL ]]; then
                 end=$((SECONDS + KP_ORCHESTRATOR_LEAVES_S))
                 kp_see_absence
                 kp_hear_orchestrator
