@@ -22,11 +22,12 @@ WARNINGS+='|out of memory|corrupt|no step for|kempner: (requeue|end|leave):'
 WARNINGS+='|(^|[^a-z])(faults?|hangs?|hung|oom)([^a-z]|$)'
 readonly WARNINGS
 KP_RANK='' KP_PART='' KP_WARN='' KP_FOLLOW=1 KP_LINES=20
-KP_FRESH=() KP_ATTEMPT=''
+KP_FRESH=() KP_ATTEMPT_LOGS=''
 # Files that are followed; pid -> its attempt, or "keep"; pid -> rounds that are left.
-declare -A KP_SEEN=() KP_TAILS=() KP_GRACE=()
+declare -A KP_FOLLOWED=() KP_TAILS=() KP_GRACE=()
 
-kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by what is left the run
+kp_options() { # <arguments>...: sets KP_RANK, KP_PART, KP_WARN, KP_FOLLOW, KP_LINES, and by what is
+    # left the run
     local run=''
     while (($# > 0)); do
         case $1 in
@@ -66,7 +67,7 @@ kp_check_rank() { # stops when the run is known to have no rank KP_RANK
     KP_RANK=$((10#$KP_RANK))
 }
 
-# --- which files ---------------------------------------------------------------------------------------------
+# --- which files ----------------------------------------------------------------------------------
 
 kp_newest() { # <file>...: the newest of those that there are, or nothing
     local file newest=''
@@ -76,31 +77,33 @@ kp_newest() { # <file>...: the newest of those that there are, or nothing
     echo "$newest"
 }
 
-kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_ATTEMPT, the directory of the latest
+kp_look_for_files() { # sets KP_FRESH, those that are not followed yet, and KP_ATTEMPT_LOGS, the
+    # directory of the latest
     local file files=()
     KP_FRESH=()
     [[ -n $KP_RUN_DIR ]] || KP_RUN_DIR=$(kp_named_run)
     [[ -n $KP_RANK$KP_PART ]] || files+=("$(kp_batch_log)")
     if [[ -n $KP_RUN_DIR && -e $KP_RUN_DIR/logs/latest ]]; then
-        KP_ATTEMPT=$KP_RUN_DIR/logs/$(readlink -- "$KP_RUN_DIR/logs/latest")
+        KP_ATTEMPT_LOGS=$KP_RUN_DIR/logs/$(readlink -- "$KP_RUN_DIR/logs/latest")
         if [[ -n $KP_PART ]]; then
-            files+=("$KP_ATTEMPT/$KP_PART.log")
+            files+=("$KP_ATTEMPT_LOGS/$KP_PART.log")
         elif [[ -n $KP_RANK ]]; then
-            files+=("$KP_ATTEMPT/rank-$KP_RANK.log" "$KP_ATTEMPT"/*/"rank-$KP_RANK.log")
+            files+=("$KP_ATTEMPT_LOGS/rank-$KP_RANK.log" "$KP_ATTEMPT_LOGS"/*/"rank-$KP_RANK.log")
         else
-            files+=("$KP_ATTEMPT"/rank-?.log "$KP_ATTEMPT"/rank-??.log "$KP_ATTEMPT"/rank-???*.log)
-            files+=("$KP_ATTEMPT"/*/rank-*.log) # a large world: in a directory for each host
-            files+=("$KP_ATTEMPT"/orchestrator.log "$KP_ATTEMPT"/engine-*.log)
+            files+=("$KP_ATTEMPT_LOGS"/rank-?.log "$KP_ATTEMPT_LOGS"/rank-??.log "$KP_ATTEMPT_LOGS"/rank-???*.log)
+            files+=("$KP_ATTEMPT_LOGS"/*/rank-*.log) # a large world: in a directory for each host
+            files+=("$KP_ATTEMPT_LOGS"/orchestrator.log "$KP_ATTEMPT_LOGS"/engine-*.log)
         fi
     fi
     for file in "${files[@]}"; do
-        [[ -r $file && -z ${KP_SEEN[$file]:-} ]] || continue
-        KP_SEEN[$file]=1
+        [[ -r $file && -z ${KP_FOLLOWED[$file]:-} ]] || continue
+        KP_FOLLOWED[$file]=1
         KP_FRESH+=("$file")
     done
 }
 
-kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's own is taken only where there is none
+kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's own is taken only
+    # where there is none
     local file
     if [[ -n $KP_RUN_DIR ]]; then
         file=$(kp_newest "$KP_RUN_DIR"/logs/batch-*.log)
@@ -111,9 +114,10 @@ kp_batch_log() { # the newest batch log; what srun says is in it too, so srun's 
     echo "$KP_BATCH_LOG"
 }
 
-# --- what is shown -------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
-kp_name_lines() { # stdin: what tail says of several files; puts the name of the file before each line, drops empty ones
+kp_name_lines() { # stdin: what tail says of several files; puts the name of the file before each
+    # line, drops empty ones
     local only=${KP_WARN:+"/$WARNINGS/I!d"}
     LC_ALL=C sed -uE '/^$/d
         /^==> .* <==$/{
@@ -127,7 +131,8 @@ kp_name_lines() { # stdin: what tail says of several files; puts the name of the
         G; s/(.*)\n(.*)/\2 \1/'
 }
 
-kp_once() { # stdin: named lines; with --warnings, leaves out what another source has said within 10 s: ranks echo
+kp_once() { # stdin: named lines; with --warnings, leaves out what another source has said within 10
+    # s: ranks echo
     local line words source before
     local -A said=() by=()
     [[ -n $KP_WARN ]] || exec cat
@@ -143,19 +148,20 @@ kp_once() { # stdin: named lines; with --warnings, leaves out what another sourc
 }
 
 kp_start_tail() { # <lines>: follows KP_FRESH from there on; its lines go to KP_OUT
-    local label=$KP_ATTEMPT file
+    local label=$KP_ATTEMPT_LOGS file
     for file in "${KP_FRESH[@]}"; do
-        [[ -n $KP_ATTEMPT && $file == "$KP_ATTEMPT"/* ]] || label=keep
+        [[ -n $KP_ATTEMPT_LOGS && $file == "$KP_ATTEMPT_LOGS"/* ]] || label=keep
     done
     # --pid: it ends with this shell even when that is killed
     tail -v -n "$1" -F --pid=$$ -- "${KP_FRESH[@]}" 2>/dev/null > >(kp_name_lines >&"$KP_OUT") &
     KP_TAILS[$!]=$label
 }
 
-kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: their last lines have come by then
+kp_end_tails() { # ends those of earlier attempts, 5 rounds after the new one: their last lines have
+    # come by then
     local pid
     for pid in "${!KP_TAILS[@]}"; do
-        [[ ${KP_TAILS[$pid]} != keep && ${KP_TAILS[$pid]} != "$KP_ATTEMPT" ]] || continue
+        [[ ${KP_TAILS[$pid]} != keep && ${KP_TAILS[$pid]} != "$KP_ATTEMPT_LOGS" ]] || continue
         KP_GRACE[$pid]=$((${KP_GRACE[$pid]:-5} - 1))
         if ((KP_GRACE[$pid] == 0)); then
             kill "$pid" 2>/dev/null || true
@@ -186,7 +192,7 @@ kp_follow() { # shows what is there, then what comes, until Ctrl-C
     while kill -0 "$KP_LAST" 2>/dev/null; do # nobody reads it any more: | head
         kp_look_for_files
         ((${#KP_FRESH[@]} == 0)) || kp_start_tail "$lines"
-        [[ $lines == +1 || ${#KP_SEEN[@]} -gt 0 ]] || echo "logs: no log yet, waiting for the first" >&2
+        [[ $lines == +1 || ${#KP_FOLLOWED[@]} -gt 0 ]] || echo "logs: no log yet, waiting for the first" >&2
         lines=+1 # a file that comes later is new
         kp_end_tails
         sleep 1

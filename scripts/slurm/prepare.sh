@@ -35,7 +35,7 @@ kp_make_shards "$@"
 KP_DECIDED=end
 kp_log "end: the data are complete"
 
-# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
@@ -47,7 +47,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
     done < <(grep -oP "$spec" <<<"$record" | tac)
     seen=${named%/code/????????????} # the run, of a copy in it
     if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-        # An earlier start has seen it: the job goes on without this host, if enough others are left.
+        # An earlier start has seen it: the job goes on without this host, if enough others are
+        # left.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
         spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
@@ -56,7 +57,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
             ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
             (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
-        for _ in {1..60}; do # Slurm takes the list once the job is pending: no requeue is possible then
+        # Slurm takes the list once the job is pending: no requeue is possible then
+        for _ in {1..60}; do
             scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
             sleep 1
         done

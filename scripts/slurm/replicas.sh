@@ -26,20 +26,23 @@ source "$kit/scripts/slurm/lib/all.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/replicas.sh
 source "$KP_LIB/replicas.sh"
 
-kp_take "$@"                         # train.py's arguments; --dry-run
-kp_setup                             # the repository, its Python, site.env
-kp_need_job replicas.sh              # its replicas are steps of one
-kp_code                              # the code of the submission: from here on a copy of the repository
-kp_tasks                             # nodes, GPUs, one task per GPU
-kp_check "${KP_ARGUMENTS[@]}"        # the configuration, once, before any GPU works
-kp_banner                            # what runs where
-kp_chain                             # with KEMPNER_CHAIN=K: submits the job that continues this one
-kp_preflight                         # with KEMPNER_PREFLIGHT=1: checks the nodes first
-kp_stage                             # with KEMPNER_STAGE=DIR: copies the data to the nodes' own disks
-kp_run_replicas "${KP_ARGUMENTS[@]}" # srun for each; starts again whoever is lost; passes signals on
-kp_finish                            # requeue or not; the exit code
+kp_take "$@"            # train.py's arguments; --dry-run
+kp_setup                # the repository, its Python, site.env
+kp_need_job replicas.sh # its replicas are steps of one
+# the code of the submission: from here on a copy of the repository
+kp_code
+kp_tasks                      # nodes, GPUs, one task per GPU
+kp_check "${KP_ARGUMENTS[@]}" # the configuration, once, before any GPU works
+kp_banner                     # what runs where
+kp_chain                      # with KEMPNER_CHAIN=K: submits the job that continues this one
+kp_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
+# with KEMPNER_STAGE=DIR: copies the data to the nodes' own disks
+kp_stage
+# srun for each; starts again whoever is lost; passes signals on
+kp_run_replicas "${KP_ARGUMENTS[@]}"
+kp_finish # requeue or not; the exit code
 
-# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
@@ -51,7 +54,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
     done < <(grep -oP "$spec" <<<"$record" | tac)
     seen=${named%/code/????????????} # the run, of a copy in it
     if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-        # An earlier start has seen it: the job goes on without this host, if enough others are left.
+        # An earlier start has seen it: the job goes on without this host, if enough others are
+        # left.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
         spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
@@ -60,7 +64,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
             ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
             (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
-        for _ in {1..60}; do # Slurm takes the list once the job is pending: no requeue is possible then
+        # Slurm takes the list once the job is pending: no requeue is possible then
+        for _ in {1..60}; do
             scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
             sleep 1
         done

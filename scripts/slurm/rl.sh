@@ -30,22 +30,23 @@ source "$KP_LIB/rl.sh"
 # shellcheck source-path=SCRIPTDIR source=lib/rl_watch.sh
 source "$KP_LIB/rl_watch.sh"
 
-kp_take "$@"                     # rl.py's arguments; --dry-run
-kp_rl_bench                      # with --bench: a run of its own
-kp_setup                         # the repository, its Python, site.env
-kp_code rl.py                    # the code of the submission: from here on a copy of the repository
-kp_tasks                         # nodes, GPUs, one task per GPU
-kp_rl_place "${KP_ARGUMENTS[@]}" # who trains and who samples; from here on nodes and tasks are the trainer's
-kp_check "${KP_ARGUMENTS[@]}"    # the configuration, once, before any GPU works
-kp_rl_tell "${KP_ARGUMENTS[@]}"  # with --check: what would run where, and no more
-kp_banner                        # what runs where
-kp_chain                         # with KEMPNER_CHAIN=K: submits the job that continues this one
-kp_rl_preflight                  # with KEMPNER_PREFLIGHT=1: checks the nodes first
-kp_run_rl "${KP_ARGUMENTS[@]}"   # srun for each part; starts lost engines again; passes signals on
-kp_rl_bench_tell                 # with --bench: a table
-kp_finish                        # requeue or not; the exit code
+kp_take "$@"  # rl.py's arguments; --dry-run
+kp_rl_bench   # with --bench: a run of its own
+kp_setup      # the repository, its Python, site.env
+kp_code rl.py # the code of the submission: from here on a copy of the repository
+kp_tasks      # nodes, GPUs, one task per GPU
+# who trains and who samples; from here on nodes and tasks are the trainer's
+kp_rl_place "${KP_ARGUMENTS[@]}"
+kp_check "${KP_ARGUMENTS[@]}"   # the configuration, once, before any GPU works
+kp_rl_tell "${KP_ARGUMENTS[@]}" # with --check: what would run where, and no more
+kp_banner                       # what runs where
+kp_chain                        # with KEMPNER_CHAIN=K: submits the job that continues this one
+kp_rl_preflight                 # with KEMPNER_PREFLIGHT=1: checks the nodes first
+kp_run_rl "${KP_ARGUMENTS[@]}"  # srun for each part; starts lost engines again; passes signals on
+kp_rl_bench_tell                # with --bench: a table
+kp_finish                       # requeue or not; the exit code
 
-# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------------------
+# --- the kit, where it is not beside this file: docs/reference/slurm.md ---------------------------
 if [[ ! -e $kit/scripts/slurm/lib ]]; then
     job=${SLURM_JOB_ID:-} record='' named='' spec='/^JobId='$job' /,/^$/p; /Invalid\|not found/p'
     until [[ -z $job || -n $record ]]; do # a busy controller may not answer
@@ -57,7 +58,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
     done < <(grep -oP "$spec" <<<"$record" | tac)
     seen=${named%/code/????????????} # the run, of a copy in it
     if [[ -z $kit && -n $named && ! -e $seen && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-        # An earlier start has seen it: the job goes on without this host, if enough others are left.
+        # An earlier start has seen it: the job goes on without this host, if enough others are
+        # left.
         echo "kempner: $SLURMD_NODENAME does not see $seen: the job starts again in 10 minutes" >&2
         trap '' TERM && put_off=(StartTime=now+10minutes) out=$SLURMD_NODENAME
         spec='ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+)'
@@ -66,7 +68,8 @@ if [[ ! -e $kit/scripts/slurm/lib ]]; then
         [[ $(scontrol show partition "$SLURM_JOB_PARTITION") =~ TotalNodes=([0-9]+) ]] &&
             ((${KEMPNER_EXCLUDE:-2} > 0)) && enough=$((BASH_REMATCH[1] - SLURM_JOB_NUM_NODES)) &&
             (($(scontrol show hostnames "$out" | wc -l) <= enough)) && put_off+=("ExcNodeList=$out")
-        for _ in {1..60}; do # Slurm takes the list once the job is pending: no requeue is possible then
+        # Slurm takes the list once the job is pending: no requeue is possible then
+        for _ in {1..60}; do
             scontrol requeue "$job" || ! scontrol update JobId="$job" "${put_off[@]}" || exit 0
             sleep 1
         done

@@ -12,7 +12,8 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=lib/all.sh
 source "${0%"${0##*/}"}lib/all.sh"
 
-kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch script, and KP_ARGUMENTS, those after it
+kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch script, and
+    # KP_ARGUMENTS, those after it
     KP_REQUEST=() KP_NAME='' KP_ARGUMENTS=() KP_ELSEWHERE=''
     while (($# > 0)); do
         if [[ $1 == *.sh && -f $1 ]]; then
@@ -42,7 +43,8 @@ kp_options() { # <words>...: sets KP_REQUEST, sbatch's, KP_NAME, the launch scri
         kp_die "${KP_ARGUMENTS[0]}: the tasks of an array copy the code at their starts: use sbatch"
 }
 
-kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch must not hand on what the kit exports
+kp_copy_now() { # prints RUN/code/HASH, which it makes; in a subshell: sbatch must not hand on what
+    # the kit exports
     kp_begin >&2
     [[ $KP_ROOT == "$KP_ORIGIN" ]] || kp_die "$KP_ROOT is a copy: submit from $KP_ORIGIN"
     kp_enter >&2
@@ -93,7 +95,8 @@ kp_refresh() { # <job>: gives it a copy of the code as it is now
     [[ -n $old ]] || kp_die "job $1 has no copy of the code: it is not of this kit, or has not started yet"
     mapfile -t words < <(cd "$old/.inputs" 2>/dev/null && find . -type f -printf '/%P\n')
     kp_begin
-    [[ -e $old/scripts/slurm/submit.sh ]] || KP_ROOT=$(<"$old/.kempner-origin") # a program's, not the kit's
+    # a program's, not the kit's
+    [[ -e $old/scripts/slurm/submit.sh ]] || KP_ROOT=$(<"$old/.kempner-origin")
     script=$old/scripts/slurm/own.sh
     [[ -e $script ]] || script=''
     kp_code_copy "$(dirname "$old")" "$script" "${words[@]}" || kp_die "the code could not be copied"

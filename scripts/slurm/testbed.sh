@@ -63,7 +63,8 @@ source "${SELF%/*}/testbed/clock.sh"
 # shellcheck source-path=SCRIPTDIR source=testbed/memory.sh
 source "${SELF%/*}/testbed/memory.sh"
 
-take_slurm() { # with SLURM_BIN=DIR: puts its programs in front of PATH; stops when one is missing or does not fit
+take_slurm() { # with SLURM_BIN=DIR: puts its programs in front of PATH; stops when one is missing
+    # or does not fit
     local dir program conf missing=() version versions=''
     [[ -n ${SLURM_BIN:-} ]] || return 0
     conf=$(mktemp) # newer clients tell their version only where they find a slurm.conf
@@ -92,7 +93,7 @@ namespace() { # <host>: the name of its network namespace
     printf 'kp%s-%s' "$ID" "$1"
 }
 
-# --- what the hosts read -----------------------------------------------------------------------------------------
+# --- what the hosts read --------------------------------------------------------------------------
 
 write_slurm_conf() { # <nodes> <gpus per node>
     local nodes=$1 gpus=$2 k gres=
@@ -151,23 +152,26 @@ write_files() { # <nodes> <gpus per node>
         echo "127.0.0.1 localhost"
         echo "10.77.$ID.254 head"
         for ((k = 1; k <= nodes; k++)); do echo "10.77.$ID.$k node$k"; done
-        # PyTorch asks for the name of an IPv4 peer in this form, and without these lines the DNS is asked.
+        # PyTorch asks for the name of an IPv4 peer in this form, and without these lines the DNS is
+        # asked.
         for ((k = 1; k <= nodes; k++)); do echo "::ffff:10.77.$ID.$k from-node$k"; done
         echo "::ffff:127.0.0.1 from-localhost"
     } >"$STATE/hosts"
     (umask 077 && head -c 1024 /dev/urandom >"$STATE/munge/key")
 }
 
-# --- hosts -------------------------------------------------------------------------------------------------------
+# --- hosts ----------------------------------------------------------------------------------------
 
-start() { # <host> [nsenter option]: its processes live in one PID namespace, so that one kill takes them all
+start() { # <host> [nsenter option]: its processes live in one PID namespace, so that one kill takes
+    # them all
     setsid nsenter "${2:---net=/proc/self/ns/net}" \
         unshare --uts --mount --pid --fork --kill-child --mount-proc bash "$SELF" init "$1" \
         </dev/null >"$STATE/log/$1.init" 2>&1 &
     echo $! >"$STATE/pid/$1"
 }
 
-init() { # <host>: the first process of a host; when a daemon of the host ends, so do this process and the host
+init() { # <host>: the first process of a host; when a daemon of the host ends, so do this process
+    # and the host
     hostname "$1"
     site host "$1"
     mount --bind "$STATE/hosts" /etc/hosts
@@ -176,17 +180,20 @@ init() { # <host>: the first process of a host; when a daemon of the host ends, 
         site head
         slurmctld -D &
     else
-        # A fresh /sys shows this host's own interfaces; Slurm needs the control groups mounted in it, too.
+        # A fresh /sys shows this host's own interfaces; Slurm needs the control groups mounted in
+        # it, too.
         mount -t sysfs sysfs "$STATE/sys"
         mount --rbind /sys/fs/cgroup "$STATE/sys/fs/cgroup"
         mount --rbind "$STATE/sys" /sys
-        # A shell's background jobs ignore SIGINT; newer slurmds would hand that on to batch scripts.
+        # A shell's background jobs ignore SIGINT; newer slurmds would hand that on to batch
+        # scripts.
         env --default-signal=INT,QUIT slurmd -D -N "$1" &
     fi
     wait -n
 }
 
-start_munged() { # <host>: one of its own, as on a real host, because a munged takes each credential once
+start_munged() { # <host>: one of its own, as on a real host, because a munged takes each credential
+    # once
     # A Slurm that was built with --enable-multiple-slurmd would take it again; others refuse.
     if [[ $1 != head ]]; then
         mkdir -p "$STATE/munge-$1"
@@ -207,7 +214,8 @@ stop() { # <host>: kills every process on it and waits until they are gone
     kill_and_wait "$(first_process "$outer")" "$outer"
 }
 
-first_process() { # <pid of unshare>: the host's process 1 as this machine numbers it; nothing when it is gone
+first_process() { # <pid of unshare>: the host's process 1 as this machine numbers it; nothing when
+    # it is gone
     { tr -d ' ' <"/proc/$1/task/$1/children"; } 2>/dev/null || true
 }
 
@@ -252,7 +260,8 @@ revive() { # <host>
     if [[ $1 == head ]]; then
         start head
         wait_for slurmctld scontrol ping
-        [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER" # it knows the head by its number
+        # it knows the head by its number
+        [[ -z ${KEMPNER_TESTBED_OWNER:-} ]] || down_with "$KEMPNER_TESTBED_OWNER"
     else
         start "$1" "--net=/run/netns/$(namespace "$1")"
     fi
@@ -277,7 +286,7 @@ list_nodes() {
     ip netns list | awk -v prefix="kp$ID-" 'index($1, prefix) == 1 { print substr($1, length(prefix) + 1) }'
 }
 
-# --- commands ----------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 missing_commands() {
     local command
@@ -348,7 +357,8 @@ down_with() { # <pid>: takes this cluster down when that process is gone
     setsid bash "$SELF" guard "$1" "$(<"$STATE/pid/head")" </dev/null >/dev/null 2>&1 &
 }
 
-guard() { # <pid> <pid of the head>: waits for the end of that process, or of this cluster: another may take its number
+guard() { # <pid> <pid of the head>: waits for the end of that process, or of this cluster: another
+    # may take its number
     while [[ $(cat "$STATE/pid/head" 2>/dev/null) == "$2" ]]; do
         kill -0 "$1" 2>/dev/null || {
             down
@@ -432,7 +442,8 @@ case $1 in
     bytes)
         need_node "${2:-}"
         case ${3:-} in em4) end=m ;; ib0) end=i ;; *) die "bytes $2 IFACE: em4 or ib0, not '${3:-}'" ;; esac
-        cat "/sys/class/net/$end$ID-${2#node}/statistics/tx_bytes" # sent by this end = received by the host
+        # sent by this end = received by the host
+        cat "/sys/class/net/$end$ID-${2#node}/statistics/tx_bytes"
         ;;
     exec)
         (($# > 2)) || die "exec NODE COMMAND: no command is given"

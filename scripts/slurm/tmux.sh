@@ -46,13 +46,15 @@ kp_figures() { # status.sh of the run every few seconds, until Ctrl-C
     done
 }
 
-kp_identity() { # one line, the same for each way to name the run: the directory's full path, or the job without one yet
+kp_identity() { # one line, the same for each way to name the run: the directory's full path, or the
+    # job without one yet
     kp_begin
     kp_find_run "$KP_ASKED_RUN"
     if [[ -n $KP_RUN_DIR ]]; then realpath -- "$KP_RUN_DIR"; else echo "job-$KP_ASKED_RUN"; fi
 }
 
-kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's session; true when it is there already
+kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's session; true when it is
+    # there already
     local name=${1##*/} number=1 owner
     KP_SESSION=kempner-job-$KP_ASKED_RUN # made when the job had no run directory yet
     ! tmux has-session -t "=$KP_SESSION" 2>/dev/null || return 0
@@ -67,17 +69,18 @@ kp_choose_session() { # <identity>: sets KP_SESSION, the name of the run's sessi
     return 1
 }
 
-kp_words() { # <command>...: sets KP_WORDS, the command for tmux, which takes words, with this shell's settings
-    # Everybody on the host can read the words, of a server that stays: no secret is among them. No pane needs one, nor
-    # those who are told of a run.
+kp_pane_command() { # <command>...: sets KP_PANE_COMMAND, the command for tmux, which takes words,
+    # with this shell's settings
+    # Everybody on the host can read the words, of a server that stays: no secret is among them. No
+    # pane needs one, nor those who are told of a run.
     local name number
-    KP_WORDS=(env "PATH=$PATH") # a server that is running already has its own
+    KP_PANE_COMMAND=(env "PATH=$PATH") # a server that is running already has its own
     for name in "${!KEMPNER_@}" SLURM_CONF; do
-        [[ -z ${!name+set} || $name =~ ^KEMPNER_(NOTIFY|MAIL)$ ]] || kp_is_secret "$name" || KP_WORDS+=("$name=${!name}")
+        [[ -z ${!name+set} || $name =~ ^KEMPNER_(NOTIFY|MAIL)$ ]] || kp_is_secret "$name" || KP_PANE_COMMAND+=("$name=${!name}")
     done
-    KP_WORDS+=("$@")
-    for ((number = 0; number < ${#KP_WORDS[@]}; number++)); do
-        KP_WORDS[number]=$(kp_word "${KP_WORDS[number]}")
+    KP_PANE_COMMAND+=("$@")
+    for ((number = 0; number < ${#KP_PANE_COMMAND[@]}; number++)); do
+        KP_PANE_COMMAND[number]=$(kp_word "${KP_PANE_COMMAND[number]}")
     done
 }
 
@@ -87,19 +90,19 @@ kp_word() { # <word>: as tmux wants it: a bare ; at the end of a word would end 
 
 kp_add() { # <title> <lines> <pane> <command>...: a pane above that one
     local pane
-    kp_words "${@:4}"
-    pane=$(tmux split-window -d -v -b -l "$2" -t "$3" -P -F '#{pane_id}' "${KP_WORDS[@]}")
+    kp_pane_command "${@:4}"
+    pane=$(tmux split-window -d -v -b -l "$2" -t "$3" -P -F '#{pane_id}' "${KP_PANE_COMMAND[@]}")
     tmux select-pane -t "$pane" -T "$1"
 }
 
-kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, warnings, shell; of rl.sh also
-    # its orchestrator and its first engine
+kp_make_session() { # <identity>: panes from top to bottom: figures, rank 0, warnings, shell; of
+    # rl.sh also its orchestrator and its first engine
     local rows columns shell parts='' part
     read -r rows columns < <(stty size 2>/dev/null || echo 45 160)
     # less tmux's own line
     rows=$((rows < 24 ? 23 : rows - 1)) columns=$((columns < 80 ? 80 : columns))
-    kp_words "${SHELL:-bash}"
-    shell=$(tmux new-session -d -x "$columns" -y "$rows" -s "$KP_SESSION" -P -F '#{pane_id}' "${KP_WORDS[@]}")
+    kp_pane_command "${SHELL:-bash}"
+    shell=$(tmux new-session -d -x "$columns" -y "$rows" -s "$KP_SESSION" -P -F '#{pane_id}' "${KP_PANE_COMMAND[@]}")
     tmux set-option -t "=$KP_SESSION:" @kempner_run "$(kp_word "$1")"
     tmux set-option -q -t "=$KP_SESSION:" status-left-length 40
     tmux set-option -q -w -t "$shell" pane-border-status top

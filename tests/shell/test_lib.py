@@ -553,6 +553,19 @@ def test_srun_command() -> None:
     assert srun(KP_GPUS="4", KP_BESIDE="", KEMPNER_SRUN=flags) == site
 
 
+def test_a_step_names_what_it_has_of_its_own() -> None:
+    """By arguments: they win over those of every step, and KEMPNER_SRUN over both."""
+    script = """
+        KP_SRUN_NAME=stage KP_NODES=1 KP_TASKS=1 KP_GPUS=0 KP_CPUS=1 KP_PYTHON=python
+        kp_srun_command --kill-on-bad-exit=0 --mem=0 -- a 'b c'
+        printf '%s\n' "${KP_SRUN[@]}"
+    """
+    words = bash(script, KEMPNER_SRUN="--mem=1G", KP_BESIDE="").stdout.splitlines()
+    own = words.index("--kill-on-bad-exit=0")
+    assert words.index("--kill-on-bad-exit=1") < own
+    assert words[own + 1 : own + 3] == ["--mem=0", "--mem=1G"] and words[-2:] == ["a", "b c"]
+
+
 def test_the_task_of_an_array_is_named() -> None:
     script = "KP_BESIDE='' kp_job_id"
     assert bash(script, SLURM_JOB_ID="9").stdout == "9\n"
@@ -734,11 +747,11 @@ def test_a_suspended_rl_job_blames_nobody() -> None:
     """Its script stood still as well: the silence of that time counts for no engine."""
     told = bash(
         """source "$KP_LIB/rl_watch.sh"
-        SECONDS=100 KP_HEARD=95 KP_ENGINE_SEEN=([0]=90 [3]=99)
+        SECONDS=100 KP_ORCHESTRATOR_SEEN_AT=95 KP_ENGINE_SEEN=([0]=90 [3]=99)
         kp_see_absence
         SECONDS=101 && kp_see_absence
         SECONDS=500 && kp_see_absence >/dev/null
-        echo $KP_HEARD ${KP_ENGINE_SEEN[0]} ${KP_ENGINE_SEEN[3]}"""
+        echo $KP_ORCHESTRATOR_SEEN_AT ${KP_ENGINE_SEEN[0]} ${KP_ENGINE_SEEN[3]}"""
     )
     assert told.stdout.split() == ["494", "489", "498"], told
 
@@ -982,7 +995,7 @@ def test_a_script_that_was_copied_elsewhere(name: str, tmp_path: Path) -> None:
         ["bash", tmp_path / name, "x.toml"], env=env, cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1 and f"REPOSITORY/scripts/slurm/{name}" in done.stderr
+    assert done.stderr.count("\n") == 1 and "export KEMPNER_ROOT=" in done.stderr
 
 
 def test_a_clone_without_its_python(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ kp_make_exchange
 token=$KP_EXCHANGE/token
 KP_SERVE=serve.py KP_ENGINE_KIND=kit KP_SLOTS=8 KP_DEVICE=auto KP_ENGINE_ARGS=()
 kp_engine_words
-words=("${KP_WORDS[@]}")
+words=("${KP_ENGINE_WORDS[@]}")
 """,
 }
 

@@ -1,30 +1,25 @@
 # shellcheck shell=bash
-# What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in docs/reference/slurm.md.
+# What the launch scripts share, in parts; source this file. The facts about Slurm behind it are in
+# docs/reference/slurm.md.
 
-# The user's shell may export functions in place of commands; others, such as module, belong to the site.
+# The user's shell may export functions in place of commands; others, such as module, belong to the
+# site.
 unset -f cd echo exec export kill printf pwd read source trap wait declare type unset mapfile
 while read -r _ _ KP_FUNCTION; do
     [[ $KP_FUNCTION =~ ^(module|ml|scl|spack|conda|mamba|micromamba|_.*)$ ]] || ! type -P "$KP_FUNCTION" >/dev/null ||
         unset -f "$KP_FUNCTION"
 done <<<"$(declare -Fx)"
 
-trap 'exit 130' INT # without a trap, bash goes on when the command that it waits for has ended well; see kp_listen
+# without a trap, bash goes on when the command that it waits for has ended well; see kp_listen
+trap 'exit 130' INT
 
-KP_BESIDE=${KP_BESIDE:-}                # not empty: the job is someone else's; interactive.sh runs beside it
-KP_DRY=''                               # not empty: --dry-run
-KP_INSIDE=() KP_CONTAINER_FLAGS=()      # the words that put Python into a container
-KP_MOUNTS=()                            # what the container sees of the host, each FROM:TO
-KP_STAGED_IMAGE=''                      # the image's copy on the nodes' own disks, for pyxis
-KP_CHILD='' KP_SIGNAL=''                # the running srun; the last signal
-KP_PENDING=${KP_PENDING:-}              # a signal that came before srun
-KP_PIDS=()                              # of replicas.sh: the running sruns; KP_CHILD is their judge
-KP_DECIDED='' KP_PREFLIGHT='' KP_BAD='' # the decision; "failed", and the nodes that failed
-KP_SRUN_LOG='' KP_SECRET_NAMES='' KP_LAUNCHER='' KP_EARLY=''
-KP_OWN_STEPS='' KP_ATTEMPT=0 # the script that starts lost steps again by itself; restarts so far
-KP_NO_ROOM=''                # where the batch log has moved to: see kp_move_log
+KP_OWN_STEPS='' # the script that starts lost steps again by itself
+KP_LAUNCHER=''  # of run.sh: torchrun, where that is the command
+KP_NO_ROOM=''   # where the batch log has moved to: see kp_move_log
 KP_LIB=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 KP_MODULE=${KP_LIB%/scripts/slurm/lib}/src/kempner_module.py # in place of "python -m"
-# Before what "python -c" runs, which would import from the current directory first, as "python -m" would.
+# Before what "python -c" runs, which would import from the current directory first, as "python -m"
+# would.
 KP_NOT_HERE='import sys; sys.path[:] = filter(None, sys.path)'
 
 kp_log() { # <message>: whatever becomes of it; a log is for people, and never ends a run
@@ -35,7 +30,8 @@ kp_log() { # <message>: whatever becomes of it; a log is for people, and never e
     printf '[%(%F %T)T] kempner: %s\n' -1 "$*" 2>/dev/null || true
 }
 
-kp_move_log() { # the batch log takes no line, as in a full home directory: it goes on in the run directory
+kp_move_log() { # the batch log takes no line, as in a full home directory: it goes on in the run
+    # directory
     local file=/dev/null
     if [[ -p /dev/fd/1 || -S /dev/fd/1 || -t 1 ]]; then # whoever has read it has left
         KP_NO_ROOM=unread

@@ -1,15 +1,18 @@
 # shellcheck shell=bash
-# KEMPNER_CHAIN=K: where Slurm may not start a job again, another job waits in the queue to continue it.
+# KEMPNER_CHAIN=K: where Slurm may not start a job again, another job waits in the queue to continue
+# it.
 #
-# The dependency is afterany, not singleton: that one goes by the job's name, and would put all runs of this name, one
-# user's whole day, into one line. RUN_DIR/chain.jsonl has a line before each sbatch and one after it, so that whatever
-# ends this script in between, no second successor is submitted.
+# The dependency is afterany, not singleton: that one goes by the job's name, and would put all runs
+# of this name, one user's whole day, into one line. RUN_DIR/chain.jsonl has a line before each
+# sbatch and one after it, so that whatever ends this script in between, no second successor is
+# submitted.
 
-KP_CHAIN_ARGUMENTS=("$@") # of the script, as sbatch got them: kp_take puts the line of a task in place of @FILE
-KP_CHAIN=''               # this job's chain, by its first job; empty: it has none
-KP_LINK=0                 # how many jobs were before it
-KP_SUCCESSOR=''           # the job that continues it
-KP_REQUEST=()             # sbatch's options
+# of the script, as sbatch got them: kp_take puts the line of a task in place of @FILE
+KP_CHAIN_ARGUMENTS=("$@")
+KP_CHAIN=''         # this job's chain, by its first job; empty: it has none
+KP_LINK=0           # how many jobs were before it
+KP_SUCCESSOR=''     # the job that continues it
+KP_CHAIN_OPTIONS=() # sbatch's options
 
 # What a successor has in common with this job; NumNodes is compared apart.
 KP_CHAIN_SAME=(Partition Account QOS TimeLimit Features Reservation Licenses Network CoreSpec Contiguous ReqNodeList
@@ -25,7 +28,8 @@ kp_chain_check() { # stops at a KEMPNER_CHAIN that makes no sense
         "would not keep its limit of $(kp_field ArrayTaskThrottle) at once: leave %$(kp_field ArrayTaskThrottle) out"
 }
 
-kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; submits the successor, sets KP_SUCCESSOR
+kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; submits the successor,
+    # sets KP_SUCCESSOR
     kp_is_batch || return 0
     if ((${KEMPNER_CHAIN:-0} == 0)); then
         kp_chain_note
@@ -33,7 +37,8 @@ kp_chain() { # with KEMPNER_CHAIN=K: ends when the user has ended the chain; sub
     fi
     KP_JOURNAL=$KP_RUN_DIR/chain.jsonl
     kp_chain_place
-    # One way to go on, not two: Slurm would requeue this job after a lost node, and the successor would start, too.
+    # One way to go on, not two: Slurm would requeue this job after a lost node, and the successor
+    # would start, too.
     kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 2>/dev/null || true
     if ((KP_LINK >= KEMPNER_CHAIN)); then
         kp_log "the last job of its chain: $KP_LINK were before it (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
@@ -62,7 +67,7 @@ kp_chain_tell() { # for --dry-run
         "the one before it runs (KEMPNER_CHAIN=$KEMPNER_CHAIN)"
 }
 
-# --- the journal -------------------------------------------------------------------------------------------
+# --- the journal ----------------------------------------------------------------------------------
 
 kp_chain_write() { # <event> <job> <link> [why]: a line that is on the disk before this returns
     kp_records append "$KP_JOURNAL" event="$1" chain="$KP_CHAIN" link:="$3" job="$2" why="${4:-}" || true
@@ -78,9 +83,10 @@ kp_chain_jobs() { # the jobs of the chain, with commas; without one this job
     fi
 }
 
-# --- whose turn it is --------------------------------------------------------------------------------------
+# --- whose turn it is -----------------------------------------------------------------------------
 
-kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was cancelled, or another job goes on
+kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was cancelled, or another
+    # job goes on
     local chain link after KP_VALUES=()
     read -r chain link after <<<"${KEMPNER_CHAIN_LINK:-}" || true
     [[ -z $after ]] || kp_find_records "$KP_JOURNAL" "chain=$chain" "link=$link" -- event job || true
@@ -101,9 +107,11 @@ kp_chain_place() { # sets KP_CHAIN and KP_LINK; ends when the predecessor was ca
         kp_die "job $3 goes on with $KP_RUN_DIR already (KEMPNER_CHAIN of job $2): scancel $3, or wait for it"
 }
 
-kp_chain_look_back() { # <predecessor>: ends this job when the user has cancelled that one, or it ended for good
+kp_chain_look_back() { # <predecessor>: ends this job when the user has cancelled that one, or it
+    # ended for good
     local state='' last='' why KP_VALUES=()
-    # Slurm forgets a job some minutes after its end (MinJobAge); then its accounting may know, and our own records.
+    # Slurm forgets a job some minutes after its end (MinJobAge); then its accounting may know, and
+    # our own records.
     if kp_ask scontrol show job "$1" && [[ $KP_ANSWER =~ JobState=([A-Z_]+) ]]; then
         state=${BASH_REMATCH[1]}
     elif kp_ask sacct -X -n -P -j "$1" -o State; then
@@ -128,7 +136,8 @@ kp_chain_queued() { # <job>: true when it is in the queue, or nobody says
     ! kp_ask squeue --me -r -h -o %i || [[ $'\n'$KP_ANSWER$'\n' == *$'\n'"$1"$'\n'* ]]
 }
 
-kp_chain_find() { # sets KP_SUCCESSOR to the job in the queue with the successor's comment; fails when there is none
+kp_chain_find() { # sets KP_SUCCESSOR to the job in the queue with the successor's comment; fails
+    # when there is none
     local job comment name="kempner-chain=$KP_CHAIN.$((KP_LINK + 1))"
     kp_ask squeue --me -r -h -o '%i %k' || return 1
     while read -r job comment; do
@@ -137,41 +146,44 @@ kp_chain_find() { # sets KP_SUCCESSOR to the job in the queue with the successor
     return 1
 }
 
-# --- the successor -----------------------------------------------------------------------------------------
+# --- the successor --------------------------------------------------------------------------------
 
 kp_rest() { # <name>: that field of KP_JOB where it fills the rest of its line
     [[ ! $KP_JOB =~ $'\n'[[:space:]]*"$1"=([^$'\n']*) ]] || echo "${BASH_REMATCH[1]% }"
 }
 
-kp_chain_script() { # sets KP_SCRIPT to the script to submit: that of the copy of the code, where it has it
-    KP_SCRIPT=$(kp_script_in "$KP_ROOT")
-    KP_SCRIPT=${KP_SCRIPT:-$(kp_script)}
-    [[ -f $KP_SCRIPT ]] || kp_die "KEMPNER_CHAIN: this job's script, $KP_SCRIPT, is gone: put it back"
+kp_chain_script() { # sets KP_CHAIN_SCRIPT to the script to submit: that of the copy of the code,
+    # where it has it
+    KP_CHAIN_SCRIPT=$(kp_script_in "$KP_ROOT")
+    KP_CHAIN_SCRIPT=${KP_CHAIN_SCRIPT:-$(kp_script)}
+    [[ -f $KP_CHAIN_SCRIPT ]] || kp_die "KEMPNER_CHAIN: this job's script, $KP_CHAIN_SCRIPT, is gone: put it back"
 }
 
-kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the request of this job once more
-    # The command line of sbatch is gone. What it asked for is in Slurm's record of the job and, in the same words, in
-    # the variables SLURM_*; the header and the variables SBATCH_* are read again.
+kp_chain_request() { # sets KP_CHAIN_OPTIONS, the options of sbatch that make the request of this
+    # job once more
+    # The command line of sbatch is gone. What it asked for is in Slurm's record of the job and, in
+    # the same words, in the variables SLURM_*; the header and the variables SBATCH_* are read
+    # again.
     local pair name value task="${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}"
-    KP_REQUEST=(--export=ALL --job-name="$(kp_job_name)" --nodes="$(kp_field NumNodes)" --chdir="$(kp_rest WorkDir)")
+    KP_CHAIN_OPTIONS=(--export=ALL --job-name="$(kp_job_name)" --nodes="$(kp_field NumNodes)" --chdir="$(kp_rest WorkDir)")
     for pair in mem=MinMemoryNode mem-per-cpu=MinMemoryCPU; do
         value=$(kp_field "${pair#*=}")
-        [[ -z $value || -n ${SLURM_MEM_PER_GPU:-} ]] || KP_REQUEST+=("--${pair%%=*}=$value")
+        [[ -z $value || -n ${SLURM_MEM_PER_GPU:-} ]] || KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     for pair in partition=Partition account=Account qos=QOS reservation=Reservation \
         constraint=Features licenses=Licenses time=TimeLimit nodelist=ReqNodeList exclude=ExcNodeList nice=Nice \
         core-spec=CoreSpec network=Network tmp=MinTmpDiskNode mail-user=MailUser mail-type=MailType gpu-freq=TresFreq \
         sockets-per-node=Socks/Node bb=BurstBuffer; do
         value=$(kp_field "${pair#*=}")
-        [[ -z $value || $value =~ ^(\(null\)|N/A|\*|0)$ ]] || KP_REQUEST+=("--${pair%%=*}=$value")
+        [[ -z $value || $value =~ ^(\(null\)|N/A|\*|0)$ ]] || KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     value=$(kp_field OverSubscribe)
     case $value in
         NO) ;; # --exclusive, in the header
-        USER | MCS | TOPO) KP_REQUEST+=("--exclusive=${value,,}") ;;
-        *) KP_REQUEST+=(--exclusive=oversubscribe) ;;
+        USER | MCS | TOPO) KP_CHAIN_OPTIONS+=("--exclusive=${value,,}") ;;
+        *) KP_CHAIN_OPTIONS+=(--exclusive=oversubscribe) ;;
     esac
-    [[ $(kp_field Contiguous) != 1 ]] || KP_REQUEST+=(--contiguous)
+    [[ $(kp_field Contiguous) != 1 ]] || KP_CHAIN_OPTIONS+=(--contiguous)
 
     while IFS='=' read -r -d '' name value; do
         [[ -n $value ]] || continue
@@ -180,37 +192,40 @@ kp_chain_request() { # sets KP_REQUEST, the options of sbatch that make the requ
                 SLURM_CPUS_PER_GPU | SLURM_MEM_PER_GPU | SLURM_TRES_PER_TASK | SLURM_GPU_BIND | \
                 SLURM_HINT | SLURM_THREADS_PER_CORE)
                 name=${name#SLURM_} name=${name,,}
-                KP_REQUEST+=("--${name//_/-}=$value")
+                KP_CHAIN_OPTIONS+=("--${name//_/-}=$value")
                 ;;
-            KEMPNER_SIGNAL_LEAD) KP_REQUEST+=("--signal=B:SIGTERM@$value") ;; # given where --signal was
+            # given where --signal was
+            KEMPNER_SIGNAL_LEAD) KP_CHAIN_OPTIONS+=("--signal=B:SIGTERM@$value") ;;
         esac
     done <"/proc/$$/environ"
 
     value=$(kp_field TresPerNode) value=${value//gres[:\/]/}
-    [[ -z $value || " ${KP_REQUEST[*]}" == *" --gpus-per-node="* ]] ||
-        KP_REQUEST+=("--gres=$value")
-    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || KP_REQUEST+=("--array=$SLURM_ARRAY_TASK_ID")
+    [[ -z $value || " ${KP_CHAIN_OPTIONS[*]}" == *" --gpus-per-node="* ]] ||
+        KP_CHAIN_OPTIONS+=("--gres=$value")
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || KP_CHAIN_OPTIONS+=("--array=$SLURM_ARRAY_TASK_ID")
     for pair in output=StdOut error=StdErr; do
         value=$(kp_rest "${pair#*=}")
-        [[ -n $value && ($pair == output=* || $value != "$(kp_rest StdOut)") ]] || continue # empty: as the output
+        # empty: as the output
+        [[ -n $value && ($pair == output=* || $value != "$(kp_rest StdOut)") ]] || continue
         value=${value//%/%%}
         [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || value=${value//"$task"/%A_%a}
         [[ ! ${value##*/} =~ ^(.*[^0-9])?"$SLURM_JOB_ID"([^0-9].*)?$ ]] ||
             value=${value%/*}/${BASH_REMATCH[1]}%j${BASH_REMATCH[2]}
-        KP_REQUEST+=("--${pair%%=*}=$value")
+        KP_CHAIN_OPTIONS+=("--${pair%%=*}=$value")
     done
     value=kempner-chain=$KP_CHAIN.$((KP_LINK + 1))${KEMPNER_COPY:+ kempner-code=$KEMPNER_COPY}
-    KP_REQUEST+=("--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
+    KP_CHAIN_OPTIONS+=("--comment=$(kp_comment_with "$(kp_comment_of_user "$(kp_rest Comment)")" "$value")")
 }
 
 kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatch does
     local link=$((KP_LINK + 1)) said code=0
     kp_chain_script
-    ((${#KP_REQUEST[@]} > 0)) || kp_chain_request # once: the record of a job that has lost a node asks for fewer
+    # once: the record of a job that has lost a node asks for fewer
+    ((${#KP_CHAIN_OPTIONS[@]} > 0)) || kp_chain_request
     kp_chain_write intent "" "$link"
     said=$(cd -- "${SLURM_SUBMIT_DIR:-.}" && kp_as_submitted env \
         "KEMPNER_CHAIN_LINK=$KP_CHAIN $link $(kp_job_id)" sbatch --parsable \
-        --dependency="afterany:$(kp_job_id)" "${KP_REQUEST[@]}" "$KP_SCRIPT" "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
+        --dependency="afterany:$(kp_job_id)" "${KP_CHAIN_OPTIONS[@]}" "$KP_CHAIN_SCRIPT" "${KP_CHAIN_ARGUMENTS[@]}" 2>&1) || code=$?
     if ((code == 0)); then
         said=${said##*$'\n'} # warnings come first
         KP_SUCCESSOR=${said%%;*}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
@@ -222,7 +237,8 @@ kp_chain_submit() { # submits the successor; sets KP_SUCCESSOR; fails when sbatc
     kp_chain_write submitted "$KP_SUCCESSOR" "$link"
 }
 
-kp_chain_compare() { # stops a first job when Slurm's record of its successor asks for something else; later jobs say so
+kp_chain_compare() { # stops a first job when Slurm's record of its successor asks for something
+    # else; later jobs say so
     local name there here=$KP_JOB wrong=''
     kp_ask scontrol show job "$KP_SUCCESSOR" || return 0
     there=$KP_ANSWER
@@ -234,7 +250,8 @@ kp_chain_compare() { # stops a first job when Slurm's record of its successor as
     done
     KP_JOB=$here
     [[ -n $wrong ]] || return 0
-    if ((KP_LINK > 0)); then # the site has changed it, or a plugin at each sbatch: the chain has come this far with it
+    # the site has changed it, or a plugin at each sbatch: the chain has come this far with it
+    if ((KP_LINK > 0)); then
         kp_log "warning: job $KP_SUCCESSOR, which is to continue this one, has another request: $wrong"
         return 0
     fi
@@ -243,7 +260,7 @@ kp_chain_compare() { # stops a first job when Slurm's record of its successor as
         "sbatch as an SBATCH_ variable, which the job can see, not on its command line; or unset KEMPNER_CHAIN"
 }
 
-# --- the end -----------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 kp_chain_cancel() { # <why>: takes the successor out of the queue
     [[ -n $KP_SUCCESSOR ]] || return 0
@@ -254,7 +271,8 @@ kp_chain_cancel() { # <why>: takes the successor out of the queue
     KP_SUCCESSOR=''
 }
 
-kp_chain_survives() { # true when Slurm is ending this job, and not because somebody has cancelled it
+kp_chain_survives() { # true when Slurm is ending this job, and not because somebody has cancelled
+    # it
     [[ -n $KP_SUCCESSOR ]] && [[ ! $(kp_field PreemptTime) =~ ^(None)?$ || ! $(kp_field Reason) =~ ^(None)?$ ]]
 }
 

@@ -1,7 +1,10 @@
 # shellcheck shell=bash
 # The preflight checks before a run, and of scripts/slurm/preflight.sh.
 
-kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are faulty, requeues without them, or ends
+KP_PREFLIGHT='' KP_BAD='' # "failed", and the nodes that failed
+
+kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are faulty, requeues
+    # without them, or ends
     [[ ${KEMPNER_PREFLIGHT:-0} != 0 ]] && kp_in_job || return 0
     kp_prove_nodes "$KP_RUN_DIR/logs/preflight-$KEMPNER_ATTEMPT_ID.json" --dir "$KP_RUN_DIR" --device "$KP_DEVICE"
     kp_mark preflight
@@ -14,10 +17,11 @@ kp_preflight() { # with KEMPNER_PREFLIGHT=1: checks the nodes; when some are fau
     KP_PREFLIGHT=failed
     kp_decide "preflight: ${KP_BAD:-the network} failed" || true
     [[ $KP_DECIDED == restart ]] || kp_finish
-    kp_again
+    kp_next_attempt
 }
 
-kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node has failed
+kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fails when no other node
+    # has failed
     local host bad=",$KP_BAD," good=()
     for host in "${KP_SPARES[@]}"; do
         if [[ $bad == *",$host,"* ]]; then
@@ -33,13 +37,15 @@ kp_drop_bad_spares() { # takes those in KP_BAD out of KP_SPARES and KP_BAD; fail
     [[ -n $KP_BAD ]]
 }
 
-kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all pass, and KP_BAD
+kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE, 0 when all pass,
+    # and KP_BAD
     local json=$1 meet=${1%.json}.meet name=$KP_SRUN_NAME driver step='' tries
     local driver_port directory
-    local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
+    # a spare, too
+    local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
     KP_SRUN_NAME=preflight-$KEMPNER_ATTEMPT_ID
-    kp_srun_command "$KP_MODULE" kempner.preflight.task
-    KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # the others have to say what they see
+    # When one ends, the others still have to say what they see.
+    kp_srun_command --kill-on-bad-exit=0 -- "$KP_MODULE" kempner.preflight.task
     KP_SRUN_NAME=$name KP_CODE=0
 
     mkdir -p -- "$meet" || {
@@ -52,7 +58,8 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
         ${KEMPNER_PREFLIGHT_LEAST:+--least "$KEMPNER_PREFLIGHT_LEAST"} "${@:2}" &
     driver=$!
 
-    # The driver may be in a container, where there is no srun: it says its port, and is told when srun has ended.
+    # The driver may be in a container, where there is no srun: it says its port, and is told when
+    # srun has ended.
     while kill -0 "$driver" 2>/dev/null; do
         if [[ -z $step && -s $meet/port ]]; then
             IFS=' ' read -r driver_port directory <"$meet/port"
@@ -66,7 +73,8 @@ kp_prove_nodes() { # <JSON file> <options of kempner.preflight>...: sets KP_CODE
     wait "$driver" || KP_CODE=$?
 
     if [[ -n $step ]]; then
-        # A task that does not come back must not keep the job; on a busy host torch takes seconds to end.
+        # A task that does not come back must not keep the job; on a busy host torch takes seconds
+        # to end.
         for ((tries = 0; tries < 250; tries++)); do
             kill -0 "$step" 2>/dev/null || break
             ((tries != 200)) || kill -TERM "$step" || true # srun then kills its tasks

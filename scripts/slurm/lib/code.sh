@@ -1,16 +1,20 @@
 # shellcheck shell=bash
-# The code of the submission: a job runs from a copy of the repository, RUN/code/HASH, not from the checkout, which
-# its user goes on editing. scripts/slurm/submit.sh makes the copy before sbatch; otherwise the batch script does, at
-# its first start, and notes it in the job's Comment, where its next start finds it.
+# The code of the submission: a job runs from a copy of the repository, RUN/code/HASH, not from the
+# checkout, which its user goes on editing. scripts/slurm/submit.sh makes the copy before sbatch;
+# otherwise the batch script does, at its first start, and notes it in the job's Comment, where its
+# next start finds it.
 
-readonly KP_LARGEST=20000000 KP_MOST=200000000 # bytes of a file, and of all of them, that are copied
-# Files that git does not know and whose names say that they are secrets: no code, whatever .gitignore lacks.
+# bytes of a file, and of all of them, that are copied
+readonly KP_LARGEST=20000000 KP_MOST=200000000
+# Files that git does not know and whose names say that they are secrets: no code, whatever
+# .gitignore lacks.
 KP_UNTRACKED_SECRETS=('*credential*.'{json,yaml,yml,toml,ini,cfg,txt,csv} '*secret*.'{json,yaml,yml,toml,ini,cfg,txt,csv}
     credentials .git-credentials .pypirc .envrc kaggle.json '*.pem' '*.key' '*.p12' 'id_rsa*' 'id_ed25519*' '*.token'
     token '*_token.txt' '.*_token' .aws .ssh)
 readonly KP_UNTRACKED_SECRETS
 
-kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of the launch script in it
+kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of the launch script
+    # in it
     local copy='' script='' program=${KEMPNER_TRAIN:-$KP_ROOT/scripts/${1:-train.py}} sizes=()
     KP_CODE_NOTE="the code is $KP_ROOT itself"
     if [[ $KP_ROOT != "$KP_ORIGIN" ]]; then
@@ -29,7 +33,8 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
     if [[ -z $copy || -z $(kp_script_in "$copy") ]]; then
         [[ -n $(kp_script_in "$KP_ROOT") ]] || script=$0
         ((${#KP_INSIDE[@]} == 0)) || [[ -n ${1:-} ]] || read -ra sizes < <(kp_code_sizes) || return 0
-        kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0 # kp_check says what is wrong
+        # kp_check says what is wrong
+        kp_code_find "$program" "${KP_ARGUMENTS[@]}" "${sizes[@]}" 2>/dev/null || return 0
         kp_code_keep "$KP_CODE_DIR" "$script" "${KP_CODE_INPUTS[@]}" || return 0
         copy=$KP_COPY
         # Each start of a container may take minutes: this was kp_check's question, too.
@@ -41,7 +46,8 @@ kp_code() { # [program in scripts/]: the repository becomes the copy, by exec of
     kp_code_go_on "$copy"
 }
 
-kp_code_go_on() { # <copy>: becomes the launch script in it; in Slurm's copy of the same text there is no need
+kp_code_go_on() { # <copy>: becomes the launch script in it; in Slurm's copy of the same text there
+    # is no need
     local script
     if [[ $1 == "$KP_ROOT" ]]; then
         [[ ${0##*/} == slurm_script ]] || return 0
@@ -53,7 +59,8 @@ kp_code_go_on() { # <copy>: becomes the launch script in it; in Slurm's copy of 
     exec bash "$(kp_script_in "$1")" "${KP_WORDS[@]}"
 }
 
-kp_script() { # the path of this script: Slurm runs a copy of it, and has the path, and behind it the arguments
+kp_script() { # the path of this script: Slurm runs a copy of it, and has the path, and behind it
+    # the arguments
     local command
     if [[ ${0##*/} == slurm_script ]]; then
         command=$(kp_rest Command)
@@ -63,7 +70,8 @@ kp_script() { # the path of this script: Slurm runs a copy of it, and has the pa
     fi
 }
 
-kp_script_in() { # <repository, or copy of it>: the file in it that is this script; nothing where there is none
+kp_script_in() { # <repository, or copy of it>: the file in it that is this script; nothing where
+    # there is none
     local name root path
     path=$(kp_script) name=own.sh # in a copy: a script that lies elsewhere
     for root in "$KP_ROOT" "$KP_ORIGIN"; do
@@ -73,12 +81,14 @@ kp_script_in() { # <repository, or copy of it>: the file in it that is this scri
     [[ ! -e $1/scripts/slurm/$name ]] || echo "$1/scripts/slurm/$name"
 }
 
-kp_code_sizes() { # prints the words for the check that follow from the job; fails where kp_tasks would stop the script
+kp_code_sizes() { # prints the words for the check that follow from the job; fails where kp_tasks
+    # would stop the script
     kp_tasks >/dev/null 2>&1
     echo "--nodes $KP_NODES --gpus-per-node $KP_TASKS"
 }
 
-kp_code_keep() { # <directory> <launch script or nothing> <input files>...: makes a copy for this job and its later starts; sets KP_COPY
+kp_code_keep() { # <directory> <launch script or nothing> <input files>...: makes a copy for this
+    # job and its later starts; sets KP_COPY
     if ! kp_code_copy "$@"; then
         kp_log "the code is not copied: the run uses $KP_ROOT as it is, also after a requeue"
         return 1
@@ -105,7 +115,8 @@ kp_comment_of_user() { # <comment of a job>: prints it without what the kit has 
     echo "${comment% }"
 }
 
-kp_comment_with() { # <the user's comment> <words>: prints both. JSON stays JSON: a site's programs may read it
+kp_comment_with() { # <the user's comment> <words>: prints both. JSON stays JSON: a site's programs
+    # may read it
     local comment=${1%% }
     if [[ $comment != '{'*'}' || ($comment != '{}' && $comment != *'":'*) || $2 == *[\"\\]* ]]; then
         echo "${comment:+$comment }$2"
@@ -116,7 +127,8 @@ kp_comment_with() { # <the user's comment> <words>: prints both. JSON stays JSON
     echo "$comment\"kempner\": \"$2\"}"
 }
 
-kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it is gone: other code would be another run
+kp_code_is_there() { # <copy that the job has named, or nothing>: stops where it is gone: other code
+    # would be another run
     [[ -z $1 || -d $1 ]] && return
     [[ -e ${1%/code/*} ]] || kp_without_this_host "${1%/code/*}"
     kp_end_early "${1%/code/*}" "the copy of the code that this job runs is gone: $1: put it back, or submit the run" \
@@ -135,13 +147,15 @@ kp_code_note() { # <copy> <job>: notes it in the job's Comment, beside what the 
     return 1
 }
 
-kp_code_find() { # <program> <its arguments>...: sets KP_CODE_DIR, RUN/code, and KP_CODE_INPUTS, the files with --base
+kp_code_find() { # <program> <its arguments>...: sets KP_CODE_DIR, RUN/code, and KP_CODE_INPUTS, the
+    # files with --base
     kp_check_run "$@" || return
     kp_take_values || return
     KP_CODE_DIR=$KP_RUN_DIR/code KP_CODE_INPUTS=("${KP_INPUTS[@]}")
 }
 
-kp_code_untracked() { # [patterns to leave out]...: the files that git neither knows nor ignores, each with a NUL
+kp_code_untracked() { # [patterns to leave out]...: the files that git neither knows nor ignores,
+    # each with a NUL
     git -C "$KP_ROOT" ls-files -z --others --exclude-standard -x /runs/ -x /logs/ -x __pycache__/ -x '*.out' \
         -x '/[0-9]*-logs*/' -x '/[0-9]*-attach.sh' "${@/#/--exclude=}" 2>/dev/null # the last two are of ray.sh
 }
@@ -168,8 +182,8 @@ kp_code_list() { # the files of the code in KP_ROOT, each as "kind TAB bytes TAB
     } | sort -zu | (cd "$KP_ROOT" && xargs -0 -r stat --printf '%F\t%s\t%n\0' -- 2>/dev/null) || true
 }
 
-kp_code_copy() { # <directory> <launch script, where it lies elsewhere> <input files>...: makes DIRECTORY/HASH, unless
-    # it is there; sets KP_COPY
+kp_code_copy() { # <directory> <launch script, where it lies elsewhere> <input files>...: makes
+    # DIRECTORY/HASH, unless it is there; sets KP_COPY
     local mask code=0
     mask=$(umask)
     mkdir -p -- "${1%/*}" || return 1
@@ -187,8 +201,10 @@ kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <i
     { rm -rf -- "$fresh" && mkdir -p -- "$fresh"; } || return 1
     while IFS=$'\t' read -r -d '' kind size name; do
         case $kind,/$name in
-            directory,*) out+=", $name" && continue ;;                                      # another repository
-            *,*/.env | *,*/.env.* | */site.env | *,*/site.d/*.env | *,*/.netrc) continue ;; # secrets
+            # another repository
+            directory,*) out+=", $name" && continue ;;
+            # secrets
+            *,*/.env | *,*/.env.* | */site.env | *,*/site.d/*.env | *,*/.netrc) continue ;;
         esac
         [[ $root/$name != "$run"/* ]] || continue
         [[ -z ${KEMPNER_SECRETS:-} || ! $KP_ROOT/$name -ef $KEMPNER_SECRETS ]] || continue
@@ -223,7 +239,8 @@ kp_code_copy_files() { # <directory> <launch script, where it lies elsewhere> <i
     kp_code_name "$fresh" "$1"
 }
 
-kp_code_inputs_to() { # <directory> <files>...: configurations of which one is not in the repository, or ignored by git
+kp_code_inputs_to() { # <directory> <files>...: configurations of which one is not in the
+    # repository, or ignored by git
     # All of them, each under its whole path: their "base" is relative to the file that names it.
     local file
     for file in "${@:2}"; do
@@ -231,7 +248,8 @@ kp_code_inputs_to() { # <directory> <files>...: configurations of which one is n
     done
 }
 
-kp_code_name() { # <copy> <directory>: gives it the name of its content; beside it, commit and difference; sets KP_COPY
+kp_code_name() { # <copy> <directory>: gives it the name of its content; beside it, commit and
+    # difference; sets KP_COPY
     local hash commit
     hash=$(tar -C "$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - . | sha256sum) || return 1
     KP_COPY=$2/${hash:0:12}
@@ -260,7 +278,8 @@ kp_code_later() { # <copy>: says what has changed between sbatch and now
             "scripts/slurm/submit.sh keeps them as they are when you submit"
 }
 
-kp_of_copy() { # <file>: its path in the copy, where KP_ROOT is one that has it, whatever became of the file itself
+kp_of_copy() { # <file>: its path in the copy, where KP_ROOT is one that has it, whatever became of
+    # the file itself
     local file
     file=$(realpath -ms -- "$1")
     if [[ $file == "$KP_ORIGIN"/* && -e $KP_ROOT/${file#"$KP_ORIGIN/"} ]]; then

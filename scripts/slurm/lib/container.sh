@@ -1,7 +1,11 @@
 # shellcheck shell=bash
 # The Python that trains, in a container if the site names one: docs/guide/containers.md.
 
-KP_HOST_PYTHON='' # with a container: a Python of this host, 3.10 or later; "none": there is none
+KP_INSIDE=() KP_CONTAINER_FLAGS=() # the words that put Python into a container
+KP_MOUNTS=()                       # what the container sees of the host, each FROM:TO
+KP_STAGED_IMAGE=''                 # the image's copy on the nodes' own disks, for pyxis
+# with a container: a Python of this host, 3.10 or later; "none": there is none
+KP_HOST_PYTHON=''
 
 kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where it is in a container
     KP_PYTHON=${KEMPNER_PYTHON:-}
@@ -17,8 +21,10 @@ kp_choose_python() { # sets KP_PYTHON, and KP_INSIDE, the words before it where 
         kp_die "no Python at '$KP_PYTHON': run make .venv/train, or set KEMPNER_PYTHON"
 }
 
-kp_unwrap_python() { # KEMPNER_PYTHON="uv run python": sets KP_PYTHON to the interpreter that these words start
-    # A wrapper in each task would stand between Slurm's signals and the trainer, and thousands would lock one cache.
+kp_unwrap_python() { # KEMPNER_PYTHON="uv run python": sets KP_PYTHON to the interpreter that these
+    # words start
+    # A wrapper in each task would stand between Slurm's signals and the trainer, and thousands
+    # would lock one cache.
     local words KP_VALUES=()
     read -ra words <<<"$KP_PYTHON"
     ((${#words[@]} > 1)) && ! command -v "$KP_PYTHON" >/dev/null || return 0
@@ -33,7 +39,8 @@ print("kempner-answer", sys.executable, sep="\0", end="\0")' || KP_VALUES=()
     KP_PYTHON=${KP_VALUES[0]}
 }
 
-kp_need_packages() { # stops when KP_PYTHON lacks what the kit imports; a container is not started only for that
+kp_need_packages() { # stops when KP_PYTHON lacks what the kit imports; a container is not started
+    # only for that
     local missing KP_VALUES=()
     [[ ${KEMPNER_CONTAINER:-none} == none ]] || return 0
     kp_values kp_apart "$KP_PYTHON" -c "$KP_NOT_HERE"'
@@ -49,9 +56,10 @@ print("kempner-answer", " ".join(missing), sep="\0", end="\0")' || KP_VALUES=()
             KEMPNER_PYTHON
 }
 
-# --- the container -----------------------------------------------------------------------------------------
+# --- the container --------------------------------------------------------------------------------
 
-kp_choose_container() { # sets KP_RUNTIME, KP_MOUNTS, KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS, srun's options
+kp_choose_container() { # sets KP_RUNTIME, KP_MOUNTS, KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS,
+    # srun's options
     local program root
     KP_RUNTIME=$(kp_container_runtime)
     case $KP_RUNTIME in
@@ -69,11 +77,13 @@ kp_choose_container() { # sets KP_RUNTIME, KP_MOUNTS, KP_INSIDE and, for pyxis, 
     export KP_KEEP='^(PYTHONPATH|OMP_NUM_THREADS|(NCCL|GLOO|TP|FI|UCX|TORCH|PYTORCH)_[A-Z0-9_]*)='
     IFS=, read -ra KP_MOUNTS <<<"${KEMPNER_MOUNTS:-}"
     root=$KP_ROOT
-    [[ ${KP_ORIGIN:=$KP_ROOT} == "$KP_ROOT" ]] || root=${KP_ROOT%/code/*} # the run, which has the copy
+    # the run, which has the copy
+    [[ ${KP_ORIGIN:=$KP_ROOT} == "$KP_ROOT" ]] || root=${KP_ROOT%/code/*}
     kp_mount "$KP_ORIGIN" "$root" "$PWD"
 }
 
-kp_container_runtime() { # KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has it, else the one that is installed
+kp_container_runtime() { # KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has it, else the one
+    # that is installed
     if [[ -n ${KEMPNER_CONTAINER_RUNTIME:-} ]]; then
         echo "$KEMPNER_CONTAINER_RUNTIME"
     elif [[ $KEMPNER_CONTAINER != *.sif && $(srun --help 2>/dev/null) == *--container-image* ]]; then
@@ -89,7 +99,8 @@ kp_container_runtime() { # KEMPNER_CONTAINER_RUNTIME, else pyxis where srun has 
     fi
 }
 
-kp_mount() { # <directory>...: the container sees it as the host does; what is written elsewhere is lost with it
+kp_mount() { # <directory>...: the container sees it as the host does; what is written elsewhere is
+    # lost with it
     local directory real name
     [[ ${KEMPNER_CONTAINER:-none} != none ]] || return 0
     for directory; do
@@ -102,7 +113,8 @@ kp_mount() { # <directory>...: the container sees it as the host does; what is w
     kp_container_words
 }
 
-kp_is_mounted() { # <path>: true when a directory above it, or it, is mounted where it is on the host
+kp_is_mounted() { # <path>: true when a directory above it, or it, is mounted where it is on the
+    # host
     local mount from
     for mount in "${KP_MOUNTS[@]}"; do
         from=${mount%%:*} mount=${mount#*:}
@@ -111,7 +123,8 @@ kp_is_mounted() { # <path>: true when a directory above it, or it, is mounted wh
     return 1
 }
 
-kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; stops where the runtime cannot mount it
+kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; stops where the runtime
+    # cannot mount it
     local wrong='[,:]' what="commas and colons"
     case $KP_RUNTIME in
         pyxis) wrong='[,:[:space:]]' what="blanks, commas and colons" ;;
@@ -128,7 +141,8 @@ kp_mount_as() { # <directory> <path in the container>: adds it to KP_MOUNTS; sto
     KP_MOUNTS+=("$1:$2")
 }
 
-kp_in_a_mount() { # <path in the container>: true when some directory of the host is mounted above it
+kp_in_a_mount() { # <path in the container>: true when some directory of the host is mounted above
+    # it
     local mount
     for mount in "${KP_MOUNTS[@]}"; do
         mount=${mount#*:}
@@ -149,7 +163,8 @@ kp_mount_run() { # <directory>...: makes those of the run, on the host, and moun
 kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
     local mount name forget=(env)
     KP_CONTAINER_FLAGS=()
-    # What kp_forget_request removes, and a request for memory beside --mem=0: srun would read them, too.
+    # What kp_forget_request removes, and a request for memory beside --mem=0: srun would read them,
+    # too.
     for name in "${!SLURM_GPUS@}" SLURM_GPU_BIND "${!SLURM_NTASKS@}" "${!SLURM_TRES_PER_TASK@}" "${!SLURM_MEM_PER@}"; do
         forget+=(-u "$name")
     done
@@ -158,8 +173,8 @@ kp_container_words() { # sets KP_INSIDE and, for pyxis, KP_CONTAINER_FLAGS
             KP_CONTAINER_FLAGS=(--container-image="${KP_STAGED_IMAGE:-$KEMPNER_CONTAINER}"
                 --container-mounts="$(kp_comma "${KP_MOUNTS[@]}")" --container-workdir="$PWD"
                 --no-container-mount-home)
-            # Outside of a job srun would make one. The job is named for interactive.sh, which is not in it; --export
-            # is as for the tasks.
+            # Outside of a job srun would make one. The job is named for interactive.sh, which is
+            # not in it; --export is as for the tasks.
             KP_INSIDE=(kp_outside)
             [[ ! ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || KP_INSIDE=("${forget[@]}" srun --jobid="$SLURM_JOB_ID"
                 --job-name=kempner-ask --nodes=1 --ntasks=1 --overlap --mem=0 --export=ALL "${KP_CONTAINER_FLAGS[@]}")
@@ -190,7 +205,7 @@ kp_outside() { # <anything>: in the place of the words that start a container of
     kp_die "pyxis starts containers only in jobs: use sbatch, or salloc; or set KEMPNER_CONTAINER=none"
 }
 
-# --- questions to Python -----------------------------------------------------------------------------------
+# --- questions to Python --------------------------------------------------------------------------
 
 kp_python() { # <arguments>...: one Python process on this host, in the container if there is one
     local KP_MARK=kempner-answer-$$
@@ -204,7 +219,8 @@ kp_python() { # <arguments>...: one Python process on this host, in the containe
     fi
 }
 
-kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imports it: a container may take minutes
+kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imports it: a container
+    # may take minutes
     local python
     ((${#KP_INSIDE[@]} > 0)) || ! type -P -- "$KP_PYTHON" >/dev/null || return 1
     for python in "${KP_ORIGIN:-$KP_ROOT}/.venv/bin/python" python3; do
@@ -215,7 +231,8 @@ kp_host_can() { # <module>: true when a Python of this host, KP_HOST_PYTHON, imp
     "$KP_HOST_PYTHON" -c "$KP_NOT_HERE; import $1" 2>/dev/null
 }
 
-kp_python_of() { # <module that is needed> <arguments>...: kp_python, or the host's Python where that is enough
+kp_python_of() { # <module that is needed> <arguments>...: kp_python, or the host's Python where
+    # that is enough
     if kp_host_can "$1"; then
         kp_apart "$KP_HOST_PYTHON" "${@:2}"
     else
@@ -223,8 +240,10 @@ kp_python_of() { # <module that is needed> <arguments>...: kp_python, or the hos
     fi
 }
 
-kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what a check prints, split at NULs
-    # The host may lack what the image has: only its yes counts, but where no container can be asked.
+kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what a check prints,
+    # split at NULs
+    # The host may lack what the image has: only its yes counts, but where no container can be
+    # asked.
     if kp_host_can "$1"; then
         if [[ ${KP_INSIDE[0]} == kp_outside ]]; then
             kp_values kp_apart "$KP_HOST_PYTHON" "${@:2}"
@@ -240,7 +259,8 @@ kp_checked() { # <module that is needed> <arguments>...: sets KP_VALUES to what 
     fi
 }
 
-kp_check_run() { # <arguments of kempner.check>...: kp_checked; again, where the host has said no, with the run mounted
+kp_check_run() { # <arguments of kempner.check>...: kp_checked; again, where the host has said no,
+    # with the run mounted
     KP_DOUBT=''
     kp_checked numpy "$KP_MODULE" kempner.check "$@" || return
     [[ -n $KP_DOUBT && -e ${KP_VALUES[2]:-${KP_VALUES[1]:-}/checkpoints}/latest ]] || return 0
@@ -249,8 +269,8 @@ kp_check_run() { # <arguments of kempner.check>...: kp_checked; again, where the
 }
 
 kp_values() { # <command>...: sets KP_VALUES to what it answers, split at NULs; its exit code
-    # The answer begins behind this word, and ends with the last NUL: whatever else prints something (a wrapper, a
-    # TaskProlog, an image), it is none.
+    # The answer begins behind this word, and ends with the last NUL: whatever else prints something
+    # (a wrapper, a TaskProlog, an image), it is none.
     local i code=0 answers
     mapfile -d '' -t answers < <(
         code=0

@@ -1,11 +1,13 @@
 # shellcheck shell=bash
-# --dry-run: what sbatch would be told, the variables that the tasks would see, the srun command. It starts and writes
-# nothing, and where no controller answers it still says all that it can. Sourced by kp_take.
+# --dry-run: what sbatch would be told, the variables that the tasks would see, the srun command. It
+# starts and writes nothing, and where no controller answers it still says all that it can. Sourced
+# by kp_take.
 
 # shellcheck source-path=SCRIPTDIR source=lib/render.sh
 source "$KP_LIB/render.sh"
 
-kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, the options that are sbatch's, KP_SCRIPT
+kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, the options that are
+    # sbatch's, KP_SCRIPT
     local word own=${KP_PROGRAM_OPTIONS:-bench}
     KP_ARGUMENTS=() KP_REQUEST=() KP_DRY_AWAY='' KP_SCRIPT='' KP_STRANGE=()
     declare -gA KP_BEFORE=() KP_ASKED=() KP_FROM=()
@@ -17,7 +19,8 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
         case ${word%%=*} in
             --dry-run | --submit) ;;
             --script) [[ $word == *=* ]] && KP_SCRIPT=${word#*=} || KP_SCRIPT=next ;;
-            --*.* | [^-]* | '') KP_ARGUMENTS+=("$word") ;; # a name of train.py's has a dot: --train.max_steps=20
+            # a name of train.py's has a dot: --train.max_steps=20
+            --*.* | [^-]* | '') KP_ARGUMENTS+=("$word") ;;
             *) [[ ${word%%=*} =~ ^--($own)$ ]] && KP_ARGUMENTS+=("$word") || KP_REQUEST+=("$word") ;;
         esac
     done
@@ -28,7 +31,8 @@ kp_dry_take() { # <arguments of the script>...: sets KP_ARGUMENTS, KP_REQUEST, t
     while IFS= read -r -d '' word; do KP_BEFORE[${word%%=*}]=${word#*=}; done < <(env -0)
 }
 
-kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later one of the same name counts
+kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later one of the same name
+    # counts
     local name=${2%%=*} value=''
     [[ $2 != *=* ]] || value=${2#*=}
     case $name in # the short ones, with their value in the same word
@@ -53,7 +57,8 @@ kp_dry_ask() { # <where from> <option>: notes one option of sbatch's; a later on
     KP_ASKED[$name]=$value
 }
 
-kp_dry_check() { # <option> <value>: stops at a number that is none; what else sbatch refuses, it says itself
+kp_dry_check() { # <option> <value>: stops at a number that is none; what else sbatch refuses, it
+    # says itself
     local number='[1-9][0-9]{0,5}'
     case $1 in
         nodes) [[ $2 =~ ^$number(-$number)?$ ]] || kp_die "--nodes=$2: must be a number of nodes, such as 4 or 2-4" ;;
@@ -71,7 +76,8 @@ kp_dry_check() { # <option> <value>: stops at a number that is none; what else s
     esac
 }
 
-kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variables and the command line
+kp_dry_request() { # sets KP_ASKED from the script's header, the SBATCH_* variables and the command
+    # line
     local line name
     while read -r line; do
         [[ $line != '#SBATCH '* ]] || kp_dry_ask "the header" "${line#'#SBATCH '}"
@@ -96,8 +102,8 @@ kp_dry_strange() { # stops at options that sbatch does not know
     kp_die "$word: sbatch has no such option; ${near:+did you mean $near? }sbatch --help lists them"
 }
 
-kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and KP_DRY_PARTITION, _CPUS and _GRES, or KP_DRY_AWAY
-    # sinfo may try for a minute.
+kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and KP_DRY_PARTITION, _CPUS and _GRES,
+    # or KP_DRY_AWAY sinfo may try for a minute.
     local KP_DEADLINE=$((SECONDS + 10)) partitions partition=${KP_ASKED[partition]:-}
     KP_DRY_PARTITION=$partition KP_DRY_CPUS='' KP_DRY_GRES='' KP_DRY_AWAY=''
     if ! kp_ask sinfo -h -o %P; then
@@ -116,7 +122,8 @@ kp_dry_node() { # sets KP_DRY_NODE, a sentence about a node, and KP_DRY_PARTITIO
     KP_DRY_NODE="a node of partition $partition: $KP_DRY_CPUS CPUs, $KP_DRY_GRES"
 }
 
-kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can be known before
+kp_dry_job() { # sets KP_JOB to what scontrol would say of a job with this request, so far as it can
+    # be known before
     local nodes gpus gres tasks names=''
     kp_dry_request
     kp_dry_node
@@ -183,7 +190,7 @@ kp_dry_tell() { # says it all, and ends the script
     [[ -n $KP_DRY_AWAY ]] || KEMPNER_PEERS=$(kp_peers 2>/dev/null | paste -sd' ') || true
     KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead "$0")}
     export KEMPNER_PEERS=${KEMPNER_PEERS:-} KEMPNER_SIGNAL_LEAD
-    kp_srun_command "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
+    kp_srun_command -- "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
 
     echo "dry run: nothing is started, nothing is written"
     echo

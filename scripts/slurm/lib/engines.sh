@@ -3,7 +3,8 @@
 
 KP_OWN_STEPS=serve.sh
 
-kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets KP_RUN_DIR and what srun is told
+kp_engines_check() { # <serve.py arguments>...: checks them in one process; sets KP_RUN_DIR and what
+    # srun is told
     local place
     [[ $KP_DRY != submit && -z ${KP_SCRIPT:-} ]] || kp_die "serve.sh takes neither --submit nor --script: use sbatch"
     kp_need_packages
@@ -41,7 +42,8 @@ kp_engines_start() { # starts them as one step
     kp_srun "$KP_TRAIN" "${KP_ARGUMENTS[@]}"
 }
 
-kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines have ended; ends the script
+kp_engines_follow() { # prints each URL and keeps engines.txt, until all engines have ended; ends
+    # the script
     local url urls last=''
     while kill -0 "$KP_CHILD" 2>/dev/null; do
         urls=$(cat -- "$KP_RUN_DIR"/urls/engine-* 2>/dev/null) || true

@@ -1,7 +1,9 @@
 # shellcheck shell=bash
-# Find the run that the user names, by its directory or by a job ID. Sourced by logs.sh and tmux.sh, after all.sh.
+# Find the run that the user names, by its directory or by a job ID. Sourced by logs.sh and tmux.sh,
+# after all.sh.
 
-kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none yet, KP_BATCH_LOG, which will name it
+kp_find_run() { # <RUN or JOBID>: sets KP_RUN_DIR or, for a job that has none yet, KP_BATCH_LOG,
+    # which will name it
     KP_RUN_DIR='' KP_BATCH_LOG=''
     if [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]]; then
         kp_find_job "$1"

@@ -21,7 +21,8 @@ while sleep 10; do
     hosts=" $hosts "
     [[ $hosts != *" $(field BatchHost) "* ]] || continue
 
-    # Two guards look at the same moment: when one is refused because the other was first, it must not cancel the job.
+    # Two guards look at the same moment: when one is refused because the other was first, it must
+    # not cancel the job.
     if [[ $(field Requeue) != 0 ]]; then
         scontrol requeue "$1" 2>/dev/null || true
     else

@@ -1,7 +1,14 @@
 # shellcheck shell=bash
-# From the script's arguments to the running ranks: the check of the configuration, the banner, srun.
+# From the script's arguments to the running ranks: the check of the configuration, the banner,
+# srun.
 
-kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, those for train.py; --dry-run: dry_run.sh
+KP_DRY=''      # not empty: --dry-run
+KP_CHILD=''    # the running srun; of replicas.sh their judge
+KP_SRUN_LOG='' # what srun says of this attempt
+KP_EARLY=''    # see kp_cap_lead
+
+kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, those for train.py;
+    # --dry-run: dry_run.sh
     local word
     KP_ARGUMENTS=("$@") KP_WORDS=("$@")
     for word; do
@@ -26,7 +33,8 @@ kp_take() { # <arguments of the script>...: sets KP_WORDS, and KP_ARGUMENTS, tho
     [[ ${KP_ARGUMENTS[0]} != @* || $KP_DRY == submit ]] || kp_take_line "${KP_ARGUMENTS[0]#@}"
 }
 
-kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the first argument
+kp_take_line() { # <file>: puts the line of this task of an array, a configuration, in place of the
+    # first argument
     local line=() task
     kp_own_array
     task=${SLURM_ARRAY_TASK_ID:-0}
@@ -36,8 +44,10 @@ kp_take_line() { # <file>: puts the line of this task of an array, a configurati
     KP_ARGUMENTS[0]=${line[0]}
 }
 
-kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets KP_VALUES (the first is
-    # TOML), KP_RUN_DIR, KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of token shards) and KP_COMMITTED_BEFORE
+kp_check() { # <train.py arguments>...: checks them in one process before any GPU is used; sets
+    # KP_VALUES (the first is
+    # TOML), KP_RUN_DIR, KP_CHECKPOINTS, KP_DEVICE, KP_DATA (directories of token shards) and
+    # KP_COMMITTED_BEFORE
     local code=0
     kp_check_notify
     kp_need_packages
@@ -63,7 +73,8 @@ kp_check() { # <train.py arguments>...: checks them in one process before any GP
     kp_mark check
 }
 
-kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files), from the answer of kempner.check
+kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files), from the answer
+    # of kempner.check
     local i
     [[ -n ${KP_VALUES[1]:-} ]] || return 1
     KP_RUN_DIR=$(realpath -m -- "${KP_VALUES[1]}")
@@ -75,7 +86,8 @@ kp_take_values() { # sets what kp_check sets, and KP_INPUTS (configuration files
     KP_DATA=("${KP_VALUES[@]:4:i-4}") KP_INPUTS=("${KP_VALUES[@]:i+1}")
 }
 
-kp_banner() { # says what is about to run, and where; stops when the network that the user named is not there
+kp_banner() { # says what is about to run, and where; stops when the network that the user named is
+    # not there
     local nodes what='no GPU'
     ((KP_GPUS == 0)) || what='one GPU each'
     ((KP_GPUS <= KP_TASKS)) || what="$KP_GPUS GPUs each"
@@ -99,7 +111,8 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
         bash "$KP_LIB/task.sh"
         KEMPNER_SAID=$(uname -n)
         KEMPNER_SIGNAL_LEAD=${KEMPNER_SIGNAL_LEAD:-$(kp_signal_lead <(kp_batch_script))}
-        ! kp_is_whole_script || kp_cap_lead # else Slurm warns the ranks, or the script of the user's own
+        # else Slurm warns the ranks, or the script of the user's own
+        ! kp_is_whole_script || kp_cap_lead
         export KEMPNER_SAID KEMPNER_SIGNAL_LEAD
         kp_keep_log
     fi
@@ -107,7 +120,8 @@ kp_banner() { # says what is about to run, and where; stops when the network tha
     kp_same_size
 }
 
-kp_peers() { # the addresses of the first two nodes of the job: from any node, one of them is another host
+kp_peers() { # the addresses of the first two nodes of the job: from any node, one of them is
+    # another host
     local nodes node='' word
     local -A address=()
     mapfile -t nodes < <(kp_hostnames "$(kp_field NodeList)" | head -n 2)
@@ -129,7 +143,8 @@ kp_batch_script() { # prints the script of the job: a script of the user's own m
     fi
 }
 
-kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SIGNAL or the header: Slurm does not say
+kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SIGNAL or the header:
+    # Slurm does not say
     local line given='' pattern='@([0-9]+)'
     while read -r line; do
         [[ $line != '#SBATCH --signal='* ]] || given=$line
@@ -138,7 +153,8 @@ kp_signal_lead() { # <script>: seconds from the warning to the end, by SBATCH_SI
     [[ ! $given =~ $pattern ]] || echo "${BASH_REMATCH[1]}"
 }
 
-kp_cap_lead() { # makes KEMPNER_SIGNAL_LEAD a quarter of a short time limit, at most; sets KP_EARLY, what it was
+kp_cap_lead() { # makes KEMPNER_SIGNAL_LEAD a quarter of a short time limit, at most; sets KP_EARLY,
+    # what it was
     local limit pattern='^00:0([0-9]):([0-9]{2})$'
     [[ ${KEMPNER_SIGNAL_LEAD:-} =~ ^[0-9]+$ && $(kp_field TimeLimit) =~ $pattern ]] || return 0
     limit=$((60 * BASH_REMATCH[1] + 10#${BASH_REMATCH[2]}))
@@ -155,7 +171,8 @@ kp_keep_log() { # makes the batch log appear in the run directory too, as logs/b
     [[ $file -ef $target ]] || ln -f -- "$file" "$target" 2>/dev/null || ln -sf -- "$file" "$target" 2>/dev/null || true
 }
 
-kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_decide has another answer; sets KP_CODE
+kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_decide has another
+    # answer; sets KP_CODE
     while :; do
         ((${#KP_PLACES[@]} == 0)) || kp_start_beside
         kp_attempt "$@"
@@ -167,12 +184,13 @@ kp_run() { # <train.py arguments>...: trains, again after a crash, until kp_deci
             kp_decide "asked to leave between two attempts" || true
         fi
         [[ $KP_DECIDED == restart ]] || break
-        kp_again
+        kp_next_attempt
     done
     kp_end_beside
 }
 
-kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, that of srun or torchrun
+kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets KP_CODE, that of
+    # srun or torchrun
     local blocked
     read -ra blocked < <(kp_blocked) || true
     if kp_in_job; then
@@ -193,46 +211,57 @@ kp_attempt() { # <train.py arguments>...: trains until every rank has left; sets
     [[ -z $KP_EARLY_STOP ]] || kill "$KP_EARLY_STOP" 2>/dev/null || true
 }
 
-kp_blocked() { # prints the words that start a program with its signals blocked: it unblocks them when it listens
+kp_blocked() { # prints the words that start a program with its signals blocked: it unblocks them
+    # when it listens
     local words=(env "--block-signal=TERM,INT,USR1,USR2")
     ((${#KP_INSIDE[@]} > 0)) || ! "${words[@]}" true 2>/dev/null || echo "${words[@]}"
 }
 
-kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls behind the others; sets KP_EARLY_STOP
+kp_early_stop() { # with KEMPNER_EARLY_STOP, of a sweep: stops a run that falls behind the others;
+    # sets KP_EARLY_STOP
     KP_EARLY_STOP=''
     [[ -n ${KEMPNER_EARLY_STOP:-} ]] || return 0
     "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_MODULE" kempner.sweep.early_stop "$KP_RUN_DIR" </dev/null &
     KP_EARLY_STOP=$!
 }
 
-kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follow from this result, too
+kp_propose() { # with KEMPNER_PROPOSE, of a sweep: submits the points that follow from this result,
+    # too
     [[ -n ${KEMPNER_PROPOSE:-} ]] && kp_is_batch || return 0
     kp_as_submitted "$KEMPNER_PROPOSE_PYTHON" "$KP_ORIGIN/scripts/sweep.py" \
         "$KEMPNER_PROPOSE" submit --from-job ||
         kp_log "the sweep's next points were not submitted: see above; 'sweep.py $KEMPNER_PROPOSE submit' does so"
 }
 
-kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on all nodes of the job; exports variables
-    local more blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
-    [[ -d $PWD ]] || cd / # the directory of the submission is gone: srun would start nothing from there
+kp_srun_command() { # [srun's options]... -- <Python arguments>...: sets KP_SRUN, one task per GPU
+    # on all nodes of the job, but for those options, which win; exports variables
+    local more options=() blocked=(env "--block-signal=TERM,INT,USR1,USR2" KEMPNER_SIGNALS_WAIT=1)
+    while [[ $1 != -- ]]; do options+=("$1") && shift; done
+    shift
+    # the directory of the submission is gone: srun would start nothing from there
+    [[ -d $PWD ]] || cd /
     KP_SRUN=(
         srun --job-name="$KP_SRUN_NAME" --nodes="$KP_NODES" --ntasks=$((KP_NODES * KP_TASKS))
         --ntasks-per-node="$KP_TASKS" --cpus-per-task="$KP_CPUS" --kill-on-bad-exit=1 --wait=300
         --mpi="${KEMPNER_MPI:-none}"
-        --immediate=300 # seconds: a host that dies and comes back at once can leave a step waiting until the time limit
-        --export=ALL    # sbatch --export=NONE would reach the tasks too
+        # seconds: a host that dies and comes back at once can leave a step waiting until the time
+        # limit
+        --immediate=300
+        --export=ALL # sbatch --export=NONE would reach the tasks too
     )
 
-    # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and another job's GPUs on a shared node be taken.
+    # No --gpu-bind=none: CUDA_VISIBLE_DEVICES would stay unset, and another job's GPUs on a shared
+    # node be taken.
     ((KP_GPUS == 0)) || KP_SRUN+=(--gpus-per-node="$KP_GPUS")
-    # By default srun puts every other task of a node on the other socket; GPUs are numbered along the sockets.
+    # By default srun puts every other task of a node on the other socket; GPUs are numbered along
+    # the sockets.
     ((KP_GPUS == 0)) || [[ -n ${SLURM_DISTRIBUTION:-} ]] || KP_SRUN+=(--distribution=block:block)
     [[ -z $KP_BESIDE ]] || KP_SRUN+=(--jobid="$SLURM_JOB_ID" --overlap)
     ((${#KP_PLACES[@]} == 0)) || KP_SRUN+=(--nodelist="$(kp_comma "${KP_PLACES[@]}")")
     # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever.
     [[ -z $KP_DROPPED ]] || KP_SRUN+=(--overlap)
     read -ra more <<<"${KEMPNER_SRUN:-}"
-    KP_SRUN+=("${more[@]}" "${KP_CONTAINER_FLAGS[@]}")
+    KP_SRUN+=("${options[@]}" "${more[@]}" "${KP_CONTAINER_FLAGS[@]}")
 
     kp_forget_request # the flags above say it all
     export SRUN_CPUS_PER_TASK=$KP_CPUS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$KP_CPUS}
@@ -240,7 +269,8 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
     kp_keep
 
     # See task.sh. A program in place of train.py unblocks them when it is ready.
-    if ((${#KP_CONTAINER_FLAGS[@]} > 0)); then # pyxis: the whole task is inside, and has the image's env
+    # pyxis: the whole task is inside, and has the image's env
+    if ((${#KP_CONTAINER_FLAGS[@]} > 0)); then
         KP_SRUN+=(sh "$KP_LIB/inside.sh" --task bash "$KP_LIB/task.sh")
     else
         ! "${blocked[@]}" true 2>/dev/null || KP_SRUN+=("${blocked[@]}")
@@ -250,23 +280,26 @@ kp_srun_command() { # <Python arguments>...: sets KP_SRUN, one task per GPU on a
 }
 
 kp_srun() { # <Python arguments>...: starts the step
-    kp_srun_command "$@"
+    kp_srun_command -- "$@"
     kp_open_srun_log
     kp_mark batch-script
-    # What srun says of a task that dies is looked at afterwards. The signals that end a job must not end tee: srun
-    # would die of the broken pipe.
+    # What srun says of a task that dies is looked at afterwards. The signals that end a job must
+    # not end tee: srun would die of the broken pipe.
     kp_start "${KP_SRUN[@]}" 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2)
-    [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP='' # another step of this start has not waited in the queue
+    # another step of this start has not waited in the queue
+    [[ -z ${KEMPNER_STARTUP+set} ]] || KEMPNER_STARTUP=''
 }
 
-kp_open_srun_log() { # sets KP_SRUN_LOG, what srun says; where the run directory takes no file, it is one in TMPDIR
+kp_open_srun_log() { # sets KP_SRUN_LOG, what srun says; where the run directory takes no file, it
+    # is one in TMPDIR
     KP_SRUN_LOG=$KP_RUN_DIR/logs/srun-$KEMPNER_ATTEMPT_ID.log
     { mkdir -p -- "$KP_RUN_DIR/logs" && : >>"$KP_SRUN_LOG"; } 2>/dev/null && return
     KP_SRUN_LOG=$(mktemp -t kempner-srun.XXXXXX) || KP_SRUN_LOG=/dev/null
     kp_log "no log of srun can be written in $KP_RUN_DIR/logs: it is $KP_SRUN_LOG"
 }
 
-kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this shell alone
+kp_start() { # <command>...: in the background, and in a session of its own: Ctrl-C reaches this
+    # shell alone
     [[ $1 != kp_outside ]] || kp_outside
     kp_keep
     setsid "$@" </dev/null &

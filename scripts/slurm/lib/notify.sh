@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Who is told of a run that has ended or stands still, and the page that is written while it goes on:
-# src/kempner/history/{notify,watch}.py, docs/start/monitoring.md.
+# Who is told of a run that has ended or stands still, and the page that is written while it goes
+# on: src/kempner/history/{notify,watch}.py, docs/start/monitoring.md.
 
 KP_WATCH='' # the process beside the ranks
 
@@ -25,14 +25,16 @@ kp_is_told() { # true when somebody is to be told of this run
     [[ -n ${KEMPNER_MAIL:-}${KEMPNER_NOTIFY:-}${KEMPNER_WEBHOOK:-} ]]
 }
 
-kp_history() { # sets KP_HISTORY, the words that start a module of kempner.history: outside the container, where the
-    # commands of the host are; its python3 is enough, as these need no packages
+kp_history() { # sets KP_HISTORY, the words that start a module of kempner.history: outside the
+    # container, where the commands of the host are; its python3 is enough, as these need no
+    # packages
     KP_HISTORY=("${KP_INSIDE[@]}" "${KP_PYTHON:=python3}")
     ((${#KP_INSIDE[@]} == 0)) && type -P -- "$KP_PYTHON" >/dev/null || ! kp_host_can kempner.history ||
         KP_HISTORY=("$KP_HOST_PYTHON")
 }
 
-kp_watch() { # with KEMPNER_PAGE, or somebody to tell: starts the process that looks at the run while it goes on
+kp_watch() { # with KEMPNER_PAGE, or somebody to tell: starts the process that looks at the run
+    # while it goes on
     [[ -n ${KEMPNER_PAGE:-} ]] || kp_is_told || return 0
     kp_history
     setsid nice -n 19 "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.watch "$KP_RUN_DIR" \
@@ -40,7 +42,8 @@ kp_watch() { # with KEMPNER_PAGE, or somebody to tell: starts the process that l
     KP_WATCH=$!
 }
 
-kp_watch_end() { # ends that process; outside Slurm nothing follows, so that this is the time for the last page
+kp_watch_end() { # ends that process; outside Slurm nothing follows, so that this is the time for
+    # the last page
     [[ -n $KP_WATCH ]] || return 0
     kill "$KP_WATCH" 2>/dev/null || true
     KP_WATCH=''
@@ -53,7 +56,8 @@ kp_page() { # with KEMPNER_PAGE: writes the page of the run
         kp_log "the page $KP_RUN_DIR/report.html could not be written"
 }
 
-kp_notify_early() { # <exit code>: tells of a job that has ended before it became a run, in whose directory nothing is written
+kp_notify_early() { # <exit code>: tells of a job that has ended before it became a run, in whose
+    # directory nothing is written
     local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' line
     (($1 != 0 && $1 != 130)) && kp_is_told || return 0
     kp_history
@@ -63,7 +67,8 @@ kp_notify_early() { # <exit code>: tells of a job that has ended before it becam
     [[ -z $KP_ANSWER ]] || while read -r line; do kp_log "$line"; done <<<"$KP_ANSWER"
 }
 
-kp_notify() { # <decision> <why>: the last page of this attempt; and after an end, tells all that are to be told
+kp_notify() { # <decision> <why>: the last page of this attempt; and after an end, tells all that
+    # are to be told
     local KP_DEADLINE=$((SECONDS + 45)) KP_ANSWER='' event=ended
     kp_watch_end
     [[ $1 != restart ]] || return 0 # at once, with a watch of its own

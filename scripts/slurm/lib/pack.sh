@@ -1,12 +1,15 @@
 # shellcheck shell=bash
-# Several runs on one node. Each has a subshell, which does for it what singlenode.sh does for the only run of a job,
-# with an equal part of the node. This shell waits for them, and requeues the job. Sourced by pack.sh, after all.sh.
+# Several runs on one node. Each has a subshell, which does for it what singlenode.sh does for the
+# only run of a job, with an equal part of the node. This shell waits for them, and requeues the
+# job. Sourced by pack.sh, after all.sh.
 
-# The exit code of a subshell whose run has to go on: at once; when the job is requeued; then without this node, too.
+# The exit code of a subshell whose run has to go on: at once; when the job is requeued; then
+# without this node, too.
 KP_OWN_STEPS=pack.sh
 readonly KP_NOW=100 KP_LATER=101 KP_ELSEWHERE=102
 
-kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK, how many runs fit on the node, and KP_POINTS, this job's
+kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK, how many runs fit on the node, and
+    # KP_POINTS, this job's
     local usage="sbatch scripts/slurm/pack.sh 4 CONFIG..., 1 to 4 of them" task
     kp_take "$@"
     KP_PACK=${KP_ARGUMENTS[0]} KP_POINTS=("${KP_ARGUMENTS[@]:1}")
@@ -21,7 +24,8 @@ kp_pack_take() { # <K> <CONFIG>... or <K> @FILE: sets KP_PACK, how many runs fit
         kp_die "${#KP_POINTS[@]} configuration(s) for $KP_PACK runs: $usage"
 }
 
-kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run shows the first one, and ends here
+kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run shows the first one,
+    # and ends here
     kp_in_job || kp_die "pack.sh runs in a job: sbatch scripts/slurm/pack.sh; here singlenode.sh starts one run"
     ((KP_NODES == 1)) || kp_die "pack.sh on $KP_NODES nodes: give --nodes=1, and an array for more runs"
     ((KP_TASKS % KP_PACK == 0)) ||
@@ -36,9 +40,9 @@ kp_pack_share() { # makes KP_TASKS and KP_GPUS those of one run; with --dry-run 
     kp_check "${KP_ARGUMENTS[@]}"
 }
 
-kp_pack_run() { # runs them all to their ends; sets KP_AGAIN if one has to go on, and KP_CODE
+kp_pack_run() { # runs them all to their ends; sets KP_PACK_GOES_ON if one has to go on, and KP_CODE
     local slot code
-    KP_AGAIN='' KP_CODE=0 KP_EXCLUDED=''
+    KP_PACK_GOES_ON='' KP_CODE=0 KP_EXCLUDED=''
     trap 'kp_pack_signal TERM || true' TERM USR1 HUP
     trap 'kp_pack_signal INT || true' INT
     trap 'kp_pack_signal USR2 || true' USR2
@@ -80,7 +84,7 @@ kp_pack_ended() { # <number of the run> <exit code of its subshell>
             ;;
         "$KP_LATER" | "$KP_ELSEWHERE")
             kp_log "$name: goes on when the job is requeued"
-            KP_AGAIN=1
+            KP_PACK_GOES_ON=1
             ((code == KP_LATER)) || KP_EXCLUDED=$(kp_field NodeList)
             ;;
         *)
@@ -90,11 +94,13 @@ kp_pack_ended() { # <number of the run> <exit code of its subshell>
     esac
 }
 
-kp_pack_finish() { # ends the script: requeues the job when a run has to go on; the others see that they have ended
+kp_pack_finish() { # ends the script: requeues the job when a run has to go on; the others see that
+    # they have ended
     trap '' TERM INT HUP USR1 USR2
     KP_DECIDED=end KP_FAULT="failed twice in a row"
-    ! kp_wait_for_job || [[ -z $KP_AGAIN || $(kp_field JobState) == RUNNING ]] || KP_DECIDED=leave # Slurm is ending the job
-    if [[ -n $KP_AGAIN && $KP_DECIDED == end ]]; then
+    # Slurm is ending the job
+    ! kp_wait_for_job || [[ -z $KP_PACK_GOES_ON || $(kp_field JobState) == RUNNING ]] || KP_DECIDED=leave
+    if [[ -n $KP_PACK_GOES_ON && $KP_DECIDED == end ]]; then
         if kp_ask_requeue; then
             [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
             KP_DECIDED=requeue
@@ -111,7 +117,7 @@ kp_pack_finish() { # ends the script: requeues the job when a run has to go on; 
     exit "$KP_CODE"
 }
 
-# --- in the subshell of one run ------------------------------------------------------------------------------
+# --- in the subshell of one run -------------------------------------------------------------------
 
 kp_point() { # <configuration>: one attempt; ends the subshell
     local turn
@@ -133,7 +139,8 @@ kp_point() { # <configuration>: one attempt; ends the subshell
     kp_finish
 }
 
-kp_skip_if_ended() { # ends the subshell when an earlier start of this job has decided that the run has ended for good
+kp_skip_if_ended() { # ends the subshell when an earlier start of this job has decided that the run
+    # has ended for good
     local KP_VALUES=()
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_job_id)" -- decision why || true
     ((${#KP_VALUES[@]} > 0)) && [[ ${KP_VALUES[-2]} == end ]] || return 0
@@ -146,11 +153,13 @@ kp_keep_log() { # in place of launch.sh's: the log is in the run directory alrea
     :
 }
 
-kp_requeue() { # in place of requeue.sh's: the job is requeued when all runs have ended, unless Slurm is ending it now
+kp_requeue() { # in place of requeue.sh's: the job is requeued when all runs have ended, unless
+    # Slurm is ending it now
     [[ $(kp_field JobState) == RUNNING ]] || kp_ask_requeue
 }
 
-kp_finish() { # in place of requeue.sh's: ends the subshell, whose exit code says whether the run has to go on
+kp_finish() { # in place of requeue.sh's: ends the subshell, whose exit code says whether the run
+    # has to go on
     [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
     case $KP_DECIDED in
         requeue)

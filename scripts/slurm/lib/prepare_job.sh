@@ -1,7 +1,9 @@
 # shellcheck shell=bash
-# The parts of prepare.sh. The job is requeued as a run is; its run directory is OUT/units, which goes away at the end.
+# The parts of prepare.sh. The job is requeued as a run is; its run directory is OUT/units, which
+# goes away at the end.
 
-kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the other parts of the library want to know
+kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the other parts of the
+    # library want to know
     local word before='' there
     kp_in_job ||
         kp_die "prepare.sh runs in a job: sbatch --nodes=N scripts/slurm/prepare.sh; here it is scripts/prepare_data.py"
@@ -23,7 +25,8 @@ kp_prepare_in() { # <arguments of prepare_data.py>...: sets KP_OUT and what the 
         "$KP_CPUS CPU(s) each"
 }
 
-kp_committed_step() { # in place of requeue.sh's: a point for each unit encoded, and another when it is in a shard
+kp_committed_step() { # in place of requeue.sh's: a point for each unit encoded, and another when it
+    # is in a shard
     local units KP_VALUES=() assembled
     kp_values kp_records values "$KP_OUT/dataset.partial.json" units || true
     assembled=${KP_VALUES[0]:-0}
@@ -42,7 +45,8 @@ kp_begin_data() { # <arguments of prepare_data.py>...: ends the script when they
     kp_end_unless_done
 }
 
-kp_encode() { # <arguments of prepare_data.py>...: on all nodes; ends the script unless all units are encoded
+kp_encode() { # <arguments of prepare_data.py>...: on all nodes; ends the script unless all units
+    # are encoded
     # A task that has ended waits for those with the last units.
     KEMPNER_SRUN+=" --wait=0"
     kp_srun "$KP_ROOT/scripts/prepare_data.py" "$@" --only units
@@ -51,12 +55,14 @@ kp_encode() { # <arguments of prepare_data.py>...: on all nodes; ends the script
     kp_end_unless_done
 }
 
-kp_make_shards() { # <arguments of prepare_data.py>...: of what is encoded; ends the script unless they are complete
+kp_make_shards() { # <arguments of prepare_data.py>...: of what is encoded; ends the script unless
+    # they are complete
     kp_alone "$KP_ROOT/scripts/prepare_data.py" "$@"
     kp_end_unless_done
 }
 
-kp_end_unless_done() { # ends the script, after a requeue where that is right, unless all went well so far
+kp_end_unless_done() { # ends the script, after a requeue where that is right, unless all went well
+    # so far
     [[ -z $KP_DECIDED ]] || kp_finish
     kp_verdict
     [[ $KP_CODE == 0 && -z $KP_STATE ]] || kp_finish

@@ -1,17 +1,20 @@
 # shellcheck shell=bash
 # Resource profiles, site.d/NAME.env: KEMPNER_SITE=NAME. What is set already wins over a profile.
 
-declare -A KP_OVERRULED=() # what the profile says and the environment does, too: the profile's value
-KP_PROFILE=''              # the profile that was read, site.d/NAME.env
+# what the profile says and the environment does, too: the profile's value
+declare -A KP_OVERRULED=()
+KP_PROFILE='' # the profile that was read, site.d/NAME.env
 
-# Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a word.
+# Those that sbatch reads (its manual, INPUT ENVIRONMENT VARIABLES): it ignores others without a
+# word.
 KP_SBATCH='ACCOUNT|ACCTG_FREQ|BATCH|BURST_BUFFER|CLUSTERS|COMMENT|CONSTRAINT|CONTAINER|CORE_SPEC|CPUS_PER_GPU'
 KP_SBATCH+='|DELAY_BOOT|DISTRIBUTION|EXCLUSIVE|EXPORT|GPU_BIND|GPU_FREQ|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|GRES|HINT'
 KP_SBATCH+='|JOB_NAME|MEM_BIND|MEM_PER_NODE|NETWORK|NO_KILL|NO_REQUEUE|OPEN_MODE|OVERCOMMIT'
 KP_SBATCH+='|PARTITION|POWER|PREFER|PROFILE|QOS|REQUEUE|RESERVATION|REQ_SWITCH|SIGNAL|SPREAD_JOB|THREAD_SPEC'
 KP_SBATCH+='|THREADS_PER_CORE|TIMELIMIT|USE_MIN_NODES|WAIT4SWITCH|WCKEY'
 
-kp_profile_file() { # the profile that KEMPNER_SITE names, or nothing: a file of that name goes first
+kp_profile_file() { # the profile that KEMPNER_SITE names, or nothing: a file of that name goes
+    # first
     [[ -z ${KEMPNER_SITE:-} || $KEMPNER_SITE == */* || -r $KEMPNER_SITE ]] || echo "site.d/$KEMPNER_SITE.env"
 }
 
@@ -20,7 +23,8 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
     local -A kept=()
     # As site.env: it may have secrets, so that no copy of the code has it.
     local file=${KP_ORIGIN:-$KP_ROOT}/$1
-    if [[ ! -r $file && ${KP_ORIGIN:-$KP_ROOT} != "$KP_ROOT" ]]; then # the run has trained with it: it goes on
+    # the run has trained with it: it goes on
+    if [[ ! -r $file && ${KP_ORIGIN:-$KP_ROOT} != "$KP_ROOT" ]]; then
         kp_log "warning: KEMPNER_SITE=$KEMPNER_SITE: $file is gone: what it has set is not set any more"
         return 0
     fi
@@ -33,7 +37,8 @@ kp_read_profile() { # <site.d/NAME.env>: reads it; sets KP_PROFILE and KP_OVERRU
             "without a word: give the memory of a node, SBATCH_MEM_PER_NODE=64G"
         [[ ! $name =~ ^SBATCH_ || $name =~ ^SBATCH_($KP_SBATCH)$ ]] ||
             kp_die "$1: sbatch reads no $name: correct it, or give the option on its command line"
-        [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name} # paths are added to, not replaced
+        # paths are added to, not replaced
+        [[ ! -v $name || $name == *PATH ]] || kept[$name]=${!name}
     done
     kp_source "$file"
     KP_PROFILE=$1

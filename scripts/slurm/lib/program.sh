@@ -1,14 +1,18 @@
 # shellcheck shell=bash
-# The parts of run.sh: the words of its command line, and the supervisors (scripts/program.py) in the trainer's place.
+# The parts of run.sh: the words of its command line, and the supervisors (scripts/program.py) in
+# the trainer's place.
 
-KP_PROGRAM_OPTIONS='run-dir|code|checkpoints|steps|heartbeat|signal' # for dry_run.sh: those that are not sbatch's
+# for dry_run.sh: those that are not sbatch's
+KP_PROGRAM_OPTIONS='run-dir|code|checkpoints|steps|heartbeat|signal'
 # One task of a node may drive all of its GPUs: JAX, vLLM, torchrun, ...
 KP_DRIVES_ALL=1
 KP_INTERRUPTED=interrupted # it may have saved nothing
-# Requests go by a file, see kp_signal: where Slurm tracks processes by parent, it signals the program itself.
+# Requests go by a file, see kp_signal: where Slurm tracks processes by parent, it signals the
+# program itself.
 KP_ASKS=1
 
-kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of scripts/program.py; --dry-run, --submit
+kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of scripts/program.py;
+    # --dry-run, --submit
     local words=() word
     while (($# > 0)) && [[ $1 != -- ]]; do
         words+=("$1")
@@ -30,13 +34,15 @@ kp_take_program() { # <arguments of the script>...: sets KP_ARGUMENTS, those of 
     KP_ARGUMENTS+=("$@")
 }
 
-kp_committed_step() { # in place of requeue.sh's: the progress that the supervisors have recorded, -1 when there is none
+kp_committed_step() { # in place of requeue.sh's: the progress that the supervisors have recorded,
+    # -1 when there is none
     local count=''
     { read -r count _ <"$KP_RUN_DIR/progress"; } 2>/dev/null || true
     [[ $count =~ ^[0-9]+$ ]] && echo "$count" || echo -1
 }
 
-kp_step() { # in place of requeue.sh's: the step of the newest checkpoint, null where that is not known
+kp_step() { # in place of requeue.sh's: the step of the newest checkpoint, null where that is not
+    # known
     local step=''
     { read -r _ step <"$KP_RUN_DIR/progress"; } 2>/dev/null || true
     [[ $step =~ ^[0-9]+$ ]] && echo "$step" || echo null
@@ -57,8 +63,9 @@ kp_program_directory() { # the value of --code, an absolute path; nothing withou
     [[ -z $found ]] || realpath -ms -- "$found"
 }
 
-kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, which later starts of the job use, too
-    local KP_ROOT   # kp_code_keep takes KP_ROOT
+kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, which later starts of
+    # the job use, too
+    local KP_ROOT # kp_code_keep takes KP_ROOT
     KP_ROOT=$(kp_program_directory)
     [[ -n $KP_ROOT ]] || return 0
     KP_CODE_NOTE="the program's code is $KP_ROOT itself"
@@ -72,14 +79,15 @@ kp_program_code() { # with --code=DIR: exports KEMPNER_COPY, a copy of DIR, whic
     kp_log "the program's code: $KEMPNER_COPY"
 }
 
-kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR, KP_DEVICE, KP_LAUNCHER, which is
-    # "torchrun" where that is the command
+kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN_DIR, KP_DEVICE,
+    # KP_LAUNCHER, which is "torchrun" where that is the command
     local code=0 copy nodes=1
     kp_check_notify
     KP_TRAIN=$KP_ROOT/scripts/program.py
     unset KEMPNER_COPY
     if [[ ${KEMPNER_CODE:-1} == 1 && -n $(kp_program_directory) ]]; then
-        copy=$(kp_code_of_job) # of an earlier start, or of submit.sh: the repository may be gone by now
+        # of an earlier start, or of submit.sh: the repository may be gone by now
+        copy=$(kp_code_of_job)
         kp_code_is_there "$copy"
         if [[ -e $copy/.kempner-origin && $(<"$copy/.kempner-origin") == "$(kp_program_directory)" ]]; then
             export KEMPNER_COPY=$copy
@@ -101,14 +109,16 @@ kp_check_program() { # checks KP_ARGUMENTS in one process; sets KP_TRAIN, KP_RUN
     kp_mount_run "$KP_RUN_DIR" ${KP_VALUES[2]:+"${KP_VALUES[2]}"}
 }
 
-kp_open_program() { # the copy of the code, and the run directory; sets KP_COMMITTED_BEFORE; --dry-run ends here
+kp_open_program() { # the copy of the code, and the run directory; sets KP_COMMITTED_BEFORE;
+    # --dry-run ends here
     kp_program_code
     [[ -z $KP_DRY ]] || kp_dry_tell
     mkdir -p -- "$KP_RUN_DIR/logs" || kp_die "$KP_RUN_DIR cannot be written: give another --run-dir"
     KP_COMMITTED_BEFORE=$(kp_committed_step)
 }
 
-kp_run_program() { # <program.py arguments>...: as kp_run; outside Slurm the ranks are processes of this machine
+kp_run_program() { # <program.py arguments>...: as kp_run; outside Slurm the ranks are processes of
+    # this machine
     local blocked threads=${KP_CPUS:-1}
     if [[ -n $KP_LAUNCHER ]]; then # it starts a process for each GPU
         ((KP_GPUS == 0)) || export PET_NPROC_PER_NODE=${PET_NPROC_PER_NODE:-$KP_GPUS}

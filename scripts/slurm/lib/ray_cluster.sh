@@ -10,7 +10,8 @@ RAY_SIGNALED=()                   # the nodes that a signal has reached
 RAY_FAULT='' RAY_FAULT_CODE=''    # the first fault, and the exit code for it
 declare -A RAY_PID=() RAY_CODE=() # of the steps "ray" and "driver": their srun, and its exit code
 
-ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each node, next to whatever runs there
+ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each node, next to whatever runs
+    # there
     local more
     read -ra more <<<"${KEMPNER_SRUN:-}"
     RAY_SRUN=(
@@ -21,9 +22,10 @@ ray_srun() { # <nodes>: sets RAY_SRUN, a step with one task on each node, next t
     RAY_SRUN+=("${more[@]}")
 }
 
-ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of srun and its exit code arrive as events
-    # Not as a child of this shell: Slurm sends SIGTERM to all of its descendants, and srun would force the end of its
-    # step.
+ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of srun and its exit
+    # code arrive as events
+    # Not as a child of this shell: Slurm sends SIGTERM to all of its descendants, and srun would
+    # force the end of its step.
     # shellcheck disable=SC2016 # that shell's own variables
     (setsid bash -c '"${@:2}" &
         echo "PID $1 $!"
@@ -36,7 +38,8 @@ ray_launch() { # <name> <srun command>...: starts a step; its output, the pid of
 ray_poll() { # takes one line from the steps, waiting 0.2 s at most; fails when there is none
     local line rest
     if ! read -r -t 0 -u "$RAY_EVENTS"; then
-        # A read that times out in the middle of a line would lose a part of it: wait on another pipe instead.
+        # A read that times out in the middle of a line would lose a part of it: wait on another
+        # pipe instead.
         read -r -t 0.2 -u "$RAY_CLOCK" || true
         read -r -t 0 -u "$RAY_EVENTS" || return 1
     fi
@@ -49,7 +52,8 @@ ray_poll() { # takes one line from the steps, waiting 0.2 s at most; fails when 
         'READY '*) RAY_READY=$rest ;;
         'SIGNAL '*)
             RAY_SIGNALED[${rest%% *}]=1
-            # When one node dies, Slurm signals the others. A signal to all nodes is a request to end the job.
+            # When one node dies, Slurm signals the others. A signal to all nodes is a request to
+            # end the job.
             ((${#RAY_SIGNALED[@]} < KP_NODES)) || RAY_SIGNAL=${RAY_SIGNAL:-${rest#* }}
             ;;
         'FAULT '*) [[ -n $RAY_FAULT ]] || RAY_FAULT_CODE=${rest%% *} RAY_FAULT=${rest#* } ;;
@@ -84,7 +88,8 @@ ray_start() { # starts Ray on all nodes
     ray_launch ray "${RAY_SRUN[@]}" bash "$KP_LIB/ray_node.sh" "$RAY_LOGS" "$SETUP_COMMAND" "${words[@]}"
 }
 
-ray_ended() { # true when Ray, a signal or the file ENDED ends the job; sets RAY_FAULT when it is Ray
+ray_ended() { # true when Ray, a signal or the file ENDED ends the job; sets RAY_FAULT when it is
+    # Ray
     local k silent=''
     [[ -z $RAY_SIGNAL && -z $RAY_FAULT ]] || return 0
     if [[ -n ${RAY_CODE[ray]:-} ]]; then

@@ -19,7 +19,8 @@ if [[ ! -e /proc/$pid ]]; then
 fi
 
 if ((${#words[@]} > 0)); then
-    # Read outside: inside, another container's environment is unreadable, because its user namespace differs.
+    # Read outside: inside, another container's environment is unreadable, because its user
+    # namespace differs.
     [[ ${words[0]} != enroot ]] || words+=("$pid") # enters the running container of pyxis
     KEMPNER_ENVIRON=$(base64 -w 0 "/proc/$pid/environ") exec "${words[@]}" bash "$0" "$pid" "$job" "$directory" -- "$@"
 fi
@@ -32,7 +33,8 @@ mapfile -d '' -t step < <(env -0 | grep -z '^SLURM')
 kp_variables+=("${step[@]}")
 cd -- "$directory"
 
-become() { # <command>...: with kp_variables and no others; no value is a word of a command line, which others can read
+become() { # <command>...: with kp_variables and no others; no value is a word of a command line,
+    # which others can read
     local entry functions=()
     while IFS= read -r entry; do unset -v "$entry" 2>/dev/null || true; done < <(compgen -e)
     for entry in "${kp_variables[@]}"; do

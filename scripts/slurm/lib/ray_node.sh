@@ -23,7 +23,8 @@ fault() { # <what is wrong; what to do>: reports to ray.sh that this node cannot
     exit 75
 }
 
-print_python() { # <Python>...: prints its path if it has Ray; fails when it has not, or only a directory called ray
+print_python() { # <Python>...: prints its path if it has Ray; fails when it has not, or only a
+    # directory called ray
     "$@" -c 'import sys
 sys.path[:] = filter(None, sys.path) # not of the current directory
 import importlib.util
@@ -33,7 +34,8 @@ if not (found and found.origin):
 print(sys.executable)' 2>/dev/null
 }
 
-version() { # <Python>: that of its Ray, 0 where it says none; without importing it, which takes seconds
+version() { # <Python>: that of its Ray, 0 where it says none; without importing it, which takes
+    # seconds
     "$1" -c 'import sys
 sys.path[:] = filter(None, sys.path)
 import importlib.metadata, importlib.util, pathlib, re
@@ -57,7 +59,8 @@ need_authentication() { # stops at a Ray that would take commands from every use
             "Install a newer one, or export RAY_AUTH_MODE=disabled where nobody else can reach these nodes"
 }
 
-find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH, else that of the repository
+find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH, else that of the
+    # repository
     local python words
     if [[ -n ${KEMPNER_PYTHON:-} ]]; then
         read -ra words <<<"$KEMPNER_PYTHON"                                    # "uv run python"
@@ -71,10 +74,12 @@ find_python() { # prints the Python to use: KEMPNER_PYTHON's, else that of PATH,
     return 1
 }
 
-strip_variables() { # removes what would make a program in an actor take itself for a rank: srun's, MPI's, torchrun's
+strip_variables() { # removes what would make a program in an actor take itself for a rank: srun's,
+    # MPI's, torchrun's
     unset "${!SLURM@}" "${!SRUN_@}" "${!SBATCH_@}" "${!PMI@}" "${!OMPI_@}"
     unset KEMPNER_ATTEMPT_ID KEMPNER_BATCH_BEGAN KEMPNER_SIGNALS_WAIT KEMPNER_PEER_KEY
-    unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT # pyxis sets them for PyTorch images
+    # pyxis sets them for PyTorch images
+    unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 }
 
 [[ -z ${UV_CACHE_DIR:-} ]] || mkdir -p -- "$UV_CACHE_DIR" ||

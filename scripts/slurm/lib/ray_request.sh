@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What a user of ray.sh asks for: variables, resources, nodes and ports, checked before any step starts.
+# What a user of ray.sh asks for: variables, resources, nodes and ports, checked before any step
+# starts.
 
 RAY_NODES=() RAY_ADDRESSES=()          # of each node
 RAY_PLACES=()                          # NAME=ADDRESS of each node, for Python
@@ -48,7 +49,8 @@ ray_least_cpus() { # prints the fewest CPUs that the job has on a node; Slurm wr
     echo "$least"
 }
 
-ray_resources() { # sets KP_NODES and what each node gives to Ray; stops when that is more than the job has
+ray_resources() { # sets KP_NODES and what each node gives to Ray; stops when that is more than the
+    # job has
     local cpus line
     KP_NODES=$(kp_field NumNodes)
     kp_gpus
@@ -73,9 +75,11 @@ ray_resources() { # sets KP_NODES and what each node gives to Ray; stops when th
     done <<<"$KP_JOB"
 }
 
-ray_address() { # <node> <address or name>: prints the IPv4 address at which the other nodes reach it
+ray_address() { # <node> <address or name>: prints the IPv4 address at which the other nodes reach
+    # it
     local found
-    # Many a host resolves its own name to 127.x, and Ray would replace that by an address of its choice.
+    # Many a host resolves its own name to 127.x, and Ray would replace that by an address of its
+    # choice.
     found=$(getent ahostsv4 "$2" | awk '$1 !~ /^127\./ { print $1; exit }') || true
     [[ -n $found || $1 != "${SLURMD_NODENAME:-}" ]] || found=$(hostname -I | awk '{ print $1 }')
     [[ -n $found ]] || kp_die "$1: no IPv4 address for '$2' (NodeAddr): Ray needs one; see getent ahostsv4 $2"
@@ -97,7 +101,8 @@ ray_find_nodes() { # sets RAY_NODES, RAY_ADDRESSES and RAY_PLACES, in Slurm's or
     done
 }
 
-ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.ray.ports, without Ray or any package
+ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.ray.ports, without Ray or
+    # any package
     local python
     # With pyxis the image's Python would cost a step that imports the whole image once more.
     if ((${#KP_INSIDE[@]} > 0)); then
@@ -113,7 +118,8 @@ ray_choose_python() { # sets RAY_PYTHON: a Python on this host for kempner.ray.p
 ray_ports() { # sets RAY_PORTS and a variable for each port; stops when the user's ports cannot work
     local word
     ray_choose_python
-    RAY_PORTS=$("${RAY_PYTHON[@]}" "$KP_MODULE" kempner.ray.ports "$CPUS_PER_WORKER" "${RAY_PLACES[@]}") || exit # it says why
+    # it says why
+    RAY_PORTS=$("${RAY_PYTHON[@]}" "$KP_MODULE" kempner.ray.ports "$CPUS_PER_WORKER" "${RAY_PLACES[@]}") || exit
     # Unexported: a web server in a worker would take PORT for its own.
     for word in $RAY_PORTS; do export -n "${word?}"; done
 }
@@ -126,7 +132,8 @@ ray_prepare() { # makes the log directory and the token
     # On SIGTERM Ray drains for 30 s, as long as KillWait: Slurm would kill it before it has ended.
     export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 
-    # A token in ~/.ray would change the mode of the head alone, and RAY_AUTH_TOKEN would override the file.
+    # A token in ~/.ray would change the mode of the head alone, and RAY_AUTH_TOKEN would override
+    # the file.
     export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token} RAY_AUTH_TOKEN_PATH=$RAY_TOKEN
     unset RAY_AUTH_TOKEN
 

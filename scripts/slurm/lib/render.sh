@@ -1,9 +1,12 @@
 # shellcheck shell=bash
-# --dry-run --script FILE: the whole job as one script, for people who must hand one in. Sourced by dry_run.sh.
+# --dry-run --script FILE: the whole job as one script, for people who must hand one in. Sourced by
+# dry_run.sh.
 
-readonly KP_SEAL="# as it was written: " # begins the last line of such a script; the digest of the others follows
+# begins the last line of such a script; the digest of the others follows
+readonly KP_SEAL="# as it was written: "
 
-kp_render_check() { # <file>: stops unless it is not there yet, or is as an earlier --script has left it
+kp_render_check() { # <file>: stops unless it is not there yet, or is as an earlier --script has
+    # left it
     local file
     file=$(realpath -m -- "$1")
     [[ ! -d $file ]] || kp_die "--script=$1: is a directory: name a file"

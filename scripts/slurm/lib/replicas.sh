@@ -1,10 +1,12 @@
 # shellcheck shell=bash
-# lowcomm.mode = steps: a srun step for each replica, started again when it is lost. Sourced by replicas.sh, after
-# all.sh. Replica 0 works in the run directory itself, replica I in RUN/replicas/I as a run of its own.
+# lowcomm.mode = steps: a srun step for each replica, started again when it is lost. Sourced by
+# replicas.sh, after all.sh. Replica 0 works in the run directory itself, replica I in
+# RUN/replicas/I as a run of its own.
 
 KP_OWN_STEPS=replicas.sh
-readonly KP_END_S=10  # for srun to end a step that it was asked to end
-readonly KP_AGAIN_S=5 # a replica that is lost again and again waits so much longer each time
+readonly KP_END_S=10 # for srun to end a step that it was asked to end
+# a replica that is lost again and again waits so much longer each time
+readonly KP_REPLICA_PAUSE_S=5
 
 kp_run_replicas() { # <train.py arguments>...: trains until every replica has left; sets KP_CODE
     local slot KP_PER_NODE=$KP_TASKS KP_NODES=$KP_NODES KP_GPUS=$KP_GPUS
@@ -12,7 +14,7 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     mapfile -t KP_HOSTS < <(kp_hostnames "$(kp_field NodeList)")
     kp_count_replicas # from here on nodes, tasks and GPUs are those of one replica
     KP_COMMITTED_BEFORE=$(kp_committed_step)
-    KP_PIDS=() KP_TRIES=() KP_BEFORE=() KP_NOT_BEFORE=() KP_KILL_AT=() KP_ENDING='' KP_CODE=0
+    KP_PIDS=() KP_TRIES=() KP_REPLICA_STEPS=() KP_NOT_BEFORE=() KP_KILL_AT=() KP_ALL_LEAVE='' KP_CODE=0
     kp_open_srun_log
     export KEMPNER_REPLICAS=$KP_REPLICAS KEMPNER_DOOR=$KP_RUN_DIR/.door-$KEMPNER_ATTEMPT_ID
     kp_open_door
@@ -36,7 +38,8 @@ kp_run_replicas() { # <train.py arguments>...: trains until every replica has le
     kp_write_status
 }
 
-kp_count_replicas() { # sets KP_REPLICAS, KP_SILENCE, and the nodes and tasks per node of each: KP_NODES, KP_TASKS, KP_GPUS
+kp_count_replicas() { # sets KP_REPLICAS, KP_SILENCE, and the nodes and tasks per node of each:
+    # KP_NODES, KP_TASKS, KP_GPUS
     local world=$((KP_NODES * KP_TASKS)) ranks KP_VALUES=("${KP_VALUES[@]}")
     kp_values kp_python_of kempner.lowcomm.config -c "$KP_NOT_HERE"'
 from kempner.config.toml import loads
@@ -75,15 +78,15 @@ kp_start_replica() { # <replica> <train.py arguments>...
     ((KP_TRIES[slot] == 0)) || kp_log "replica $slot is started again: it joins at the end of a round"
     export KEMPNER_REPLICA=$slot
     rm -f -- "$KEMPNER_DOOR.here.$slot"
-    kp_srun_command "$KP_TRAIN" "${@:2}"
     # Without --mem=0 the first step on a node would take all of its memory.
-    KP_SRUN=(srun "${KP_PLACE[@]}" --no-kill --mem=0 "${KP_SRUN[@]:1}")
-    KP_BEFORE[slot]=$(kp_replica_step "$slot")
+    kp_srun_command "${KP_PLACE[@]}" --no-kill --mem=0 -- "$KP_TRAIN" "${@:2}"
+    KP_REPLICA_STEPS[slot]=$(kp_replica_step "$slot")
     setsid "${KP_SRUN[@]}" </dev/null 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
     KP_PIDS[slot]=$!
 }
 
-kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails when one of its hosts is lost
+kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails when one of its hosts
+    # is lost
     local first=$(($1 * ${#KP_HOSTS[@]} / KP_REPLICAS)) host ours left
     local KP_ANSWER='' KP_DEADLINE=$((SECONDS + KP_PATIENCE))
     ours=("${KP_HOSTS[@]:first:KP_NODES}")
@@ -96,15 +99,15 @@ kp_place() { # <replica>: sets KP_PLACE, srun's words for where it runs; fails w
         return 1
     done
 
-    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever, although their cores are free.
-    # Replicas that share a host stay exclusive: they could be given the same GPU.
+    # Once a job has lost a host, Slurm 22.05 lets exclusive steps wait for ever, although their
+    # cores are free. Replicas that share a host stay exclusive: they could be given the same GPU.
     [[ $(wc -w <<<"$left") == "${#KP_HOSTS[@]}" ]] || ((KP_TASKS < KP_PER_NODE)) || KP_PLACE[0]=--overlap
 }
 
 kp_look_after() { # <train.py arguments>...: one look at all replicas
     local slot code mark
     if [[ -e $KEMPNER_DOOR.over ]] || ! kill -0 "$KP_CHILD" 2>/dev/null; then
-        KP_ENDING=1 # too few are left, or they have no judge: all of them leave
+        KP_ALL_LEAVE=1 # too few are left, or they have no judge: all of them leave
     fi
     for slot in "${!KP_PIDS[@]}"; do
         mark=$KEMPNER_DOOR.silent.$slot
@@ -112,7 +115,8 @@ kp_look_after() { # <train.py arguments>...: one look at all replicas
             rm -f -- "$mark"
             kp_end_step "$slot" "replica $slot does not answer"
         elif kp_is_ending && [[ ! -e $KEMPNER_DOOR.here.$slot ]]; then
-            # Slurm may never create its step: not when the job has lost a host, even if that is back.
+            # Slurm may never create its step: not when the job has lost a host, even if that is
+            # back.
             kp_end_step "$slot" "replica $slot has not come, and is not needed any more"
         fi
         ((SECONDS < ${KP_KILL_AT[slot]:-SECONDS + 1})) || kill -KILL "${KP_PIDS[slot]}" 2>/dev/null || true
@@ -134,10 +138,11 @@ kp_look_after() { # <train.py arguments>...: one look at all replicas
 }
 
 kp_is_ending() { # true when no replica is to be started any more; USR2 asks for a save alone
-    [[ -n $KP_ENDING || ${KP_SIGNAL:-USR2} != USR2 ]]
+    [[ -n $KP_ALL_LEAVE || ${KP_SIGNAL:-USR2} != USR2 ]]
 }
 
-kp_end_step() { # <replica> <why>: srun kills its tasks, unless it waits for a host that is lost: then it is killed
+kp_end_step() { # <replica> <why>: srun kills its tasks, unless it waits for a host that is lost:
+    # then it is killed
     [[ -z ${KP_KILL_AT[$1]:-} ]] || return 0
     KP_KILL_AT[$1]=$((SECONDS + KP_END_S))
     kp_log "$2: ending its step"
@@ -151,16 +156,16 @@ kp_replica_ended() { # <replica> <exit code of its srun>: starts it again, unles
     ((KP_CODE != 0 && $2 != 2)) || KP_CODE=$2
     # Not by exit code 0 alone: that is srun's, too, when its node has failed.
     if [[ $2 == 2 || $KP_STATE =~ ^(done|stopped|interrupted|failed)$ || -e $KEMPNER_DOOR.over ]]; then
-        KP_ENDING=1 # of the others, too: they have agreed on it, or are too few
+        KP_ALL_LEAVE=1 # of the others, too: they have agreed on it, or are too few
     fi
     ! kp_is_ending || return 0
-    (($(kp_replica_step "$1") <= KP_BEFORE[$1])) || KP_TRIES[$1]=0
+    (($(kp_replica_step "$1") <= KP_REPLICA_STEPS[$1])) || KP_TRIES[$1]=0
     KP_TRIES[$1]=$((KP_TRIES[$1] + 1))
     if ((KP_TRIES[$1] > most)); then
         kp_log "replica $1 is not started again: $most starts in a row without a checkpoint (KEMPNER_MAX_CRASHES)"
         return 0
     fi
-    KP_NOT_BEFORE[$1]=$((SECONDS + (KP_TRIES[$1] - 1) * KP_AGAIN_S))
+    KP_NOT_BEFORE[$1]=$((SECONDS + (KP_TRIES[$1] - 1) * KP_REPLICA_PAUSE_S))
 }
 
 kp_replica_dir() { # <replica>: its run directory

@@ -2,12 +2,14 @@
 # The end of an attempt: what has happened, whether the job is requeued, and without which hosts.
 # The table of decisions is in docs/reference/slurm.md.
 
+KP_DECIDED=''                # the decision
 KP_JUDGE_S=${KP_JUDGE_S:-20} # seconds that the question what follows may take; tests shorten it
 KP_AWAY_S=10                 # seconds between two questions to a controller that is away
 KP_EARLY_HOST=''             # the host on which a start has ended before its step
 KP_ENDING=''                 # not empty: Slurm is ending the job, or somebody has cancelled it
 
-kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there is none
+kp_newest_step() { # <directory of checkpoints>: the step of the newest complete one, -1 when there
+    # is none
     local link pattern='step_0*([0-9]+)/*$'
     link=$(kp_shielded readlink "$1/latest") || true
     [[ $link =~ $pattern ]] && echo "${BASH_REMATCH[1]}" || echo -1
@@ -39,9 +41,10 @@ kp_verdict() { # sets KP_STATE to what status.json says of this attempt, or to n
     [[ $text == *"\"$KEMPNER_ATTEMPT_ID\""* && $text =~ $pattern ]] && KP_STATE=${BASH_REMATCH[1]} || KP_STATE=''
 }
 
-# --- the record --------------------------------------------------------------------------------------------
+# --- the record -----------------------------------------------------------------------------------
 
-kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log and in attempts.jsonl (events.py)
+kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log and in
+    # attempts.jsonl (events.py)
     local file=$KP_RUN_DIR/attempts.jsonl
     KP_DECIDED=$1
     kp_log "$1: $2"
@@ -54,11 +57,13 @@ kp_record() { # <restart, requeue, chain, end or leave> <why>: a line in the log
     [[ $1 == requeue ]] || kp_notify "$@" # that takes seconds, and the job may be near its limit
 }
 
-# --- whose fault it was ------------------------------------------------------------------------------------
+# --- whose fault it was ---------------------------------------------------------------------------
 
-kp_count_crashes() { # prints how many attempts of the job in a row, before this one, made no progress, by the decisions
-    # As kempner.history.judge counts: a decision says null where nobody had the time to count. Where no Python starts,
-    # nothing is recorded either, and no crash loop goes on without a bound: all starts of the job count.
+kp_count_crashes() { # prints how many attempts of the job in a row, before this one, made no
+    # progress, by the decisions
+    # As kempner.history.judge counts: a decision says null where nobody had the time to count.
+    # Where no Python starts, nothing is recorded either, and no crash loop goes on without a bound:
+    # all starts of the job count.
     local count=0 number KP_VALUES=() code=0
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=decision "job=$(kp_chain_jobs)" -- no_progress || code=$?
     [[ $code == 0 || $code == 3 ]] || count=$(kp_field Restarts)
@@ -68,18 +73,21 @@ kp_count_crashes() { # prints how many attempts of the job in a row, before this
     echo "$count"
 }
 
-kp_was_cut_short() { # true when this attempt was asked to leave before its training began, and not by its time limit
+kp_was_cut_short() { # true when this attempt was asked to leave before its training began, and not
+    # by its time limit
     local end now KP_VALUES=()
     [[ ${KP_SIGNAL:-USR2} != USR2 ]] || return 1
     if [[ $(kp_field PreemptTime) =~ ^(None)?$ ]] && end=$(date -d "$(kp_field EndTime)" +%s 2>/dev/null); then
         printf -v now '%(%s)T' -1
-        ((end - now > ${KEMPNER_SIGNAL_LEAD:-120} + 60)) || return 1 # the next start would have no more time
+        # the next start would have no more time
+        ((end - now > ${KEMPNER_SIGNAL_LEAD:-120} + 60)) || return 1
     fi
     kp_find_records "$KP_RUN_DIR/attempts.jsonl" event=start "attempt_id=$KEMPNER_ATTEMPT_ID" -- time || return 0
     ((${#KP_VALUES[@]} == 0))
 }
 
-kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge); sets KP_ANSWERED, KP_WHY, KP_KIND,
+kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge); sets KP_ANSWERED,
+    # KP_WHY, KP_KIND,
     # KP_NO_PROGRESS, KP_BLAMED, KP_EXCLUDED, KP_REPLACED, KP_FAULT, KP_PAUSE (minutes) and KP_NOTES
     local KP_DEADLINE=$((SECONDS + KP_JUDGE_S)) KP_ANSWER='' facts start=''
     kp_history # a container may take longer to start than there is time
@@ -89,7 +97,8 @@ kp_judge() { # <what happened>: asks what follows, once (kempner.history.judge);
         return
     fi
     if kp_ask "${KP_HISTORY[@]}" "$KP_MODULE" kempner.history.judge "$KP_RUN_DIR" "${KP_SRUN_LOG:-none}" "${facts[@]}"; then
-        # Behind this word: a TaskProlog, or a module that Python loads, may have said something before.
+        # Behind this word: a TaskProlog, or a module that Python loads, may have said something
+        # before.
         { read -r KP_ANSWERED && read -r KP_WHY && read -r KP_KIND && read -r KP_NO_PROGRESS && read -r KP_BLAMED &&
             read -r KP_EXCLUDED && read -r KP_REPLACED && read -r KP_FAULT && read -r KP_PAUSE && read -r start &&
             read -r KP_NOTES; } <<<"${KP_ANSWER##*kempner-answer$'\n'}" || true
@@ -144,7 +153,8 @@ kp_hosts() { # the nodes of the job, on one line
     kp_shielded scontrol show hostnames "$(kp_field NodeList)" 2>/dev/null | paste -sd' '
 }
 
-kp_see_end() { # when Slurm itself is ending the job, sets KP_ENDING: ending, or cancelled by somebody
+kp_see_end() { # when Slurm itself is ending the job, sets KP_ENDING: ending, or cancelled by
+    # somebody
     KP_ENDING=''
     [[ $KP_JOB_STATE != RUNNING && $(kp_field Reason) != TimeLimit ]] || return 0
     KP_ENDING=ending
@@ -160,7 +170,8 @@ kp_in_words() { # the state of the job
     echo "${KP_JOB_STATE:-no answer}${reason:+, $reason}"
 }
 
-kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; no crash loop goes on without a bound
+kp_judge_alone() { # <what happened>: as kp_judge where Python does not answer; no crash loop goes
+    # on without a bound
     KP_ANSWERED=requeue KP_WHY=$1 KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_PAUSE=0 KP_NOTES=''
     KP_NO_PROGRESS=$(kp_count_crashes)
     kp_was_cut_short || KP_NO_PROGRESS=$((KP_NO_PROGRESS + 1))
@@ -193,7 +204,8 @@ kp_excluded() { # the nodes that the job is kept off, as Slurm writes them, or n
     [[ $list == '(null)' ]] || echo "$list"
 }
 
-kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes this only once the job is pending again
+kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes this only once the
+    # job is pending again
     local tries list
     list=$(kp_excluded)
     for ((tries = 0; tries < 30; tries++)); do
@@ -207,20 +219,21 @@ kp_exclude() { # <job>: keeps it off KP_EXCLUDED. Of a requeued job, Slurm takes
     KP_EXCLUDED=''
 }
 
-# --- the decision ------------------------------------------------------------------------------------------
+# --- the decision ---------------------------------------------------------------------------------
 
 kp_decide() { # <what happened, for when the run itself does not say>: requeues the job, or does not
     local what=$1 pending=$KP_PENDING
     # Between two attempts a signal must not be lost: kp_on_signal keeps it.
-    [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_deaf
+    [[ $KP_RESTARTS -gt 0 && -z $KP_CHILD ]] || kp_ignore_signals
     [[ -z $KP_DECIDED ]] || return 0 # a second signal has come while the first one was handled
-    kp_look
+    kp_read_state
     [[ $KP_STATE != interrupted ]] || what=${KP_INTERRUPTED:-interrupted and saved}
     what+=" ($(kp_reached))"
     kp_judge "$what"
-    if [[ $KP_PENDING != "$pending" ]]; then # a subshell may have died of the signal, and it changes what follows
-        kp_deaf
-        kp_look
+    # a subshell may have died of the signal, and it changes what follows
+    if [[ $KP_PENDING != "$pending" ]]; then
+        kp_ignore_signals
+        kp_read_state
         kp_judge "$what"
     fi
     [[ -z $KP_NOTES ]] || kp_log "$KP_NOTES"
@@ -229,13 +242,14 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
         return
     fi
 
-    kp_deaf
+    kp_ignore_signals
     if [[ $KP_ANSWERED == chain && $KP_JOB_STATE == RUNNING ]]; then
         kp_chain_on "$KP_WHY"
     elif [[ $KP_ANSWERED != requeue ]]; then
         kp_record "$KP_ANSWERED" "$KP_WHY"
     else
-        kp_record requeue "$KP_WHY" # before the order, after which Slurm may end this script at any time
+        # before the order, after which Slurm may end this script at any time
+        kp_record requeue "$KP_WHY"
         if kp_requeue; then
             kp_notify requeue "$KP_WHY"
             return
@@ -245,11 +259,12 @@ kp_decide() { # <what happened, for when the run itself does not say>: requeues 
     fi
 }
 
-kp_deaf() { # a requeue signals this shell, and its subshells would die of it
+kp_ignore_signals() { # a requeue signals this shell, and its subshells would die of it
     trap '' TERM INT HUP USR1 USR2
 }
 
-kp_look() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE; forgets what kp_judge has said
+kp_read_state() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JOB_STATE;
+    # forgets what kp_judge has said
     KP_ANSWERED='' KP_WHY='' KP_KIND='' KP_BLAMED='' KP_EXCLUDED='' KP_REPLACED='' KP_NO_PROGRESS='' KP_PAUSE=0
     KP_NOTES='' KP_JOB_STATE='' KP_FAULT=''
     kp_verdict
@@ -259,7 +274,8 @@ kp_look() { # at the run and the job: sets KP_STATE, KP_COMMITTED, KP_JOB, KP_JO
     kp_see_end
 }
 
-kp_wait_for_job() { # as kp_show_job, for as long as the controller is away: no answer is no state of the job
+kp_wait_for_job() { # as kp_show_job, for as long as the controller is away: no answer is no state
+    # of the job
     local said='' most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
     until kp_show_job; do
         kp_can_wait && ((SECONDS < most)) || return 1
@@ -274,19 +290,23 @@ kp_can_wait() { # true in the batch script, also before Slurm has said anything 
     if [[ -n $KP_JOB ]]; then kp_is_batch; else [[ ${ENVIRONMENT:-} == BATCH && -z $KP_BESIDE ]]; fi
 }
 
-kp_requeue() { # starts the job again, without KP_EXCLUDED, and after KP_PAUSE minutes; fails when Slurm refuses
+kp_requeue() { # starts the job again, without KP_EXCLUDED, and after KP_PAUSE minutes; fails when
+    # Slurm refuses
     kp_ask_requeue || return 1
     [[ -z $KP_EXCLUDED ]] || kp_exclude "$(kp_job_id)"
     ((KP_PAUSE == 0)) || kp_put_off "$(kp_job_id)"
 }
 
-kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm refuses in words, and sets KP_REFUSED
-    # Any other words are of a controller that is away, or not itself: a backup that takes over, munge that restarts, ...
+kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm refuses in words, and
+    # sets KP_REFUSED
+    # Any other words are of a controller that is away, or not itself: a backup that takes over,
+    # munge that restarts, ...
     local said tries=0 most=$((SECONDS + 3600 * ${KEMPNER_MAX_WAIT:-24}))
     local refusal='[Dd]enied|disabled|[Oo]nly batch|Invalid job id|Invalid user'
     KP_REFUSED=''
     until said=$(kp_shielded scontrol requeue "$(kp_job_id)" 2>&1); do
-        # An answer that was lost is no refusal: the order may have been carried out. A requeue counts at once.
+        # An answer that was lost is no refusal: the order may have been carried out. A requeue
+        # counts at once.
         ! kp_show_job || [[ $(kp_field Restarts) == "$KP_START" && $(kp_field JobState) != PENDING ]] || return 0
         said=${said//$'\n'/; } tries=$((tries + 1))
         if [[ $said =~ $refusal ]] && ((tries > 2)) || ((SECONDS >= most)); then
@@ -298,7 +318,8 @@ kp_ask_requeue() { # asks until the job is no longer RUNNING; fails when Slurm r
     done
 }
 
-kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slurm takes this once it is pending again
+kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slurm takes this once
+    # it is pending again
     local tries
     for ((tries = 0; tries < 30; tries++)); do
         kp_shielded scontrol update JobId="$1" StartTime="now+${KP_PAUSE}minutes" 2>/dev/null && return 0
@@ -307,25 +328,28 @@ kp_put_off() { # <job>: it starts KP_PAUSE minutes later; of a requeued job, Slu
     kp_log "scontrol refused to put the next start off"
 }
 
-kp_has_others() { # true when the partition has a node more than the job needs, beside those that it is kept off
+kp_has_others() { # true when the partition has a node more than the job needs, beside those that it
+    # is kept off
     [[ $(kp_shielded scontrol show partition "$(kp_field Partition)" 2>/dev/null) =~ TotalNodes=([0-9]+) ]] &&
         ((BASH_REMATCH[1] - $(scontrol show hostnames "$(kp_excluded)" 2>/dev/null | wc -l) > $(kp_field NumNodes)))
 }
 
-kp_without_this_host() { # <directory>: where an earlier start has used it, starts the job again on other hosts, and exits
+kp_without_this_host() { # <directory>: where an earlier start has used it, starts the job again on
+    # other hosts, and exits
     # There is no record of what followed so far, as it is in that directory: no count, but a pause.
     [[ -z $KP_DRY && -z $KP_CHAIN && -n ${SLURMD_NODENAME:-} ]] && kp_is_batch && kp_show_job || return 0
     [[ $(kp_field Restarts) != 0 && $(kp_field JobState) == RUNNING ]] || return 0
     KP_EXCLUDED='' KP_FAULT="does not see $1" KP_PAUSE=10 KP_START=$(kp_field Restarts)
     if [[ ${KEMPNER_EXCLUDE:-2} != 0 ]] && kp_has_others; then KP_EXCLUDED=$SLURMD_NODENAME; fi
-    kp_deaf
+    kp_ignore_signals
     kp_log "requeue: $SLURMD_NODENAME does not see $1: the job starts again in $KP_PAUSE minutes"
     kp_requeue || return 0
     KP_DECIDED=requeue
     exit 0
 }
 
-kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad input) or srun's code
+kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (interrupted), 2 (bad
+    # input) or srun's code
     if kp_in_job; then
         [[ -n $KP_DECIDED ]] || kp_decide "the step ended with exit code $KP_CODE" || true
         # The next job of a chain has a directory of its own.
@@ -345,23 +369,27 @@ kp_finish() { # ends the script: requeues where that is right; exits 0, 75 (inte
     exit "$KP_CODE"
 }
 
-kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a step, which makes sure that an end is the end
+kp_stay_ended() { # <exit code>: the EXIT trap, the door of all ends before a step, which makes sure
+    # that an end is the end
     [[ -z $KP_DRY && (-z $KP_DECIDED || $KP_DECIDED == end) ]] && kp_in_job && [[ -z $KP_BESIDE ]] || return 0
 
-    # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which must stay possible.
+    # Without a decision it is bad input; or Slurm itself ends the script to requeue the job, which
+    # must stay possible.
     if [[ -z $KP_DECIDED ]]; then
         kp_wait_for_job && [[ $(kp_field JobState) == RUNNING ]] || return 0
         ! kp_is_batch || ! kp_is_whole_script || kp_ended_early "$1"
         [[ -z $KP_DECIDED || $KP_DECIDED == end ]] || exit 0 # it starts again
         [[ -n $KP_DECIDED ]] || ! kp_is_batch || ! kp_is_whole_script || kp_notify_early "$1"
     fi
-    # Slurm 24.05 and later mark a job that was preempted with a grace time, and after our own requeue the mark is
-    # still there: the job would be requeued once more at its next end, even if the run is done.
+    # Slurm 24.05 and later mark a job that was preempted with a grace time, and after our own
+    # requeue the mark is still there: the job would be requeued once more at its next end, even if
+    # the run is done.
     kp_chain_cancel "the job has ended before its run began"
     ! kp_is_batch || ! kp_is_whole_script || kp_shielded scontrol update JobId="$(kp_job_id)" Requeue=0 >/dev/null 2>&1 || true
 }
 
-kp_end_early() { # <run directory> <what is wrong; what to do>: ends a start for good, on record where there is one
+kp_end_early() { # <run directory> <what is wrong; what to do>: ends a start for good, on record
+    # where there is one
     local KP_RUN_DIR=$1 why=${*:2}
     if kp_is_batch && kp_is_whole_script && [[ -e $1/attempts.jsonl ]]; then
         KP_CHECKPOINTS=$1/checkpoints KP_BLAMED='' KP_EXCLUDED='' KP_STATE='' KP_PYTHON=${KP_PYTHON:-python3}
@@ -372,8 +400,8 @@ kp_end_early() { # <run directory> <what is wrong; what to do>: ends a start for
 }
 
 kp_ended_early() { # <exit code>: decides after a start that has ended before its step
-    # An earlier start of this job has come through here with the same command: what stops this one is the host, or the
-    # site. Only of a first start it is bad input.
+    # An earlier start of this job has come through here with the same command: what stops this one
+    # is the host, or the site. Only of a first start it is bad input.
     (($1 != 0 && $1 != 130)) || return 0
     [[ -n ${KP_RUN_DIR:-} || $KP_ROOT == "$KP_ORIGIN" ]] || KP_RUN_DIR=${KP_ROOT%/code/*}
     [[ -n ${KP_RUN_DIR:-} && -e $KP_RUN_DIR/attempts.jsonl && $(kp_field Restarts) != 0 ]] || return 0

@@ -1,7 +1,9 @@
 # shellcheck shell=bash
-# Nodes, tasks, GPUs and CPUs of this run, from the request. One task drives one GPU or, under run.sh, all of its node.
+# Nodes, tasks, GPUs and CPUs of this run, from the request. One task drives one GPU or, under
+# run.sh, all of its node.
 
-kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives one GPU
+kp_tasks() { # sets KP_NODES, KP_TASKS and KP_GPUS (of a node), KP_CPUS (of a task); one task drives
+    # one GPU
     local asked cpus
     kp_chain_check
     if ! kp_in_job; then
@@ -59,7 +61,8 @@ kp_tasks_asked() { # the tasks per node that the user asked for, or nothing
     fi
 }
 
-kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came with the nodes)
+kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (empty: they came
+    # with the nodes)
     local line counts=() asked
     while read -r line; do
         [[ $line == Nodes=*GRES=* ]] || continue
@@ -105,8 +108,10 @@ kp_gpus() { # sets KP_GPUS, those of each node, and KP_GPUS_ASKED, the request (
     [[ $asked != *gpu* ]] || { kp_count_gpus "$asked" && KP_GPUS_ASKED=--gpus-per-task=$KP_COUNT; }
 }
 
-kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a node than its first one had
-    # Slurm 22.05 can lose the GPUs of a job that is requeued: it would train on with a part of its ranks, on the CPU.
+kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a node than its first
+    # one had
+    # Slurm 22.05 can lose the GPUs of a job that is requeued: it would train on with a part of its
+    # ranks, on the CPU.
     local file tasks='' gpus='' nodes='' now="$KP_TASKS $KP_GPUS $KP_NODES"
     kp_is_batch || return 0
     file=$KP_RUN_DIR/.size-$(kp_job_id)
@@ -128,8 +133,10 @@ kp_same_size() { # stops a later start of the job with fewer tasks or GPUs on a 
     kp_finish
 }
 
-kp_count_gpus() { # <GRES or TRES>: sets KP_COUNT, the GPUs in it: gpu, gpu:h100:4(IDX:0-3), gres/gpu=4, several types
-    # Of a type, gpu:1g.10gb:4, only the whole is no number. No subshell: a job of 2,000 nodes may have as many lines.
+kp_count_gpus() { # <GRES or TRES>: sets KP_COUNT, the GPUs in it: gpu, gpu:h100:4(IDX:0-3),
+    # gres/gpu=4, several types
+    # Of a type, gpu:1g.10gb:4, only the whole is no number. No subshell: a job of 2,000 nodes may
+    # have as many lines.
     local text=$1 pattern='gpu([:=/][^:=,(]*[^:=,(0-9][^:=,(]*)?([:=]([0-9]+))?(.*)'
     KP_COUNT=0
     while [[ $text =~ $pattern ]]; do

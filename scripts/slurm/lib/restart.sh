@@ -1,22 +1,30 @@
 # shellcheck shell=bash
-# After a crash or a hang the job keeps its nodes: the next attempt is another step of the same job. Where a node is
-# lost or to blame, a spare takes its place (KEMPNER_SPARES). kp_decide says when this is right (requeue.sh).
+# After a crash or a hang the job keeps its nodes: the next attempt is another step of the same job.
+# Where a node is lost or to blame, a spare takes its place (KEMPNER_SPARES). kp_decide says when
+# this is right (requeue.sh).
 
-readonly KP_LAST_S=5  # once a rank has failed, the others have so long to record what they have seen
-readonly KP_OVER_S=60 # after an orderly end: a srun that misses it, as after a host came back, must not keep the job
+# once a rank has failed, the others have so long to record what they have seen
+readonly KP_LAST_S=5
+# after an orderly end: a srun that misses it, as after a host came back, must not keep the job
+readonly KP_OVER_S=60
 readonly KP_PROBE_S=3 # for the slurmd of a host to take a connection
 
-KP_LEAVING_S=${KP_LEAVING_S:-120} # once one of those that were asked to leave has been killed; tests shorten it
+# once one of those that were asked to leave has been killed; tests shorten it
+KP_LEAVING_S=${KP_LEAVING_S:-120}
 
-KP_RESTARTS=0             # restarts in place that are left
-KP_PLACES=() KP_SPARES=() # where Slurm lets the job survive a lost node: those that train, and those that wait
+KP_ATTEMPT=0  # restarts so far
+KP_RESTARTS=0 # restarts in place that are left
+# where Slurm lets the job survive a lost node: those that train, and those that wait
+KP_PLACES=() KP_SPARES=()
 KP_LOST='' KP_REPLACED='' # nodes that do not answer; nodes whose places spares take (by commas)
-KP_SPENT=()               # of those, the ones that were to blame: no later start of the job takes them
-KP_STUCK=''               # not empty: a task could not be killed
-KP_DROPPED=''             # not empty: the job has lost a node
-KP_GUARD='' KP_SPARE=''   # the sruns of guard.sh and of KEMPNER_SPARE_COMMAND
+# of those, the ones that were to blame: no later start of the job takes them
+KP_SPENT=()
+KP_STUCK=''             # not empty: a task could not be killed
+KP_DROPPED=''           # not empty: the job has lost a node
+KP_GUARD='' KP_SPARE='' # the sruns of guard.sh and of KEMPNER_SPARE_COMMAND
 
-kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLACES, KP_SPARES; takes them off KP_NODES
+kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLACES, KP_SPARES;
+    # takes them off KP_NODES
     local most=${KEMPNER_RESTARTS:-10} spares=${KEMPNER_SPARES:-0}
     [[ $most =~ ^(0|[1-9][0-9]{0,5})$ ]] ||
         kp_die "KEMPNER_RESTARTS=$most: must be a number of restarts, such as 10, or 0 for none"
@@ -45,7 +53,8 @@ kp_places() { # sets KP_RESTARTS and, in a job that survives a lost node, KP_PLA
     KP_NODES=$((KP_NODES - spares))
 }
 
-kp_survives() { # true when the job was submitted with --no-kill, as far as that can be known: Slurm does not show it
+kp_survives() { # true when the job was submitted with --no-kill, as far as that can be known: Slurm
+    # does not show it
     [[ -z $KP_DRY || -z ${KP_ASKED[no_kill]+set}${KP_ASKED[k]+set} ]] || return 0
     [[ ${SBATCH_NO_KILL-off} =~ ^(set)?$ ]] || grep -qE '^#SBATCH +(-k|--no-kill)(=set)? *$' "$0" 2>/dev/null
 }
@@ -55,18 +64,21 @@ kp_comma() { # <word>...: joined by commas
     echo "$*"
 }
 
-# --- while a step runs ---------------------------------------------------------------------------------------------
+# --- while a step runs ----------------------------------------------------------------------------
 
-kp_await() { # waits for the step; once a rank has failed, the others end soon. Sets KP_CODE, KP_LOST, KP_STUCK
+kp_await() { # waits for the step; once a rank has failed, the others end soon. Sets KP_CODE,
+    # KP_LOST, KP_STUCK
     local line fd failed='' over='' ended='' next=0 due patience=$KP_LAST_S
     KP_LOST='' KP_STUCK=''
-    { exec {fd}<"$KP_SRUN_LOG"; } 2>/dev/null || exec {fd}</dev/null # its file system may fail at any time
+    # its file system may fail at any time
+    { exec {fd}<"$KP_SRUN_LOG"; } 2>/dev/null || exec {fd}</dev/null
     while kill -0 "$KP_CHILD" 2>/dev/null; do
         while IFS= read -r line <&"$fd"; do
             [[ $line == 'srun: error: '*': task'* || $line == 'srun: error: Node failure'* ]] || continue
             [[ -z $failed ]] || continue
-            # Those that have been asked to leave may be in a long save; but one that was killed takes no part in it,
-            # another one may be frozen, and srun's order to end them may not have reached the controller.
+            # Those that have been asked to leave may be in a long save; but one that was killed
+            # takes no part in it, another one may be frozen, and srun's order to end them may not
+            # have reached the controller.
             if [[ ${KP_SIGNAL:-USR2} != USR2 ]]; then
                 [[ $line != *': Killed' ]] || failed=$SECONDS patience=$KP_LEAVING_S
                 continue
@@ -86,7 +98,8 @@ kp_await() { # waits for the step; once a rank has failed, the others end soon. 
         [[ -z $failed ]] || due=$((failed + patience))
         if [[ -n $ended ]]; then
             if ((SECONDS >= ended + patience)); then
-                # It waits for a host that is lost, until Slurm notices: minutes. Or for a task that nothing can end.
+                # It waits for a host that is lost, until Slurm notices: minutes. Or for a task that
+                # nothing can end.
                 [[ -n $KP_LOST ]] || KP_STUCK=1
                 kill -KILL "$KP_CHILD" 2>/dev/null || true
                 break
@@ -110,11 +123,12 @@ kp_is_over() { # true when the run has recorded an orderly end
     [[ $KP_STATE =~ ^(done|stopped|interrupted|failed)$ ]]
 }
 
-kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; such spares are dropped
+kp_find_lost() { # sets KP_LOST, the nodes of this run that can start no task; such spares are
+    # dropped
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER='' hosts=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
     local host left gone=() spares=() lost=()
-    # A host may be back, and still be of no use: Slurm has taken it out of the job, or late orders to end an earlier
-    # start of the job have revoked its credentials there.
+    # A host may be back, and still be of no use: Slurm has taken it out of the job, or late orders
+    # to end an earlier start of the job have revoked its credentials there.
     mapfile -t gone < <(sed -nE 's/^srun: error: Task launch for .* failed on node ([^:]+): .*/\1/p' "$KP_SRUN_LOG" 2>/dev/null)
     if kp_show_job; then
         mapfile -t left < <(scontrol show hostnames "$(kp_field NodeList)")
@@ -172,18 +186,20 @@ kp_find_silent() { # <host>...: adds those where no slurmd takes a connection to
     done
 }
 
-# --- between two attempts --------------------------------------------------------------------------------------------
+# --- between two attempts -------------------------------------------------------------------------
 
 kp_asked_to_leave() { # true after a signal that is more than a wish for a save
     [[ ${KP_SIGNAL:-USR2} != USR2 || ${KP_PENDING:-USR2} != USR2 ]]
 }
 
-kp_could_restart() { # true when the job itself allows another step, whatever has happened to the last one
+kp_could_restart() { # true when the job itself allows another step, whatever has happened to the
+    # last one
     ((KP_RESTARTS > 0)) && kp_is_batch && ! kp_asked_to_leave || return 1
     [[ -z $KP_STUCK && $KP_JOB_STATE == RUNNING ]] && ! kp_is_over
 }
 
-kp_again() { # after the decision to restart: the next attempt has a name of its own, and its nodes
+kp_next_attempt() { # after the decision to restart: the next attempt has a name of its own, and its
+    # nodes
     local host places=()
     if [[ -n $KP_REPLACED ]]; then
         kp_end_spare_command
@@ -205,9 +221,10 @@ kp_again() { # after the decision to restart: the next attempt has a name of its
     printf -v KEMPNER_BATCH_BEGAN '%(%s)T' -1
 }
 
-# --- beside the run --------------------------------------------------------------------------------------------------
+# --- beside the run -------------------------------------------------------------------------------
 
-kp_start_beside() { # what runs beside the ranks, unless it runs already: the guard, and what the idle spares do
+kp_start_beside() { # what runs beside the ranks, unless it runs already: the guard, and what the
+    # idle spares do
     local host others=()
     export KEMPNER_IDLE="${KP_SPARES[*]}"
     for host in "${KP_PLACES[@]}" "${KP_SPARES[@]}"; do
@@ -222,7 +239,8 @@ kp_end_beside() { # or the end of the job would wait for them
     kp_end_spare_command
 }
 
-kp_start_guard() { # <other host>...: watches, on up to two of them, that this one is not lost (guard.sh); sets KP_GUARD
+kp_start_guard() { # <other host>...: watches, on up to two of them, that this one is not lost
+    # (guard.sh); sets KP_GUARD
     local on
     KP_GUARD=''
     (($# > 0)) && kp_is_batch || return 0
@@ -237,7 +255,8 @@ kp_end_guard() {
     KP_GUARD=''
 }
 
-kp_start_spare_command() { # with KEMPNER_SPARE_COMMAND: runs it once on each idle spare; sets KP_SPARE
+kp_start_spare_command() { # with KEMPNER_SPARE_COMMAND: runs it once on each idle spare; sets
+    # KP_SPARE
     local cpus=$((KP_TASKS * KP_CPUS)) gpus=()
     KP_SPARE=''
     [[ -n ${KEMPNER_SPARE_COMMAND:-} ]] && ((${#KP_SPARES[@]} > 0)) || return 0
@@ -260,7 +279,8 @@ kp_end_spare_command() { # its node is needed
     KP_SPARE=''
 }
 
-kp_beside() { # <name> <srun's options>... <host>... -- <command>...: a step with a task on each host, in the background
+kp_beside() { # <name> <srun's options>... <host>... -- <command>...: a step with a task on each
+    # host, in the background
     local name=$1 options=() hosts=()
     shift
     while [[ $1 == --* && $1 != -- ]]; do options+=("$1") && shift; done

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# The parts of rl.sh up to their start: a srun step for the trainer, one for each engine, one for the orchestrator;
-# outside Slurm the same as processes. KP_CHILD is the trainer, so that signals reach it as everywhere. rl_watch.sh
-# looks after them.
+# The parts of rl.sh up to their start: a srun step for the trainer, one for each engine, one for
+# the orchestrator; outside Slurm the same as processes. KP_CHILD is the trainer, so that signals
+# reach it as everywhere. rl_watch.sh looks after them.
 
 KP_OWN_STEPS=rl.sh
 KP_ENGINE_PIDS=() KP_ENGINE_TRIES=() KP_ENGINE_THERE=() KP_PROBES=()
 KP_ORCHESTRATOR=''
 
-# --- what runs where -------------------------------------------------------------------------------------------------
+# --- what runs where ------------------------------------------------------------------------------
 
 kp_rl_bench() { # with --bench in KP_ARGUMENTS: a short run of its own in its place; sets KP_BENCH
     local word others=() name=${KP_ARGUMENTS[0]##*/}
@@ -25,7 +25,8 @@ kp_rl_bench_tell() {
     [[ -z $KP_BENCH ]] || kp_python "$KP_MODULE" kempner.history.loop_bench "$KP_RUN_DIR" || true
 }
 
-kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS of the trainer
+kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODES, KP_TASKS, KP_GPUS
+    # of the trainer
     local code=0 line names='' values=() tasks
     KP_JOB_NODES=$KP_NODES KP_JOB_TASKS=$KP_TASKS KP_JOB_GPUS=$KP_GPUS
     [[ -z ${SLURM_HET_SIZE:-} ]] ||
@@ -50,7 +51,8 @@ kp_rl_place() { # <rl.py arguments>...: sets KP_PLACEMENT, its text, and KP_NODE
     fi
 
     KP_NODE_CPUS=$((${KP_CPUS:-1} * KP_TASKS))
-    line=${line#*kempner-answer$'\n'} line=${line%$'\n'kempner-answer*} line=${line%$'\n'} # see kp_values
+    # see kp_values
+    line=${line#*kempner-answer$'\n'} line=${line%$'\n'kempner-answer*} line=${line%$'\n'}
     mapfile -t values <<<"${line%%$'\n--'*}"
     [[ ${values[0]} =~ ^[0-9]+(\ -?[0-9]+){5}$ && ${values[1]:-} =~ ^[0-9]+(\ [0-9]+){3}$ ]] ||
         kp_die "kempner.planner.placement has answered '${values[0]}': see what $KP_PYTHON prints"
@@ -91,7 +93,8 @@ kp_rl_preflight() { # of all nodes of the job
     kp_preflight
 }
 
-kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for each kind of process
+kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for each kind of
+    # process
     local command
     KP_EXCHANGE=$KP_RUN_DIR/rl/$KEMPNER_ATTEMPT_ID KP_RL_LOGS=$KP_RUN_DIR/logs/rl-$KEMPNER_ATTEMPT_ID
     ((${#KP_PLACEMENT[@]} == 0)) || printf '  %s\n' "${KP_PLACEMENT[@]}"
@@ -105,39 +108,37 @@ kp_dry_commands() { # in place of dry_run.sh's: the placement, and a command for
     done
 }
 
-# --- the commands ----------------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 kp_trainer_command() { # <anything> <rl.py arguments>...: sets KP_SRUN
-    kp_srun_command "$KP_TRAIN" "${@:2}"
     # Without --mem=0 the first step on a node would take all of its memory.
-    KP_SRUN=(srun --exact --mem=0 --nodelist="$(kp_names 0 "$KP_NODES")" "${KP_SRUN[@]:1}")
+    kp_srun_command --exact --mem=0 --nodelist="$(kp_names 0 "$KP_NODES")" -- "$KP_TRAIN" "${@:2}"
 }
 
-kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN: beside the trainer, without a GPU
+kp_orchestrator_command() { # <anything> <rl.py arguments>...: sets KP_SRUN: beside the trainer,
+    # without a GPU
     local KP_SRUN_NAME=$KP_SRUN_NAME-orchestrator KP_NODES=1 KP_TASKS=1 KP_GPUS=0 KP_CPUS=$KP_NODE_CPUS
-    kp_srun_command "$KP_ORCHESTRATE" "${@:2}"
-    KP_SRUN=(srun --overlap --mem=0 --nodelist="$(kp_names 0 1)" --gres=none --open-mode=append
-    --output="$KP_RL_LOGS/orchestrator.log" "${KP_SRUN[@]:1}")
+    kp_srun_command --overlap --mem=0 --nodelist="$(kp_names 0 1)" --gres=none --open-mode=append \
+        --output="$KP_RL_LOGS/orchestrator.log" -- "$KP_ORCHESTRATE" "${@:2}"
 }
 
 kp_engine_command() { # <number of its node>: sets KP_SRUN
     local KP_SRUN_NAME=$KP_SRUN_NAME-engine KP_NODES=1 KP_TASKS=1 KP_GPUS=$((KP_GPUS > 0 ? KP_TP : 0))
     local KP_CPUS=$((KP_CPUS * KP_TP))
     kp_engine_words
-    kp_srun_command "${KP_WORDS[@]}"
-    KP_SRUN=(srun --exact --mem=0 --nodelist="$(kp_names "$1" 1)" --open-mode=append
-    --output="$KP_RL_LOGS/engine-${KEMPNER_ENGINE:-0}.log" "${KP_SRUN[@]:1}")
+    kp_srun_command --exact --mem=0 --nodelist="$(kp_names "$1" 1)" --open-mode=append \
+        --output="$KP_RL_LOGS/engine-${KEMPNER_ENGINE:-0}.log" -- "${KP_ENGINE_WORDS[@]}"
 }
 
-kp_engine_words() { # sets KP_WORDS, those of an engine after "python"
+kp_engine_words() { # sets KP_ENGINE_WORDS, those of an engine after "python"
     local host=0.0.0.0
     kp_in_job || [[ -n $KP_DRY ]] || host=127.0.0.1
-    KP_WORDS=("$KP_SERVE")
-    [[ $KP_ENGINE_KIND == kit ]] || KP_WORDS=("$KP_MODULE" kempner.rl.vllm_engine)
-    KP_WORDS+=(--weights "$KP_EXCHANGE/weights" --host "$host" --port 0 --token-file "$KP_EXCHANGE/token"
+    KP_ENGINE_WORDS=("$KP_SERVE")
+    [[ $KP_ENGINE_KIND == kit ]] || KP_ENGINE_WORDS=("$KP_MODULE" kempner.rl.vllm_engine)
+    KP_ENGINE_WORDS+=(--weights "$KP_EXCHANGE/weights" --host "$host" --port 0 --token-file "$KP_EXCHANGE/token"
         --publish "$KP_EXCHANGE/engines" --slots "$KP_SLOTS")
-    [[ $KP_DEVICE == auto || $KP_ENGINE_KIND != kit ]] || KP_WORDS+=(--device "$KP_DEVICE")
-    KP_WORDS+=("${KP_ENGINE_ARGS[@]}")
+    [[ $KP_DEVICE == auto || $KP_ENGINE_KIND != kit ]] || KP_ENGINE_WORDS+=(--device "$KP_DEVICE")
+    KP_ENGINE_WORDS+=("${KP_ENGINE_ARGS[@]}")
 }
 
 kp_names() { # <first> <how many>: names of nodes of the job, with commas
@@ -145,7 +146,7 @@ kp_names() { # <first> <how many>: names of nodes of the job, with commas
     echo "${KP_NAMES[*]:$1:$2}"
 }
 
-# --- starts ----------------------------------------------------------------------------------------------------------
+# --- starts ---------------------------------------------------------------------------------------
 
 kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
     local engine
@@ -174,29 +175,33 @@ kp_run_rl() { # <rl.py arguments>...: until all parts have ended; sets KP_CODE
     kp_end_others
 }
 
-kp_make_exchange() { # the directory of this attempt, for this user alone, with a token for requests to engines
+kp_make_exchange() { # the directory of this attempt, for this user alone, with a token for requests
+    # to engines
     mkdir -p -- "$KP_RL_LOGS" || return 1
     (umask 077 && mkdir -p -- "$KP_EXCHANGE"/{weights,engines} &&
         od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$KP_EXCHANGE/token")
 }
 
-kp_share_machine() { # sets KP_SEEN, the GPUs of each part outside Slurm, engines first; and the threads of each
+kp_share_machine() { # sets KP_VISIBLE_GPUS, the GPUs of each part outside Slurm, engines first; and
+    # the threads of each
     local parts=$((KP_ENGINES + KP_TASKS))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > parts ? $(nproc) / parts : 1))}
     ((KP_JOB_GPUS > 0)) || return 0
     if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
-        IFS=, read -ra KP_SEEN <<<"$CUDA_VISIBLE_DEVICES"
+        IFS=, read -ra KP_VISIBLE_GPUS <<<"$CUDA_VISIBLE_DEVICES"
     else
-        mapfile -t KP_SEEN < <(seq 0 $((KP_JOB_GPUS - 1)))
+        mapfile -t KP_VISIBLE_GPUS < <(seq 0 $((KP_JOB_GPUS - 1)))
     fi
 }
 
-kp_seen() { # <first> <how many>: exports CUDA_VISIBLE_DEVICES outside Slurm, where this machine has GPUs
+kp_set_visible_gpus() { # <first> <how many>: exports CUDA_VISIBLE_DEVICES outside Slurm, where this
+    # machine has GPUs
     local IFS=,
-    ((KP_JOB_GPUS == 0)) || export CUDA_VISIBLE_DEVICES="${KP_SEEN[*]:$1:$2}"
+    ((KP_JOB_GPUS == 0)) || export CUDA_VISIBLE_DEVICES="${KP_VISIBLE_GPUS[*]:$1:$2}"
 }
 
-kp_tied() { # <signal>: the words before a command that gets that signal when this shell dies, of kill -9, too
+kp_dies_with_us() { # <signal>: the words before a command that gets that signal when this shell
+    # dies, of kill -9, too
     setpriv --pdeathsig "$1" true 2>/dev/null && echo "setpriv --pdeathsig $1 --" || true
 }
 
@@ -209,8 +214,8 @@ kp_start_trainer() { # <rl.py arguments>...
         return
     fi
     ((KP_TASKS == 1)) || words+=(-m torch.distributed.run --standalone --nproc-per-node="$KP_TASKS")
-    read -ra tied < <(kp_tied TERM) || true
-    kp_seen $((KP_ENGINES * KP_TP)) "$KP_TASKS"
+    read -ra tied < <(kp_dies_with_us TERM) || true
+    kp_set_visible_gpus $((KP_ENGINES * KP_TP)) "$KP_TASKS"
     read -ra blocked < <(kp_blocked) || true
     kp_start "${tied[@]}" "${blocked[@]}" "${words[@]}" "$KP_TRAIN" "$@"
 }
@@ -221,7 +226,7 @@ kp_start_orchestrator() { # <rl.py arguments>...
         kp_orchestrator_command 0 "$@"
         setsid "${KP_SRUN[@]}" </dev/null 2> >(trap '' TERM INT HUP USR1 USR2 && exec tee -a -- "$KP_SRUN_LOG" >&2) &
     else
-        read -ra tied < <(kp_tied TERM) || true
+        read -ra tied < <(kp_dies_with_us TERM) || true
         setsid "${tied[@]}" env CUDA_VISIBLE_DEVICES= "${KP_INSIDE[@]}" "$KP_PYTHON" "$KP_ORCHESTRATE" "$@" \
             </dev/null >>"$KP_RL_LOGS/orchestrator.log" 2>&1 &
     fi
@@ -238,9 +243,9 @@ kp_start_engine() { # <engine>
         setsid "${KP_SRUN[@]}" </dev/null &
     else
         kp_engine_words
-        kp_seen $(($1 * KP_TP)) "$KP_TP"
-        read -ra tied < <(kp_tied KILL) || true
-        setsid "${tied[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" "${KP_WORDS[@]}" \
+        kp_set_visible_gpus $(($1 * KP_TP)) "$KP_TP"
+        read -ra tied < <(kp_dies_with_us KILL) || true
+        setsid "${tied[@]}" "${KP_INSIDE[@]}" "$KP_PYTHON" "${KP_ENGINE_WORDS[@]}" \
             </dev/null >>"$KP_RL_LOGS/engine-$1.log" 2>&1 &
     fi
     KP_ENGINE_PIDS[$1]=$!

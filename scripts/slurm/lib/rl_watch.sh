@@ -1,19 +1,24 @@
 # shellcheck shell=bash
 # The parts of rl.sh from the start on: what is lost, and what is done about it: docs/extensions/rl.md.
 
-readonly KP_ENGINE_PAUSE_S=5          # an engine that is lost again and again waits so much longer each time
-readonly KP_ENGINE_SERVED_S=60        # one that was there for so long begins to count anew
-readonly KP_ENGINE_SILENT_S=60        # one that answers nothing for so long is ended, and started again
+# an engine that is lost again and again waits so much longer each time
+readonly KP_ENGINE_PAUSE_S=5
+readonly KP_ENGINE_SERVED_S=60 # one that was there for so long begins to count anew
+# one that answers nothing for so long is ended, and started again
+readonly KP_ENGINE_SILENT_S=60
 readonly KP_ORCHESTRATOR_SILENT_S=120 # the same of the orchestrator: the job is started again
 readonly KP_ORCHESTRATOR_LEAVES_S=20
 KP_ENGINE_NEXT=() KP_ENGINE_SEEN=()
 KP_LEAVING='' KP_EVER_SERVED=''
-KP_AWAKE=''                                    # when this loop last ran
-KP_LISTENED=0 KP_BEAT='' KP_HEARD=0 KP_FULL='' # of the orchestrator's sign of life; what waits for room
+# when this loop last ran
+KP_AWAKE=''
+# of the orchestrator's sign of life; what waits for room
+KP_LISTENED=0 KP_ORCHESTRATOR_BEAT='' KP_ORCHESTRATOR_SEEN_AT=0 KP_WAITS_FOR_ROOM=''
 
-# --- while they run --------------------------------------------------------------------------------------------------
+# --- while they run -------------------------------------------------------------------------------
 
-kp_look_at_run() { # once the trainer has the run: links to the logs of all parts; what earlier attempts have left goes
+kp_look_at_run() { # once the trainer has the run: links to the logs of all parts; what earlier
+    # attempts have left goes
     local latest name
     [[ -n ${KP_LATEST+set} ]] || return 0
     latest=$(readlink -- "$KP_RUN_DIR/logs/latest") || return 0
@@ -28,12 +33,13 @@ kp_look_at_run() { # once the trainer has the run: links to the logs of all part
     done
 }
 
-kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling) was silent as a whole: nobody is to blame
+kp_see_absence() { # a job that was suspended (scontrol suspend, gang scheduling) was silent as a
+    # whole: nobody is to blame
     local gap=$((SECONDS - ${KP_AWAKE:=$SECONDS})) engine
     KP_AWAKE=$SECONDS
     ((gap >= 10)) || return 0
     kp_log "this script stood still for $gap s: the silence of that time does not count"
-    KP_HEARD=$((KP_HEARD + gap))
+    KP_ORCHESTRATOR_SEEN_AT=$((KP_ORCHESTRATOR_SEEN_AT + gap))
     for engine in "${!KP_ENGINE_SEEN[@]}"; do KP_ENGINE_SEEN[engine]=$((KP_ENGINE_SEEN[engine] + gap)); done
 }
 
@@ -54,13 +60,14 @@ kp_look_at_orchestrator() { # without it nothing is left to train on
     kp_leave_because "$code"
 }
 
-kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a full disk? See Beat in rl/exchange.py
+kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a full disk? See Beat
+    # in rl/exchange.py
     local beat full
     ((SECONDS >= KP_LISTENED + 5)) || return 0
     KP_LISTENED=$SECONDS
     full=$(cd "$KP_EXCHANGE" && ls -d -- *.full 2>/dev/null) || true
-    if [[ $full != "$KP_FULL" ]]; then
-        KP_FULL=$full full=${full//.full/}
+    if [[ $full != "$KP_WAITS_FOR_ROOM" ]]; then
+        KP_WAITS_FOR_ROOM=$full full=${full//.full/}
         if [[ -z $full ]]; then
             kp_log "the disk of $KP_RUN_DIR has room again"
         else
@@ -68,11 +75,11 @@ kp_hear_orchestrator() { # every 5 s: does it live, and who waits for room on a 
         fi
     fi
     beat=$(stat -c '%n %y' -- "$KP_EXCHANGE"/orchestrator{,.full} 2>/dev/null) || true
-    if [[ $beat != "$KP_BEAT" || -z $beat ]]; then
-        KP_BEAT=$beat KP_HEARD=$SECONDS
-    elif ((SECONDS - KP_HEARD > KP_ORCHESTRATOR_SILENT_S)); then
+    if [[ $beat != "$KP_ORCHESTRATOR_BEAT" || -z $beat ]]; then
+        KP_ORCHESTRATOR_BEAT=$beat KP_ORCHESTRATOR_SEEN_AT=$SECONDS
+    elif ((SECONDS - KP_ORCHESTRATOR_SEEN_AT > KP_ORCHESTRATOR_SILENT_S)); then
         kp_log "the orchestrator does nothing for $KP_ORCHESTRATOR_SILENT_S s: ending it"
-        KP_HEARD=$SECONDS
+        KP_ORCHESTRATOR_SEEN_AT=$SECONDS
         kp_kill_process "$KP_ORCHESTRATOR"
     fi
 }
@@ -186,9 +193,10 @@ kp_start_again() { # <engine>: unless its node is no longer there
     kp_start_engine "$1"
 }
 
-# --- the end ---------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
-kp_end_others() { # after the trainer: the orchestrator, which may have an evaluation to finish; then the engines
+kp_end_others() { # after the trainer: the orchestrator, which may have an evaluation to finish;
+    # then the engines
     local engine end=$((SECONDS + KP_ORCHESTRATOR_LEAVES_S)) told='' name=$KP_SRUN_NAME
     kp_verdict
     if [[ -n $KP_ORCHESTRATOR ]] && kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; then
@@ -196,7 +204,8 @@ kp_end_others() { # after the trainer: the orchestrator, which may have an evalu
         [[ $KP_STATE != 'done' || -n $KP_SIGNAL ]] || told=no
         while kill -0 "$KP_ORCHESTRATOR" 2>/dev/null; do
             [[ -n $told ]] || { told=1 && kp_tell; }
-            if [[ $told == no && -z $KP_SIGNAL ]]; then # its last evaluation takes as long as it takes
+            # its last evaluation takes as long as it takes
+            if [[ $told == no && -z $KP_SIGNAL ]]; then
                 end=$((SECONDS + KP_ORCHESTRATOR_LEAVES_S))
                 kp_see_absence
                 kp_hear_orchestrator

@@ -1,6 +1,10 @@
 # shellcheck shell=bash
 # Signals to the batch script become requests to the ranks.
 
+KP_SIGNAL=''               # the last signal
+KP_PENDING=${KP_PENDING:-} # a signal that came before srun
+KP_PIDS=()                 # of pack.sh and replicas.sh: the running sruns
+
 readonly KP_PATIENCE=5 # seconds that a handler may wait for Slurm's answers, all of them together
 
 kp_listen() { # to the signals that end a job, or ask for a save
@@ -10,7 +14,8 @@ kp_listen() { # to the signals that end a job, or ask for a save
     trap 'kp_on_signal USR2 || true' USR2
 }
 
-kp_apart() { # <command>...: in a session of its own: Ctrl-C ends it at once, and Python prints no traceback
+kp_apart() { # <command>...: in a session of its own: Ctrl-C ends it at once, and Python prints no
+    # traceback
     (
         trap 'kill -KILL "$!" 2>/dev/null; exit 130' INT
         setsid "$@" <&0 &
@@ -18,8 +23,10 @@ kp_apart() { # <command>...: in a session of its own: Ctrl-C ends it at once, an
     )
 }
 
-kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is already ending the job
-    # A controller that is away lets each question wait for 20 s: the warning would be spent on them.
+kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is already ending the
+    # job
+    # A controller that is away lets each question wait for 20 s: the warning would be spent on
+    # them.
     local KP_DEADLINE=$((SECONDS + KP_PATIENCE)) KP_ANSWER=''
     if [[ -z $KP_CHILD ]]; then
         [[ $1 != INT || -n $KP_SRUN_LOG ]] || exit 130
@@ -50,15 +57,17 @@ kp_on_signal() { # <signal>: passes a request on to the ranks, unless Slurm is a
     fi
 }
 
-kp_postpone() { # true for the warning of a short time limit, which comes again when it is time: see kp_cap_lead
+kp_postpone() { # true for the warning of a short time limit, which comes again when it is time: see
+    # kp_cap_lead
     local left
     [[ -n $KP_EARLY ]] && left=$(kp_seconds_left) || return 1
-    # Slurm sends it up to 60 s earlier than asked. Any other signal is a wish, and so is a second one.
+    # Slurm sends it up to 60 s earlier than asked. Any other signal is a wish, and so is a second
+    # one.
     ((left <= KP_EARLY + 65 && left > KEMPNER_SIGNAL_LEAD + 1)) || return 1
     KP_EARLY=''
     kp_log "SIGTERM, $left s before the end of the job: passed on $KEMPNER_SIGNAL_LEAD s before it," \
         "a second one at once"
-    (kp_deaf && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$) &
+    (kp_ignore_signals && sleep $((left - KEMPNER_SIGNAL_LEAD)) && kill -TERM $$) &
 }
 
 kp_seconds_left() { # until the job's time limit; fails during a preemption, which moves the end
@@ -70,7 +79,8 @@ kp_seconds_left() { # until the job's time limit; fails during a preemption, whi
     echo $((end - now))
 }
 
-kp_has_begun() { # <pid>: true once it is the program: bash's child, setsid and env would lose a SIGINT
+kp_has_begun() { # <pid>: true once it is the program: bash's child, setsid and env would lose a
+    # SIGINT
     local name=''
     { read -r name <"/proc/$1/comm"; } 2>/dev/null || true
     [[ ! $name =~ ^(bash|setsid|env)$ ]]
@@ -80,7 +90,8 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
     local steps=() tries ranks asked='' id name
     if ! kp_in_job; then
         ranks=("$KP_CHILD")
-        for ((tries = 0; KP_TASKS > 1 && tries < 100; tries++)); do # torchrun may not have started them yet
+        # torchrun may not have started them yet
+        for ((tries = 0; KP_TASKS > 1 && tries < 100; tries++)); do
             read -ra ranks <"/proc/$KP_CHILD/task/$KP_CHILD/children" || break
             ((${#ranks[@]} < KP_TASKS)) || break
             sleep 0.1
@@ -118,7 +129,8 @@ kp_signal() { # <signal>: sends it to this run's ranks alone
     fi
 }
 
-kp_signal_by_srun() { # <signal>: as kp_signal, without the controller: srun passes USR1 and USR2 on, and no other
+kp_signal_by_srun() { # <signal>: as kp_signal, without the controller: srun passes USR1 and USR2
+    # on, and no other
     kp_log "Slurm has not answered for $KP_PATIENCE s: asking the ranks through srun"
     case $1 in
         TERM) kill -USR1 "${KP_PIDS[@]:-$KP_CHILD}" ;; # to the trainer the same as TERM

@@ -1,7 +1,10 @@
 # shellcheck shell=bash
 # Where the script runs: the repository, its Python, site.env, the secrets.
 
-kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the signals
+KP_SECRET_NAMES='' # the variables of KEMPNER_SECRETS
+
+kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads site.env; traps the
+    # signals
     kp_listen
     trap 'kp_stay_ended $? || true' EXIT
     kp_begin
@@ -10,7 +13,8 @@ kp_setup() { # sets KP_ROOT, KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads si
     ! kp_in_job || [[ -n ${KP_DRY}${KP_BESIDE} ]] || kp_startup
 }
 
-kp_startup() { # exports KEMPNER_STARTUP, the times of the parts of this start: src/kempner/startup.py
+kp_startup() { # exports KEMPNER_STARTUP, the times of the parts of this start:
+    # src/kempner/startup.py
     local submitted
     submitted=$(date -d "$(kp_field SubmitTime)" +%s 2>/dev/null) || submitted=$KEMPNER_BATCH_BEGAN
     export KEMPNER_STARTUP="submitted=$submitted queue=$KEMPNER_BATCH_BEGAN"
@@ -32,7 +36,8 @@ kp_begin() { # sets KP_ROOT, KP_ORIGIN (see code.sh) and the names of this attem
     KEMPNER_ATTEMPT_ID=${SLURM_JOB_ID:-$(uname -n)}.${SLURM_RESTART_COUNT:-0}.$$
     export KEMPNER_BATCH_BEGAN KEMPNER_ATTEMPT_ID
     KP_SRUN_NAME=kempner-$KEMPNER_ATTEMPT_ID
-    # By it the processes of this start know each other (src/kempner/peers.py): never on a command line.
+    # By it the processes of this start know each other (src/kempner/peers.py): never on a command
+    # line.
     KEMPNER_PEER_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     export KEMPNER_PEER_KEY
     kp_read_site
@@ -53,7 +58,8 @@ kp_enter() { # sets KP_PYTHON, KP_TRAIN and, in a job, KP_JOB; reads the secrets
     fi
 }
 
-kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is exported
+kp_read_site() { # reads the site file, KEMPNER_SITE or the repository's site.env; what it sets is
+    # exported
     local file=${KEMPNER_SITE:-${KP_ORIGIN:-$KP_ROOT}/site.env} profile
     profile=$(kp_profile_file)
     if [[ -n $profile ]]; then

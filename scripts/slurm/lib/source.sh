@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# Read a file of settings, which is bash: site.env, a profile, KEMPNER_SECRETS. A file that bash cannot read to its end
-# stops the script before anything starts: half of the settings would be missing in the middle of a job.
+# Read a file of settings, which is bash: site.env, a profile, KEMPNER_SECRETS. A file that bash
+# cannot read to its end stops the script before anything starts: half of the settings would be
+# missing in the middle of a job.
 
 readonly KP_READ="source \"\$KP_FILE\"" # bash's words for the command that reads the file
 
@@ -24,7 +25,8 @@ kp_can_source() { # <file> [secrets]: stops when it is not text that bash can pa
         "not closed"
 }
 
-kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops where a line of it ends this script
+kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops where a line of it
+    # ends this script
     # No local variables: where ${NAME:?} ends the script, they are gone before its EXIT trap.
     KP_FILE=$1 KP_HIDDEN=${2:-} KP_PLACE=$PWD KP_LINE='' KP_COMMAND='' KP_EXIT=$(trap -p EXIT)
     command_not_found_handle() { return 127; } # kp_source_failed says which and where
@@ -40,7 +42,8 @@ kp_source() { # <file> [secrets]: sources it; what it sets is exported; stops wh
     trap - DEBUG ERR
     set +aT
     set -eu -o pipefail
-    [[ $PWD == "$KP_PLACE" ]] || cd -- "$KP_PLACE" # the script's own path and its arguments may be relative
+    # the script's own path and its arguments may be relative
+    [[ $PWD == "$KP_PLACE" ]] || cd -- "$KP_PLACE"
     export -n KP_LINE KP_COMMAND KP_STATUS
     [[ $KP_COMMAND != "return "* || $KP_STATUS == 0 ]] || kp_source_wrong "$KP_LINE" \
         "leaves out the rest of the file: 'return' alone does so, when that is meant"
@@ -53,11 +56,13 @@ kp_source_at() { # <line> <command> <file>: before each command
     [[ $3 != "$KP_FILE" || $2 == "$KP_READ" ]] || KP_LINE=$1 KP_COMMAND=$2
 }
 
-kp_source_failed() { # <exit code> <line> <file>: says which line has failed; stops when it is no command
+kp_source_failed() { # <exit code> <line> <file>: says which line has failed; stops when it is no
+    # command
     local why="ended with exit code $1" text assignment='^[[:space:]]*(export[[:space:]]+)?[A-Za-z_][A-Za-z0-9_]*='
     [[ $3 == "$KP_FILE" && $BASH_COMMAND != "$KP_READ" ]] || return 0
     text=$(sed -n "$2p" -- "$KP_FILE")
-    if (($1 == 127)) && [[ ! $text =~ $assignment ]]; then # not X=$(command), which may be meant to be empty
+    # not X=$(command), which may be meant to be empty
+    if (($1 == 127)) && [[ ! $text =~ $assignment ]]; then
         why="there is no such command here: correct the line"
         [[ ! $text =~ ^[[:space:]]*[A-Za-z0-9_]+[[:space:]]+= ]] || why="write NAME=VALUE, without blanks around '='"
         kp_source_wrong "$2" "$why"

@@ -1,16 +1,19 @@
 # shellcheck shell=bash
-# KEMPNER_STAGE=DIR: the data of the run, and its environment, on each node's own disk, for the time of the job.
+# KEMPNER_STAGE=DIR: the data of the run, and its environment, on each node's own disk, for the time
+# of the job.
 
-kp_on_each_node() { # <name> <command>...: runs it in a step with one task on each node; fails when a task does
+kp_on_each_node() { # <name> <command>...: runs it in a step with one task on each node; fails when
+    # a task does
     local KP_TASKS=1 KP_GPUS=0 KP_SRUN_NAME=$1-$KEMPNER_ATTEMPT_ID
-    local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}") # a spare, too
-    kp_srun_command "${@:2}"
-    KP_SRUN=("${KP_SRUN[@]/#--kill-on-bad-exit=1/--kill-on-bad-exit=0}") # a full disk concerns its own node alone
-    KP_SRUN=("${KP_SRUN[@]/#--wait=300/--wait=0}")
+    # a spare, too
+    local KP_NODES=$((KP_NODES + ${#KP_SPARES[@]})) KP_PLACES=("${KP_PLACES[@]}" "${KP_SPARES[@]}")
+    # A full disk concerns its own node alone.
+    kp_srun_command --kill-on-bad-exit=0 --wait=0 -- "${@:2}"
     "${KP_SRUN[@]}" </dev/null
 }
 
-kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on each node; exports KEMPNER_STAGED
+kp_stage() { # copies data sets (KP_DATA) and environment to DIR/kempner-JOB on each node; exports
+    # KEMPNER_STAGED
     local jobs=''
     [[ -n ${KEMPNER_STAGE:-} ]] && kp_in_job || return 0
     ((${#KP_DATA[@]} > 0 || ${KEMPNER_STAGE_ENVIRONMENT:=0})) || return 0
@@ -39,7 +42,8 @@ kp_stage_mount() { # with a container: makes the directory on each node, and mou
     }
 }
 
-kp_stage_environment() { # the container's image, or the virtual environment as one file, to each node: see task.sh
+kp_stage_environment() { # the container's image, or the virtual environment as one file, to each
+    # node: see task.sh
     local file sum='' KP_PACKED=''
     if [[ ${KEMPNER_CONTAINER:-none} != none ]]; then
         file=$KEMPNER_CONTAINER
@@ -58,7 +62,8 @@ kp_stage_environment() { # the container's image, or the virtual environment as 
         export KEMPNER_STAGED_PYTHON=$KP_PYTHON KEMPNER_STAGED_SUM=$sum
     fi
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" || true
-    # A tree of the nodes hands the file on. It fails for all when one disk is full; then each reads the file itself.
+    # A tree of the nodes hands the file on. It fails for all when one disk is full; then each reads
+    # the file itself.
     ((KP_NODES == 1)) || sbcast --jobid="$SLURM_JOB_ID" --force --preserve "$file" "$KEMPNER_STAGED/sent" 2>/dev/null ||
         kp_log "sbcast of $file has failed: the nodes read it from where it is"
     kp_on_each_host bash "$KP_LIB/stage_node.sh" "$KEMPNER_STAGED" "$file" ${sum:+"$sum"} ||
@@ -78,7 +83,8 @@ kp_on_each_host() { # <command>...: on each node, outside of the container
     kp_on_each_node stage "${@:2}"
 }
 
-kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, made once for each state of its packages
+kp_pack_environment() { # sets KP_PACKED, the virtual environment as a file, made once for each
+    # state of its packages
     local prefix state fresh KP_VALUES=()
     kp_values "$KP_PYTHON" -c '
 import sys

@@ -51,7 +51,8 @@ fetch() { # makes DIR/sent the file, unless it is that already
 
 why=$(kp_private "$DIR" make) || not_used "$why"
 [[ -n $FILE ]] || exit 0
-[[ -e $DIR/.kempner || -z $(ls -A -- "$DIR") ]] || not_used "it has other files" # not of kempner.data.stage
+# not of kempner.data.stage
+[[ -e $DIR/.kempner || -z $(ls -A -- "$DIR") ]] || not_used "it has other files"
 if [[ -z $SUM ]]; then
     [[ ! -e $DIR/image.sif || $(stat -c '%s %Y' -- "$DIR/image.sif") != $(stat -L -c '%s %Y' -- "$FILE") ]] ||
         kept "$FILE"

@@ -6,8 +6,9 @@
 # Values that the user has set are kept. Otherwise it takes, in this order: an InfiniBand interface that is up and has
 # an address; RoCE; EFA; Slingshot; the interface that leads to the other nodes (KEMPNER_PEERS: their addresses).
 set -euo pipefail
-# The trainer handles these as soon as Python runs; until then they must not end the task. srun started us with them
-# blocked, so that they wait; where env cannot block them (coreutils before 8.31), they are lost.
+# The trainer handles these as soon as Python runs; until then they must not end the task. srun
+# started us with them blocked, so that they wait; where env cannot block them (coreutils before
+# 8.31), they are lost.
 [[ -n ${KEMPNER_SIGNALS_WAIT:-} ]] || trap '' TERM INT USR1 USR2
 
 readonly SYS=${KEMPNER_SYS:-/sys} PROC=${KEMPNER_PROC:-/proc} # tests provide trees of their own
@@ -18,11 +19,13 @@ read_line() { # <file>: its first line, or nothing
     echo "$line"
 }
 
-# --- what an earlier attempt has left --------------------------------------------------------------------------------
+# --- what an earlier attempt has left -------------------------------------------------------------
 
-readonly GONE_S=${KEMPNER_GONE_S:-30} # seconds; tests shorten it: a rank whose GPU or file system hangs is not gone at once after a kill
+# seconds; tests shorten it: a rank whose GPU or file system hangs is not gone at once after a kill
+readonly GONE_S=${KEMPNER_GONE_S:-30}
 
-list_earlier() { # the processes of ranks, and of what they have started, of an earlier start or attempt of this job
+list_earlier() { # the processes of ranks, and of what they have started, of an earlier start or
+    # attempt of this job
     local mine start script number file text mark
     local pattern=$'\nKEMPNER_RANK_OF=([0-9]+)\\.([0-9]+)\\.([0-9]+)(\\.([0-9]+))?'
     IFS=. read -r mine start script number <<<"${KEMPNER_ATTEMPT_ID:-}"
@@ -30,7 +33,8 @@ list_earlier() { # the processes of ranks, and of what they have started, of an 
     ((start > 0 || ${number:-0} > 0)) || return 0 # the first one of all
     while IFS= read -r file; do
         text=$({ tr '\0' '\n' <"$file"; } 2>/dev/null) || continue
-        [[ $'\n'$text$'\n' == *$'\n'"SLURM_JOB_ID=$mine"$'\n'* ]] || continue # a rank may have typed sbatch
+        # a rank may have typed sbatch
+        [[ $'\n'$text$'\n' == *$'\n'"SLURM_JOB_ID=$mine"$'\n'* ]] || continue
         [[ $'\n'$text =~ $pattern ]] || continue
         mark=("${BASH_REMATCH[@]}")
         ((mark[2] < start)) || [[ ${mark[2]}.${mark[3]} == "$start.$script" ]] || continue
@@ -63,9 +67,10 @@ if [[ -n ${SLURM_STEP_ID:-} ]] && (($# > 0)); then
     export KEMPNER_RANK_OF=${KEMPNER_ATTEMPT_ID:-}
 fi
 
-# --- what the node has -----------------------------------------------------------------------------------------------
+# --- what the node has ----------------------------------------------------------------------------
 
-list_addresses() { # a line "interface address" for each global address; "?" where there is no iproute2
+list_addresses() { # a line "interface address" for each global address; "?" where there is no
+    # iproute2
     if command -v ip >/dev/null; then
         ip -o addr show up scope global 2>/dev/null |
             awk '$3 ~ /^inet/ { sub(/@.*/, "", $2); sub(/\/.*/, "", $4); print $2, $4 }'
@@ -76,7 +81,8 @@ list_addresses() { # a line "interface address" for each global address; "?" whe
     fi
 }
 
-find_interfaces() { # sets ALL, this node's interfaces; UP, those that have a link and an address; ADDRESS[name]
+find_interfaces() { # sets ALL, this node's interfaces; UP, those that have a link and an address;
+    # ADDRESS[name]
     local name address path
     declare -gA ADDRESS=()
     ALL=() UP=()
@@ -94,7 +100,8 @@ find_ports() { # <link layer>: the active RDMA ports of that kind as device:port
     for port in "$SYS"/class/infiniband/*/ports/*; do
         [[ $(read_line "$port/link_layer") == "$1" && $(read_line "$port/state") == 4:* ]] || continue
         device=${port%/ports/*}
-        echo "$(read_line "$port/rate") ${device##*/}:${port##*/}" # a rate reads "400 Gb/sec (4X NDR)"
+        # a rate reads "400 Gb/sec (4X NDR)"
+        echo "$(read_line "$port/rate") ${device##*/}:${port##*/}"
     done | sort -s -k1,1nr | sed 's/.* //'
 }
 
@@ -107,13 +114,15 @@ interface_of() { # <device:port>: the network interface on top of an Ethernet RD
     echo "$name"
 }
 
-subnet_of() { # <device:port>: the subnet prefix of an InfiniBand port: ports of different prefixes do not meet
+subnet_of() { # <device:port>: the subnet prefix of an InfiniBand port: ports of different prefixes
+    # do not meet
     local gid
     gid=$(read_line "$SYS/class/infiniband/${1%:*}/ports/${1#*:}/gids/0")
     echo "${gid%:*:*:*:*}"
 }
 
-find_fabric() { # sets FABRIC, the InfiniBand ports that can reach each other, and FABRICS, the number of such groups
+find_fabric() { # sets FABRIC, the InfiniBand ports that can reach each other, and FABRICS, the
+    # number of such groups
     local port subnet ports
     declare -A group=()
     FABRIC=()
@@ -122,7 +131,8 @@ find_fabric() { # sets FABRIC, the InfiniBand ports that can reach each other, a
         group[$subnet]+="$port "
     done < <(find_ports InfiniBand)
     FABRICS=${#group[@]}
-    for subnet in "${!group[@]}"; do # the one with the most ports is for the training; storage has fewer
+    # the one with the most ports is for the training; storage has fewer
+    for subnet in "${!group[@]}"; do
         read -ra ports <<<"${group[$subnet]}"
         ((${#ports[@]} <= ${#FABRIC[@]})) || FABRIC=("${ports[@]}")
     done
@@ -172,7 +182,7 @@ route_to_peer() { # the interface that leads to the first peer that is another h
     done
 }
 
-# --- the choice ------------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 choose() { # sets INTERFACE (empty: none is usable), NETWORK (its kind) and WHY
     local name port
@@ -204,13 +214,15 @@ choose() { # sets INTERFACE (empty: none is usable), NETWORK (its kind) and WHY
     done
 }
 
-take_given() { # <variable>: checks the user's value; sets INTERFACE to the first interface that it names
+take_given() { # <variable>: checks the user's value; sets INTERFACE to the first interface that it
+    # names
     local item name found any='' missing='' items value=${!1}
     [[ $value != ^* ]] || return 0 # NCCL's "^" excludes interfaces and names none
     IFS=, read -ra items <<<"${value#=}"
     for item in "${items[@]}"; do
         found=''
-        for name in "${ALL[@]}"; do # NCCL takes prefixes unless the value begins with "="; the others take names
+        # NCCL takes prefixes unless the value begins with "="; the others take names
+        for name in "${ALL[@]}"; do
             [[ $name != "$item" ]] || found=$name
             [[ $1 != NCCL* || $value == =* || $name != "$item"* ]] || found=${found:-$name}
         done
@@ -218,7 +230,8 @@ take_given() { # <variable>: checks the user's value; sets INTERFACE to the firs
         [[ -n $found ]] || missing=${missing:-$item}
         INTERFACE=${INTERFACE:-$found}
     done
-    # Of NCCL's list one is enough: the modules of a site name those of all its nodes, as ib,hsn,bond.
+    # Of NCCL's list one is enough: the modules of a site name those of all its nodes, as
+    # ib,hsn,bond.
     [[ -n $missing && ($1 != NCCL* || -z $any) ]] || return 0
     echo "kempner: error: $1=$value: $(uname -n) has no interface '$missing'; it has ${ALL[*]}:" \
         "name one of them, or unset $1" >&2
@@ -231,7 +244,8 @@ is_prefix() { # <interface>: true when another interface's name begins with this
     return 1
 }
 
-for_nccl() { # <interface>: its name for NCCL, which takes a name as a prefix: ib1 would match ib10 too
+for_nccl() { # <interface>: its name for NCCL, which takes a name as a prefix: ib1 would match ib10
+    # too
     if [[ $NETWORK == Slingshot ]]; then
         echo hsn # all of them, hsn0 to hsn3
     elif is_prefix "$1"; then
@@ -248,8 +262,8 @@ set_unset() { # <variable> <value>: exports it unless the user has
 set_fabric() { # exports what the fabric needs besides an interface
     case $NETWORK in
         InfiniBand | RoCE)
-            # NCCL uses every active port that it sees, Ethernet ports and those of another fabric included. With "="
-            # it takes the names literally: mlx5_1 does not match mlx5_10.
+            # NCCL uses every active port that it sees, Ethernet ports and those of another fabric
+            # included. With "=" it takes the names literally: mlx5_1 does not match mlx5_10.
             local hca
             hca="=$(IFS=, && echo "${FABRIC[*]}")"
             if ((${#FABRIC[@]} > 0)) && [[ -z ${NCCL_IB_HCA:-} ]] &&
@@ -259,15 +273,17 @@ set_fabric() { # exports what the fabric needs besides an interface
             fi
             ;;
         EFA)
-            # AWS, "EFA cheatsheet" (github.com/aws-samples/awsome-distributed-training, 1.architectures): the provider;
-            # no huge pages, with which a fork (torch.compile's workers) can fail with "Cannot allocate memory".
+            # AWS, "EFA cheatsheet" (github.com/aws-samples/awsome-distributed-training,
+            # 1.architectures): the provider; no huge pages, with which a fork (torch.compile's
+            # workers) can fail with "Cannot allocate memory".
             set_unset FI_PROVIDER efa
             set_unset FI_EFA_USE_HUGE_PAGE 0
             ;;
         Slingshot)
             # HPE's settings for NCCL over libfabric as the sites with it publish them: docs.cscs.ch
-            # (software/communication/nccl) and docs.isambard.ac.uk (guides/nccl). Without host registration off, CUDA's
-            # allocations can deadlock with it; the default completion queue is too short for large jobs.
+            # (software/communication/nccl) and docs.isambard.ac.uk (guides/nccl). Without host
+            # registration off, CUDA's allocations can deadlock with it; the default completion
+            # queue is too short for large jobs.
             set_unset FI_CXI_DISABLE_HOST_REGISTER 1
             set_unset FI_CXI_DEFAULT_CQ_SIZE 131072
             set_unset FI_MR_CACHE_MONITOR userfaultfd
@@ -326,7 +342,8 @@ if [[ ${SLURM_LOCALID:-0} == 0 && ${KEMPNER_SAID:-} != "$(uname -n)" ]]; then # 
     printf '[%(%F %T)T] kempner: network of %s: %s\n' -1 "$(uname -n)" \
         "${INTERFACE:-left to NCCL and gloo}${address:+ ($address)}: ${WHY}$(passed_over)" 2>/dev/null || true
 fi
-may_use() { # <path in KEMPNER_STAGED>: true when it is there and nobody else could have put it there; see stage.sh
+may_use() { # <path in KEMPNER_STAGED>: true when it is there and nobody else could have put it
+    # there; see stage.sh
     local why
     [[ -e $KEMPNER_STAGED/$1 ]] || return 1
     # shellcheck source-path=SCRIPTDIR source=private.sh

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The variables that a user may set, and what is wrong with them; docs/reference/slurm.md and docs/extensions/rl.md say what each does.
-# Source lib/all.sh.
+# The variables that a user may set, and what is wrong with them; docs/reference/slurm.md and docs/extensions/rl.md say
+# what each does. Source lib/all.sh.
 
 KP_VARIABLES=(ROOT SITE PYTHON TRAIN MAX_CRASHES MAX_WAIT RESTARTS SPARES SPARE_COMMAND EXCLUDE CHAIN SIGNAL_LEAD
     PREFLIGHT PREFLIGHT_LEAST CODE STAGE STAGE_ENVIRONMENT CONTAINER MOUNTS CONTAINER_RUNTIME SECRETS MAIL NOTIFY
@@ -11,7 +11,8 @@ kp_is_setting() { # <variable>: true when it is one of them
 }
 
 kp_check_variables() { # warns of each KEMPNER_ variable that no file of the kit mentions
-    # Only a warning: the name is also that of a cluster, whose modules may have variables of their own.
+    # Only a warning: the name is also that of a cluster, whose modules may have variables of their
+    # own.
     local name near
     while read -r name; do
         ! kp_is_setting "$name" || continue
@@ -21,7 +22,8 @@ kp_check_variables() { # warns of each KEMPNER_ variable that no file of the kit
     done < <(compgen -A export KEMPNER_)
 }
 
-kp_check_settings() { # stops at values that make no sense: later they would end the job in the middle of its run
+kp_check_settings() { # stops at values that make no sense: later they would end the job in the
+    # middle of its run
     local name
     for name in KEMPNER_MAX_CRASHES KEMPNER_MAX_WAIT KEMPNER_NPROC; do
         [[ ${!name:-1} =~ ^[1-9][0-9]{0,5}$ ]] || kp_die "$name=${!name}: must be a number from 1"

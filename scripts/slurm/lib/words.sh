@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# The words of a command line: options of sbatch, and what a word that is none of them may have meant.
+# The words of a command line: options of sbatch, and what a word that is none of them may have
+# meant.
 
 # Those of Slurm 22.05 to 26.05, from sbatch's manual. A site's plugins may add more.
 KP_SBATCH_OPTIONS=(account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
@@ -19,7 +20,8 @@ kp_is_sbatch_option() { # <word>: true when it is one of them, or one of their l
         [[ $name == --?* && " ${KP_SBATCH_OPTIONS[*]} " == *" ${name#--} "* ]]
 }
 
-kp_nearest() { # <word> <name>...: the name that shares the most letters with the word at its two ends, over half of it
+kp_nearest() { # <word> <name>...: the name that shares the most letters with the word at its two
+    # ends, over half of it
     local name head tail best='' most=$((${#1} / 2))
     for name in "${@:2}"; do
         for ((head = 0; head < ${#1} && head < ${#name}; head++)); do

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# slurmdbd and MariaDB on the head; jobs need an association, and memory is a resource. Users see their own jobs alone.
+# slurmdbd and MariaDB on the head; jobs need an association, and memory is a resource. Users see
+# their own jobs alone.
 #
 #   accounts lab (alice's default), course (alice, mallory)      QOS normal and scavenge are preempted, urgent preempts
 #   QOS tight: 3 jobs of a user in the queue, 30 minutes, 2 nodes; more is refused

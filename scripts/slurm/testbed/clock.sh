@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# The clocks of two hosts are 90 s apart: Python in a task on node2 sees a clock that is ahead, by a sitecustomize.
-# Not libfaketime: 0.9.10 turns each time.sleep of Python 3.11 into "Invalid argument".
+# The clocks of two hosts are 90 s apart: Python in a task on node2 sees a clock that is ahead, by a
+# sitecustomize. Not libfaketime: 0.9.10 turns each time.sleep of Python 3.11 into "Invalid
+# argument".
 
 clock_files() {
     mkdir "$STATE/clock"

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Homes of 1 MB, as a quota would leave them. A job that is submitted there has its batch log in them.
+# Homes of 1 MB, as a quota would leave them. A job that is submitted there has its batch log in
+# them.
 
 home_files() {
     local each

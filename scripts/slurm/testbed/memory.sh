@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Each host has 2 GB of memory and no more: the kernel kills what is over that. By a control group below this machine's
-# own, of version 1 or 2.
+# Each host has 2 GB of memory and no more: the kernel kills what is over that. By a control group
+# below this machine's own, of version 1 or 2.
 
 memory_group() { # prints the directory of the memory control group that this process is in
     local line

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# Hosts that Slurm takes for good ones. The last three of four or more: without the shared directory ($STATE/project),
-# with one that answers EIO, with a Python that cannot import torch. `testbed.sh break` does it to a host that is up.
+# Hosts that Slurm takes for good ones. The last three of four or more: without the shared directory
+# ($STATE/project), with one that answers EIO, with a Python that cannot import torch. `testbed.sh
+# break` does it to a host that is up.
 
 readonly FAULTS=(unmounted eio python)
 
@@ -33,7 +34,8 @@ break_host() { # <fault>: on that host; until it boots again
             echo 'raise ImportError("libcudart.so.13: cannot open shared object file: No such file or directory")' \
                 >"$STATE/broken.py"
             mapfile -t paths <"$STATE/kit.paths"
-            for path in "${paths[2]}" "$STATE/packages"; do # the first one is hidden where it is the repository's
+            # the first one is hidden where it is the repository's
+            for path in "${paths[2]}" "$STATE/packages"; do
                 [[ ! -e $path/torch/__init__.py ]] ||
                     mount --bind "$STATE/broken.py" "$path/torch/__init__.py"
             done

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# What a site says and sets where nobody asks: a TaskProlog that prints, variables that change what Slurm's clients
-# answer, --export=NONE, and a job_submit plugin that rewrites each request once more.
+# What a site says and sets where nobody asks: a TaskProlog that prints, variables that change what
+# Slurm's clients answer, --export=NONE, and a job_submit plugin that rewrites each request once
+# more.
 
 noise_lacks() {
     compgen -G "$(plugin_dir)/job_submit_lua.so" >/dev/null || echo "this Slurm has no job_submit/lua"

@@ -1,7 +1,9 @@
 # shellcheck shell=bash
-# The test bed as a real site would have it: KEMPNER_TESTBED_SITE=hostile, or some of its parts by name.
+# The test bed as a real site would have it: KEMPNER_TESTBED_SITE=hostile, or some of its parts by
+# name.
 #
-# A part is a file of this directory. Those of these functions that it has are called, for all parts in this order:
+# A part is a file of this directory. Those of these functions that it has are called, for all parts
+# in this order:
 #   PART_lacks <nodes> prints why it cannot run here, or nothing
 #   PART_files         before the first host boots, with NODES and GPUS: slurm.conf and files in $STATE
 #   PART_host <host>   on a host, before its daemons: what is mounted there is that host's alone
@@ -18,7 +20,8 @@ read_site() { # sets SITE to that of this cluster
     [[ ! -s $STATE/site ]] || mapfile -t SITE <"$STATE/site"
 }
 
-choose_site() { # <nodes>: sets SITE by KEMPNER_TESTBED_SITE; a part that cannot run here is left out, and said
+choose_site() { # <nodes>: sets SITE by KEMPNER_TESTBED_SITE; a part that cannot run here is left
+    # out, and said
     local part why given
     SITE=()
     [[ -n ${KEMPNER_TESTBED_SITE:-} ]] || return 0

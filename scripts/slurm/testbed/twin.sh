@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Another cluster on the same file system, with the same names of hosts and the same numbers of jobs. $STATE/twin has its
-# number, for KEMPNER_TESTBED.
+# Another cluster on the same file system, with the same names of hosts and the same numbers of
+# jobs. $STATE/twin has its number, for KEMPNER_TESTBED.
 
 twin_up() {
     local tries number

@@ -1,13 +1,15 @@
 # shellcheck shell=bash
-# Every site has it: users without rights, whom only the hosts of this cluster know, and what they may read: the
-# repository, its packages and its Python, which may lie under a directory that is closed to them.
+# Every site has it: users without rights, whom only the hosts of this cluster know, and what they
+# may read: the repository, its packages and its Python, which may lie under a directory that is
+# closed to them.
 #
 #   $STATE/kit        the repository            $STATE/venv   a Python with its packages, KEMPNER_PYTHON of users
 #   $STATE/project    alice's, on every host    $STATE/home   the homes
 #
 # With KEMPNER_TESTBED_KIT=DIR, another checkout, that is the repository of the users.
 #
-# The machine's own /etc stays as it is: hosts, and `testbed.sh as`, have another one mounted over it.
+# The machine's own /etc stays as it is: hosts, and `testbed.sh as`, have another one mounted over
+# it.
 
 readonly USERS=(alice:4201 mallory:4202)
 
@@ -44,7 +46,8 @@ kit_python() { # prints the Python whose packages the users have
     echo "${KEMPNER_PYTHON:-$python}"
 }
 
-users_host() { # only in this mount namespace: `down` removes $STATE, and must not meet the repository in it
+users_host() { # only in this mount namespace: `down` removes $STATE, and must not meet the
+    # repository in it
     local name path paths root
     mapfile -t paths <"$STATE/kit.paths"
     root=${paths[0]}
