@@ -7,12 +7,15 @@ Two seconds of three that a trainer of a test takes are `import torch`. `Popen` 
 arguments, environment, directory, streams, signals, session and the end are those of a true start,
 and so are the ranks that torchrun starts. What a fork cannot have starts truly: another
 interpreter or option, `-c`, or a variable that Python, the C library or torch reads as it loads.
-The kit's own modules are imported anew each time, since faults are put into them. Two differences
-stay: /proc/PID/cmdline is the zygote's, and all forks share one seed of str's hashes.
+What still runs when a test ends is killed: for one that serves several tests, subprocess.Popen.
+A program of scripts/ finds the trainer's modules imported too; others, such as those that put
+faults into them, import them anew. Two differences stay: /proc/PID/cmdline is the zygote's, and all
+forks share one seed of str's hashes.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import gc
@@ -47,6 +50,7 @@ PRELOADED = (
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "sympy", "safetensors.torch",
     "torch.distributed.nn.functional",
 )  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
 OWNER = "STARTED_BY_TEST"  # a variable of all that this process has started, however far down
 
 
@@ -89,7 +93,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         p2cread, _, _, c2pwrite, _, errwrite = pipes
         given = [p2cread, c2pwrite, errwrite]
         try:
-            self._end = ask(request, [n if n != -1 else i for i, n in enumerate(given)])
+            numbers = [n if n != -1 else i for i, n in enumerate(given)]
+            self._end = ask(zygote().addresses[is_of_kit(request)], request, numbers)
             self.pid = int(self._end.recv(64))  # it is what it is to be
         finally:
             self._close_pipe_fds(*pipes)
@@ -144,8 +149,14 @@ def can_fork(words: list[str]) -> bool:
     return bool(program) and (program[0] == "-m" or program[0].endswith(".py"))
 
 
+def is_of_kit(request: dict[str, Any]) -> bool:
+    """Does it start a program of scripts/?"""
+    script = next(word for word in request["words"] if word != "-u")
+    return Path(request["cwd"], script).resolve().parent == ROOT / "scripts"
+
+
 class Zygote(NamedTuple):
-    address: bytes
+    addresses: tuple[bytes, bytes]  # of the one that has torch, and of its fork that has the kit
     at_start: dict[str, str]  # what of its environment was read as it started
     owned: socket.socket | None  # it ends, with its forks, when this is closed
 
@@ -159,23 +170,28 @@ def zygote() -> Zygote:
     if not ZYGOTE:
         from tests.conftest import clean_env
 
-        env, server = clean_env(), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        server.bind("")  # a name of the kernel's choice, in no directory
-        server.listen(64)
+        env, servers = (
+            clean_env(),
+            [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in "12"],
+        )
+        for server in servers:
+            server.bind("")  # a name of the kernel's choice, in no directory
+            server.listen(64)
         ours, its = socket.socketpair()
-        numbers = (server.fileno(), its.fileno())
+        numbers = [end.fileno() for end in (*servers, its)]
         command = [sys.executable, __file__, *map(str, numbers)]
         subprocess.Popen(command, env=env, pass_fds=numbers, stdin=subprocess.DEVNULL)
-        ZYGOTE.append(Zygote(server.getsockname(), read_at_start(env), ours))
-        server.close()
-        its.close()
+        addresses = (servers[0].getsockname(), servers[1].getsockname())
+        ZYGOTE.append(Zygote(addresses, read_at_start(env), ours))
+        for end in (*servers, its):
+            end.close()
     return ZYGOTE[0]
 
 
-def ask(request: dict[str, Any], descriptors: list[int]) -> socket.socket:
+def ask(address: bytes, request: dict[str, Any], descriptors: list[int]) -> socket.socket:
     """The connection that a request was sent by."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(zygote().address)
+    connection.connect(address)
     socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
     return connection
 
@@ -187,8 +203,9 @@ def end_all() -> list[str]:
         return []
     left = [process for process in STARTED if process.poll() is None]
     if any(process.forked for process in STARTED):
-        with ask({"end": True}, []) as answer:
-            answer.recv(64)
+        for address in zygote().addresses:
+            with ask(address, {"end": True}, []) as answer:
+                answer.recv(64)
     while found := [pid for pid in owned() if kill(pid)]:
         time.sleep(0.01 * len(found))
     for process in left:
@@ -218,6 +235,24 @@ def kill(pid: int) -> bool:
 
 
 # In the zygote.
+
+
+def of_trainer() -> list[str]:
+    """The kit's modules that scripts/train.py imports by name."""
+    lines = ast.parse((ROOT / "scripts/train.py").read_text()).body
+    found = [
+        x for x in lines if isinstance(x, ast.ImportFrom) and str(x.module).startswith("kempner")
+    ]
+    whole = [f"kempner.{name.name}" for x in found if x.module == "kempner" for name in x.names]
+    return whole + [str(x.module) for x in found]
+
+
+def preload(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of these threads"
+    gc.collect()
+    gc.freeze()
 
 
 def serve(server: socket.socket, owner: socket.socket) -> dict[str, Any]:
@@ -337,15 +372,17 @@ def run_program(words: list[str]) -> None:
 if __name__ == "__main__":
     import numpy
 
-    for module in PRELOADED:
-        importlib.import_module(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of these threads"
-    gc.collect()
-    gc.freeze()
-    SERVER, OWNED = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    ZYGOTE.append(Zygote(SERVER.getsockname(), read_at_start(dict(os.environ)), None))
+    SERVERS = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    OWNED = SERVERS.pop()
+    ADDRESSES = (SERVERS[0].getsockname(), SERVERS[1].getsockname())
+    ZYGOTE.append(Zygote(ADDRESSES, read_at_start(dict(os.environ)), None))
+    preload(PRELOADED)
+    OF_KIT = os.fork() == 0
+    SERVERS.pop(not OF_KIT).close()
+    if OF_KIT:
+        preload(of_trainer())
     try:
-        run_program(become(serve(SERVER, OWNED)))
+        run_program(become(serve(SERVERS[0], OWNED)))
     except KeyboardInterrupt:  # Python itself would end with code 1 here, and not by the signal
         sys.excepthook(*sys.exc_info())
         for STREAM in (sys.stdout, sys.stderr):

@@ -18,6 +18,7 @@ from kempner import load_model
 from kempner.config.option import ConfigError
 from kempner.history import results
 from kempner.history.run_history import load_history
+from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, start_train
 
 pytest.importorskip("lm_eval")
@@ -76,7 +77,7 @@ def run_dir(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluate(folder: Path, *words: object, code: int = 0, **env: str) -> str:
     command = [sys.executable, ROOT / "scripts/eval.py", *map(str, words)]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", **env}
-    done = subprocess.run(
+    done = zygote.run(
         command, cwd=folder, env=clean_env(**offline), capture_output=True, text=True, timeout=200
     )
     assert done.returncode == code, done.stdout + done.stderr

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu_check import run_apart
 from benchmarks.gpu_checks import CHECKS
+from tests import zygote
 from tests.conftest import ROOT, clean_env
 
 GPU_ONLY = {
@@ -35,7 +36,7 @@ def gpu_check(
     out: Path, *words: str, **env: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, Any]]]:
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(out), *words]
-    done = subprocess.run(
+    done = zygote.run(
         command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=580
     )
     report = out / "report.json"
@@ -127,6 +128,6 @@ def test_a_check_that_hangs_or_breaks_does_not_stop_the_others(tmp_path: Path) -
 def test_make_without_torch(tmp_path: Path) -> None:
     """A clone without .venv is told what to do."""
     command = ["make", "-f", str(ROOT / "Makefile"), "gpu-check", "PYTHON=false"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True)
+    done = zygote.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 2
     assert "there is no .venv and false has no torch; run 'make .venv/train' first" in done.stderr

@@ -4,7 +4,6 @@ the plain model in one process."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint.reader import read_tensors
+from tests import zygote
 from tests.conftest import ROOT, TINY, Train, clean_env, losses, start_train
 
 RANKS = 4
@@ -46,7 +46,7 @@ CASES = {
 def results() -> dict[str, Any]:
     """Of one world of four ranks that go through all cases."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, *launcher, "-m", "tests.distributed.gradients", json.dumps(CASES)],
         cwd=ROOT,
         env=clean_env(),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from tests import zygote
 from tests.conftest import ROOT, clean_env
 from tests.distributed.meshes import MODELS
 
@@ -18,7 +18,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of one world of four ranks that goes through all meshes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     program = ["-m", "tests.distributed.meshes", str(tmp_path_factory.mktemp("meshes"))]
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, *launcher, *program],
         cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=240,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from kempner.parallel.config import DistributedConfig
 from kempner.parallel.pipeline import split_blocks
 from kempner.preference.config import PreferenceConfig
 from kempner.run import RunConfig, TrainConfig, check_pipeline
+from tests import zygote
 from tests.conftest import ROOT, TINY, clean_env, losses, start_train, status
 from tests.distributed.runs import begun, numbers, state
 
@@ -145,7 +146,7 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model() -> None:
     """In one world of four ranks that go through all cases; test_products.py has more."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     words = json.dumps({name: [PP, *more] for name, more in CASES.items()})
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, *launcher, "-m", "tests.distributed.gradients", words],
         cwd=ROOT,
         env=clean_env(),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from tests.conftest import ROOT, clean_env
 
 LIMIT_S = 20
@@ -22,7 +23,7 @@ WORDS = (
 def start(run: Path, rank: int, fault: str, *words: str) -> subprocess.Popen[str]:
     """Without torchrun, which would wait for a stopped process."""
     names = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return subprocess.Popen(
+    return zygote.Popen(
         [sys.executable, "tests/fault/faulty_train.py", *WORDS, f"--run.dir={run}", *words],
         cwd=ROOT,
         env=clean_env(**names, FAULTS=fault),
