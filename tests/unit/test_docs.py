@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kempner.config.option import schema
+from kempner.config.option import whole_schema
 from kempner.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SECTIONS = schema(RunConfig)
+SECTIONS = whole_schema(RunConfig)
 OPTION = r"^(?:--)?([a-z_.]+)\.([a-z_-]+)\b(?!/)"
 TITLES = {page.read_text().splitlines()[0].lstrip("# ").lower() for page in PAGES[1:]}
 

@@ -9,55 +9,28 @@ In between none waits for another.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.state import StateProvider
+from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.outer import Exchange, Handle, Outer, OuterState
+from kempner.replicas import Numbers, Replicas, Waiting
 from kempner.resilience.requests import FLAGS
 
 if TYPE_CHECKING:
     from kempner.process_group import World
     from kempner.progress import Progress
     from kempner.run import RunConfig
+    from kempner.step import StepResult
 
-Numbers = dict[str, Tensor]
-Waiting = Callable[..., AbstractContextManager[None]]
 SHARED = (*FLAGS, "loss_sum", "tokens")  # of a step's numbers, what all replicas want to know
-
-
-class Replicas:
-    """Of a run without them: one model that nobody else trains."""
-
-    patience = 1.0
-    """Of the steps that a request to leave waits for, as a multiple of those of a plain run."""
-    waiting: Waiting = nullcontext
-    """The watchdog's patient(), for waits for replicas that somebody else judges."""
-
-    def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
-        """The providers of a checkpoint, from those of a plain run."""
-        return state
-
-    def begin(self, progress: Progress) -> Progress:
-        """The weights are loaded, or made; returns where the run goes on."""
-        return progress
-
-    def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
-        """The weights of a step are there; `numbers`: of this step and this replica, fp64 [] each.
-        Returns what the host is told."""
-        return numbers
-
-    def may_go_back(self, progress: Progress) -> bool:
-        """Whether steps that were not finite may lead back to the last checkpoint: once."""
-        return not progress.skip
-
-    def forget_errors(self) -> None:
-        """Of the compression: this replica goes on with another one's state."""
 
 
 class LowcommReplicas(Replicas):
@@ -65,13 +38,16 @@ class LowcommReplicas(Replicas):
     of a round, or before the last fragment leaves, and is there one step before the end, when it
     has come by itself. The host reads it at the end of the round."""
 
+    waiting: Waiting = nullcontext
+    """The watchdog's patient(), for waits for replicas that somebody else judges."""
+
     def __init__(
         self, cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter], exchange: Exchange
     ) -> None:
-        self.cfg, self.world, self.exchange = cfg.lowcomm, world, exchange
-        self.outer = Outer(cfg.lowcomm, named, exchange)
+        self.cfg, self.world, self.exchange = cfg.of(LowcommConfig), world, exchange
+        self.outer = Outer(cfg.of(LowcommConfig), named, exchange)
         # time_to_leave() counts three steps.
-        self.patience = 1 + (cfg.lowcomm.interval + cfg.lowcomm.tau) / 3
+        self.patience = 1 + (cfg.of(LowcommConfig).interval + cfg.of(LowcommConfig).tau) / 3
         self._state = OuterState(self.outer)
         self._asked: Handle | None = None
         self._sums: Tensor | None = None
@@ -86,6 +62,14 @@ class LowcommReplicas(Replicas):
         """Between the model, which has the anchors, and the optimizer, which may have other
         weights."""
         return {"model": state["model"], "outer": self._state, **state}
+
+    def checkpointer(self, *parts: Any) -> Checkpointer:
+        """Where replicas meet in a store they resume at the same step."""
+        if self.world.store is None:
+            return super().checkpointer(*parts)
+        from kempner.lowcomm.checkpoints import ReplicaCheckpointer
+
+        return ReplicaCheckpointer(*parts, world=self.world, replicas=self)
 
     def begin(self, progress: Progress) -> Progress:
         if not self._state.loaded:
@@ -123,6 +107,25 @@ class LowcommReplicas(Replicas):
             told |= found
         self._waited += time.monotonic() - began
         return told if left else {**told, **self._facts(step)}
+
+    def record(self, result: StepResult) -> tuple[dict[str, Any], list[str]]:
+        """What all replicas have in common, at the end of a round."""
+        values = result.values
+        if "round_loss" not in values:
+            return {}, []
+        whole = ("round", "replicas", "bytes_sent", "bytes_data_parallel")
+        spoilt = [i for i in range(int(values["replicas"])) if values[f"spoilt {i}"]]
+        line = {
+            "step": result.step,
+            **{name: int(values[name]) for name in whole},
+            **{name: values[name] for name in ("round_loss", "outer_time")},
+            "not_finite": spoilt,
+        }
+        return line, [
+            f"replica {replica}: had weights that were not finite when it sent what they "
+            f"have changed, before step {result.step}: these counted as unchanged"
+            for replica in spoilt
+        ]
 
     def _own_spoilt(self) -> Tensor:
         """This replica's share of `_spoilt`, from the changes that it has sent since it last told:
