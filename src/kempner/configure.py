@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kempner import compiler, extensions
-from kempner.checkpoint import commit, fork, ownership
+from kempner import extensions
+from kempner.checkpoint import commit, ownership
 from kempner.checkpoint.commit import has_checkpoint
 from kempner.config.command_line import help_text, parse_command
 from kempner.config.loading import Values, as_dict, load, to_toml
@@ -23,15 +23,16 @@ from kempner.config.values import to_text
 from kempner.directories import Kind, read_run_id, refuse_others
 from kempner.extensions import Extension, Variant
 from kempner.front_door import complain, how_to_run, list_problems, run_program
-from kempner.gpu import driver
 from kempner.optim.config import learning_rate
-from kempner.parallel.layout import Axes, sizes
 from kempner.parts import fixed_facts, open_data, open_mixture
-from kempner.port_range import BadPortRange, NoFreePort
 from kempner.process_group import discover, gpu_on_the_bus
 from kempner.progress import Progress
 from kempner.resilience.requests import StopRequests
 from kempner.run import RunConfig, check_batch, check_pipeline
+
+if TYPE_CHECKING:
+    from kempner.parallel.layout import Axes
+    from kempner.port_range import BadPortRange, NoFreePort
 
 USAGE = """\
 {command} CONFIG.toml [MORE.toml ...] [--section.key=value ...]
@@ -142,8 +143,11 @@ def check(
     if wrong := [t for each in used if (t := each.program_problem(cfg, type(each) is program))]:
         return wrong
     problems = check_inputs(cfg, 0 if only else discover().rank, only)
-    if only and (device := compiles_for(cfg)) and (text := compiler.lacking(device)):
-        problems.append(text)  # in the batch script, on the first of the nodes
+    if only and (device := compiles_for(cfg)):
+        from kempner import compiler
+
+        text = compiler.lacking(device)
+        problems += [text] if text else []  # in the batch script, on the first of the nodes
     if flags["nodes"] is not None or flags["gpus-per-node"] is not None:
         problems += check_world(cfg, *size_of(flags))
     elif not only:
@@ -168,6 +172,8 @@ def warn_of_compiler(cfg: RunConfig) -> None:
     """What may be missing where the job runs; check() has looked where this is one of its nodes."""
     if not cfg.train.compile or compiles_for(cfg):
         return
+    from kempner import compiler
+
     if text := compiler.lacking("cpu" if cfg.distributed.device == "cpu" else "cuda"):
         print(f"warning: {text}; the nodes of a job may have what this host lacks", file=sys.stderr)
 
@@ -177,6 +183,8 @@ def compare_driver(cfg: RunConfig) -> None:
     may do all the same, and where a newer libcuda (NVIDIA's cuda-compat) makes up for it."""
     if cfg.distributed.device == "cpu":
         return
+    from kempner.gpu import driver
+
     if text := driver.both():
         print(text, file=sys.stderr)
     if text := driver.misfit(driver.driver(), driver.cuda_of_torch()):
@@ -209,6 +217,8 @@ def reject(
     with contextlib.suppress(OSError):  # a closed pipe
         sys.stdout.flush()
     name = Path(sys.argv[0]).stem
+    from kempner.port_range import NoFreePort
+
     if isinstance(error, NoFreePort):  # others may leave one to the next start
         complain(name, [error.strerror])
         leave(1)
@@ -269,6 +279,8 @@ def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
 
 def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
     """Do the axes and the batch fit so many ranks, `per_node` on each host?"""
+    from kempner.parallel.layout import sizes
+
     found: list[str] = []
     data_ranks = world_size  # the batch is checked all the same when the axes do not fit
     try:
@@ -349,6 +361,8 @@ def check_inputs(cfg: RunConfig, rank: int, servers: bool = False) -> list[str]:
         found += error.problems
     others = check_directories(cfg, rank)
     if cfg.run.fork and rank == 0:
+        from kempner.checkpoint import fork
+
         others += fork.problems(cfg.run.fork, Path(cfg.run.dir), cfg.checkpoint_dir)
     if not (found or others) and rank == 0 and cfg.checkpoint.save:
         others = check_checkpoint(cfg)
@@ -368,6 +382,8 @@ def check_checkpoint(cfg: RunConfig) -> list[str]:
             if not extensions.bringer(cfg):
                 open_mixture(cfg, open_data(cfg, True)[0], Progress.of(manifest).plan(cfg))
         elif cfg.run.fork:
+            from kempner.checkpoint import fork
+
             path = fork.find(cfg.run.fork)
             fits.check_fork(cfg.run.fork, path, commit.read_manifest(path), about)
             return [text for one in extensions.used(cfg) for text in one.check_fork(cfg, path)]

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kempner import extensions
-from kempner.checkpoint.fork import generation
 from kempner.config.option import ConfigError
 from kempner.data.stages import samples_between, step_of
 from kempner.parts import expect_batches, open_mixture
@@ -115,6 +114,7 @@ def begin_fork(
     """Load the checkpoint that run.fork names, and save it as the first one of this run. All
     replicas begin with it."""
     from kempner.checkpoint.fits import differences
+    from kempner.checkpoint.fork import generation
 
     names = tuple(name for name in checkpointer.providers if name not in ("rng", "spikes"))
     names = names if cfg.run.fork_optimizer == "keep" else ("model",)
