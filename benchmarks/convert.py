@@ -133,8 +133,9 @@ def quarter(path: Path) -> dict[str, Any]:
 
     from kempner.checkpoint.layout import Layout, StoredTensor, own_box
     from kempner.hf.source import find
-    from kempner.hf.tensors import tensor_names, tensor_shapes
+    from kempner.hf.tensors import tensor_names
     from kempner.model.config import ModelConfig
+    from kempner.model.shapes import tensor_shapes
 
     cfg = ModelConfig(**find(str(path)).model())
     names, parts = tensor_names(cfg, "llama"), {}
@@ -161,8 +162,9 @@ def make_model(path: Path, layers: int) -> int:
     from safetensors.torch import save_file
 
     from kempner.hf.families import config_json
-    from kempner.hf.tensors import tensor_names, tensor_shapes
+    from kempner.hf.tensors import tensor_names
     from kempner.model.config import ModelConfig
+    from kempner.model.shapes import tensor_shapes
 
     cfg = ModelConfig(
         vocab_size=32_000, dim=2048, n_layers=layers, n_heads=16, ffn_dim=5632, max_seq_len=64

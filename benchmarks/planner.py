@@ -59,7 +59,7 @@ def measured(cfg: RunConfig) -> float:
     from kempner.optim.build import build_optimizer
     from kempner.parallel.build import build_model
     from kempner.parallel.layout import build_layout
-    from kempner.parts import open_loaders
+    from kempner.parts import open_loader
     from kempner.progress import Progress
     from kempner.step import StepSums, forward_backward, reduce_step, update
 
@@ -71,7 +71,7 @@ def measured(cfg: RunConfig) -> float:
         layout = build_layout(cfg.distributed, 1, 1, "cpu")
         model = build_model(cfg.model, layout, cfg.train, cfg.distributed, cfg.lora)
         optimizer = build_optimizer(model, cfg.optimizer)
-        loader, _ = open_loaders(cfg, layout, False, Progress())
+        loader = open_loader(cfg, layout, False, Progress())
         for _ in range(2):
             sums = StepSums(loader.names, device)
             found = forward_backward(model, NextToken(), next(loader), sums, tokens, None)

@@ -34,8 +34,9 @@ from kempner.hf.compare import compare_with_transformers
 from kempner.hf.families import FAMILIES, family_of
 from kempner.hf.source import TOKENIZER, find, held, vocabulary
 from kempner.hf.stored import check_source
-from kempner.hf.tensors import parts, tensor_names, tensor_shapes
+from kempner.hf.tensors import parts, tensor_names
 from kempner.model.config import ModelConfig
+from kempner.model.shapes import tensor_shapes
 from kempner.run import RunConfig, RunSection, TrainConfig
 
 UNITS = {"MB": 10**6, "GB": 10**9}

@@ -26,18 +26,20 @@ import sys
 import threading
 import time
 
-from kempner.config.command_line import help_text, parse_command
+from kempner.config.command_line import parse_command
 from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import check_directories, load_config
+from kempner.configure import check_directories, help_of, load_config
 from kempner.front_door import run_program
 from kempner.load import Words
 from kempner.rl.batches import Failed
+from kempner.rl.config import RlConfig
 from kempner.rl.conversation import Writer
 from kempner.rl.engines import Closed, Lost, NoEngines, Rejected
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.scorer import Scorer
 from kempner.rl.exchange import Exchange
+from kempner.rl.extension import RlExtension
 from kempner.rl.measure import Bench, NoRewards
 from kempner.rl.opening import check_isolation, open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
@@ -52,10 +54,10 @@ def main(argv: list[str]) -> int:
     stop = leave_event()
     command = parse_command(argv, FLAGS)
     if command.flags["help"]:
-        print(help_text(RunConfig, __doc__ or ""))
+        print(help_of(argv, RlExtension, __doc__ or ""))
         return 0
     cfg = load_config(command.files, command.overrides, command.problems)
-    if not cfg.rl.on:
+    if not cfg.of(RlConfig).on:
         raise ConfigError("rl.env: is not set; scripts/train.py trains without it")
     problems = check_directories(cfg, 0)
     if problems:

@@ -25,6 +25,7 @@ from kempner.config.option import ConfigError
 from kempner.configure import check_world, load_config
 from kempner.front_door import run_program
 from kempner.history.tables import aligned
+from kempner.lowcomm.config import LowcommConfig
 from kempner.planner.cost import (
     GPUS,
     HOST_BYTES,
@@ -39,6 +40,7 @@ from kempner.planner.cost import (
 from kempner.planner.engine import engine_memory
 from kempner.planner.memory import GIB, memory
 from kempner.planner.search import best, why_none
+from kempner.rl.config import InferenceConfig, RlConfig
 from kempner.run import RunConfig
 
 FLAGS = {"help": bool, "nodes": int, "gpus-per-node": int, "gpu": str, "host-memory": int}
@@ -62,15 +64,15 @@ def main(argv: list[str]) -> int:
             f"train.fp8 = {cfg.train.fp8}: {name} does not multiply 8-bit floats; give another "
             "--gpu, or --train.fp8=none"
         )
-    cfg.lowcomm.count(nodes * per_node, per_node)
+    cfg.of(LowcommConfig).count(nodes * per_node, per_node)
     gpu = GPUS[name]
     where = (
         f"{nodes} nodes x {per_node} {gpu.name} ({gpu.gib:.0f} GiB, {RESERVE_GIB:.0f} of it kept)"
     )
     print(f"{cfg.model.count_parameters():,} parameters on {where}")
-    if cfg.rl.on and not cfg.rl_inference.urls:
+    if cfg.of(RlConfig).on and not cfg.of(InferenceConfig).urls:
         window = cfg.train.seq_len
-        engine = engine_memory(cfg.model, cfg.rl_inference, window, cfg.train.dtype)
+        engine = engine_memory(cfg.model, cfg.of(InferenceConfig), window, cfg.train.dtype)
         free = (gpu.usable - engine.peak) / GIB
         print(engine.describe(window))
         print(f"  over by {-free:.2f} GiB" if free < 0 else f"  {free:.2f} GiB are free")

@@ -28,13 +28,15 @@ from typing import Any
 
 import ray
 
-from kempner.config.command_line import help_text, parse_command
+from kempner.config.command_line import parse_command
 from kempner.config.option import ConfigError
-from kempner.configure import check_directories, load_config
+from kempner.configure import check_directories, help_of, load_config
 from kempner.front_door import run_program
 from kempner.planner.placement import Placement, engine_words, place
 from kempner.ray.programs import programs, ranks
+from kempner.rl.config import DeploymentConfig, InferenceConfig, RlConfig
 from kempner.rl.exchange import SILENT_S, Exchange, Listener
+from kempner.rl.extension import RlExtension
 from kempner.run import RunConfig
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -45,19 +47,20 @@ ENGINE = ["-m", "kempner.rl.vllm_engine"]
 def main(argv: list[str]) -> int:
     command = parse_command(argv, {"help": bool})
     if command.flags["help"]:
-        print(help_text(RunConfig, __doc__ or ""))
+        print(help_of(argv, RlExtension, __doc__ or ""))
         return 0
     cfg = load_config(command.files, command.overrides, command.problems)
-    if not cfg.rl.on:
+    if not cfg.of(RlConfig).on:
         raise ConfigError("rl.env: is not set; ray_train.py trains without it")
     problems = check_directories(cfg, 0)
     if problems:
         raise ConfigError(problems)
     ray.init()
     gpus = max(int(node["Resources"].get("GPU", 0)) for node in ray.nodes())
-    deployment = cfg.rl_deployment
+    deployment = cfg.of(DeploymentConfig)
     nodes = deployment.num_train_nodes + deployment.num_infer_nodes
-    parts = place(deployment, cfg.rl_inference, nodes, max(gpus, 1), 0)  # Ray chooses the GPUs
+    inference = cfg.of(InferenceConfig)
+    parts = place(deployment, inference, nodes, max(gpus, 1), 0)  # Ray chooses the GPUs
     attempt = f"ray-{os.environ.get('SLURM_JOB_ID', '0')}-{os.getpid()}-{int(time.time())}"
     os.environ["KEMPNER_ATTEMPT_ID"] = attempt
     exchange = Exchange(cfg.run.dir)
@@ -79,7 +82,8 @@ class Run:
         self.variables = {"KEMPNER_ATTEMPT_ID": os.environ["KEMPNER_ATTEMPT_ID"]}
         self.tries = [0] * parts.engines
         # Engines first: on a single node of GPUs they get the first ones, as under rl.sh.
-        self.engines = programs(parts.engines, cfg.rl_inference.tp * gpu) if parts.engines else []
+        each = cfg.of(InferenceConfig).tp * gpu
+        self.engines = programs(parts.engines, each) if parts.engines else []
         trainers = programs(parts.train_nodes * parts.train_tasks, int(gpu))
         self.running: dict[Any, str] = {}
         for engine in range(parts.engines):
@@ -92,7 +96,7 @@ class Run:
         self.running[self.orchestrator.run.remote(words, self.variables)] = "orchestrator"
 
     def start_engine(self, engine: int) -> None:
-        place, inference = self.exchange, self.cfg.rl_inference
+        place, inference = self.exchange, self.cfg.of(InferenceConfig)
         words = [str(SCRIPTS / "serve.py")] if inference.engine == "kit" else ENGINE
         words = [*words, f"--weights={place.weights.resolve()}", "--host=0.0.0.0", "--port=0"]
         words += [f"--token-file={place.token.resolve()}", f"--publish={place.engines.resolve()}"]
@@ -138,7 +142,7 @@ class Run:
 
     def engine_ended(self, engine: int, code: int) -> None:
         self.tries[engine] += 1
-        if self.tries[engine] > self.cfg.rl_inference.restarts:
+        if self.tries[engine] > self.cfg.of(InferenceConfig).restarts:
             print(f"ray_rl: engine {engine} is not started again", file=sys.stderr)
             return
         print(f"ray_rl: engine {engine} has ended with {code}; starting it again", file=sys.stderr)

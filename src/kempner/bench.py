@@ -17,16 +17,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kempner import __version__
+from kempner.bench_config import BenchConfig
 from kempner.config.loading import as_dict
 from kempner.data.config import FAKE
+from kempner.extensions import Variant
 from kempner.files import read_jsonl, write_atomic
 from kempner.history import events
 from kempner.history.tables import aligned
+from kempner.lowcomm.config import LowcommConfig
 from kempner.metrics import peak_flops, short
 from kempner.planner.memory import GIB, memory
 from kempner.process_group import World
@@ -46,17 +48,13 @@ FREED = re.compile(r"Tried to allocate ([\d.]+) (\w+).*? of which ([\d.]+) (\w+)
 UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
-@dataclass(frozen=True)
-class Variant:
-    name: str  # what it adds to the command line
-    words: list[str]  # the command line of its run
-    cfg: RunConfig
-
-
 def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
-    """Return the words that make a run of `cfg` a measurement: this many steps, and nothing besides
-    them; for replicas whole rounds, with their outer steps."""
-    bench, rounds = cfg.bench, cfg.lowcomm.interval if cfg.lowcomm.on else 1
+    """What makes a run of `cfg` a measurement: as many steps, and nothing beside them; of replicas
+    whole rounds, with their outer steps."""
+    bench, rounds = (
+        cfg.of(BenchConfig),
+        cfg.of(LowcommConfig).interval if cfg.of(LowcommConfig).on else 1,
+    )
     warmup, steps = (-(-number // rounds) * rounds for number in (bench.warmup, bench.steps))
     words = [
         f"--run.dir={run_dir}",
@@ -146,7 +144,9 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
     lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "loss" in line]
     newest = max((line["attempt"] for line in lines), default=0)
     mine = [line for line in lines if line["attempt"] == newest]
-    counted = [line for line in mine if line["step"] > cfg.bench.warmup] if code == 0 else []
+    counted = (
+        [line for line in mine if line["step"] > cfg.of(BenchConfig).warmup] if code == 0 else []
+    )
     ranks, gpu = world.size, machine["device"] != "CPU"
     tokens = cfg.train.sequences * cfg.train.seq_len
     peak = peak_flops(cfg.metrics, machine["device"])
@@ -229,7 +229,7 @@ def _report(
         "(full attention)."
     )
     print("\n".join(text), flush=True)
-    path = Path(cfg.bench.output_json or run_dir / "bench.json")
+    path = Path(cfg.of(BenchConfig).output_json or run_dir / "bench.json")
     record = {"time": time.time(), "command": shlex.join(sys.argv), **machine, "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kempner import extensions
 from kempner.front_door import how_to_run
-from kempner.hf.tensors import tensor_shapes
-from kempner.lowcomm import config as lowcomm
+from kempner.model.shapes import tensor_shapes
 from kempner.optim.config import CONSTANT
 from kempner.resilience.config import ResilienceConfig
-from kempner.rl import config as rl
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
@@ -27,11 +26,6 @@ def problems(cfg: RunConfig) -> list[str]:
             f"train.seq_len = {cfg.train.seq_len}: at most model.max_seq_len = "
             f"{cfg.model.max_seq_len}; raise that, or shorten the sequences"
         )
-    if cfg.preference.loss == "dpo" and cfg.model.init_from is None:
-        found.append(
-            "preference.loss = dpo: needs the model to start from, which is also its "
-            "reference; give model.init_from"
-        )
     if cfg.optimizer.name == "schedule_free" and cfg.schedule.name not in CONSTANT:
         found.append(
             f"schedule.name = {cfg.schedule.name}: optimizer.name = schedule_free averages "
@@ -41,11 +35,6 @@ def problems(cfg: RunConfig) -> list[str]:
         found.append(
             f"lora.rank = {cfg.lora.rank}: adapters need weights to adapt; name them, "
             "--model.init_from=DIR, or train all weights, --lora.rank=0"
-        )
-    if cfg.lora.rank and cfg.preference.loss != "none":
-        found.append(
-            f"lora.rank = {cfg.lora.rank}: adapters are not built for preference.loss = "
-            f"{cfg.preference.loss}; train all weights, --lora.rank=0"
         )
     if not cfg.checkpoint.save and cfg.run.fork:
         found.append(
@@ -67,37 +56,24 @@ def problems(cfg: RunConfig) -> list[str]:
             f"train.fp8 = {cfg.train.fp8}: not on distributed.device = cpu; give --train.fp8="
             "none, or a GPU"
         )
-    found += _loss_problems(cfg) + _fp8_problems(cfg) + _freeze_problems(cfg)
+    found += _fp8_problems(cfg) + _freeze_problems(cfg)
     found += _block_problems(cfg) + _spike_problems(cfg)
     if cfg.distributed.tp > 1:
         found += _tensor_problems(cfg)
     found += _pipeline_problems(cfg) + _expert_problems(cfg) + _context_problems(cfg)
-    return found + lowcomm.problems(cfg) + rl.problems(cfg)
+    for extension in extensions.used(cfg):
+        found += extension.problems(cfg)
+    return found
 
 
 def _data_problems(cfg: RunConfig) -> list[str]:
-    if cfg.rl.on or cfg.data.mixed:
+    if cfg.data.mixed or extensions.bringer(cfg):
         return []
     return [
         'data.dataset_path = "": must name a directory of token shards; make one with '
         f"`{how_to_run('prepare_data.py')} TEXT... --out data/NAME` and give "
         "--data.dataset_path=data/NAME"
     ]
-
-
-def _loss_problems(cfg: RunConfig) -> list[str]:
-    """List problems of options for next-token cross entropy, which other objectives do not
-    compute."""
-    found, loss = [], cfg.preference.loss
-    if cfg.train.loss_chunk is not None and loss != "none":
-        found.append(
-            f"train.loss_chunk = {cfg.train.loss_chunk}: has no effect on preference.loss = "
-            f"{loss}; leave it out"
-        )
-    if cfg.train.z_loss and (loss != "none" or cfg.rl.on):
-        other = "rl.env" if cfg.rl.on else f"preference.loss = {loss}"
-        found.append(f"train.z_loss = {cfg.train.z_loss}: is not built for {other}; leave it out")
-    return found
 
 
 def _freeze_problems(cfg: RunConfig) -> list[str]:
@@ -108,8 +84,6 @@ def _freeze_problems(cfg: RunConfig) -> list[str]:
             cfg.optimizer.name == "schedule_free"
         ),
         f"lora.rank = {cfg.lora.rank}, which trains adapters alone": cfg.lora.rank > 0,
-        "lowcomm, whose outer steps move all weights": cfg.lowcomm.on,
-        "rl.env": cfg.rl.on,
     }
     found = [
         f"freeze.stages: not built for {other}; leave one of the two out"
@@ -125,11 +99,6 @@ def _spike_problems(cfg: RunConfig) -> list[str]:
         given = window != ResilienceConfig.spike_window
         why = "has no effect without resilience.spike_sigma; give that, such as 6, or leave it out"
         return [f"resilience.spike_window = {window}: {why}"] if given else []
-    if cfg.rl.on:
-        return [
-            f"resilience.spike_sigma = {sigma}: is not built for rl.env, whose loss has no level; "
-            "leave it out"
-        ]
     if window < cfg.train.max_steps:
         return []
     return [
@@ -189,11 +158,6 @@ def _tensor_problems(cfg: RunConfig) -> list[str]:
         for key, size in sizes.items()
         if size % axes.tp
     ]
-    if cfg.preference.loss != "none":
-        found.append(
-            f"{given}: not built for preference.loss = {cfg.preference.loss}; leave that out, or "
-            "give --distributed.tp=1"
-        )
     if cfg.train.compile_scope == "model":
         found.append(
             f"{given}: each block begins with what is not compiled, and train.compile_scope = "
@@ -216,12 +180,10 @@ def _pipeline_problems(cfg: RunConfig) -> list[str]:
         )
     others = {
         "model.tie_embeddings: its weight would be on two stages": model.tie_embeddings,
-        f"preference.loss = {cfg.preference.loss}": cfg.preference.loss != "none",
         "train.compile_scope = model: a stage is not the whole model": (
             cfg.train.compile_scope == "model"
         ),
         f"train.fp8 = {cfg.train.fp8}": cfg.train.fp8 != "none",
-        "replicas of lowcomm": cfg.lowcomm.on,
     }
     return found + [
         f"{given}: not built for {other}; leave that out, or give --distributed.pp=1"
@@ -232,13 +194,6 @@ def _pipeline_problems(cfg: RunConfig) -> list[str]:
 
 def _expert_problems(cfg: RunConfig) -> list[str]:
     found, ep = [], cfg.distributed.ep
-    if cfg.preference.loss != "none":
-        found += [
-            f"model.{name} = {value}: is not built for preference.loss = {cfg.preference.loss}; "
-            "leave it at 0, the experts stay balanced as they are"
-            for name in ("aux_loss", "router_z_loss")
-            if (value := getattr(cfg.model, name))
-        ]
     if ep > 1 and (cfg.model.n_experts or 1) % ep:
         found.append(
             f"distributed.ep = {ep}: must divide model.n_experts = {cfg.model.n_experts}, "
@@ -304,11 +259,6 @@ def _context_problems(cfg: RunConfig) -> list[str]:
         found.append(
             f"train.compile_scope = model: attention over distributed.cp = {ranks} ranks is not "
             "compiled, and leaves no whole graph; give --train.compile_scope=block"
-        )
-    if cfg.preference.loss != "none":
-        found.append(
-            f"preference.loss = {cfg.preference.loss}: not with distributed.cp = {ranks}: an "
-            "answer would be on several ranks; give --distributed.cp=1"
         )
     return found + (_ring_problems(cfg) if method == "ring" else _ulysses_problems(cfg))
 

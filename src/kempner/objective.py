@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from kempner.parallel.layout import Layout
 class Objective(Protocol):
     """The loss of a micro-batch of B rows of T tokens."""
 
+    counted: str
+    """The name of the targets that count, in metrics.jsonl."""
+
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         """Return the sum of the losses, fp32 [], to be differentiated; its terms, [B, T], 0 where
         there is none; and the batch, with a target other than -100 exactly where a loss counts."""
@@ -26,9 +29,15 @@ class Objective(Protocol):
         """Return more sums of this rank to be recorded, fp32 [] by name, since the last call."""
         ...
 
+    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """What the step's line in metrics.jsonl has of them. `values`: the sums of all ranks."""
+        ...
+
 
 class NextToken:
     """Cross entropy of each token given those before it."""
+
+    counted = "loss_tokens"
 
     def __init__(self, own_tokens: Callable[[MicroBatch], MicroBatch] | None = None) -> None:
         """`own_tokens`: cuts the rows down to the tokens of this rank, if ranks share rows."""
@@ -43,6 +52,9 @@ class NextToken:
     def numbers(self) -> dict[str, Tensor]:
         return {}
 
+    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
+        return {}
+
 
 class WithExperts:
     """Any objective, for a model with experts: it also records how these are used."""
@@ -51,7 +63,7 @@ class WithExperts:
         self, objective: Objective, model: Decoder, layout: Layout, device: torch.device
     ) -> None:
         self.objective, self.routings, self.layout = objective, model.routings, layout
-        self._device = device
+        self._device, self.counted = device, objective.counted
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         return self.objective(model, batch)
@@ -72,12 +84,23 @@ class WithExperts:
             "load_min": shares.min() * one,
         }
 
+    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """The auxiliary loss is 0 where there is none, and 1 at equal load; it and the z-loss are
+        means of the layers."""
+        tokens = max(1.0, values["tokens"])
+        found = {name: values[name] for name in ("load_max", "load_min")}
+        found["aux_loss"] = values.get("aux_loss_sum", 0.0) / tokens
+        if "router_z_loss_sum" in values:
+            found["z_loss"] = values["router_z_loss_sum"] / tokens
+        return {**self.objective.record(values), "experts": found}
+
 
 class WithZLoss:
     """Any objective, for a model whose loss has a z-loss: it also records that."""
 
     def __init__(self, objective: Objective, model: Decoder, device: torch.device) -> None:
         self.objective, self._squares, self._device = objective, model.log_z_squares, device
+        self.counted = objective.counted
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor, MicroBatch]:
         return self.objective(model, batch)
@@ -87,3 +110,7 @@ class WithZLoss:
         total = sum(self._squares, torch.zeros((), device=self._device))
         self._squares.clear()
         return {**self.objective.numbers(), "z_loss_sum": total}
+
+    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
+        z_loss = values["z_loss_sum"] / max(1.0, values["tokens"])
+        return {**self.objective.record(values), "z_loss": z_loss}

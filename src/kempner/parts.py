@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kempner import process_group, startup
+from kempner import extensions, process_group, startup
 from kempner.config.option import ConfigError
-from kempner.data.sidecar import open_sidecar
 from kempner.data.stages import samples_between, stage_at
 from kempner.run import RunConfig, check_batch, micro_batch
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from kempner.data.loader import TrainLoader
     from kempner.data.mixture import Mixture
     from kempner.data.source import Source
-    from kempner.lowcomm.replicas import Replicas
     from kempner.model.decoder import Decoder
     from kempner.objective import Objective
+    from kempner.optim.optimizer import Optimizer
     from kempner.parallel.layout import Layout
     from kempner.process_group import World
     from kempner.progress import Progress
+    from kempner.replicas import Replicas, Waiting
     from kempner.run_directory import Run
 
 
@@ -91,6 +92,24 @@ def open_layout(cfg: RunConfig, world: World, device: torch.device) -> Layout:
     return layout
 
 
+def open_replicas(
+    cfg: RunConfig, world: World, model: Decoder, waiting: Waiting = nullcontext
+) -> tuple[Optimizer, Replicas]:
+    """The optimizer of this replica, and what it has to do with others. `waiting`: the watchdog's
+    patient()."""
+    from kempner.optim.build import build_optimizer
+    from kempner.replicas import Replicas
+    from kempner.resilience.spikes import Spikes
+
+    optimizer = build_optimizer(model, cfg.optimizer)
+    if cfg.resilience.spike_sigma is not None:
+        optimizer.spikes = Spikes(cfg.resilience.spike_sigma, cfg.resilience.spike_window)
+    for each in extensions.used(cfg):
+        if (replicas := each.replicas(cfg, world, model, optimizer, waiting)) is not None:
+            return optimizer, replicas
+    return optimizer, Replicas()
+
+
 def open_checkpointer(
     cfg: RunConfig,
     run: Run,
@@ -98,8 +117,7 @@ def open_checkpointer(
     optimizer: torch.optim.Optimizer,
     replicas: Replicas,
 ) -> Checkpointer:
-    """Make the checkpointer of the weights, the optimizer's state, and each rank's random state."""
-    from kempner.checkpoint.checkpointer import Checkpointer
+    """Saves and loads the weights, the optimizer's state, and each rank's random state."""
     from kempner.checkpoint.state import run_state
     from kempner.checkpoint.unsaved import Unsaved
 
@@ -107,12 +125,9 @@ def open_checkpointer(
     if not cfg.checkpoint.save:
         return Unsaved()
     state = replicas.with_outer(run_state(model, optimizer))
-    parts = (cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce, run.lock)
-    if run.world.store is None:
-        return Checkpointer(*parts)
-    from kempner.lowcomm.checkpoints import ReplicaCheckpointer
-
-    return ReplicaCheckpointer(*parts, world=run.world, replicas=replicas)
+    return replicas.checkpointer(
+        cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce, run.lock
+    )
 
 
 def open_objective(
@@ -130,46 +145,32 @@ def open_objective(
 def _objective(
     cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
 ) -> Objective:
-    """Return the objective alone. The reference of DPO is sharded as the model is, and has the
-    weights of model.init_from after every restart, too."""
-    if cfg.rl.on:
-        from kempner.rl.loss import open_policy
+    from kempner.objective import NextToken
 
-        return open_policy(cfg, layout, model, device)
-    if cfg.preference.loss == "none":
-        from kempner.objective import NextToken
+    for each in extensions.used(cfg):
+        if (found := each.objective(cfg, layout, model, run, device)) is not None:
+            return found
+    if layout.cp is None:
+        return NextToken()
+    from kempner.parallel.context import own_tokens
 
-        if layout.cp is None:
-            return NextToken()
-        from kempner.parallel.context import own_tokens
-
-        return NextToken(own_tokens(layout.cp, cfg.distributed.cp_method))
-    from kempner.hf.load import start_from
-    from kempner.parallel.build import build_model
-    from kempner.preference.losses import DPO, Reward, token_losses, token_scores
-
-    if cfg.preference.loss == "reward":
-        model.loss = token_scores
-        return Reward(open_sidecar(cfg.data.mixed[0].path).eod, device)
-    reference = build_model(cfg.model, layout, cfg.train, cfg.distributed, frozen=True)
-    run.announce(f"the reference {start_from(reference, cfg.model, None)}")
-    model.loss = reference.loss = token_losses
-    return DPO(reference, cfg.preference.beta, device)
+    return NextToken(own_tokens(layout.cp, cfg.distributed.cp_method))
 
 
 @functools.cache  # for the check of the input, the manifest, and the loaders
 def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
-    """Open the sources of the training and, if the run validates, the held-out data; none for a run
-    that learns from rewards. `check` all shards, which rank 0 does; otherwise none is opened before
-    it is read. Raises ConfigError."""
-    if cfg.rl.on:
+    """The sources of the training and, when the run validates, the held-out data; none where an
+    extension brings the batches. `check` all shards, which rank 0 does; otherwise none is opened
+    before it is read. Raises ConfigError."""
+    if extensions.bringer(cfg):
         return [], []
     from kempner.data.opening import Opening, open_held_out, open_sources
     from kempner.data.stream import Shape
 
     data, cut = cfg.data, cfg.data.too_long == "cut"
-    preferences = cfg.preference.loss != "none"
-    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut, preferences)
+    shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, data.document_mask, cut)
+    for each in extensions.used(cfg):
+        shape = each.sample_shape(cfg, shape)
     how = Opening(shape, check, Path(cfg.run.dir, "bookmarks"))
     sources = open_sources(data, how)
     if cfg.train.seq_len_ramp and any(source.packing for source in sources):
@@ -184,32 +185,28 @@ def fixed_facts(cfg: RunConfig, first: bool) -> dict[str, Any]:
     """Return the facts that define the meaning of a run's weights and position, by section: a later
     start must have the same (checkpoint/fits.py). `first`: on rank 0, whose facts count. Raises
     ConfigError."""
-    from kempner.config.loading import as_dict
     from kempner.data.opening import facts_of
-    from kempner.hf.adapter import identity
 
     sources, _ = open_data(cfg, first)
-    data: dict[str, Any] = {}  # none where it learns from rewards
+    data: dict[str, Any] = {}  # none where the batches are an extension's
     if sources:  # of a mixture its past: see fits.differences
         data = {"seed": cfg.data.seed, "mixture": facts_of(cfg.data, sources)}
-    read_again: dict[str, Any] = {}  # the weights that every start reads must stay the same, too
-    if first and cfg.lora.rank:
-        base = identity(cfg.model.init_from or "")
-        read_again["lora"] = {**as_dict(cfg)["lora"], "base": base}
-    if first and cfg.preference.loss == "dpo":
-        read_again["preference"] = {"reference": identity(cfg.model.init_from or "")}
+    others: dict[str, Any] = {}
+    for each in extensions.used(cfg) if first else ():
+        others |= each.fixed_facts(cfg)
     return {
         "model": asdict(cfg.model),
         "train": {"seq_len": cfg.train.seq_len},
         "data": data,
-        **read_again,
+        **others,
     }
 
 
 def _packs(cfg: RunConfig, check: bool) -> bool:
     """Return whether rows have several documents each; `check`: see open_data()."""
     sources, _ = open_data(cfg, check)
-    return cfg.rl.on or cfg.data.document_mask or any(s.packing is not None for s in sources)
+    apart = cfg.data.document_mask or any(source.packing is not None for source in sources)
+    return apart or extensions.bringer(cfg) is not None
 
 
 def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) -> None:
@@ -218,7 +215,7 @@ def expect_batches(cfg: RunConfig, layout: Layout, model: Decoder, step: int) ->
         return
     from kempner.parallel.compiled import expect_changes
 
-    if cfg.rl.on:
+    if extensions.bringer(cfg):
         expect_changes(model, cfg.train.micro_batch is None, False, documents=True)
         return
     now = stage_at(cfg.train.stages, step)
@@ -241,23 +238,19 @@ def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) 
     return mixture
 
 
-def open_loaders(
-    cfg: RunConfig, layout: Layout, pin: bool, progress: Progress
-) -> tuple[TrainLoader, Callable[[], dict[str, Iterator[MicroBatch]]]]:
-    """Open this rank's share of the data: the training's loader at its position, and a function
-    that makes iterators over the held-out batches, by name of the set."""
-    from kempner.data.loader import TrainLoader, val_batches
+def open_loader(cfg: RunConfig, layout: Layout, pin: bool, progress: Progress) -> TrainLoader:
+    """This rank's share of the training data, at its position."""
+    from kempner.data.loader import TrainLoader
 
-    sources, held_out = open_data(cfg, layout.data_rank == 0)
+    sources, _ = open_data(cfg, layout.data_rank == 0)
     check_batch(cfg.train, layout.shares)
-    micro = micro_batch(cfg.train, layout.shares, cfg.train.sequences)
-    loader = TrainLoader(
+    return TrainLoader(
         sources,
         open_mixture(cfg, sources, progress),
         stages=cfg.train.stages,
         rank=layout.share,
         world=layout.shares,
-        micro=micro,
+        micro=micro_batch(cfg.train, layout.shares, cfg.train.sequences),
         position=progress.samples,
         step=progress.step,
         prefetch=cfg.data.prefetch,
@@ -266,12 +259,22 @@ def open_loaders(
         skip=progress.skip,
     )
 
-    def held_out_batches() -> dict[str, Iterator[MicroBatch]]:
+
+def open_held_out_batches(
+    cfg: RunConfig, layout: Layout
+) -> Callable[[], dict[str, Iterator[MicroBatch]]]:
+    """This rank's share of the held-out data: what makes iterators over its batches, by name of the
+    set."""
+    from kempner.data.loader import val_batches
+
+    _, held_out = open_data(cfg, layout.data_rank == 0)
+
+    def batches() -> dict[str, Iterator[MicroBatch]]:
         return {
             source.name: val_batches(
                 source,
                 samples=cfg.eval.samples or None,
-                micro=micro,
+                micro=micro_batch(cfg.train, layout.shares, cfg.train.sequences),
                 rank=layout.data_rank,
                 world=layout.data_ranks,
                 reset_positions=cfg.data.reset_positions,
@@ -279,4 +282,4 @@ def open_loaders(
             for source in held_out
         }
 
-    return loader, held_out_batches
+    return batches

@@ -19,10 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kempner import nccl_transport, rendezvous, slurm, startup
+from kempner import slurm, startup
 from kempner.config.option import ConfigError
-from kempner.gpu import affinity
-from kempner.gpu import driver as gpu_driver
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +114,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = own  # CUDA reads it at its first call
     if kind != "cpu" and not torch.cuda.is_available() and (gpu := gpu_on_the_bus()):
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        from kempner.gpu import driver as gpu_driver
+
         version = gpu_driver.driver()
         raise ConfigError(
             f"distributed.device = {kind!r}: {host} has {gpu} GPUs and the job was given some, but "
@@ -171,6 +171,8 @@ def stay_near(device: torch.device, world: World) -> None:
 
     if device.type != "cuda":
         return
+    from kempner.gpu import affinity
+
     names = [_on_the_bus(index) for index in range(torch.cuda.device_count())]
     chosen = affinity.stay_near(names[device.index], names, world.per_node)
     if chosen and not world.local_rank:
@@ -224,6 +226,8 @@ def start(
     never comes up does so after `start_timeout` seconds: its own start has no limit.
     """
     import torch.distributed as dist
+
+    from kempner import nccl_transport, rendezvous
 
     startup.mark("imports")
     allow_open_files()
@@ -311,6 +315,8 @@ def _prove(store: dist.Store, world: World, device: str, seconds: float) -> None
     import torch
     import torch.distributed as dist
 
+    from kempner import rendezvous
+
     def message() -> str:
         missing = (
             rendezvous.missing_ranks(store, f"proved-{device}", world.size)
@@ -338,6 +344,8 @@ def _log_nccl(world: World) -> Path | None:
     on the other ranks, and if the user has settings of his own for its log."""
     if world.local_rank or any(name in os.environ for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")):
         return None
+    from kempner import nccl_transport
+
     fd, name = tempfile.mkstemp(prefix="kempner-nccl-")
     os.close(fd)
     os.environ.update(nccl_transport.LOG_SETTINGS, NCCL_DEBUG_FILE=name)
@@ -345,8 +353,10 @@ def _log_nccl(world: World) -> Path | None:
 
 
 def _check_transport(log: str) -> None:
-    """Print the network of this host from NCCL's log. Raises ConfigError if NCCL does not use the
-    fabric that was found here: the run would take ten times as long."""
+    """Print NCCL's own word for the network of this host. Raises ConfigError when the fabric that
+    was found here is not the one that NCCL uses: the run would take ten times as long."""
+    from kempner import nccl_transport
+
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")
     host, wanted = slurm.host_name(), nccl_transport.expected(found)
     said = f"NCCL uses NET/{used}" if used else "NCCL did not say which network it uses"
@@ -375,7 +385,10 @@ def allow_open_files() -> None:
 def _or_exit(seconds: float, message: Callable[[], str]) -> Iterator[None]:
     """End the process with the message if the body takes longer: a hung collective cannot raise."""
 
+    from kempner import rendezvous
+
     def give_up() -> None:
+
         text = f"error: {socket.gethostname()}: {{}}\n{rendezvous.causes()}"
         backstop = threading.Timer(10.0, os._exit, (1,))  # the store may hang, too
         backstop.daemon = True

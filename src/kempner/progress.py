@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kempner.checkpoint.fork import generation
+from kempner import extensions
 from kempner.config.option import ConfigError
 from kempner.data.stages import samples_between, step_of
 from kempner.parts import expect_batches, open_mixture
@@ -14,10 +14,10 @@ from kempner.run import RunConfig
 
 if TYPE_CHECKING:
     from kempner.checkpoint.checkpointer import Checkpointer
-    from kempner.data.loader import TrainLoader
-    from kempner.lowcomm.replicas import Replicas
+    from kempner.extensions import Loader
     from kempner.model.decoder import Decoder
     from kempner.parallel.layout import Layout
+    from kempner.replicas import Replicas
     from kempner.run_directory import Run
 
 
@@ -71,10 +71,12 @@ class Progress:
             starts.append(start)
         return replace(self, phases=starts)
 
-    def after_step(self, samples: int, tokens: int) -> Progress:
-        """Return the progress one step later. `samples`: the loader's position; `tokens`: of that
-        step."""
-        return replace(self, step=self.step + 1, samples=samples, tokens=self.tokens + tokens)
+    def after_step(
+        self, samples: int, tokens: int, orchestrator: dict[str, Any] | None = None
+    ) -> Progress:
+        """One step later. `samples`: the loader's position; `tokens`: of that step."""
+        now = replace(self, step=self.step + 1, samples=samples, tokens=self.tokens + tokens)
+        return replace(now, orchestrator=orchestrator)
 
     def record(self) -> dict[str, Any]:
         """Return the record for the manifest."""
@@ -90,15 +92,13 @@ def resume(
     replicas: Replicas,
 ) -> Progress:
     """Load the newest checkpoint; without one, that of the run to be forked, or the weights that
-    model.init_from names. Checkpoints of adapters need these, too. With checkpoint.powers_of_two a
+    an extension has. With checkpoint.powers_of_two a
     new run saves what it begins with, as a fork always does. The compiler hears which batches are
     to come."""
     manifest = checkpointer.load()
     forks = manifest is None and bool(cfg.run.fork)
-    if cfg.model.init_from is not None and (cfg.lora.rank or (manifest is None and not forks)):
-        from kempner.hf.load import start_from
-
-        run.announce(start_from(model, cfg.model, run.dir if manifest is None else None))
+    for each in extensions.used(cfg):
+        each.start(cfg, run, model, begun=manifest is not None or forks)
     progress = (
         begin_fork(cfg, run, checkpointer, replicas) if forks else Progress.of(manifest).plan(cfg)
     )
@@ -114,13 +114,14 @@ def begin_fork(
     """Load the checkpoint that run.fork names, and save it as the first one of this run. All
     replicas begin with it."""
     from kempner.checkpoint.fits import differences
-    from kempner.hf.source import FOLDER, carry, run_of
+    from kempner.checkpoint.fork import generation
 
     names = tuple(name for name in checkpointer.providers if name not in ("rng", "spikes"))
     names = names if cfg.run.fork_optimizer == "keep" else ("model",)
     path, manifest, table = checkpointer.load_from(cfg.run.fork, names)
-    if run.world.rank == 0 and (beside := run_of(path) / FOLDER).is_dir():
-        carry(beside, run.dir / FOLDER)
+    if run.world.rank == 0:
+        for each in extensions.used(cfg):
+            each.forked(path, run)
     kept = "optim" in names and any(name.startswith("optim.") for name in table)
     lineage = generation(cfg.run.fork, manifest, "keep" if kept else "fresh")
     # With the same samples in the same order the fork continues at the other run's position.
@@ -146,11 +147,13 @@ def go_back(
     since: Progress,
     verdict: Verdict,
     checkpointer: Checkpointer,
-    loader: TrainLoader,
+    loader: Loader,
     run: Run,
 ) -> tuple[Progress, Verdict]:
-    """Go back to the last checkpoint, leaving out the samples of the bad steps from there; returns
-    the new progress and verdict. `since`: the progress after the first of these steps."""
+    """To the last checkpoint, from where the samples of the bad steps are left out; returns where
+    the run is then, and what is next. `since`: after the first of these steps."""
+    if loader.at_once:  # what feeds the run is ahead, and goes back with it in a new attempt
+        raise RuntimeError(verdict.reason)
     bad = [since.samples - run.cfg.train.stage(since.step - 1).batch, loader.position]
     manifest = checkpointer.load()
     if manifest is None:

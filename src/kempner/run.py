@@ -5,30 +5,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kempner import combinations
-from kempner.bench_config import BenchConfig
+from kempner import combinations, extensions
 from kempner.checkpoint.config import CheckpointConfig
-from kempner.config.option import REQUIRED, ConfigError, option, subsection
+from kempner.config.option import REQUIRED, ConfigError, Sections, option
 from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.stages import Stage, ramp_problems, stage_at, stages
-from kempner.lowcomm.config import LowcommConfig
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
 from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig
 from kempner.parallel.config import DistributedConfig, LoraConfig
-from kempner.preference.config import PreferenceConfig
 from kempner.profiling import ProfileConfig
 from kempner.resilience.config import ResilienceConfig
-from kempner.rl.config import (
-    DeploymentConfig,
-    InferenceConfig,
-    LossConfig,
-    RlConfig,
-    SamplingConfig,
-)
 from kempner.trackers.config import TrackersConfig
 
 # One rank may read the tokens of a whole step at once, 8 bytes each, and max_steps of them must fit
@@ -235,7 +226,9 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Sections):
+    """The trainer's sections are fields; those of extensions are found by name: cfg.of(CLASS)."""
+
     run: RunSection = field(default_factory=RunSection)
     train: TrainConfig = field(default_factory=TrainConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -245,20 +238,21 @@ class RunConfig:
     freeze: FreezeConfig = field(default_factory=FreezeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    lowcomm: LowcommConfig = field(default_factory=LowcommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    rl: RlConfig = field(default_factory=RlConfig)
-    rl_deployment: DeploymentConfig = subsection("rl.deployment", DeploymentConfig)
-    rl_sampling: SamplingConfig = subsection("rl.sampling", SamplingConfig)
-    rl_loss: LossConfig = subsection("rl.loss", LossConfig)
-    rl_inference: InferenceConfig = subsection("rl.inference", InferenceConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @classmethod
+    def find_sections(cls, name: str) -> Mapping[str, type]:
+        found = extensions.of_section(name)
+        return found.sections if found else {}
+
+    @classmethod
+    def all_sections(cls) -> Mapping[str, type]:
+        return {name: each for one in extensions.every() for name, each in one.sections.items()}
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -268,24 +262,11 @@ class RunConfig:
         return combinations.problems(self)
 
     def forward_rows(self, data_ranks: int) -> int:
-        """Return the sequences of one forward pass of a rank. RL: at most one row per sample.
+        """Sequences of one forward pass of a rank; where an extension brings the batches, at most.
         Raises ConfigError: see micro_batch."""
-        if self.rl.on:
+        if extensions.bringer(self):
             return self.train.micro_batch or -(-self.train.sequences // data_ranks)
         return micro_batch(self.train, data_ranks, self.train.sequences)
-
-    def of_replica(self, number: int) -> RunConfig:
-        """Return the configuration of replica `number`. The first one is the run itself; another
-        has a run directory of its own in that of the run."""
-        if number == 0:
-            return self
-        checkpoints = self.checkpoint.dir and f"{self.checkpoint.dir}/replicas/{number}"
-        return replace(
-            self,
-            run=replace(self.run, dir=f"{self.run.dir}/replicas/{number}"),
-            checkpoint=replace(self.checkpoint, dir=checkpoints),
-            trackers=TrackersConfig(),
-        )
 
 
 def check_batch(cfg: TrainConfig, world_size: int) -> None:

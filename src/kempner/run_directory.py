@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kempner import process, startup
+from kempner import extensions, process, startup
 from kempner.checkpoint.ranks import PeerFailed
 from kempner.code import this
 from kempner.config.loading import to_toml
@@ -34,7 +34,6 @@ from kempner.front_door import explain_os_error
 from kempner.gpu.watch import GpuWatch, start_watch
 from kempner.history.events import End, Fault, FirstStep, GoBack, Start
 from kempner.hosts import all_hosts, ask_hosts
-from kempner.planner.out_of_memory import explain
 from kempner.process_group import World
 from kempner.progress import Progress
 from kempner.rendezvous import forget_rendezvous
@@ -279,7 +278,7 @@ class Run:
         this rank, and a planner that fails must not hide the fault, which is on disk by now."""
         self.background.flush(LAST_WORDS_S)
         try:
-            fix = explain(self.cfg, self.world, check_world)
+            fix = extensions.adviser().advise(self.cfg, self.world, check_world)
         except Exception as error:
             self.log("".join(traceback.format_exception(error)).rstrip())
             return

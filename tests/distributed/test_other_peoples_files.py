@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.config.option import schema
+from kempner.config.option import whole_schema
 from kempner.program.options import NAMES
 from kempner.run import RunConfig
 from tests.conftest import ROOT, clean_env
@@ -457,7 +457,7 @@ VARIABLES = {
 
 def test_every_option_of_the_configuration_is_in_the_table() -> None:
     texts = set()
-    for options in schema(RunConfig).values():
+    for options in whole_schema(RunConfig).values():
         for option in options.values():
             columns = option.keys.values() if option.keys else [option]
             texts |= {each.name for each in columns if each.item is str and not each.choices}

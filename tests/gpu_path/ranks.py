@@ -28,11 +28,10 @@ import kempner.optim.build
 import kempner.run_directory  # noqa: F401  # before the forks
 from kempner import process_group
 from kempner.config.loading import load
-from kempner.lowcomm.opening import open_replicas
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Layout, build_layout
-from kempner.parts import open_checkpointer, open_layout
+from kempner.parts import open_checkpointer, open_layout, open_replicas
 from kempner.run import RunConfig
 from kempner.run_directory import Run
 from tests.gpu_path.kernels import CPU, GPU, replaced

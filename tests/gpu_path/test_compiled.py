@@ -17,7 +17,7 @@ from kempner.model.attention import Documents
 from kempner.model.config import ModelConfig
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import build_layout
-from kempner.parts import expect_batches, open_loaders
+from kempner.parts import expect_batches, open_loader
 from kempner.progress import Progress
 from kempner.run import RunConfig
 from tests.gpu_path import kernels
@@ -67,7 +67,7 @@ def run(shape: ModelConfig, *words: str, begin: int = 0, packed: bool = False) -
     layout = build_layout(cfg.distributed, 1, 1, "cpu")
     model = build_model(cfg.model, layout, cfg.train, cfg.distributed)
     expect_batches(cfg, layout, model, begin)
-    loader, _ = open_loaders(cfg, layout, False, Progress(step=begin))
+    loader = open_loader(cfg, layout, False, Progress(step=begin))
     counts = itertools.cycle((4, 7, 3, 9, 1, 6))
 
     def loss_of(tokens: torch.Tensor) -> Any:

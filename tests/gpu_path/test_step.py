@@ -224,7 +224,7 @@ def test_preferences(loss: str) -> None:
 @pytest.mark.parametrize("name", ["grpo", "masked"])
 def test_policy(name: str) -> None:
     model = build()
-    policy = Policy(replace(RunConfig(), rl_loss=LossConfig(name=name)), GPU)
+    policy = Policy(RunConfig(more=(("rl.loss", LossConfig(name=name)),)), GPU)
     model.loss = policy.loss
     train(model, optimizer_of(model), policy, [rollouts()])
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kempner.config.command_line import help_text, parse_command
 from kempner.config.loading import as_dict, config_hash, load, to_toml
-from kempner.config.option import REQUIRED, ConfigError, option, schema, subsection
+from kempner.config.option import REQUIRED, ConfigError, Sections, option, schema, whole_schema
 from kempner.configure import load_config
 from kempner.run import RunConfig
 
@@ -464,7 +464,7 @@ def test_the_hash_is_stable_and_follows_the_values() -> None:
 
 
 def test_help_lists_every_option_on_lines_that_fit() -> None:
-    text = help_text(Config, "usage: train.py CONFIG.toml")
+    text = help_text(schema(Config), "usage: train.py CONFIG.toml")
     assert text.startswith(
         "usage: train.py CONFIG.toml\n\n[train]\n  --train.max_steps int [1000]  "
     )
@@ -477,7 +477,7 @@ def test_help_lists_every_option_on_lines_that_fit() -> None:
         " [float, float] [0.9, 0.95]",
     ):
         assert part in text
-    assert "[required]" in help_text(NeedsData, "")
+    assert "[required]" in help_text(schema(NeedsData), "")
     assert max(map(len, text.splitlines())) <= 100
     columns = [
         line.find(word) for word in ("compile the", "any text") for line in text.splitlines()
@@ -488,7 +488,7 @@ def test_help_lists_every_option_on_lines_that_fit() -> None:
 def test_help_wraps_a_long_option_and_a_long_meaning() -> None:
     long = make_dataclass("Long", [("x" * 60, int, option(1, "word " * 30))], frozen=True)
     root = make_dataclass("Root", [("s", long, field(default_factory=long))], frozen=True)
-    _, _, _, name, *meaning = help_text(root, "usage").splitlines()
+    _, _, _, name, *meaning = help_text(schema(root), "usage").splitlines()
     assert name == f"  --s.{'x' * 60} int [1]"
     assert " ".join(meaning).split() == ["word"] * 30 and max(map(len, meaning)) <= 100
 
@@ -616,7 +616,7 @@ def test_a_list_of_tables_is_read_replaced_and_written_again(folder: Path) -> No
     assert as_dict(cfg)["mix"]["parts"][1] == {"path": "b", "weight": 0.5, "sizes": [1, 2]}
     given = read("a.toml", "--mix.parts=[{path = 'c', weight = 1}]", root=Mixed)
     assert given.mix.parts == (Part("c", 1.0),) and type(given.mix.parts[0].weight) is float
-    shown = help_text(Mixed, "")
+    shown = help_text(schema(Mixed), "")
     assert "--mix.parts [table, ...] []" in shown and "weight float or none [none]" in shown
 
 
@@ -639,36 +639,62 @@ def test_all_that_is_wrong_with_a_list_of_tables_is_said_with_its_place(folder: 
 
 
 @dataclass(frozen=True)
-class Nested:
+class Nested(Sections):
+    """Its sections [rl] and [rl.my_data] are no fields, and found by their names."""
+
     train: Train = field(default_factory=Train)
-    train_data: Data = subsection("train.my_data", Data)
+
+    @classmethod
+    def find_sections(cls, name: str) -> dict[str, type]:
+        return cls.all_sections() if name.partition(".")[0] == "rl" else {}
+
+    @classmethod
+    def all_sections(cls) -> dict[str, type]:
+        return {"rl": Optimizer, "rl.my_data": Data}
 
 
 def test_a_section_within_another_is_read_overridden_and_written_again(folder: Path) -> None:
-    Path("a.toml").write_text('[train]\nnote = "a"\n[train.my-data]\npath = "p"\nseed = 1\n')
-    cfg = read("a.toml", "--train.my_data.seed=2", "--train.compile", root=Nested)
-    assert cfg == Nested(Train(note="a", compile=True), Data("p", 2))
+    Path("a.toml").write_text('[train]\nnote = "a"\n[rl.my-data]\npath = "p"\nseed = 1\n')
+    cfg = read("a.toml", "--rl.my_data.seed=2", "--train.compile", root=Nested)
+    more = (("rl", Optimizer()), ("rl.my_data", Data("p", 2)))
+    assert cfg == Nested(more, Train(note="a", compile=True))
+    assert cfg.of(Data) == Data("p", 2) and read(root=Nested).of(Optimizer) == Optimizer()
     Path("b.toml").write_text(to_toml(cfg))
     assert read("b.toml", root=Nested) == cfg
-    assert as_dict(cfg)["train.my_data"] == {"path": "p", "seed": 2}
-    assert "--train.my_data.seed int [0]" in help_text(Nested, "")
+    assert as_dict(cfg)["rl.my_data"] == {"path": "p", "seed": 2}
+    assert "--rl.my_data.seed int [0]" in help_text(whole_schema(Nested), "")
 
 
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("--train.my_data=1", "train.my_data is a section; write --train.my_data.key=value"),
-        ("--train.my_data.sed=1", "unknown option; did you mean --train.my_data.seed?"),
-        ("--train.my_dta.seed=1", "unknown option; did you mean --train.my_data.seed?"),
+        ("--rl.my_data=1", "rl.my_data is a section; write --rl.my_data.key=value"),
+        ("--rl.my_data.sed=1", "unknown option; did you mean --rl.my_data.seed?"),
+        ("--rl.my_dta.seed=1", "unknown option; did you mean --rl.my_data.seed?"),
     ],
 )
 def test_a_wrong_word_of_a_section_within_another(folder: Path, word: str, expected: str) -> None:
-    Path("a.toml").write_text('[train.my_data]\npath = "p"\n')
+    Path("a.toml").write_text('[rl.my_data]\npath = "p"\n')
     assert problem("a.toml", word, root=Nested) == f"{word}: {expected}"
 
 
 def test_a_required_key_of_a_section_within_another_is_named_whole() -> None:
-    assert problem(root=Nested).startswith("train.my_data.path: is required")
+    assert problem("--rl.lr=0.5", root=Nested).startswith("rl.my_data.path: is required")
+
+
+def test_sections_at_their_defaults_are_as_none_at_all(folder: Path) -> None:
+    """The config.toml of an older run has all sections."""
+
+    @dataclass(frozen=True)
+    class Found(Sections):
+        train: Train = field(default_factory=Train)
+
+        @classmethod
+        def find_sections(cls, name: str) -> dict[str, type]:
+            return {"rl": Optimizer} if name == "rl" else {}
+
+    Path("a.toml").write_text("[rl]\nlr = 0.0003\n")
+    assert read("a.toml", root=Found) == Found() and "[rl]" not in to_toml(Found())
 
 
 @pytest.mark.parametrize(

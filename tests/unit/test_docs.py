@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kempner.config.option import schema
+from kempner.config.option import whole_schema
 from kempner.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SECTIONS = schema(RunConfig)
+SECTIONS = whole_schema(RunConfig)
 OPTION = r"^(?:--)?([a-z_.]+)\.([a-z_-]+)\b(?!/)"
 TITLES = {page.read_text().splitlines()[0].lstrip("# ").lower() for page in PAGES[1:]}
 
@@ -167,7 +167,9 @@ def test_the_modules_and_files_that_the_pages_name_exist() -> None:
         paths = re.findall(r"`((?:src/kempner|scripts|configs|benchmarks)/[\w/.-]+)`", text)
         if page.name == "coming-from.md":  # has the other kits' as well
             paths = []
-        paths = [path for path in paths if Path(path).name not in ("mine.sh", "own.sh")]  # the user's
+        paths = [
+            path for path in paths if Path(path).name not in ("mine.sh", "own.sh")
+        ]  # the user's
         assert [path for path in paths if not (ROOT / path).exists()] == [], page.name
         for name in re.findall(r"\bkempner(?:\.[a-z_]+)+", text):
             path = ROOT / "src" / name.replace(".", "/")

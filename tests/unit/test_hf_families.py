@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from kempner.config.option import ConfigError
 from kempner.hf.families import config_json, family_of, model_values
-from kempner.hf.tensors import parts, tensor_names, tensor_shapes
+from kempner.hf.tensors import parts, tensor_names
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
+from kempner.model.shapes import tensor_shapes
 
 # As published, in the form of transformers 4.
 LLAMA_31_8B = {

@@ -12,64 +12,32 @@ from pathlib import Path
 
 import pytest
 
+from kempner.extensions import INDEX, Extension, extension, index
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kempner"
 
-# From the bottom up. A module imports its own layer and those below.
-LAYERS = (
-    {
-        "files",
-        "process",
-        "background",
-        "signals",
-        "slurm",
-        "port_range",
-        "peers",
-        "private",
-        "rendezvous",
-        "config",
-        "directories",
-        "front_door",
-        "picture",
-        "nccl_transport",
-        "compiler",
-        "hub",
-    },
-    {"trackers", "code", "startup", "check"},
-    {
-        "process_group",
-        "metrics",
-        "profiling",
-        "bench_config",
-        "loss",
-        "model",
-        "data",
-        "history",
-        "gpu",
-        "preflight",
-        "ray",
-    },
-    {"parallel", "optim", "checkpoint", "resilience", "hf", "objective", "preference", "lowcomm"},
-    {"generate", "load", "combinations", "serve", "rl"},
-    {"run"},
-    {"planner"},
-    {"bench"},
-    {"configure", "parts", "progress", "step", "evaluate"},
-    {"sweep"},
-    {
-        "run_directory",
-        "contents",
-        "hosts",
-        "run_log",
-        "run_records",
-        "recorder",
-        "inspection",
-        "harness",
-        "activations",
-    },
-    {"program"},
-)
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# From the bottom up: options; the kit, for any program under Slurm; the parts of a trainer; the
+# trainer; what is built on it. A module imports its own layer and those below, also in functions
+# and for annotations. A name is a module, a package, or a module of a package that is elsewhere.
+LAYERS = {
+    "config": "config",
+    "jobs": """
+        background check code compiler directories files front_door gpu history hosts hub
+        nccl_transport peers picture port_range preflight private process process_group program ray
+        rendezvous resilience.lock run_log run_records signals slurm startup trackers
+    """,
+    "parts": "checkpoint data loss model optim parallel resilience.spikes",
+    "train": """
+        combinations configure contents evaluate extensions metrics objective parts profiling
+        progress recorder replicas resilience run run_directory step training
+    """,
+    "extensions": """
+        activations bench bench_config extensions_index generate harness hf inspection load lowcomm
+        planner preference rl serve sweep
+    """,
+}
+LEVEL = {name: i for i, names in enumerate(LAYERS.values()) for name in names.split()}
 MODULES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path
     for path in sorted(SOURCE.rglob("*.py"))
@@ -77,22 +45,23 @@ MODULES = {
 }
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Names that the code imports, also within functions; not those for annotations alone."""
+def imports(tree: ast.AST, types: bool = False) -> Iterator[str]:
+    """Names that the code imports, also within functions; with `types` those for annotations
+    alone, too."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, "imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield from imports(node)
+        elif types or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from imports(node, types)
 
 
-def own_imports(path: Path) -> set[str]:
+def own_imports(path: Path, types: bool = False) -> set[str]:
     """The kempner modules that a file imports."""
     found = set()
-    for name in imports(ast.parse(path.read_text())):
+    for name in imports(ast.parse(path.read_text()), types):
         if name.split(".")[0] == "kempner" and name != "kempner.__version__":
             module = name if name in MODULES else name.rpartition(".")[0]
             assert module in MODULES, f"{path}: {name} is no module, nor a name in one"
@@ -101,15 +70,32 @@ def own_imports(path: Path) -> set[str]:
 
 
 def level(module: str) -> int:
-    name = module.split(".")[1]
+    names = module.split(".")[1:3]
+    name = ".".join(names) if ".".join(names) in LEVEL else names[0]
     assert name in LEVEL, f"{module} is in no layer: give it a place in LAYERS"
     return LEVEL[name]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module: str) -> None:
-    upward = {other for other in own_imports(MODULES[module]) if level(other) > level(module)}
+    names = own_imports(MODULES[module], types=True)
+    upward = {other for other in names if level(other) > level(module)}
     assert not upward, f"{module} imports {upward} from a layer above"
+
+
+def test_the_trainer_finds_its_extensions_by_the_index_alone() -> None:
+    """No string below the extensions names one of their modules, but that of the index."""
+    for name, path in MODULES.items():
+        texts = (
+            x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant)
+        )
+        named = {text for text in texts if isinstance(text, str) and text in MODULES}
+        above = {text for text in named if level(text) > level(name)}
+        assert above == ({INDEX} if name == "kempner.extensions" else set()), name
+    targets = {*index().SECTIONS.values(), *index().KEYS.values(), *index().FLAGS.values()}
+    for target in {*targets, index().ADVICE}:
+        assert isinstance(extension(target), Extension)
+        assert level(target.partition(":")[0]) == len(LAYERS) - 1
 
 
 def test_no_module_imports_itself_around_a_corner() -> None:

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from kempner.metrics import Clock, MetricsConfig, line, peak_flops, short
+from kempner.objective import NextToken
 from kempner.process_group import World
 from kempner.progress import Progress
 from kempner.recorder import Recorder
+from kempner.replicas import Replicas
+from kempner.resilience.spikes import Spikes
 from kempner.run import RunConfig, TrainConfig
 from kempner.step import StepResult
 
@@ -101,6 +104,9 @@ LOADER: Any = SimpleNamespace(
     sources=(),
     sample_numbers=lambda position, count: list(range(position, position + count)),
     keys_per_query=lambda window: None,
+    at_once=False,
+    places=lambda tokens: tokens,
+    record=lambda result, lap, counted: {},
 )
 
 
@@ -114,12 +120,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def record(run: FakeRun, clock: SimpleNamespace, **faults: Any) -> list[dict[str, Any]]:
     """Steps 1 to 7 of 2 s each, 0.5 s of it waiting for data; returns the lines of the file."""
-    made = Recorder(run, torch.device("cpu"), Progress(), LOADER)  # type: ignore[arg-type]
+    parts = (LOADER, NextToken(), Replicas(), Spikes(6.0, 8))
+    made = Recorder(run, torch.device("cpu"), Progress(), *parts)  # type: ignore[arg-type]
     for step in range(1, 8):
         with made.clock.part("data"):
             clock.value += 0.5
         clock.value += 1.5
-        made.step(result(step, made.clock.spent(), **faults.get(f"step{step}", {})), LOADER)
+        made.step(result(step, made.clock.spent(), **faults.get(f"step{step}", {})))
     path = run.dir / "metrics.jsonl"
     return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 

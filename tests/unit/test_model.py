@@ -14,11 +14,11 @@ from kempner.config.loading import load
 from kempner.config.toml import loads
 from kempner.data.source import IGNORE
 from kempner.hf.families import family_of
-from kempner.hf.tensors import tensor_shapes
 from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder
+from kempner.model.shapes import tensor_shapes
 from kempner.run import RunConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "train"

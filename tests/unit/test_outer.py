@@ -358,7 +358,7 @@ def test_what_cannot_be_combined(words: str, message: str) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_shipped_files_fit_any_world(path: Path) -> None:
     cfg = load_config([str(path)], [])
-    assert cfg.lowcomm.on != path.stem.startswith("dp-")
+    assert cfg.of(LowcommConfig).on != path.stem.startswith("dp-")
     for world in ((1, 1), (2, 2), (8, 4)):
         assert check_world(cfg, *world) == []
 
@@ -372,4 +372,4 @@ def test_the_page_names_the_files_and_its_commands_are_valid() -> None:
     assert len(commands) == 4
     for file, words in commands[:3]:
         cfg = load_config([file], shlex.split(words))
-        assert cfg.lowcomm.count(16, 4) == (4 if "nodes" in words else 16)
+        assert cfg.of(LowcommConfig).count(16, 4) == (4 if "nodes" in words else 16)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kempner.config.option import ConfigError
-from kempner.configure import OTHER_PROGRAM, check, load_config
+from kempner.configure import check, load_config
 from kempner.planner.memory import memory
+from kempner.rl.extension import OTHER_PROGRAM, RlExtension
 from tests.served import make_model
 
 GOOD = ["--model.vocab_size=257", "--rl.tokenizer=bytes", "--rl.env=[{id='arithmetic'}]",
@@ -48,7 +49,7 @@ REFUSED = {
 
 def problems(*words: str) -> list[str]:
     try:
-        return check(load_config([], [*GOOD, *words]), ONLY, rewards=True)
+        return check(load_config([], [*GOOD, *words]), ONLY, RlExtension)
     except ConfigError as error:
         return error.problems
 
@@ -93,7 +94,7 @@ def test_it_needs_no_data_and_its_batch_is_that_of_rl() -> None:
 def test_each_program_has_its_own_configurations() -> None:
     assert check(load_config([], GOOD), ONLY) == [OTHER_PROGRAM[False]]
     data = load_config([], ["--data.dataset_path=fake:"])
-    assert check(data, ONLY, rewards=True) == [OTHER_PROGRAM[True]]
+    assert check(data, ONLY, RlExtension) == [OTHER_PROGRAM[True]]
 
 
 def test_a_tokenizer_of_its_own_means_what_that_of_the_weights_means(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from kempner.model.decoder import Decoder
 from kempner.parallel.config import LoraConfig
 from kempner.parallel.lora import add_adapters
 from kempner.rl.batch import micro_batches
-from kempner.rl.config import LossConfig, RlConfig, SamplingConfig
+from kempner.rl.config import LossConfig, SamplingConfig
 from kempner.rl.loss import Policy, policy_losses
 from kempner.rl.publish import whole_tensors
 from kempner.run import RunConfig, TrainConfig
@@ -38,9 +38,7 @@ LOSSES = {
 
 def policy(loss: LossConfig, temperature: float = 1.0, chunk: int | None = None) -> Policy:
     cfg = RunConfig(
-        rl=RlConfig(),
-        rl_loss=loss,
-        rl_sampling=SamplingConfig(temperature=temperature),
+        more=(("rl.loss", loss), ("rl.sampling", SamplingConfig(temperature=temperature))),
         train=TrainConfig(loss_chunk=chunk),
     )
     return Policy(cfg, torch.device("cpu"))

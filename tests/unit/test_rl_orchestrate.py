@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kempner.config.option import ConfigError
+from kempner.rl.config import InferenceConfig
 from kempner.rl.exchange import Exchange, Start
 from kempner.rl.opening import open_parts
 from tests import fake_engine, rl_loop
@@ -85,9 +86,9 @@ def test_an_environment_without_any_task_is_told_at_once(tmp_path: Path) -> None
 def problems(folder: Path, *urls: str, **more: object) -> str:
     """Of a check with engines that run already."""
     cfg = rl_loop.config(folder)
-    inference = replace(cfg.rl_inference, urls=urls, **more)  # type: ignore[arg-type]
+    inference = replace(cfg.of(InferenceConfig), urls=urls, **more)  # type: ignore[arg-type]
     try:
-        open_parts(replace(cfg, rl_inference=inference), servers=True)
+        open_parts(cfg.with_section("rl.inference", inference), servers=True)
     except ConfigError as error:
         return "\n".join(error.problems)
     return ""

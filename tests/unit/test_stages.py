@@ -69,7 +69,8 @@ def test_a_run_that_goes_back_leaves_out_the_batches_that_were_bad(
     sought: list[tuple[Any, ...]] = []
     run: Any = SimpleNamespace(cfg=RunConfig(train=train), went_back=lambda *_: None)
     checkpointer: Any = SimpleNamespace(load=lambda: manifest, remember_skip=lambda _: None)
-    loader: Any = SimpleNamespace(position=64, sources=[], seek=lambda *to: sought.append(to))
+    loader: Any = SimpleNamespace(position=64, sources=[], at_once=False)
+    loader.seek = lambda *to: sought.append(to)
     monkeypatch.setattr(progress, "open_mixture", lambda *_: "mixture")
     now, first = Progress(step=6, samples=64), Progress(step=4, samples=32)
     back, _ = go_back(now, first, Verdict(go_back=True), checkpointer, loader, run)

@@ -20,6 +20,7 @@ from kempner import slurm
 from kempner.config.option import ConfigError
 from kempner.directories import Kind, mark
 from kempner.history.run_history import is_run
+from kempner.lowcomm.config import LowcommConfig
 from kempner.sweep import look as looking
 from kempner.sweep import submit as submitting
 from kempner.sweep.early_stop import worse
@@ -191,7 +192,7 @@ def test_the_nine_sizes() -> None:
     lines."""
     points = [p for p in shipped(SWEEPS / "sizes.toml") if p.values["lr_step"] == 0]
     points, diloco = points[:9], points[9:]
-    assert [p.cfg.lowcomm.replicas for p in (*points, *diloco)] == [None] * 9 + [8] * 9
+    assert [p.cfg.of(LowcommConfig).replicas for p in (*points, *diloco)] == [None] * 9 + [8] * 9
     assert [p.cfg.optimizer.weight_decay for p in diloco] == pytest.approx([0.1 / 8] * 9)
     for point, width in zip(points, range(512, 4609, 512), strict=True):
         depth, vocab = 6 * width // 512, 128256

@@ -193,6 +193,14 @@ def complete(root: Path) -> list[Path]:
     return branch + left
 
 
+def has_checkpoint(root: Path) -> bool:
+    """Whether a checkpoint is there; none where the directory cannot be read, which the check of
+    the input names."""
+    with contextlib.suppress(OSError):
+        return bool(complete(root))
+    return False
+
+
 def _read_commit(path: Path, step: int) -> _Commit:
     try:
         manifest = json.loads((path / MANIFEST).read_text())

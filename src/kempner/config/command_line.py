@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kempner.config.option import ConfigError, Option, schema
+from kempner.config.option import ConfigError, Option
 from kempner.config.values import shown, to_text
 
 HELP_WIDTH = 100
@@ -121,10 +121,10 @@ def argument_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
     return Parser(program, None, about, more, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def help_text(root: type, usage: str) -> str:
-    """Format `usage`, then every option by section: name, type, [default], one line of meaning."""
+def help_text(sections: Mapping[str, Mapping[str, Option]], usage: str) -> str:
+    """`usage`, then every option by section: name, type, [default], one line of meaning."""
     lines = [usage.rstrip()]
-    for section, options in schema(root).items():
+    for section, options in sections.items():
         lines += ["", f"[{section}]"]
         for option in options.values():
             lines += _help(option, f"--{option.name}")

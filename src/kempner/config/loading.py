@@ -25,8 +25,10 @@ from kempner.config.option import (
     ConfigError,
     Option,
     Schema,
+    Sections,
     from_text,
     schema,
+    section_options,
     sections_of,
 )
 from kempner.config.values import shown, to_text
@@ -55,7 +57,7 @@ def load(
     called when all its sections are. `complete` adds values that follow from those given, and
     returns problems.
     """
-    loader = _Loader(schema(root), list(problems))
+    loader = _Loader(root, list(problems))
     loader.complete = bool(files) or not loader.problems  # the word that was to be one is in them
     for file in files:
         loader.read(Path(file), str(file), children=())
@@ -67,12 +69,24 @@ def load(
 class _Loader:
     """The values and the problems, as they come together."""
 
-    def __init__(self, sections: Schema, problems: list[str]) -> None:
-        self.sections = sections
+    def __init__(self, root: type, problems: list[str]) -> None:
+        self.sections: Schema = dict(schema(root))
         self.problems = problems
-        self.values: dict[str, dict[str, Any]] = {section: {} for section in sections}
+        self.values: dict[str, dict[str, Any]] = {section: {} for section in self.sections}
+        self.finds = root if issubclass(root, Sections) else Sections
+        self.groups: list[Mapping[str, type]] = []  # of sections that were found by name
         self.unsound: set[str] = set()  # sections with a problem: not checked any further
         self.complete = True  # all files were read
+
+    def knows(self, name: str) -> bool:
+        """Whether a section has this name. What comes with it is known from then on."""
+        group = {} if name in self.sections else self.finds.find_sections(name)
+        if group.keys() - self.sections.keys():
+            self.groups.append(group)
+            for section, cls in group.items():
+                self.sections[section] = section_options(section, cls)
+                self.values[section] = {}
+        return name in self.sections
 
     def read(self, path: Path, where: str, children: tuple[str, ...]) -> None:
         """Take the values of the files that `base` names, then those of the file itself."""
@@ -106,7 +120,7 @@ class _Loader:
 
     def _read_section(self, section: str, keys: Any, where: str) -> None:
         name = section.replace("-", "_")
-        if name not in self.sections:
+        if not self.knows(name):
             what = "section" if isinstance(keys, dict) else "key"
             problem = f"unknown {what}{self._nearest(name)}"
             if name == "slurm":
@@ -122,7 +136,7 @@ class _Loader:
         spelled: dict[str, str] = {}
         for key, value in keys.items():
             inner = f"{name}.{key.replace('-', '_')}"
-            if inner in self.sections:
+            if self.knows(inner):
                 self._read_section(inner, value, where)
                 continue
             other = spelled.setdefault(key.replace("-", "_"), key)
@@ -138,7 +152,8 @@ class _Loader:
         where, name = _one_line(word), name.replace("-", "_")
         if negated := name.startswith("no_"):
             name = name.removeprefix("no_")
-        section, _, key = name.rpartition(".") if name not in self.sections else (name, "", "")
+        section, _, key = (name, "", "") if self.knows(name) else name.rpartition(".")
+        self.knows(section)
         option = self.sections.get(section, {}).get(key)
         if section in self.sections and not key:
             fix = f"{section} is a section; write --{section}.key=value"
@@ -185,14 +200,16 @@ class _Loader:
         """Return the hint for a name that is not in the schema: `; did you mean ...?` if there is
         one."""
         section, _, key = name.rpartition(".")
-        names = [option.name for keys in self.sections.values() for option in keys.values()]
+        others = self.finds.all_sections().items()
+        sections = self.sections | {each: section_options(each, cls) for each, cls in others}
+        names = [option.name for keys in sections.values() for option in keys.values()]
         elsewhere = [other for other in names if other.endswith(f".{key}")]
         if section in self.sections:
             near = difflib.get_close_matches(key, self.sections[section], n=1)
             guesses = [f"{section}.{key}" for key in near] or elsewhere
         else:
             guesses = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
-            names += () if dashes else self.sections  # which are no options
+            names += () if dashes else sections  # which are no options
             guesses = guesses or difflib.get_close_matches(name, names, n=1)
         return f"; did you mean {dashes}{guesses[0]}?" if guesses else "; --help lists all"
 
@@ -203,23 +220,41 @@ class _Loader:
         if not self.unsound and (problems := complete(self.values)):
             raise ConfigError(self.problems + problems)
         sections: dict[str, Any] = {}
-        for section, (name, cls) in sections_of(root).items():
-            values = self.values[section]
-            for key, option in self.sections[section].items():
-                if option.default is REQUIRED and key not in values:
-                    fix = f"write --{option.name}={option.example}, or {key} under [{section}]"
-                    self._wrong(section, f"{option.name}: is required ({option.type_name}); {fix}")
-            if section not in self.unsound:
-                sections[name] = cls(**values)
-                for problem in _own_problems(sections[name]):
-                    self._wrong(section, problem)
+        for section, cls in sections_of(root).items():
+            sections[section] = self._section(section, cls)
+        more = [
+            [(section, self._section(section, cls)) for section, cls in group.items()]
+            for group in self.groups
+        ]
         if self.unsound:
             raise ConfigError(self.problems)
+        # Where all have their defaults it is as if none was given: an older file has all sections.
+        used = [group for group in more if any(each != type(each)() for _, each in group)]
+        if used:
+            sections["more"] = tuple(sorted((pair for group in used for pair in group), key=_name))
         cfg = root(**sections)
         self.problems += _own_problems(cfg)
         if self.problems:
             raise ConfigError(self.problems)
         return cfg
+
+    def _section(self, section: str, cls: type) -> Any:
+        """The section, or None when something is wrong with it."""
+        values = self.values[section]
+        for key, option in self.sections[section].items():
+            if option.default is REQUIRED and key not in values:
+                fix = f"write --{option.name}={option.example}, or {key} under [{section}]"
+                self._wrong(section, f"{option.name}: is required ({option.type_name}); {fix}")
+        if section in self.unsound:
+            return None
+        built = cls(**values)
+        for problem in _own_problems(built):
+            self._wrong(section, problem)
+        return built
+
+
+def _name(pair: tuple[str, Any]) -> str:
+    return pair[0]
 
 
 def _own_problems(part: Any) -> list[str]:
@@ -264,9 +299,11 @@ def as_dict(cfg: Any) -> dict[str, dict[str, Any]]:
     """Convert a configuration to {section: {key: value}} in plain types: those of JSON and TOML,
     and None."""
     plain: dict[str, dict[str, Any]] = {}
-    names = sections_of(type(cfg))
     for section, options in schema(type(cfg)).items():
-        plain[section] = _plain_table(getattr(cfg, names[section][0]), options)
+        plain[section] = _plain_table(getattr(cfg, section), options)
+    for section, held in cfg.more if isinstance(cfg, Sections) else ():
+        cls: type = type(held)
+        plain[section] = _plain_table(held, section_options(section, cls))
     return plain
 
 

@@ -19,11 +19,13 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kempner.config import toml
 from kempner.config.values import NOUN, did_you_mean, noun, number, shown, to_text
 
+S = TypeVar("S")
+R = TypeVar("R", bound="Sections")
 EXAMPLE = {bool: "true", int: "1", float: "0.5", str: '"a"'}
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
@@ -213,17 +215,38 @@ def from_text(option: Option, text: str) -> Any:
 Schema = dict[str, dict[str, Option]]
 
 
-def subsection(name: str, cls: type) -> Any:
-    """A field of the root for a section within another one: [rl.loss] is subsection("rl.loss",
-    LossConfig)."""
-    return field(default_factory=cls, metadata={"section": name})
+@dataclass(frozen=True)
+class Sections:
+    """A root with sections that are no fields of it: they are found by name when a file or a word
+    of the command line gives one, and held in `more`, with the name of each in a file."""
+
+    more: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def find_sections(cls, name: str) -> Mapping[str, type]:
+        """Map section names to classes: those that come together with the section `name`. Empty
+        where there is no such section."""
+        return {}
+
+    @classmethod
+    def all_sections(cls) -> Mapping[str, type]:
+        """Map the name of every section that can be found so to its class."""
+        return {}
+
+    def of(self, section: type[S]) -> S:
+        """The section of this class; its defaults where it is not given."""
+        held = (each for _, each in self.more if type(each) is section)
+        return next(held, None) or section()
+
+    def with_section(self: R, name: str, section: Any) -> R:
+        """A copy that holds this section, in place of the one with that name."""
+        return dataclasses.replace(self, more=tuple({**dict(self.more), name: section}.items()))
 
 
-def sections_of(root: type) -> dict[str, tuple[str, type]]:
-    """Map section name -> (field of `root`, class)."""
+def sections_of(root: type) -> dict[str, type]:
+    """Map section name -> class, of the sections that are fields of `root`."""
     hints = typing.get_type_hints(root)
-    fields = dataclasses.fields(root)
-    return {f.metadata.get("section", f.name): (f.name, hints[f.name]) for f in fields}
+    return {each.name: hints[each.name] for each in dataclasses.fields(root) if each.name != "more"}
 
 
 def schema(root: type) -> Schema:
@@ -235,14 +258,26 @@ def schema(root: type) -> Schema:
 @functools.cache  # a sweep asks for each of its points
 def _schema(root: type) -> Schema:
     sections: Schema = {}
-    for section, (_, cls) in sections_of(root).items():
-        assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is not a section"
-        hints = typing.get_type_hints(cls)
-        sections[section] = {
-            field.name: _option(f"{section}.{field.name}", hints[field.name], field)
-            for field in dataclasses.fields(cls)
-        }
+    for section, cls in sections_of(root).items():
+        sections[section] = section_options(section, cls)
     return sections
+
+
+def whole_schema(root: type[Sections]) -> Schema:
+    """What schema() has, and every section that can be found by its name."""
+    others = root.all_sections().items()
+    return {**schema(root), **{name: section_options(name, cls) for name, cls in others}}
+
+
+@functools.cache
+def section_options(section: str, cls: type) -> dict[str, Option]:
+    """Map key -> option of one section."""
+    assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"
+    hints = typing.get_type_hints(cls)
+    return {
+        field.name: _option(f"{section}.{field.name}", hints[field.name], field)
+        for field in dataclasses.fields(cls)
+    }
 
 
 def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> Option:

@@ -8,10 +8,12 @@ and prefetch. How large the batch of a step is follows from the number of the st
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +28,16 @@ from kempner.model.attention import Documents
 
 LOOKED_AT = 64  # samples, for the lengths of documents
 VALIDATION_SEED = 0  # validation samples are the same ones in every run
+
+
+class Said(Protocol):
+    """What the host knows of a step: kempner.step.StepResult."""
+
+    @property
+    def values(self) -> Mapping[str, float]: ...
+
+    @property
+    def after(self) -> Any: ...
 
 
 class TrainLoader:
@@ -58,9 +70,10 @@ class TrainLoader:
             share, rest = divmod(stage.batch, world)
             assert not rest and share % min(micro, share) == 0, "world * micro must divide a batch"
         self.position, self.step = position, step  # samples and steps consumed
+        self.tokens = 0  # of the newest batch, over all ranks
         self.phase = 0  # of the mixture, that the last batch was of
         self.sources, self.mixture = tuple(sources), mixture
-        self.names = [source.name for source in sources]
+        self.names: list[str] = [source.name for source in sources]
         self._stages, self._micro, self._pin = stages, micro, pin
         self._rank, self._world = rank, world
         self._reset_positions = reset_positions
@@ -92,6 +105,44 @@ class TrainLoader:
         seen = 1 + at - np.maximum.accumulate(begins, axis=1)  # [N, T]
         return float(np.minimum(seen, window or seen.shape[1]).mean())
 
+    # --- what the loop and the recorder ask of any loader (kempner.extensions.Loader) ---
+
+    waits_for_all = at_once = False
+    state: dict[str, Any] | None = None
+
+    def begin(self, *_: object) -> None:
+        """Nobody has to be told."""
+
+    def after_update(self) -> None:
+        """Nobody waits for the weights."""
+
+    def places(self, tokens: int) -> int:
+        """Rows have no other places than those of tokens."""
+        return tokens
+
+    def record(self, result: Said, lap: object, counted: str) -> dict[str, Any]:
+        """Of several sources the loss and tokens of each, and the lengths of what is packed."""
+        found: dict[str, Any] = {}
+        if len(self.names) > 1:
+            found["sources"] = self._by_source(result)
+        if packing := {each.name: each.packing for each in self.sources if each.packing}:
+            found |= {counted: result.values["tokens"], "packing": packing}
+        return found
+
+    def _by_source(self, result: Said) -> dict[str, dict[str, float | None]]:
+        """Loss and tokens of this step, and how often the source has been gone through so far."""
+        drawn = self.mixture.drawn(result.after.samples)
+        found: dict[str, dict[str, float | None]] = {}
+        for source, samples in zip(self.sources, drawn, strict=True):
+            names = (f"{part} of {source.name}" for part in ("loss_sum", "tokens"))
+            loss_sum, tokens = (result.values[name] for name in names)
+            loss = loss_sum / tokens if tokens and math.isfinite(loss_sum) else None
+            epochs = None if source.ordered else round(samples / len(source), 4)
+            found[source.name] = {"loss": loss, "tokens": tokens, "epochs": epochs}
+        return found
+
+    # --- the batches ---
+
     def __iter__(self) -> TrainLoader:
         return self
 
@@ -110,6 +161,8 @@ class TrainLoader:
         ranges = self._ranges(self.position, stage_at(self._stages, self.step).batch)
         self.phase = self.mixture.phase(ranges[0][0])
         self.position = ranges[-1][1]
+        stage = stage_at(self._stages, self.step)
+        self.tokens = stage.batch * stage.pieces * result[0].inputs.shape[1]
         self.step += 1
         return result
 

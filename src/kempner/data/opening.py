@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kempner.config.option import ConfigError
-from kempner.data.chat_dataset import ChatDataset
 from kempner.data.config import FAKE, DataConfig, SourceConfig
-from kempner.data.dataset import TokenDataset
-from kempner.data.fake import FakeDataset
-from kempner.data.hf_dataset import is_hugging_face, open_hugging_face
-from kempner.data.joined import Joined
-from kempner.data.megatron import MegatronDataset, is_megatron
 from kempner.data.mixture import Ingredient, Mixture, Phase
 from kempner.data.sidecar import SIDECAR, open_sidecar
 from kempner.data.source import Source
-from kempner.data.stage import staged
 from kempner.data.stream import Shape
 from kempner.front_door import how_to_run
 
@@ -45,22 +38,36 @@ def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
 
 
 def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -> list[Source]:
-    """Open the validation splits of these sets; without any, those of all the run's own sources
-    that have one, joined. Raises ConfigError."""
-    own = [one for one in cfg.mixed if len(cfg.mixed) == 1 or _has_held_out(one, how)]
+    """The validation splits of these sets; without any, those of all the run's own sources that
+    have one, joined. Raises ConfigError."""
+    alone = len(cfg.mixed) == 1
+    own = [one for one in cfg.mixed if alone or format_of(one, how).holds_out(one, how)]
     sources, problems = _splits(sets or own, "val", how)
     if sets and not problems:
         problems += one_vocabulary(replace(cfg, sources=(*cfg.mixed, *sets)))
     if problems or not sources:
         problems = problems or ["data.sources: none of them has a validation split"]
         raise ConfigError(problems, "or do not validate: give --eval.interval=0")
-    return list(sources) if sets or len(sources) == 1 else [Joined(sources)]
+    if sets or len(sources) == 1:
+        return list(sources)
+
+    from kempner.data.joined import Joined
+
+    return [Joined(sources)]
 
 
-def _has_held_out(cfg: SourceConfig, how: Opening) -> bool:
-    if has_sidecar(cfg):
-        return open_sidecar(cfg.path).tokens("val") > how.shape.seq_len
-    return (Path(cfg.path).expanduser() / "dataset_dict.json").is_file()
+class Format(NamedTuple):
+    """One form of data. What it needs is imported when a source has it."""
+
+    has: Callable[[SourceConfig], bool]
+    open: Callable[[SourceConfig, str, Opening], Source]  # source, split; raises ConfigError
+    holds_out: Callable[[SourceConfig, Opening], bool]  # is there a validation split?
+
+
+def format_of(cfg: SourceConfig, how: Opening) -> Format:
+    """The first of FORMATS that the source has. Pairs of answers are always prepared data."""
+    found = (each for each in FORMATS if each.has(cfg))
+    return PREPARED if how.shape.preferences else next(found, PREPARED)
 
 
 def _splits(
@@ -76,40 +83,82 @@ def _splits(
 
 
 def open_split(cfg: SourceConfig, split: str, how: Opening) -> Source:
-    if cfg.path == FAKE and not how.shape.preferences:
-        return FakeDataset(cfg.label, how.shape)
-    if has_sidecar(cfg) or how.shape.preferences:
-        shape = how.shape
-        kind = open_sidecar(cfg.path).kind
-        if (kind == "preference") != shape.preferences:
-            raise ConfigError(
-                f"{cfg.path}: holds data of the kind {kind}; "
-                + (
-                    "preference.loss needs the kind preference: prepare_data.py --kind preference"
-                    if shape.preferences
-                    else "give --preference.loss=dpo or reward"
-                )
+    """The samples of one split of a source. Raises ConfigError."""
+    return format_of(cfg, how).open(cfg, split, how)
+
+
+def _open_fake(cfg: SourceConfig, split: str, how: Opening) -> Source:
+
+    from kempner.data.fake import FakeDataset
+
+    return FakeDataset(cfg.label, how.shape)
+
+
+def _open_prepared(cfg: SourceConfig, split: str, how: Opening) -> Source:
+    shape, kind = how.shape, open_sidecar(cfg.path).kind  # which says what is missing
+    if (kind == "preference") != shape.preferences:
+        raise ConfigError(
+            f"{cfg.path}: holds data of the kind {kind}; "
+            + (
+                "preference.loss needs the kind preference: prepare_data.py --kind preference"
+                if shape.preferences
+                else "give --preference.loss=dpo or reward"
             )
-        copy = staged(cfg.path)
-        if kind != "text":
-            return ChatDataset.open(copy, split, shape, how.check, name=cfg.label)
-        return TokenDataset.open(
-            copy,
-            split,
-            shape.seq_len,
-            shape.vocab_size,
-            how.check,
-            separate=shape.separate,
-            name=cfg.label,
         )
-    if is_megatron(cfg.path):
-        if split != "train":
-            raise ConfigError(f"{cfg.path}: Megatron's files have no validation split")
-        return MegatronDataset.open(cfg.path, how.shape, cfg.label, how.check)
-    if is_hugging_face(cfg.path):
-        return open_hugging_face(cfg, split, how.shape, how.check, how.bookmarks)
-    open_sidecar(cfg.path)  # says what is missing
-    raise AssertionError(cfg.path)
+
+    from kempner.data.stage import staged
+
+    copy = staged(cfg.path)
+    if kind != "text":
+        from kempner.data.chat_dataset import ChatDataset
+
+        return ChatDataset.open(copy, split, shape, how.check, name=cfg.label)
+
+    from kempner.data.dataset import TokenDataset
+
+    return TokenDataset.open(
+        copy,
+        split,
+        shape.seq_len,
+        shape.vocab_size,
+        how.check,
+        separate=shape.separate,
+        name=cfg.label,
+    )
+
+
+def _prepared_hold_out(cfg: SourceConfig, how: Opening) -> bool:
+    return open_sidecar(cfg.path).tokens("val") > how.shape.seq_len
+
+
+def _is_megatron(cfg: SourceConfig) -> bool:
+    from kempner.data.megatron import is_megatron
+
+    return is_megatron(cfg.path)
+
+
+def _open_megatron(cfg: SourceConfig, split: str, how: Opening) -> Source:
+    from kempner.data.megatron import MegatronDataset
+
+    if split != "train":
+        raise ConfigError(f"{cfg.path}: Megatron's files have no validation split")
+    return MegatronDataset.open(cfg.path, how.shape, cfg.label, how.check)
+
+
+def _is_hugging_face(cfg: SourceConfig) -> bool:
+    from kempner.data.hf_dataset import is_hugging_face
+
+    return is_hugging_face(cfg.path)
+
+
+def _open_hugging_face(cfg: SourceConfig, split: str, how: Opening) -> Source:
+    from kempner.data.hf_dataset import open_hugging_face
+
+    return open_hugging_face(cfg, split, how.shape, how.check, how.bookmarks)
+
+
+def _hugging_face_holds_out(cfg: SourceConfig, how: Opening) -> bool:
+    return (Path(cfg.path).expanduser() / "dataset_dict.json").is_file()
 
 
 def _other_kind(cfg: DataConfig) -> list[str]:
@@ -153,6 +202,15 @@ def one_vocabulary(cfg: DataConfig) -> list[str]:
 
 def has_sidecar(cfg: SourceConfig) -> bool:
     return (Path(cfg.path).expanduser() / SIDECAR).is_file()
+
+
+PREPARED = Format(has_sidecar, _open_prepared, _prepared_hold_out)
+FORMATS = (  # in the order in which they are looked for
+    Format(lambda cfg: cfg.path == FAKE, _open_fake, lambda *_: False),
+    PREPARED,
+    Format(_is_megatron, _open_megatron, lambda *_: False),
+    Format(_is_hugging_face, _open_hugging_face, _hugging_face_holds_out),
+)
 
 
 def facts_of(cfg: DataConfig, sources: Sequence[Source]) -> Facts:

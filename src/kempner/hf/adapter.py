@@ -18,8 +18,9 @@ from kempner.config.option import ConfigError
 from kempner.directories import refuse_others
 from kempner.hf.families import config_json
 from kempner.hf.source import CONFIG, FOLDER, Source, held, read_config, run_of
-from kempner.hf.tensors import tensor_names, tensor_shapes
+from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
+from kempner.model.shapes import tensor_shapes
 
 SAMPLES, SAMPLE = 64, 1 << 16  # pieces of a file that a fingerprint is made of, and their bytes
 

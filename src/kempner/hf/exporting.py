@@ -39,9 +39,10 @@ from kempner.hf.source import (
     run_of,
 )
 from kempner.hf.stored import INDEX, SINGLE
-from kempner.hf.tensors import ROUTER_BIAS, parts, tensor_names, tensor_shapes
+from kempner.hf.tensors import parts, tensor_names
 from kempner.hub import CARRIED, TOKENIZER_FILES
 from kempner.model.config import ModelConfig
+from kempner.model.shapes import ROUTER_BIAS, tensor_shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -25,8 +25,9 @@ from kempner.files import write_atomic
 from kempner.hf.load import Job, fill
 from kempner.hf.source import FOLDER, carry, read_config
 from kempner.hf.stored import Stored, check_directory
-from kempner.hf.tensors import tensor_names, tensor_shapes
+from kempner.hf.tensors import tensor_names
 from kempner.model.config import ModelConfig
+from kempner.model.shapes import tensor_shapes
 
 FILE_BYTES = 1 << 30
 

@@ -16,8 +16,9 @@ from kempner.checkpoint import commit
 from kempner.config.option import ConfigError
 from kempner.front_door import how_to_run
 from kempner.hf.source import Source, read_config, run_of, vocabulary
-from kempner.hf.tensors import parts, tensor_names, tensor_shapes
+from kempner.hf.tensors import parts, tensor_names
 from kempner.model.config import ModelConfig
+from kempner.model.shapes import tensor_shapes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

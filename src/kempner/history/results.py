@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kempner.files import LineFile, write_atomic
-from kempner.history.state import read_lock
 
 PREFIX = "eval/"  # of the figures in a line of metrics.jsonl
 
@@ -30,6 +29,8 @@ def put(run_dir: Path, step: int, figures: Mapping[str, float]) -> None:
 
 
 def add_without_trainer(run_dir: Path) -> None:
+    from kempner.history.state import read_lock  # which the trainer does without
+
     if read_lock(run_dir, time.time()).holder is False:  # None: that is not known
         add(run_dir, LineFile(run_dir / "metrics.jsonl").write)
 

@@ -17,8 +17,8 @@ from kempner.checkpoint.reader import read_table
 from kempner.files import step_of
 
 if TYPE_CHECKING:
-    from kempner.lowcomm.replicas import Replicas
     from kempner.process_group import World
+    from kempner.replicas import Replicas
 
 Steps = dict[int, int]  # of the checkpoints of a replica, with how many replicas there were
 

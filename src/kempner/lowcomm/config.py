@@ -174,10 +174,11 @@ class LowcommConfig:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """List what cannot be combined with replicas."""
-    if not cfg.lowcomm.on:
+    """What cannot be combined with replicas."""
+    lowcomm = cfg.of(LowcommConfig)
+    if not lowcomm.on:
         return []
-    rounds = cfg.lowcomm.interval
+    rounds = lowcomm.interval
     steps = {
         "train.max_steps": cfg.train.max_steps,
         "checkpoint.interval": cfg.checkpoint.interval,
@@ -190,9 +191,9 @@ def problems(cfg: RunConfig) -> list[str]:
         for key, value in steps.items()
         if value % rounds
     ]
-    if cfg.lowcomm.fragments > cfg.model.n_layers:
+    if lowcomm.fragments > cfg.model.n_layers:
         found.append(
-            f"lowcomm.fragments = {cfg.lowcomm.fragments}: each has whole layers, and the model "
+            f"lowcomm.fragments = {lowcomm.fragments}: each has whole layers, and the model "
             f"has {cfg.model.n_layers}; give at most that"
         )
     others = {
@@ -202,6 +203,16 @@ def problems(cfg: RunConfig) -> list[str]:
         "model.router_bias, which moves beside the weights": cfg.model.router_bias,
         "checkpoint.powers_of_two, most of which are within a round": cfg.checkpoint.powers_of_two,
     }
+    if cfg.freeze.stages:
+        found.append(
+            "freeze.stages: not built for lowcomm, whose outer steps move all weights; leave one "
+            "of the two out"
+        )
+    if cfg.distributed.pp > 1:
+        found.append(
+            f"distributed.pp = {cfg.distributed.pp}: not built for replicas of lowcomm; leave that "
+            "out, or give --distributed.pp=1"
+        )
     return found + [
         f"lowcomm: not built for {other}; leave one of the two out"
         for other, asked in others.items()

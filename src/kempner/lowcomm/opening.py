@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.mesh import MeshExchange
 from kempner.lowcomm.outer import Alone, Exchange
-from kempner.lowcomm.replicas import LowcommReplicas, Replicas, Waiting
+from kempner.lowcomm.replicas import LowcommReplicas
 from kempner.lowcomm.steps import open_steps
-from kempner.optim.build import build_optimizer
 from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import parameter_names
-from kempner.resilience.spikes import Spikes
+from kempner.replicas import Waiting
 
 if TYPE_CHECKING:
     from kempner.process_group import World
     from kempner.run import RunConfig
 
 
-def open_replicas(
-    cfg: RunConfig, world: World, model: nn.Module, waiting: Waiting = nullcontext
-) -> tuple[Optimizer, Replicas]:
-    """Return this replica's optimizer, and its link to the other replicas. `waiting`: the
-    watchdog's patient()."""
-    optimizer = build_optimizer(model, cfg.optimizer)
-    if cfg.resilience.spike_sigma is not None:
-        optimizer.spikes = Spikes(cfg.resilience.spike_sigma, cfg.resilience.spike_window)
-    if not cfg.lowcomm.on:
-        return optimizer, Replicas()
+def open_lowcomm(
+    cfg: RunConfig, world: World, model: nn.Module, optimizer: Optimizer, waiting: Waiting
+) -> LowcommReplicas:
+    """The replicas of a run, of which this is one. `waiting`: the watchdog's patient()."""
     named = {name: p for name, p in parameter_names(model).items() if p.requires_grad}
-    if cfg.lowcomm.mode == "steps":
+    if cfg.of(LowcommConfig).mode == "steps":
         replicas: LowcommReplicas = open_steps(cfg, world, named)
     else:
         exchange: Exchange = Alone()
@@ -42,4 +35,4 @@ def open_replicas(
     replicas.waiting = waiting
     if replicas.outer.apart:
         optimizer.published = replicas.outer.published()
-    return optimizer, replicas
+    return replicas

@@ -9,55 +9,28 @@ In between none waits for another.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kempner.checkpoint.checkpointer import Checkpointer
 from kempner.checkpoint.state import StateProvider
+from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.outer import Exchange, Handle, Outer, OuterState
+from kempner.replicas import Numbers, Replicas, Waiting
 from kempner.resilience.requests import FLAGS
 
 if TYPE_CHECKING:
     from kempner.process_group import World
     from kempner.progress import Progress
     from kempner.run import RunConfig
+    from kempner.step import StepResult
 
-Numbers = dict[str, Tensor]
-Waiting = Callable[..., AbstractContextManager[None]]
 SHARED = (*FLAGS, "loss_sum", "tokens")  # of a step's numbers, what all replicas want to know
-
-
-class Replicas:
-    """The null object: a run without replicas."""
-
-    patience = 1.0
-    """Of the steps that a request to leave waits for, as a multiple of those of a plain run."""
-    waiting: Waiting = nullcontext
-    """The watchdog's patient(), for waits for replicas that somebody else judges."""
-
-    def with_outer(self, state: dict[str, StateProvider]) -> dict[str, StateProvider]:
-        """Add the outer state to the providers of a plain run."""
-        return state
-
-    def begin(self, progress: Progress) -> Progress:
-        """Start, once the weights are loaded or made; returns where the run continues."""
-        return progress
-
-    def after_step(self, progress: Progress, numbers: Numbers) -> Numbers:
-        """Handle the end of a step; `numbers`: of this step and this replica, fp64 [] each. Returns
-        the numbers for the host."""
-        return numbers
-
-    def may_go_back(self, progress: Progress) -> bool:
-        """Return whether non-finite steps may lead back to the last checkpoint: once."""
-        return not progress.skip
-
-    def forget_errors(self) -> None:
-        """Drop the compression's errors: this replica continues with another one's state."""
 
 
 class LowcommReplicas(Replicas):
@@ -66,13 +39,16 @@ class LowcommReplicas(Replicas):
     arrived, without a wait, one step before the round ends. The host reads it at the end of the
     round."""
 
+    waiting: Waiting = nullcontext
+    """The watchdog's patient(), for waits for replicas that somebody else judges."""
+
     def __init__(
         self, cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter], exchange: Exchange
     ) -> None:
-        self.cfg, self.world, self.exchange = cfg.lowcomm, world, exchange
-        self.outer = Outer(cfg.lowcomm, named, exchange)
-        # In units of the three steps that time_to_leave() counts.
-        self.patience = 1 + (cfg.lowcomm.interval + cfg.lowcomm.tau) / 3
+        self.cfg, self.world, self.exchange = cfg.of(LowcommConfig), world, exchange
+        self.outer = Outer(cfg.of(LowcommConfig), named, exchange)
+        # time_to_leave() counts three steps.
+        self.patience = 1 + (cfg.of(LowcommConfig).interval + cfg.of(LowcommConfig).tau) / 3
         self._state = OuterState(self.outer)
         self._asked: Handle | None = None
         self._sums: Tensor | None = None
@@ -87,6 +63,14 @@ class LowcommReplicas(Replicas):
         """Insert the outer state between the model, which has the anchors, and the optimizer, which
         may replace the weights."""
         return {"model": state["model"], "outer": self._state, **state}
+
+    def checkpointer(self, *parts: Any) -> Checkpointer:
+        """Where replicas meet in a store they resume at the same step."""
+        if self.world.store is None:
+            return super().checkpointer(*parts)
+        from kempner.lowcomm.checkpoints import ReplicaCheckpointer
+
+        return ReplicaCheckpointer(*parts, world=self.world, replicas=self)
 
     def begin(self, progress: Progress) -> Progress:
         if not self._state.loaded:
@@ -124,6 +108,25 @@ class LowcommReplicas(Replicas):
             told |= found
         self._waited += time.monotonic() - began
         return told if left else {**told, **self._facts(step)}
+
+    def record(self, result: StepResult) -> tuple[dict[str, Any], list[str]]:
+        """What all replicas have in common, at the end of a round."""
+        values = result.values
+        if "round_loss" not in values:
+            return {}, []
+        whole = ("round", "replicas", "bytes_sent", "bytes_data_parallel")
+        spoilt = [i for i in range(int(values["replicas"])) if values[f"spoilt {i}"]]
+        line = {
+            "step": result.step,
+            **{name: int(values[name]) for name in whole},
+            **{name: values[name] for name in ("round_loss", "outer_time")},
+            "not_finite": spoilt,
+        }
+        return line, [
+            f"replica {replica}: had weights that were not finite when it sent what they "
+            f"have changed, before step {result.step}: these counted as unchanged"
+            for replica in spoilt
+        ]
 
     def _own_spoilt(self) -> Tensor:
         """Return this replica's share of `_spoilt`, from the changes sent since the last report:

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kempner.lowcomm.config import LowcommConfig
 from kempner.lowcomm.door import Door, slot_of
 from kempner.lowcomm.membership import Epoch, Group, Membership, TooFew
 from kempner.lowcomm.outer import Decode, Handle
-from kempner.lowcomm.replicas import LowcommReplicas, Numbers
+from kempner.lowcomm.replicas import LowcommReplicas
 from kempner.optim.rule import local
+from kempner.replicas import Numbers
 from kempner.resilience.requests import FLAGS, INTERRUPT
 
 if TYPE_CHECKING:
@@ -282,6 +284,6 @@ def _list(names: Iterable[str]) -> str:
 
 def open_steps(cfg: RunConfig, world: World, named: Mapping[str, nn.Parameter]) -> StepsReplicas:
     limit = cfg.distributed.start_timeout
-    door, least = Door(Path(os.environ[DOOR]), limit), cfg.lowcomm.min_replicas
+    door, least = Door(Path(os.environ[DOOR]), limit), cfg.of(LowcommConfig).min_replicas
     membership = Membership(door, world.replica, world.replicas, least, limit)
     return StepsReplicas(cfg, world, named, membership)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from kempner.loss import cross_entropy
 from kempner.model.attention import Documents, Visible, attend, visible
-from kempner.model.cache import LayerCache, Rows
 from kempner.model.config import ModelConfig
 from kempner.model.feed_forward import FeedForward
 from kempner.model.moe import MixtureOfExperts, Routing, Routings
+
+if TYPE_CHECKING:
+    from kempner.model.cache import LayerCache, Rows
 
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from kempner import compiler
 from kempner.checkpoint.layout import StoredTensor, Table, make_table, own_box, ranks_of
-from kempner.optim.kernels import Kernels
 from kempner.optim.rounding import hashed, to_bf16
 from kempner.optim.rule import Group, Guard, Part, Rule, State, local
 from kempner.resilience.spikes import Spikes
+
+if TYPE_CHECKING:
+    from kempner.optim.kernels import Kernels
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -96,6 +98,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @functools.cached_property
     def _kernels(self) -> Kernels:
+        from kempner.optim.kernels import Kernels
+
         rank = dist.get_rank(self._group) if dist.is_initialized() else 0
         return Kernels(rank, self._table[0])
 

@@ -17,12 +17,10 @@ from kempner.checkpoint.writer import local
 from kempner.loss import cross_entropy
 from kempner.model.config import ModelConfig
 from kempner.model.decoder import Decoder, rope_table
-from kempner.parallel.compiled import compile_model
 from kempner.parallel.config import DistributedConfig, LoraConfig
-from kempner.parallel.experts import keep_from_compiler, split_experts
+from kempner.parallel.experts import split_experts
 from kempner.parallel.layout import Layout
 from kempner.parallel.lora import add_adapters, init_std, is_adapter
-from kempner.parallel.offload import Offload
 from kempner.parallel.recompute import Settings as RecomputeSettings
 from kempner.parallel.recompute import add_recompute
 from kempner.parallel.shard import GradientSums, shard
@@ -127,9 +125,14 @@ def plan_model(
     if layout.tp is not None:
         compute_on_parts(model)
     if train.compile:
+        from kempner.parallel.compiled import compile_model
+        from kempner.parallel.experts import keep_from_compiler
+
         keep_from_compiler(model, dtype)
         compile_model(model, train.compile_scope)
     if train.offload_activations:
+        from kempner.parallel.offload import Offload
+
         Offload(model, train.offload_activations)
     shard(model, layout, dtype, distributed, frozen, whole=train.compile_scope == "model")
     return model

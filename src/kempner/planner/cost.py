@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kempner.lowcomm.config import LowcommConfig
 from kempner.metrics import PEAK_BF16
 from kempner.parallel.layout import Axes, sizes
 from kempner.planner.compute import computation
@@ -84,8 +85,8 @@ def traffic(cfg: RunConfig, world_size: int, per_node: int) -> list[Traffic]:
     if (replicas := world_size // ranks) > 1:
         axes = sizes(cfg.distributed, ranks, near)
         numbers = trained(cfg) / math.prod(axes)  # copies share what they send
-        size = of_a_round(cfg, replicas, numbers) / cfg.lowcomm.interval
-        within, hidden = world_size <= per_node, cfg.lowcomm.tau > 0
+        size = of_a_round(cfg, replicas, numbers) / cfg.of(LowcommConfig).interval
+        within, hidden = world_size <= per_node, cfg.of(LowcommConfig).tau > 0
         found.append(Traffic("lowcomm: changes of the weights", size, within, hidden))
     return found
 
@@ -130,9 +131,9 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
 
 
 def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
-    """Bytes that a rank with `numbers` elements sends to other replicas in a round, without the
-    ranges of the codes. Codes are gathered; fp32 is summed."""
-    how, raw = cfg.lowcomm, raw_numbers(cfg) / trained(cfg)
+    """Bytes that a rank with so many numbers sends to other replicas; without the ranges of the
+    codes. Codes are gathered; fp32 is summed."""
+    how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained(cfg)
     if how.compress == "none":
         return 2 * FP32 * numbers * (replicas - 1) / replicas
     code = 2 * FP32 * how.top_k if how.compress == "top-k" else how.bits / 8

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kempner.lowcomm.config import LowcommConfig
 from kempner.optim.config import STATE
 from kempner.parallel.layout import Axes, sizes
 from kempner.run import RunConfig
@@ -37,9 +38,9 @@ def memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True) -> 
 
 
 def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConfig, int, int]:
-    """Return the configuration, ranks and ranks per node of one replica (lowcomm/): its share of
-    the batch and of the ranks. Raises ConfigError if they cannot be shared equally."""
-    replicas = cfg.lowcomm.count(world_size, per_node)
+    """What a replica (lowcomm/) has for itself: its share of the batch, and its ranks. Raises
+    ConfigError when they cannot be shared equally."""
+    replicas = cfg.of(LowcommConfig).count(world_size, per_node)
     if replicas == 1:
         return cfg, world_size, per_node
     share, ranks = cfg.train.sequences // replicas, world_size // replicas
@@ -101,7 +102,7 @@ def weights(cfg: RunConfig, axes: Axes, gpu: bool) -> dict[str, float]:
     else:
         state = {"weights": size * count, "gradients": size * count}
     state["optimizer"] = optimizer_state(cfg)
-    if cfg.lowcomm.on:
+    if cfg.of(LowcommConfig).on:
         state["anchors, outer momentum"] = outer_state(cfg)
     if gpu and cfg.distributed.fsdp_cpu_offload:
         return dict.fromkeys(state, 0.0)
@@ -133,22 +134,23 @@ def state_bytes(cfg: RunConfig, rule: str) -> int:
 
 def outer_state(cfg: RunConfig) -> float:
     """fp32 copies of what is trained: the anchors, the momentum, the errors of what is in codes."""
-    how = cfg.lowcomm
+    how = cfg.of(LowcommConfig)
     coded = trained(cfg) - raw_numbers(cfg) if how.feedback else 0.0
     return FP32 * ((2 if how.momentum else 1) * trained(cfg) + coded)
 
 
 def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
-    """Bytes of a fragment in exchange: what is sent, and what it is made from or becomes."""
-    if not cfg.lowcomm.on:
+    """Of a fragment: what is sent, and what it is made from or becomes."""
+    if not cfg.of(LowcommConfig).on:
         return 0.0
-    return 2 * FP32 * trained(cfg) / (axes.shard * axes.cp * axes.tp) / cfg.lowcomm.fragments
+    return (
+        2 * FP32 * trained(cfg) / (axes.shard * axes.cp * axes.tp) / cfg.of(LowcommConfig).fragments
+    )
 
 
 def raw_numbers(cfg: RunConfig) -> float:
-    """Number of elements exchanged between replicas in fp32, whatever the codec of the others;
-    norms are few."""
-    table, raw = cfg.model.vocab_size * cfg.model.dim, cfg.lowcomm.raw
+    """Numbers that go between replicas in fp32, whatever the codes of the others; norms are few."""
+    table, raw = cfg.model.vocab_size * cfg.model.dim, cfg.of(LowcommConfig).raw
     output = "output" in raw and not cfg.model.tie_embeddings
     return 0.0 if cfg.lora.rank else float(table * (("embeddings" in raw) + output))
 

@@ -7,7 +7,9 @@ Both say how much more value the model gives to the chosen answer, v, and the lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,8 @@ from kempner.model.attention import Documents
 class Preference:
     """An objective (kempner.objective) on pairs of answers. It also counts how often the chosen
     answer has the higher value, and sums the margins."""
+
+    counted = "pairs"
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(2, device=device)  # pairs that are ordered right, and margins
@@ -54,6 +58,13 @@ class Preference:
         right, margin = self._sums.clone().unbind()
         self._sums.zero_()
         return {"ordered_right": right, "margin_sum": margin}
+
+    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
+        pairs = values["tokens"]
+        return {
+            "accuracy": values["ordered_right"] / pairs if pairs else None,
+            "margin": values["margin_sum"] / pairs if pairs else None,
+        }
 
 
 class DPO(Preference):

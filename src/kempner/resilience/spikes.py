@@ -9,7 +9,7 @@ samples out, follows from too many skipped steps in a row: see nonfinite.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -63,6 +63,16 @@ class Spikes:
         values.copy_(torch.where(enters, numbers.unsqueeze(1), values))
         count.add_(enters.any())
         return {"spike": spike.double(), "loss_limit": limits[0], "grad_norm_limit": limits[1]}
+
+    @staticmethod
+    def record(values: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+        """What the line of a spike has in metrics.jsonl, and what the log says of it."""
+        names = {"loss": "loss", "grad_norm": "gradient norm"}
+        limits = {name: values[f"{name}_limit"] for name in names}
+        found = {name: values[name] for name in names}
+        text = ", ".join(f"{names[n]} {found[n]:.4g} (limit {limits[n]:.4g})" for n in names)
+        limits = {f"{name}_limit": value for name, value in limits.items()}
+        return {"spike": found | limits}, f"is a spike: {text}"
 
     # --- as a part of a checkpoint ---
 

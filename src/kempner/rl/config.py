@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from kempner.bench_config import BenchConfig
 from kempner.config.option import REQUIRED, ConfigError, option
 from kempner.data.config import FAKE
 from kempner.generate.config import Sampling
 from kempner.hf.families import family_of
+from kempner.lowcomm.config import LowcommConfig
+from kempner.preference.config import PreferenceConfig
 from kempner.rl.engines import SLOTS
 
 if TYPE_CHECKING:
@@ -166,32 +169,34 @@ class InferenceConfig:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """List what cannot be combined with RL, one message each, with the way out."""
-    if not cfg.rl.on:
+    """What cannot be combined with RL, one message each, with the way out."""
+    rl, inference, preference = cfg.of(RlConfig), cfg.of(InferenceConfig), cfg.of(PreferenceConfig)
+    if not rl.on:
         return []
     found = _sizes(cfg)
+    found += _trainer_problems(cfg)
     default = type(cfg.train)()
-    axes, loss = cfg.distributed, cfg.rl_loss
+    axes, loss = cfg.distributed, cfg.of(LossConfig)
     others = {
         f"distributed.pp = {axes.pp}": axes.pp > 1,
         f"distributed.cp = {axes.cp}": axes.cp > 1,
         "distributed.fsdp_cpu_offload": axes.fsdp_cpu_offload,
         "train.compile_scope = model": cfg.train.compile_scope == "model",
-        f"preference.loss = {cfg.preference.loss}": cfg.preference.loss != "none",
+        f"preference.loss = {preference.loss}": preference.loss != "none",
         "optimizer.name = schedule_free": cfg.optimizer.name == "schedule_free",
-        "lowcomm": cfg.lowcomm.on,
+        "lowcomm": cfg.of(LowcommConfig).on,
         f"run.fork = {cfg.run.fork}": bool(cfg.run.fork),
         f"lora.rank = {cfg.lora.rank} with rl.weights = direct": (
-            cfg.lora.rank > 0 and cfg.rl.weights == "direct"
+            cfg.lora.rank > 0 and rl.weights == "direct"
         ),
         "rl.weights = direct with rl.inference.engine = vllm": (
-            cfg.rl.weights == "direct" and cfg.rl_inference.engine == "vllm"
+            rl.weights == "direct" and inference.engine == "vllm"
         ),
         "rl.weights = direct with rl.inference.urls": (
-            cfg.rl.weights == "direct" and bool(cfg.rl_inference.urls)
+            rl.weights == "direct" and bool(inference.urls)
         ),
         "rl.sampling.stop with rl.inference.engine = vllm": (  # it has no tokenizer here
-            bool(cfg.rl_sampling.stop) and cfg.rl_inference.engine == "vllm"
+            bool(cfg.of(SamplingConfig).stop) and inference.engine == "vllm"
         ),
     }
     refused = [what for what, is_on in others.items() if is_on]
@@ -199,7 +204,7 @@ def problems(cfg: RunConfig) -> list[str]:
     batch = "the batch follows from rl.batch_samples or rl.batch_tokens"
     useless = {
         f"train.global_batch = {cfg.train.global_batch}: {batch}": (
-            cfg.train.global_batch not in (default.global_batch, cfg.rl.batch_samples)
+            cfg.train.global_batch not in (default.global_batch, rl.batch_samples)
         ),
         f"train.global_batch_tokens: {batch}": cfg.train.global_batch_tokens is not None,
         f"train.batch_ramp: {batch}": cfg.train.batch_ramp is not None,
@@ -210,7 +215,7 @@ def problems(cfg: RunConfig) -> list[str]:
         "eval.interval: validates on data; rl.eval_interval evaluates on tasks": (
             cfg.eval.interval > 0
         ),
-        "bench.data = real: rollouts are made by a whole run": cfg.bench.data == "real",
+        "bench.data = real: rollouts are made by a whole run": cfg.of(BenchConfig).data == "real",
         f"rl.loss.mask = {loss.mask}: is for rl.loss.name = masked": (
             loss.name != "masked" and loss.mask != LossConfig().mask
         ),
@@ -224,8 +229,23 @@ def problems(cfg: RunConfig) -> list[str]:
     return found + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]
 
 
+def _trainer_problems(cfg: RunConfig) -> list[str]:
+    """Of what the trainer does with a loss that is one on data."""
+    found, sigma = [], cfg.resilience.spike_sigma
+    if cfg.train.z_loss:
+        found.append(f"train.z_loss = {cfg.train.z_loss}: is not built for rl.env; leave it out")
+    if cfg.freeze.stages:
+        found.append("freeze.stages: not built for rl.env; leave one of the two out")
+    if sigma is not None:
+        found.append(
+            f"resilience.spike_sigma = {sigma}: is not built for rl.env, whose loss has no level; "
+            "leave it out"
+        )
+    return found
+
+
 def _sizes(cfg: RunConfig) -> list[str]:
-    found, rl, sampling = [], cfg.rl, cfg.rl_sampling
+    found, rl, sampling = [], cfg.of(RlConfig), cfg.of(SamplingConfig)
     if rl.batch_tokens is None and rl.batch_samples is None:
         found.append("rl.batch_samples = none: give it, or rl.batch_tokens")
     if rl.batch_tokens is None and (rl.batch_samples or 0) % rl.group_size:
@@ -260,10 +280,10 @@ def _sizes(cfg: RunConfig) -> list[str]:
             )
     except ConfigError as error:
         found += [f"{text}, and engines get their weights by one" for text in error.problems]
-    places = [_server(url) for url in cfg.rl_inference.urls]
+    places = [_server(url) for url in cfg.of(InferenceConfig).urls]
     found += [
         f"rl.inference.urls: {url}: must be http://HOST:PORT, each once"
-        for url, place in zip(cfg.rl_inference.urls, places, strict=True)
+        for url, place in zip(cfg.of(InferenceConfig).urls, places, strict=True)
         if place is None or places.count(place) > 1
     ]
     if (problem := sampling.sampling(0).problem()) is not None:

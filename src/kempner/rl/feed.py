@@ -8,40 +8,51 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from kempner.bench_config import BenchConfig
 from kempner.checkpoint.ranks import PeerFailed, Ranks
 from kempner.data.config import FAKE
 from kempner.data.fake import FakeDataset
 from kempner.data.stream import Shape
 from kempner.files import FULL
+from kempner.metrics import Clock
+from kempner.model.decoder import Decoder
 from kempner.parallel.layout import Layout
+from kempner.progress import Progress
+from kempner.replicas import Waiting
 from kempner.resilience.requests import FLAGS, INTERRUPT, StopRequests, Verdict, asked
 from kempner.rl.batch import Rollouts, micro_batches, read
-from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, Exchange
-from kempner.rl.publish import Publisher
+from kempner.rl.config import RlConfig
+from kempner.rl.exchange import AGAIN_S, DISK_S, Batch, Beat, Exchange, Start
+from kempner.rl.publish import Publisher, open_publisher
+from kempner.step import StepResult
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
+    from kempner.run_directory import Run
 
 LOOK_S = 0.01, 0.1  # between two looks for a batch, and for requests to leave: from, to
 SHARE = 0.02  # of the wait so far, in between: a wait is not prolonged by more
 
 
 class Feed:
-    """A source of batches: next() waits for the batch of a step. It also has what the recorder asks
-    of a data loader."""
+    """A loader (kempner.extensions.Loader) that waits for the batch of each step, and publishes the
+    weights after it."""
 
     names: tuple[str, ...] = ()  # of sources of data
     sources: tuple[Any, ...] = ()
-    waiting: Callable[[float], AbstractContextManager[object]] = nullcontext
+    phase = 0
+    waits_for_all = at_once = True
+    waiting: Waiting = nullcontext
     """The watchdog's patient(), for each look: the wait for the orchestrator has no end as long as
     all ranks look."""
+    _clock: Clock
 
     def __init__(
         self,
@@ -64,11 +75,23 @@ class Feed:
         self._again = 0.0  # when the next one is due; on rank 0
         self.position = samples
         self.tokens = 0  # of the newest batch: targets that count, of all ranks
-        self.places = 0  # and all that are in its rows
+        self._places = 0  # and all that are in its rows
         self.state: dict[str, Any] | None = None  # of the orchestrator after it; on rank 0
         self._metrics: dict[str, float] = {}
         self._step = 0  # of the newest batch
         self._own: list[torch.Tensor] | None = None  # see Rollouts; asked for on rank 0
+
+    def begin(self, progress: Progress, clock: Clock, waiting: Waiting) -> None:
+        """Publish the weights that the run begins with; then the orchestrator may begin."""
+        self._clock, self.waiting, self._step = clock, waiting, progress.step
+        with waiting():
+            self.publish(progress.step)
+        if self._ranks.rank == 0:
+            start = Start(progress.step, self._layout.data_ranks, progress.orchestrator)
+            self._exchange.begin(start)
+
+    def __next__(self) -> list[Rollouts] | Verdict:
+        return self.next(self._step + 1)
 
     def next(self, step: int) -> list[Rollouts] | Verdict:
         """Return this rank's micro-batches of a step; or, if any rank was asked to leave meanwhile,
@@ -88,7 +111,7 @@ class Feed:
         self._own = [] if found.scored and self._ranks.rank == 0 else None
         path = self._exchange.rollouts(step) / f"rank_{self._layout.data_rank}.safetensors"
         arrays = self._ranks.on_all(lambda: read(path, self._seq_len, step - 1))
-        self.places = arrays["inputs"].numel() * self._layout.data_ranks
+        self._places = arrays["inputs"].numel() * self._layout.data_ranks
         return list(micro_batches(arrays, self._micro, self._pin, self._own))
 
     def _look(self, step: int, pause: float) -> Batch | Verdict | None:
@@ -116,6 +139,11 @@ class Feed:
         dist.broadcast_object_list(told, 0, self._ranks.group)
         return batch or told[0]
 
+    def after_update(self) -> None:
+        """The engines wait for the weights, which go through the host anyway."""
+        with self._clock.part("publish"), self.waiting():
+            self.publish(self._step)
+
     def publish(self, version: int) -> None:
         """Publish the weights to the engines, on all ranks. If the disk is full, next() tries again
         until there is room: nobody needs the step's weights before. Raises all other errors."""
@@ -141,31 +169,30 @@ class Feed:
 
     # --- For the recorder ---
 
+    def seek(self, *_: object) -> None:
+        """Go back with the orchestrator, which is ahead, too: in a new attempt."""
+        raise RuntimeError("the orchestrator is ahead: a new attempt goes back")
+
     def keys_per_query(self, window: int | None) -> None:
         """Return None: the length of samples is not known beforehand."""
 
     def sample_numbers(self, position: int, count: int) -> list[int]:
         return []
 
-    def record(self, values: Mapping[str, float], lap: Mapping[str, float]) -> dict[str, Any]:
-        """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's.
-        `values`: the sums of the step; `lap`: its seconds."""
+    def places(self, tokens: int) -> int:
+        """Those of the newest batch: its rows have places without a target."""
+        return self._places
+
+    def record(self, result: StepResult, lap: Mapping[str, float], counted: str) -> dict[str, Any]:
+        """What the orchestrator has said of the newest batch, and how long it was waited for."""
         if self._own:
             self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
-        tokens, fresh = max(1.0, values["tokens"]), values["fresh_tokens"]
-        distance = {  # nobody has the weights any more that the others were sampled with
-            "mismatch": (values["fresh_sum"], fresh),
-            "drift": (values["mismatch_sum"] - values["fresh_sum"], values["tokens"] - fresh),
-        }
-        own = {
-            **{name: total / count for name, (total, count) in distance.items() if count},
-            "ratio_clipped": values["held_back"] / tokens,
-            "kl": values["kl_sum"] / tokens,
+        said = {name: value for name, value in self._metrics.items() if name != "samples"}
+        return {
+            **said,
             "wait": lap.get("data", 0.0) / max(lap["total"], 1e-9),
             "publish_seconds": lap.get("publish", 0.0),
         }
-        said = {name: value for name, value in self._metrics.items() if name != "samples"}
-        return {**said, **own}
 
     def close(self) -> None:
         pass
@@ -191,14 +218,15 @@ class FakeFeed(Feed):
         say: Callable[[str], None],
     ) -> None:
         super().__init__(cfg, exchange, layout, stop, publisher, 0, say)
-        separate = cfg.bench.length == "variable"
+        separate = cfg.of(BenchConfig).length == "variable"
         shape = Shape(cfg.train.seq_len, cfg.model.vocab_size, separate, False, False)
         self._source, self._guess = FakeDataset("fake", shape), -math.log(cfg.model.vocab_size)
-        self._rows = (cfg.rl.batch_samples or 64) // layout.data_ranks
+        self._rows = (cfg.of(RlConfig).batch_samples or 64) // layout.data_ranks
 
     def next(self, step: int) -> list[Rollouts] | Verdict:
         if self._ranks.rank == 0 and step > 1:
             shutil.rmtree(self._exchange.version(step - 2), ignore_errors=True)
+        self._step = step
         first = self.position + self._layout.data_rank * self._rows
         rows = self._source.read(np.arange(first, first + self._rows))
         shape = rows.inputs.shape
@@ -213,21 +241,23 @@ class FakeFeed(Feed):
             "fresh": np.ones(shape, bool),
         }
         self.position += self._rows * self._layout.data_ranks
-        self.places = self._rows * self._layout.data_ranks * self._seq_len
-        self.tokens = self.places
+        self._places = self._rows * self._layout.data_ranks * self._seq_len
+        self.tokens = self._places
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return list(micro_batches(tensors, self._micro, self._pin))
 
 
 def open_feed(
     cfg: RunConfig,
-    exchange: Exchange,
+    run: Run,
     layout: Layout,
+    model: Decoder,
+    progress: Progress,
     stop: StopRequests,
-    publisher: Publisher,
-    samples: int,
-    say: Callable[[str], None],
 ) -> Feed:
+    """The batches of a run, and where its weights go."""
+    exchange, device = Exchange(run.dir), torch.device(layout.mesh.device_type)
+    publisher = open_publisher(cfg, model, exchange, device)
     if cfg.data.dataset_path == FAKE:
-        return FakeFeed(cfg, exchange, layout, stop, publisher, say)
-    return Feed(cfg, exchange, layout, stop, publisher, samples, say)
+        return FakeFeed(cfg, exchange, layout, stop, publisher, run.announce)
+    return Feed(cfg, exchange, layout, stop, publisher, progress.samples, run.announce)

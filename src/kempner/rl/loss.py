@@ -9,8 +9,8 @@ is as much below 1. It is the weight of importance sampling all the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from kempner.loss import VocabularyPart, cross_entropy
 from kempner.model.decoder import Decoder
 from kempner.parallel.layout import Layout
 from kempner.rl.batch import Rollouts
-from kempner.rl.config import LossConfig
+from kempner.rl.config import LossConfig, SamplingConfig
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
@@ -71,8 +71,10 @@ def truncated_ratio(log_ratio: Tensor, cap: float) -> Tensor:
 class Policy:
     """The objective (kempner.objective) of tokens with advantages."""
 
+    counted = "loss_tokens"
+
     def __init__(self, cfg: RunConfig, device: torch.device) -> None:
-        self._cfg, self._temperature = cfg.rl_loss, cfg.rl_sampling.temperature
+        self._cfg, self._temperature = cfg.of(LossConfig), cfg.of(SamplingConfig).temperature
         self._chunk = cfg.train.loss_chunk
         self._batch: Rollouts | None = None
         self._sums = torch.zeros(len(SUMS), device=device)
@@ -90,6 +92,19 @@ class Policy:
         sums = self._sums.clone()
         self._sums.zero_()
         return dict(zip(SUMS, sums.unbind(), strict=True))
+
+    def record(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """Means over the tokens that count."""
+        tokens, fresh = max(1.0, values["tokens"]), values["fresh_tokens"]
+        distance = {  # nobody has the weights any more that the others were sampled with
+            "mismatch": (values["fresh_sum"], fresh),
+            "drift": (values["mismatch_sum"] - values["fresh_sum"], values["tokens"] - fresh),
+        }
+        return {
+            **{name: total / count for name, (total, count) in distance.items() if count},
+            "ratio_clipped": values["held_back"] / tokens,
+            "kl": values["kl_sum"] / tokens,
+        }
 
     def loss(
         self, x: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kempner.files import write_atomic
 from kempner.history.tables import aligned
+from kempner.rl.config import InferenceConfig, RlConfig
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Closed, Lost, NoEngines
 from kempner.rl.environments.opening import Tasks
@@ -74,9 +75,9 @@ class Bench:
                 raise Closed
             if time.monotonic() > until:
                 raise NoEngines(f"no engine after {FIRST_ENGINE_S:.0f} s")
-        engines, rl = len(self._router.alive()), self._cfg.rl
+        engines, rl = len(self._router.alive()), self._cfg.of(RlConfig)
         batch = max(1, (rl.batch_samples or 0) // rl.group_size)
-        room = engines * self._cfg.rl_inference.resolved_slots
+        room = engines * self._cfg.of(InferenceConfig).resolved_slots
         many = max(4 * batch, -(-6 * room // rl.group_size))
         self._measure(batch, room)  # the first one is slower
         alone, stream, read = [], [], self._tokens_read()
@@ -88,7 +89,7 @@ class Bench:
         lost = [1 - a.rate / b.full for a, b in zip(alone, stream, strict=True)]
         result: dict[str, Any] = {
             "engines": engines,
-            "slots": self._cfg.rl_inference.resolved_slots,
+            "slots": self._cfg.of(InferenceConfig).resolved_slots,
             "groups_of_a_batch": batch,
             "group_size": rl.group_size,
             "tokens_per_s": full,
@@ -113,7 +114,7 @@ class Bench:
 
         def work() -> None:
             try:
-                come.put(self._sampler.group(at.pop(), self._cfg.rl.group_size, -1))
+                come.put(self._sampler.group(at.pop(), self._cfg.of(RlConfig).group_size, -1))
             except Exception as error:
                 come.put(error)
 
@@ -127,7 +128,7 @@ class Bench:
             group = self._next(come)
             tokens += group.tokens
             prompts += sum(len(each.sample.tokens) - each.length for each in group.rollouts)
-            left = (count - number) * self._cfg.rl.group_size
+            left = (count - number) * self._cfg.of(RlConfig).group_size
             if number > count // 6 and left >= room:
                 marks.append((time.monotonic(), tokens))
         if not tokens:

@@ -13,6 +13,7 @@ from kempner.config.option import ConfigError
 from kempner.hf.families import config_json, model_values
 from kempner.hf.source import CONFIG
 from kempner.model.config import ModelConfig
+from kempner.rl.config import InferenceConfig, RlConfig, SamplingConfig
 from kempner.rl.conversation import Writer, open_words
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Busy, Engine, KitEngine, Leased, Lost, Rejected, Silent, VllmEngine
@@ -34,22 +35,23 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
     """Open the environments, by label, and the tokenizer. Raises ConfigError with all problems,
     before any node is held; with `servers`, also with those of engines that run already."""
     problems: list[str] = []
+    rl = cfg.of(RlConfig)
     envs: list[Tasks] = []
     words = None
     try:
-        envs = open_environments(cfg.rl)
+        envs = open_environments(rl)
     except ConfigError as error:
         problems += error.problems
     try:
-        words = open_words(cfg.rl.tokenizer, cfg.model.init_from)
+        words = open_words(rl.tokenizer, cfg.model.init_from)
     except ConfigError as error:
         problems += error.problems
-    if cfg.rl.eval_interval and all(env.use == "train" for env in cfg.rl.env):
+    if rl.eval_interval and all(env.use == "train" for env in rl.env):
         problems.append(
-            f"rl.eval_interval = {cfg.rl.eval_interval}: no rl.env is for evaluation; give one "
+            f"rl.eval_interval = {rl.eval_interval}: no rl.env is for evaluation; give one "
             'use = "eval" or "both", or leave it out'
         )
-    inference, sees = cfg.rl_inference, cfg.model.max_seq_len
+    inference, sees = cfg.of(InferenceConfig), cfg.model.max_seq_len
     if inference.engine == "kit" and (
         problem := problem_of(inference.args, cfg.train.seq_len, sees)
     ):
@@ -58,7 +60,7 @@ def open_parts(cfg: RunConfig, servers: bool = False) -> tuple[dict[str, Tasks],
         problems += check_words(cfg, words)
         for env in envs:
             problems += check_prompts(cfg, env, Writer(words))
-        problems += check_servers(cfg, words) if servers and cfg.rl_inference.urls else []
+        problems += check_servers(cfg, words) if servers and cfg.of(InferenceConfig).urls else []
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     assert words is not None
@@ -103,7 +105,7 @@ def check_prompts(cfg: RunConfig, env: Tasks, writer: Writer) -> list[str]:
     """List problems of the first tasks: each must be writable as tokens, and leave room for
     completions."""
     held_out = env.cfg.use == "eval"
-    most, room = cfg.rl_sampling.max_tokens, cfg.train.seq_len
+    most, room = cfg.of(SamplingConfig).max_tokens, cfg.train.seq_len
     count = LOOKED_AT if env.environment.size is None else min(LOOKED_AT, env.environment.size)
     longest, why = 0, ""
     for number in range(count):
@@ -131,7 +133,7 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     run = Exchange(cfg.run.dir).run
     token = os.environ.get(TOKEN, "").strip()
-    for url in cfg.rl_inference.urls:
+    for url in cfg.of(InferenceConfig).urls:
         engine = make_engine(cfg, url, token, words.ends, run)
         try:
             problem = in_use(engine)
@@ -145,7 +147,7 @@ def check_servers(cfg: RunConfig, words: Words) -> list[str]:
         except (Lost, Rejected) as error:
             problem = f"{error}"
         problems += [f"rl.inference.urls: {url}: {problem}"] if problem else []
-    if problems or len(silent) == len(cfg.rl_inference.urls):
+    if problems or len(silent) == len(cfg.of(InferenceConfig).urls):
         problems += silent
     return problems
 
@@ -200,7 +202,7 @@ def open_curriculum(
         except Exception:  # it is asked as any other, and counted
             return ""
 
-    return Curriculum(weights, cfg.rl.solve_rate, key, say)
+    return Curriculum(weights, cfg.of(RlConfig).solve_rate, key, say)
 
 
 def open_router(
@@ -210,9 +212,9 @@ def open_router(
     say: Callable[[str], None],
     bench: bool = False,
 ) -> Router:
-    """Open a router over the engines of this job, or over those that run already. `ends`: tokens
-    that end a text. `bench`: engines are only measured, with whatever weights they have."""
-    inference, urls = cfg.rl_inference, cfg.rl_inference.urls
+    """Of the engines of this job, or of those that run already. `ends`: tokens that end a text.
+    `bench`: they are only measured, with whatever weights they have."""
+    inference, urls = cfg.of(InferenceConfig), cfg.of(InferenceConfig).urls
     given = os.environ.pop(TOKEN, "").strip()
 
     def token() -> str:
@@ -229,7 +231,7 @@ def open_router(
     def make(url: str) -> Engine:
         return make_engine(cfg, url, token(), ends, None if bench else exchange.run)
 
-    slots, queued = inference.resolved_slots, QUEUED * cfg.rl.group_size
+    slots, queued = inference.resolved_slots, QUEUED * cfg.of(RlConfig).group_size
     silence = inference.timeout
     return Router(find, make, slots, queued, say, silence, silence if urls else None)
 
@@ -237,9 +239,9 @@ def open_router(
 def make_engine(
     cfg: RunConfig, url: str, token: str, ends: Collection[int], run: str | None = ""
 ) -> KitEngine:
-    if cfg.rl_inference.engine == "vllm":
+    if cfg.of(InferenceConfig).engine == "vllm":
         # In asynchronous training samples depend on timing whatever their seeds.
-        return VllmEngine(url, token, ends, cfg.rl.max_async == 0, run)
+        return VllmEngine(url, token, ends, cfg.of(RlConfig).max_async == 0, run)
     return KitEngine(url, token, run)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kempner.history import results
 from kempner.rl import packing
 from kempner.rl.batches import Failed, Groups, batches_ahead
+from kempner.rl.config import LossConfig, RlConfig, SamplingConfig
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Closed, Flight
 from kempner.rl.environments.opening import Tasks
@@ -57,8 +58,8 @@ class Orchestrator:
         self._again: deque[Place] = deque()  # asked before, and not trained
         self._flying: dict[Flight, Place] = {}  # asked, and not here
         self._cancelled = 0  # groups since the last batch
-        self._mismatch = Mismatch(exchange, router, cfg.rl_sampling.temperature)
-        self._groups = Groups(cfg.rl, cfg.rl_sampling.max_tokens, say)
+        self._mismatch = Mismatch(exchange, router, cfg.of(SamplingConfig).temperature)
+        self._groups = Groups(cfg.of(RlConfig), cfg.of(SamplingConfig).max_tokens, say)
         self._step = 0  # whose batch was handed over last
         self._newest = -1  # version
         self._evaluated = -1  # version
@@ -86,7 +87,7 @@ class Orchestrator:
     def _begin(self, start: Start) -> None:
         self._data_ranks, self._step = start.data_ranks, start.step
         self._log = SampleLog(Path(self._cfg.run.dir), start.step, self._say)
-        if self._cfg.rl.eval_interval:
+        if self._cfg.of(RlConfig).eval_interval:
             done = results.evaluated(Path(self._cfg.run.dir))
             self._evaluated = max((each for each in done if each <= start.step), default=-1)
         if start.state is not None:
@@ -135,9 +136,8 @@ class Orchestrator:
             self._evaluate(newest)
 
     def _evaluation_due(self) -> bool:
-        """Return whether to evaluate: before the first step, when another interval has begun, and
-        at the end."""
-        interval, newest = self._cfg.rl.eval_interval, self._newest
+        """Before the first step, when another interval has begun, and at the end."""
+        interval, newest = self._cfg.of(RlConfig).eval_interval, self._newest
         if not interval or newest == self._evaluated:
             return False
         last = newest == self._cfg.train.max_steps
@@ -175,7 +175,7 @@ class Orchestrator:
                 answers.put(error)
 
         envs = [env for env in self._envs.values() if env.cfg.use != "train"]
-        tasks = {env.label: env.evaluation(self._cfg.rl.eval_samples) for env in envs}
+        tasks = {env.label: env.evaluation(self._cfg.of(RlConfig).eval_samples) for env in envs}
         for env in envs:
             for number in range(len(tasks[env.label])):
                 threading.Thread(target=work, args=(env, number), daemon=True).start()
@@ -208,7 +208,9 @@ class Orchestrator:
     # --- groups and batches ---
 
     def _ahead(self) -> int:
-        return batches_ahead(self._cfg.rl, self._newest, self._step, self._cfg.train.max_steps)
+        return batches_ahead(
+            self._cfg.of(RlConfig), self._newest, self._step, self._cfg.train.max_steps
+        )
 
     def _ask_again(self, places: Sequence[Place]) -> None:
         """Put dropped tasks first in line: they are not lost, nor is a slow one replaced by
@@ -225,9 +227,9 @@ class Orchestrator:
             each.cancel()
 
     def _take(self) -> None:
-        """Request what may be requested, and take what has come."""
+        """Ask for what may be asked, and take what has come."""
         # In asynchronous training an engine works on while another one takes new weights.
-        least = max(0, self._newest - (self._cfg.rl.max_async > 0))
+        least = max(0, self._newest - (self._cfg.of(RlConfig).max_async > 0))
         begun = [each.version for each in self._flying if each.version is not None]
         late = sum(version < self._newest for version in begun)
         for _ in range(self._groups.wanted(self._ahead(), len(self._flying), late)):
@@ -250,13 +252,13 @@ class Orchestrator:
     def _work(self, flight: Flight, at: Place, least: int) -> None:
         found: Group | Exception
         try:
-            found = self._sampler.group(at, self._cfg.rl.group_size, least, flight)
+            found = self._sampler.group(at, self._cfg.of(RlConfig).group_size, least, flight)
         except Exception as error:
             found = error
         self._come.put((flight, found))
 
     def _hand_over(self, chosen: list[Group]) -> None:
-        loss, most = self._cfg.rl_loss, self._cfg.rl_sampling.max_tokens
+        loss, most = self._cfg.of(LossConfig), self._cfg.of(SamplingConfig).max_tokens
         self._step += 1
         come, stale = self._groups.next_batch(chosen)
         self._curriculum.learn(come)

@@ -26,10 +26,12 @@ from kempner.checkpoint.ranks import Ranks
 from kempner.hf.exporting import header_of, write_all, write_beside, write_json
 from kempner.hf.source import CONFIG, FOLDER, read_config
 from kempner.hf.stored import INDEX, SINGLE
-from kempner.hf.tensors import parts, tensor_names, tensor_shapes
+from kempner.hf.tensors import parts, tensor_names
 from kempner.model.decoder import Decoder
+from kempner.model.shapes import tensor_shapes
 from kempner.parallel.build import compute_dtype, parameter_names
 from kempner.parallel.lora import is_adapter
+from kempner.rl.config import RlConfig
 from kempner.rl.exchange import Exchange
 from kempner.rl.transfer import DirectPublisher
 from kempner.rl.words import keep_words
@@ -171,7 +173,7 @@ def open_publisher(
     cfg: RunConfig, model: Decoder, exchange: Exchange, device: torch.device
 ) -> Publisher:
     files = DirectoryPublisher(cfg, model, exchange, device)
-    if cfg.rl.weights == "directory":
+    if cfg.of(RlConfig).weights == "directory":
         return files
 
     return DirectPublisher(files.publish, model, exchange, files.dtype, cfg.train.max_steps)

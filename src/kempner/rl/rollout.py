@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kempner.config.option import ConfigError
 from kempner.generate.config import Sampling
+from kempner.rl.config import RlConfig, SamplingConfig
 from kempner.rl.conversation import Conversation, Writer
 from kempner.rl.engines import Flight, GivenUp
 from kempner.rl.environments.opening import Tasks
@@ -35,7 +36,11 @@ class Sampler:
         say: Callable[[str], None],
     ) -> None:
         self._envs, self._writer, self._router, self._scorer = envs, writer, router, scorer
-        self._sampling, self._seq_len, self._seed = cfg.rl_sampling, cfg.train.seq_len, cfg.rl.seed
+        self._sampling, self._seq_len, self._seed = (
+            cfg.of(SamplingConfig),
+            cfg.train.seq_len,
+            cfg.of(RlConfig).seed,
+        )
         self._say = say
         self._said: set[str] = set()  # environments whose failures were reported
 

@@ -9,6 +9,7 @@ from kempner.data.sidecar import SIDECAR, SPLITS, Sidecar, copy_tokenizer
 from kempner.data.tokenizer import ByteTokenizer, Tokenizer
 from kempner.hf.source import FOLDER, find, run_of
 from kempner.load import words_of_directory, words_of_run
+from kempner.rl.config import RlConfig
 
 if TYPE_CHECKING:
     from kempner.run import RunConfig
@@ -21,7 +22,7 @@ def keep_words(cfg: RunConfig, run: Path) -> None:
     it. Raises ConfigError, OSError."""
     if (run / SIDECAR).is_file():
         return
-    if not cfg.rl.tokenizer and cfg.model.init_from is not None:
+    if not cfg.of(RlConfig).tokenizer and cfg.model.init_from is not None:
         source = find(cfg.model.init_from)
         if source.is_checkpoint:  # its data may have another one than the model that it began with
             folder = words_of_run(run_of(source.path), source.path).folder
@@ -29,10 +30,10 @@ def keep_words(cfg: RunConfig, run: Path) -> None:
                 copy_tokenizer(folder, run)
     if (run / SIDECAR).is_file() or (run / FOLDER).is_dir():
         return
-    if cfg.rl.tokenizer == BYTES:
+    if cfg.of(RlConfig).tokenizer == BYTES:
         write_sidecar(run, ByteTokenizer())
         return
-    folder = Path(cfg.rl.tokenizer).expanduser()
+    folder = Path(cfg.of(RlConfig).tokenizer).expanduser()
     copy_tokenizer(folder, run)
     if not (run / SIDECAR).is_file():
         write_sidecar(run, words_of_directory(folder).tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kempner.config.option import Option, schema
+from kempner.config.option import Option, schema, whole_schema
 from kempner.run import RunConfig
 from kempner.sweep.axes import Propose
 from kempner.sweep.early_stop import EarlyStop
@@ -26,7 +26,7 @@ class Root:
 
 OPTIONS: dict[str, Option] = {
     option.name: option
-    for sections in (schema(RunConfig), schema(Root))
+    for sections in (whole_schema(RunConfig), schema(Root))
     for keys in sections.values()
     for option in keys.values()
     if not option.name.startswith(("early_stop.", "propose."))  # the same for all points

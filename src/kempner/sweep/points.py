@@ -197,7 +197,8 @@ def identity(cfg: RunConfig) -> str:
 
 @functools.cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    return as_dict(RunConfig())
+    others = RunConfig.all_sections().items()
+    return as_dict(RunConfig(more=tuple((name, cls()) for name, cls in others)))
 
 
 def _slug(values: Values) -> str:

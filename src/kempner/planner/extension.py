@@ -1,0 +1,63 @@
+"""The planner as an extension of the trainer: --build, --bench with [bench], and advice to a run
+that is out of memory."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from kempner.bench_config import BenchConfig
+from kempner.config.command_line import Command, parse_command
+from kempner.config.option import ConfigError
+from kempner.extensions import CheckWorld, Extension, Variant
+
+if TYPE_CHECKING:
+    from kempner.process_group import World
+    from kempner.run import RunConfig
+
+
+class PlannerExtension(Extension):
+    sections: ClassVar = {"bench": BenchConfig}
+
+    def variants(self, command: Command, cfg: RunConfig) -> list[Variant]:
+        from kempner import bench
+        from kempner.configure import OWN_DIRECTORY, load_config
+        from kempner.directories import Kind, refuse_other_file, refuse_others
+
+        refuse_others(cfg.run.dir, "run.dir", (Kind.STARTED,), OWN_DIRECTORY)
+        if file := cfg.of(BenchConfig).output_json:
+            refuse_other_file(file, "bench.output_json", (bench.SIGN,))
+        found, problems = [], []
+        for number, name in enumerate(cfg.of(BenchConfig).compare or ("",), 1):
+            more = parse_command(shlex.split(name), {})
+            files, given = [*command.files, *more.files], [*command.overrides, *more.overrides]
+            try:
+                own = load_config(files, given, more.problems)  # its [bench] says which data
+                given += bench.overrides(own, f"{cfg.run.dir}/{number}")
+                own = load_config(files, given)
+                found.append(Variant(name, [*files, *given], own))
+            except ConfigError as error:
+                problems += [f"bench.compare, {name}: {text}" for text in error.problems]
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+    def measure(
+        self, cfg: RunConfig, variants: Sequence[Variant], leaves: Callable[[], float]
+    ) -> int:
+        from kempner import bench
+        from kempner.process_group import discover
+
+        return bench.measure(Path(cfg.run.dir), variants, discover(), leaves)
+
+    def build(self, cfg: RunConfig, world_size: int, per_node: int) -> str:
+        from kempner.planner.build import build
+
+        return build(cfg, world_size, per_node)
+
+    def advise(self, cfg: RunConfig, world: World, check: CheckWorld) -> str:
+        from kempner.planner.out_of_memory import explain
+
+        return explain(cfg, world, check)

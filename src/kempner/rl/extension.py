@@ -1,0 +1,133 @@
+"""Reinforcement learning as an extension of the trainer: its sections, batches and objective."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from kempner.config.option import ConfigError
+from kempner.extensions import Extension, Loader
+from kempner.rl import config
+from kempner.rl.config import (
+    DeploymentConfig,
+    InferenceConfig,
+    LossConfig,
+    RlConfig,
+    SamplingConfig,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from kempner.model.decoder import Decoder
+    from kempner.objective import Objective
+    from kempner.parallel.layout import Layout
+    from kempner.progress import Progress
+    from kempner.resilience.requests import StopRequests
+    from kempner.run import RunConfig
+    from kempner.run_directory import Run
+
+OTHER_PROGRAM = {
+    False: "rl.env: this configuration learns from rewards; submit scripts/slurm/rl.sh with it",
+    True: "rl.env = []: no environment to learn from; give [[rl.env]], or train on data, by "
+    "scripts/train.py",
+}
+
+
+class RlExtension(Extension):
+    sections: ClassVar = {
+        "rl": RlConfig,
+        "rl.deployment": DeploymentConfig,
+        "rl.sampling": SamplingConfig,
+        "rl.loss": LossConfig,
+        "rl.inference": InferenceConfig,
+    }
+
+    def complete(self, cfg: RunConfig) -> RunConfig:
+        """The batch is that of [rl]."""
+        rl = cfg.of(RlConfig)
+        if not rl.on or rl.batch_samples is None:
+            return cfg
+        return replace(cfg, train=replace(cfg.train, global_batch=rl.batch_samples))
+
+    def problems(self, cfg: RunConfig) -> list[str]:
+        return config.problems(cfg)
+
+    def program_problem(self, cfg: RunConfig, own: bool) -> str | None:
+        return None if cfg.of(RlConfig).on == own else OTHER_PROGRAM[own]
+
+    def brings_batches(self, cfg: RunConfig) -> bool:
+        return cfg.of(RlConfig).on
+
+    def check_files(self, cfg: RunConfig, rank: int, begun: bool, servers: bool) -> list[str]:
+        """Problems with the environments, the tokenizer and, with `servers`, the engines that run
+        already."""
+        if not cfg.of(RlConfig).on:
+            return []
+        # imports NumPy, which --help does without
+        from kempner.rl.opening import check_isolation, open_parts
+
+        found = []
+        if not rank and (cfg.lora.rank or not begun):
+            found = _other_tokens(cfg)
+        try:
+            envs, _ = open_parts(cfg, servers)
+            if servers:
+                check_isolation(envs.values())
+        except ConfigError as error:
+            found += error.problems
+        return found
+
+    def loader(
+        self,
+        cfg: RunConfig,
+        run: Run,
+        layout: Layout,
+        model: Decoder,
+        progress: Progress,
+        stop: StopRequests,
+    ) -> Loader:
+        from kempner.rl.feed import open_feed
+
+        return open_feed(cfg, run, layout, model, progress, stop)
+
+    def objective(
+        self, cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
+    ) -> Objective | None:
+        if not cfg.of(RlConfig).on:
+            return None
+        from kempner.rl.loss import open_policy
+
+        return open_policy(cfg, layout, model, device)
+
+
+def _other_tokens(cfg: RunConfig) -> list[str]:
+    """The problem of a tokenizer whose ids are not those that the weights of model.init_from
+    know."""
+    from kempner.hf.checks import other_ids, same_ids
+    from kempner.hf.source import find, source_tokenizer
+
+    name, own = cfg.of(RlConfig).tokenizer, None
+    with contextlib.suppress(ConfigError):  # told by the check of the weights
+        own = source_tokenizer(find(cfg.model.init_from)) if cfg.model.init_from else None
+    theirs = named_tokenizer(name)
+    if own is None or theirs is None or same_ids(theirs, own):
+        return []
+    return [other_ids(f"rl.tokenizer = {name}", theirs, own, "leave rl.tokenizer out")]
+
+
+def named_tokenizer(name: str) -> dict[str, str] | None:
+    """As source_tokenizer() has it, what rl.tokenizer names; None: nothing that is there."""
+    from kempner.data.sidecar import BYTES, SIDECAR, Sidecar
+    from kempner.hf.source import TOKENIZER, tokenizer_of_file
+
+    folder = Path(name).expanduser()
+    if name == BYTES["kind"]:
+        return dict(BYTES)
+    if name and (folder / TOKENIZER).is_file():
+        return tokenizer_of_file(folder / TOKENIZER)
+    if name and (folder / SIDECAR).is_file():  # data of bytes
+        return Sidecar.load(folder / SIDECAR).tokenizer
+    return None
