@@ -49,8 +49,8 @@ UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
 def overrides(cfg: RunConfig, run_dir: str) -> list[str]:
-    """What makes a run of `cfg` a measurement: as many steps, and nothing beside them; of replicas
-    whole rounds, with their outer steps."""
+    """Return the words that make a run of `cfg` a measurement: this many steps, and nothing besides
+    them; for replicas whole rounds, with their outer steps."""
     bench, rounds = (
         cfg.of(BenchConfig),
         cfg.of(LowcommConfig).interval if cfg.of(LowcommConfig).on else 1,

@@ -63,8 +63,8 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 def configure(
     argv: Sequence[str], stop: StopRequests, program: type[Extension] | None = None
 ) -> RunConfig:
-    """The configuration of a command line, checked against the files that it names. `program`: the
-    extension whose own program this is.
+    """Return the configuration of a command line, checked against the files that it names.
+    `program`: the extension whose own program this is.
 
     Exits here for --help and --check (0), and for bad input (2, every problem on a line of its
     own).
@@ -136,8 +136,7 @@ def set_allocator() -> None:
 def check(
     cfg: RunConfig, flags: Mapping[str, Any], program: type[Extension] | None = None
 ) -> list[str]:
-    """What is wrong with a configuration: with its program, with its files, and in the world that
-    it is meant for."""
+    """List the problems of a configuration: with its program, with its files, and in its world."""
     only = flags["check"] or flags["build"]
     used = extensions.used(cfg)
     if program and not any(type(each) is program for each in used):
@@ -233,8 +232,8 @@ def reject(
 def load_config(
     files: Sequence[str], overrides: Sequence[str], problems: Sequence[str] = (), prefix: str = ""
 ) -> RunConfig:
-    """load(), with what follows from other values: a run without run.dir is named after its first
-    configuration file, after `prefix`, and extensions complete what they know."""
+    """Run load() and add what follows from other values: a run without run.dir is named after its
+    first configuration file, after `prefix`, and extensions add theirs."""
     run_dir = f"runs/{prefix}{Path(files[0]).stem if files else 'default'}"
 
     def complete(given: Values) -> list[str]:
@@ -281,7 +280,7 @@ def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
 
 
 def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:
-    """Do the axes and the batch fit so many ranks, `per_node` on each host?"""
+    """List problems of axes and batch with this many ranks, `per_node` on each host."""
     from kempner.parallel.layout import sizes
 
     found: list[str] = []

@@ -60,7 +60,7 @@ class Loader(Protocol):
 
     @property
     def sources(self) -> Sequence[Source]:
-        """Of the data; none where they are not from [data]."""
+        """The sources of [data]; none if the batches are an extension's."""
         ...
 
     waits_for_all: bool  # the wait for a batch is one of all ranks, and no rank's own work
@@ -139,7 +139,7 @@ class Extension:
         return []
 
     def warnings(self, cfg: RunConfig) -> list[str]:
-        """What is allowed, but seldom meant."""
+        """List what is allowed, but seldom meant."""
         return []
 
     # --- a flag's program ---
@@ -162,7 +162,7 @@ class Extension:
     # --- the parts of a training ---
 
     def brings_batches(self, cfg: RunConfig) -> bool:
-        """Whether the batches are the extension's, by loader(), and not made of [data]."""
+        """Return whether loader() makes the batches, in place of [data]."""
         return False
 
     def loader(
@@ -174,15 +174,15 @@ class Extension:
         progress: Progress,
         stop: StopRequests,
     ) -> Loader:
-        """Its batches, where brings_batches()."""
+        """Open the extension's batches, if brings_batches()."""
         raise NotImplementedError
 
     def sample_shape(self, cfg: RunConfig, shape: Shape) -> Shape:
-        """What a sample of [data] is."""
+        """Return the shape of a sample of [data]."""
         return shape
 
     def fixed_facts(self, cfg: RunConfig) -> dict[str, Any]:
-        """What must stay as it is for the whole run, by section; asked on rank 0."""
+        """Return the facts that must not change during the run, by section; called on rank 0."""
         return {}
 
     def start(self, cfg: RunConfig, run: Run, model: Decoder, begun: bool) -> None:
@@ -195,7 +195,7 @@ class Extension:
     def objective(
         self, cfg: RunConfig, layout: Layout, model: Decoder, run: Run, device: torch.device
     ) -> Objective | None:
-        """What the run minimises; None: next tokens."""
+        """Return the objective of the run; None: next tokens."""
         return None
 
     def count_replicas(self, cfg: RunConfig, world_size: int, per_node: int) -> int:
@@ -218,13 +218,13 @@ class Extension:
         optimizer: Optimizer,
         waiting: Waiting,
     ) -> Replicas | None:
-        """What this replica has to do with the others; None: there are none."""
+        """Return this replica's link to the others; None: there are no others."""
         return None
 
     # --- the end of a run ---
 
     def advise(self, cfg: RunConfig, world: World, check: CheckWorld) -> str:
-        """What would help a run that is out of memory, in words."""
+        """Return advice for a run that is out of memory."""
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Where the trainer finds its extensions: data alone, so that a plain run loads none of them.
+"""The index of the extensions: data alone, so that a plain run loads none of them.
 
 An extension is a class, MODULE:CLASS, with what kempner.extensions.Extension may give.
 """

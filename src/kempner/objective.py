@@ -30,7 +30,7 @@ class Objective(Protocol):
         ...
 
     def record(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """What the step's line in metrics.jsonl has of them. `values`: the sums of all ranks."""
+        """Return their part of the step's line in metrics.jsonl. `values`: sums over all ranks."""
         ...
 
 

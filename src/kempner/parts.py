@@ -117,7 +117,7 @@ def open_checkpointer(
     optimizer: torch.optim.Optimizer,
     replicas: Replicas,
 ) -> Checkpointer:
-    """Saves and loads the weights, the optimizer's state, and each rank's random state."""
+    """Make the checkpointer of the weights, the optimizer's state, and each rank's random state."""
     from kempner.checkpoint.state import run_state
     from kempner.checkpoint.unsaved import Unsaved
 
@@ -159,7 +159,7 @@ def _objective(
 
 @functools.cache  # for the check of the input, the manifest, and the loaders
 def open_data(cfg: RunConfig, check: bool) -> tuple[list[Source], list[Source]]:
-    """The sources of the training and, when the run validates, the held-out data; none where an
+    """Open the sources of the training and, if the run validates, the held-out data; none if an
     extension brings the batches. `check` all shards, which rank 0 does; otherwise none is opened
     before it is read. Raises ConfigError."""
     if extensions.bringer(cfg):
@@ -239,7 +239,7 @@ def open_mixture(cfg: RunConfig, sources: Sequence[Source], progress: Progress) 
 
 
 def open_loader(cfg: RunConfig, layout: Layout, pin: bool, progress: Progress) -> TrainLoader:
-    """This rank's share of the training data, at its position."""
+    """Open this rank's share of the training data, at its position."""
     from kempner.data.loader import TrainLoader
 
     sources, _ = open_data(cfg, layout.data_rank == 0)

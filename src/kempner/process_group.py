@@ -353,8 +353,8 @@ def _log_nccl(world: World) -> Path | None:
 
 
 def _check_transport(log: str) -> None:
-    """Print NCCL's own word for the network of this host. Raises ConfigError when the fabric that
-    was found here is not the one that NCCL uses: the run would take ten times as long."""
+    """Print the network of this host from NCCL's log. Raises ConfigError if NCCL does not use the
+    fabric that was found here: the run would take ten times as long."""
     from kempner import nccl_transport
 
     used, found = nccl_transport.transport_of(log), os.environ.get("KEMPNER_NETWORK", "")

@@ -74,7 +74,8 @@ class Progress:
     def after_step(
         self, samples: int, tokens: int, orchestrator: dict[str, Any] | None = None
     ) -> Progress:
-        """One step later. `samples`: the loader's position; `tokens`: of that step."""
+        """Return the progress one step later. `samples`: the loader's position; `tokens`: of that
+        step."""
         now = replace(self, step=self.step + 1, samples=samples, tokens=self.tokens + tokens)
         return replace(now, orchestrator=orchestrator)
 
@@ -150,8 +151,8 @@ def go_back(
     loader: Loader,
     run: Run,
 ) -> tuple[Progress, Verdict]:
-    """To the last checkpoint, from where the samples of the bad steps are left out; returns where
-    the run is then, and what is next. `since`: after the first of these steps."""
+    """Go back to the last checkpoint, leaving out the samples of the bad steps from there; returns
+    the new progress and verdict. `since`: the progress after the first of these steps."""
     if loader.at_once:  # what feeds the run is ahead, and goes back with it in a new attempt
         raise RuntimeError(verdict.reason)
     bad = [since.samples - run.cfg.train.stage(since.step - 1).batch, loader.position]

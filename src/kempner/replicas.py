@@ -48,7 +48,7 @@ class Replicas:
         return {}, []
 
     def may_go_back(self, progress: Progress) -> bool:
-        """Whether steps that were not finite may lead back to the last checkpoint: once."""
+        """Return whether non-finite steps may lead back to the last checkpoint: once."""
         return not progress.skip
 
     def forget_errors(self) -> None:

@@ -194,8 +194,8 @@ def complete(root: Path) -> list[Path]:
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Whether a checkpoint is there; none where the directory cannot be read, which the check of
-    the input names."""
+    """Return whether the run has a checkpoint. An unreadable directory counts as empty here; the
+    check of the input reports it."""
     with contextlib.suppress(OSError):
         return bool(complete(root))
     return False

@@ -122,7 +122,7 @@ def argument_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def help_text(sections: Mapping[str, Mapping[str, Option]], usage: str) -> str:
-    """`usage`, then every option by section: name, type, [default], one line of meaning."""
+    """Format `usage`, then every option by section: name, type, [default], one line of meaning."""
     lines = [usage.rstrip()]
     for section, options in sections.items():
         lines += ["", f"[{section}]"]

@@ -79,7 +79,7 @@ class _Loader:
         self.complete = True  # all files were read
 
     def knows(self, name: str) -> bool:
-        """Whether a section has this name. What comes with it is known from then on."""
+        """Return whether a section has this name; its options are known from then on."""
         group = {} if name in self.sections else self.finds.find_sections(name)
         if group.keys() - self.sections.keys():
             self.groups.append(group)

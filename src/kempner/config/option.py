@@ -264,7 +264,7 @@ def _schema(root: type) -> Schema:
 
 
 def whole_schema(root: type[Sections]) -> Schema:
-    """What schema() has, and every section that can be found by its name."""
+    """Extend schema() by every section that can be found by its name."""
     others = root.all_sections().items()
     return {**schema(root), **{name: section_options(name, cls) for name, cls in others}}
 
@@ -272,7 +272,7 @@ def whole_schema(root: type[Sections]) -> Schema:
 @functools.cache
 def section_options(section: str, cls: type) -> dict[str, Option]:
     """Map key -> option of one section."""
-    assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is no section"
+    assert dataclasses.is_dataclass(cls) and section != "base", f"{section} is not a section"
     hints = typing.get_type_hints(cls)
     return {
         field.name: _option(f"{section}.{field.name}", hints[field.name], field)

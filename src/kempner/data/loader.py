@@ -31,7 +31,7 @@ VALIDATION_SEED = 0  # validation samples are the same ones in every run
 
 
 class Said(Protocol):
-    """What the host knows of a step: kempner.step.StepResult."""
+    """The part of kempner.step.StepResult that a loader reads."""
 
     @property
     def values(self) -> Mapping[str, float]: ...
@@ -121,7 +121,7 @@ class TrainLoader:
         return tokens
 
     def record(self, result: Said, lap: object, counted: str) -> dict[str, Any]:
-        """Of several sources the loss and tokens of each, and the lengths of what is packed."""
+        """Return loss and tokens of each source, if there are several, and the packed lengths."""
         found: dict[str, Any] = {}
         if len(self.names) > 1:
             found["sources"] = self._by_source(result)

@@ -38,8 +38,8 @@ def open_sources(cfg: DataConfig, how: Opening) -> list[Source]:
 
 
 def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -> list[Source]:
-    """The validation splits of these sets; without any, those of all the run's own sources that
-    have one, joined. Raises ConfigError."""
+    """Open the validation splits of these sets; without any, those of all the run's own sources
+    that have one, joined. Raises ConfigError."""
     alone = len(cfg.mixed) == 1
     own = [one for one in cfg.mixed if alone or format_of(one, how).holds_out(one, how)]
     sources, problems = _splits(sets or own, "val", how)

@@ -1,4 +1,4 @@
-"""What a configuration says of weights that are there, checked against these. No torch."""
+"""Check a configuration against the weights that it names. No torch."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def other_ids(what: str, theirs: Mapping[str, str], own: Mapping[str, str], fix:
 
 
 def same_ids(theirs: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """Whether token ids mean the same to two tokenizers. The files may differ: a tool has written
-    one again, or it has more tokens, of a chat template."""
+    """Return whether token ids mean the same to two tokenizers. The files may differ: a tool has
+    rewritten one, or it has more tokens, of a chat template."""
     if theirs["hash"] == own["hash"] or "bytes" in (theirs["kind"], own["kind"]):
         return theirs["hash"] == own["hash"]
     return agree(*(read_vocabulary(Path(each["file"])) for each in (theirs, own)))

@@ -174,7 +174,7 @@ class LowcommConfig:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """What cannot be combined with replicas."""
+    """List what cannot be combined with replicas."""
     lowcomm = cfg.of(LowcommConfig)
     if not lowcomm.on:
         return []

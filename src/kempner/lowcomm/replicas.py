@@ -65,7 +65,7 @@ class LowcommReplicas(Replicas):
         return {"model": state["model"], "outer": self._state, **state}
 
     def checkpointer(self, *parts: Any) -> Checkpointer:
-        """Where replicas meet in a store they resume at the same step."""
+        """Resume: replicas that meet in a store start at the same step."""
         if self.world.store is None:
             return super().checkpointer(*parts)
         from kempner.lowcomm.checkpoints import ReplicaCheckpointer
@@ -110,7 +110,7 @@ class LowcommReplicas(Replicas):
         return told if left else {**told, **self._facts(step)}
 
     def record(self, result: StepResult) -> tuple[dict[str, Any], list[str]]:
-        """What all replicas have in common, at the end of a round."""
+        """Return the numbers that all replicas share, at the end of a round."""
         values = result.values
         if "round_loss" not in values:
             return {}, []

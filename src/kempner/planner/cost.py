@@ -131,8 +131,8 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
 
 
 def of_a_round(cfg: RunConfig, replicas: int, numbers: float) -> float:
-    """Bytes that a rank with so many numbers sends to other replicas; without the ranges of the
-    codes. Codes are gathered; fp32 is summed."""
+    """Bytes that a rank with `numbers` elements sends to other replicas in a round, without the
+    ranges of the codes. Codes are gathered; fp32 is summed."""
     how, raw = cfg.of(LowcommConfig), raw_numbers(cfg) / trained(cfg)
     if how.compress == "none":
         return 2 * FP32 * numbers * (replicas - 1) / replicas

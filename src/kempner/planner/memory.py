@@ -38,8 +38,8 @@ def memory(cfg: RunConfig, world_size: int, per_node: int, gpu: bool = True) -> 
 
 
 def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConfig, int, int]:
-    """What a replica (lowcomm/) has for itself: its share of the batch, and its ranks. Raises
-    ConfigError when they cannot be shared equally."""
+    """Return the configuration, ranks and ranks per node of one replica (lowcomm/): its share of
+    the batch and of the ranks. Raises ConfigError if they cannot be shared equally."""
     replicas = cfg.of(LowcommConfig).count(world_size, per_node)
     if replicas == 1:
         return cfg, world_size, per_node
@@ -140,7 +140,7 @@ def outer_state(cfg: RunConfig) -> float:
 
 
 def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
-    """Of a fragment: what is sent, and what it is made from or becomes."""
+    """Bytes of a fragment in exchange: what is sent, and what it is made from or becomes."""
     if not cfg.of(LowcommConfig).on:
         return 0.0
     return (
@@ -149,7 +149,8 @@ def changes_on_their_way(cfg: RunConfig, axes: Axes) -> float:
 
 
 def raw_numbers(cfg: RunConfig) -> float:
-    """Numbers that go between replicas in fp32, whatever the codes of the others; norms are few."""
+    """Number of elements exchanged between replicas in fp32, whatever the codec of the others;
+    norms are few."""
     table, raw = cfg.model.vocab_size * cfg.model.dim, cfg.of(LowcommConfig).raw
     output = "output" in raw and not cfg.model.tie_embeddings
     return 0.0 if cfg.lora.rank else float(table * (("embeddings" in raw) + output))

@@ -25,7 +25,7 @@ class PreferenceConfig:
 
 
 def preference_problems(cfg: RunConfig) -> list[str]:
-    """What a loss on preferences is not built for, one message each, with the way out."""
+    """List what a loss on preferences is not built for, one message each, with the way out."""
     loss, axes, found = cfg.of(PreferenceConfig).loss, cfg.distributed, []
     if loss == "none":
         return []

@@ -66,7 +66,7 @@ class Spikes:
 
     @staticmethod
     def record(values: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """What the line of a spike has in metrics.jsonl, and what the log says of it."""
+        """Return the record of a spike for metrics.jsonl, and its message for the log."""
         names = {"loss": "loss", "grad_norm": "gradient norm"}
         limits = {name: values[f"{name}_limit"] for name in names}
         found = {name: values[name] for name in names}

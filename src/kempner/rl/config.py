@@ -169,7 +169,7 @@ class InferenceConfig:
 
 
 def problems(cfg: RunConfig) -> list[str]:
-    """What cannot be combined with RL, one message each, with the way out."""
+    """List what cannot be combined with RL, one message each, with the way out."""
     rl, inference, preference = cfg.of(RlConfig), cfg.of(InferenceConfig), cfg.of(PreferenceConfig)
     if not rl.on:
         return []
@@ -230,7 +230,7 @@ def problems(cfg: RunConfig) -> list[str]:
 
 
 def _trainer_problems(cfg: RunConfig) -> list[str]:
-    """Of what the trainer does with a loss that is one on data."""
+    """List problems of options that need a loss on data."""
     found, sigma = [], cfg.resilience.spike_sigma
     if cfg.train.z_loss:
         found.append(f"train.z_loss = {cfg.train.z_loss}: is not built for rl.env; leave it out")

@@ -119,7 +119,8 @@ def _other_tokens(cfg: RunConfig) -> list[str]:
 
 
 def named_tokenizer(name: str) -> dict[str, str] | None:
-    """As source_tokenizer() has it, what rl.tokenizer names; None: nothing that is there."""
+    """Describe the tokenizer that rl.tokenizer names, as source_tokenizer() does; None if it is not
+    there."""
     from kempner.data.sidecar import BYTES, SIDECAR, Sidecar
     from kempner.hf.source import TOKENIZER, tokenizer_of_file
 

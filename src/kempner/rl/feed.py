@@ -180,11 +180,11 @@ class Feed:
         return []
 
     def places(self, tokens: int) -> int:
-        """Those of the newest batch: its rows have places without a target."""
+        """Return the places of the newest batch: its rows have places without a target."""
         return self._places
 
     def record(self, result: StepResult, lap: Mapping[str, float], counted: str) -> dict[str, Any]:
-        """What the orchestrator has said of the newest batch, and how long it was waited for."""
+        """Return the metrics of the newest batch's step: the orchestrator's, and the trainer's."""
         if self._own:
             self._exchange.hand_back(self._step, self._own[0].cpu().numpy())
         said = {name: value for name, value in self._metrics.items() if name != "samples"}

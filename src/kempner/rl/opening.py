@@ -212,8 +212,8 @@ def open_router(
     say: Callable[[str], None],
     bench: bool = False,
 ) -> Router:
-    """Of the engines of this job, or of those that run already. `ends`: tokens that end a text.
-    `bench`: they are only measured, with whatever weights they have."""
+    """Open a router over the engines of this job, or over those that run already. `ends`: tokens
+    that end a text. `bench`: engines are only measured, with whatever weights they have."""
     inference, urls = cfg.of(InferenceConfig), cfg.of(InferenceConfig).urls
     given = os.environ.pop(TOKEN, "").strip()
 

@@ -136,7 +136,8 @@ class Orchestrator:
             self._evaluate(newest)
 
     def _evaluation_due(self) -> bool:
-        """Before the first step, when another interval has begun, and at the end."""
+        """Return whether to evaluate: before the first step, when another interval has begun, and
+        at the end."""
         interval, newest = self._cfg.of(RlConfig).eval_interval, self._newest
         if not interval or newest == self._evaluated:
             return False
