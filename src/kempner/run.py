@@ -262,8 +262,8 @@ class RunConfig(Sections):
         return combinations.problems(self)
 
     def forward_rows(self, data_ranks: int) -> int:
-        """Return the sequences of one forward pass of a rank; if an extension brings the batches, at
-        most. Raises ConfigError: see micro_batch."""
+        """Return the sequences of one forward pass of a rank; at most, if an extension brings the
+        batches. Raises ConfigError: see micro_batch."""
         if extensions.bringer(self):
             return self.train.micro_batch or -(-self.train.sequences // data_ranks)
         return micro_batch(self.train, data_ranks, self.train.sequences)
