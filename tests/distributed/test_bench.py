@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from tests.conftest import ROOT, clean_env
 
 LAST = {
@@ -21,7 +21,7 @@ LAST = {
 @pytest.mark.parametrize("command", LAST)
 def test_quick(command: str, data_dir: Path) -> None:
     words = [] if command == "data" else ["--", f"--data.dataset_path={data_dir}"]
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, "-m", "benchmarks.trainer", command, "--quick", *words],
         cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
@@ -31,7 +31,7 @@ def test_quick(command: str, data_dir: Path) -> None:
 
 def test_decoder_quick() -> None:
     """It also compares the gradients of both decoders."""
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, "-m", "benchmarks.decoder", "--quick"],
         cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def test_decoder_quick() -> None:
 
 def test_scale_quick() -> None:
     before = "docs/pictures/scale-before.json"
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, "-m", "benchmarks.scale", "--quick", "--before", before],
         cwd=ROOT,
         env=clean_env(),

@@ -4,7 +4,6 @@ round, and no round counts twice. The processes are those of islands.py."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import zygote
 from tests.conftest import ROOT, clean_env
 from tests.distributed.islands import DONE, LR, MU, ROUNDS, TOO_FEW, delta
 
@@ -40,7 +40,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All scenarios, side by side."""
     folder = tmp_path_factory.mktemp("islands")
     program = [sys.executable, "-m", "tests.distributed.islands", folder, json.dumps(SCENARIOS)]
-    done = subprocess.run(
+    done = zygote.run(
         program,
         cwd=ROOT,
         env=clean_env(GLOO_SOCKET_IFNAME="lo"),
