@@ -200,7 +200,8 @@ TRAIN_WEIGHTS = replace(PLAIN, weights="bf16", dtype="bf16")
         ),
         (
             RunConfig(
-                train=replace(PLAIN, loss_chunk=8), preference=PreferenceConfig(loss="reward")
+                more=(("preference", PreferenceConfig(loss="reward")),),
+                train=replace(PLAIN, loss_chunk=8),
             ),
             "has no effect on preference.loss",
         ),
