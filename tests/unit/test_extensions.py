@@ -15,12 +15,13 @@ import pytest
 from kempner import extensions
 from kempner.config.loading import as_dict, load, to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import load_config, what_changed
+from kempner.configure import load_config
 from kempner.lowcomm.config import LowcommConfig
-from kempner.progress import Progress, go_back
+from kempner.progress import Progress
 from kempner.resilience.requests import Verdict
+from kempner.resuming import go_back
 from kempner.rl.config import RlConfig, SamplingConfig
-from kempner.run import RunConfig
+from kempner.run import RunConfig, what_changed
 from kempner.training import Training
 from tests.unit.test_layers import LAYERS, MODULES, level
 
