@@ -25,11 +25,12 @@ from pathlib import Path
 
 from kempner import hub
 from kempner.checkpoint import commit
+from kempner.combinations import problems as problems_across
 from kempner.config.command_line import argument_parser
 from kempner.config.loading import Values, load, to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import complete_model
 from kempner.front_door import interruptible, run_program
+from kempner.hf.checks import complete_model
 from kempner.hf.compare import compare_with_transformers
 from kempner.hf.families import FAMILIES, family_of
 from kempner.hf.source import TOKENIZER, find, held, vocabulary
@@ -196,7 +197,7 @@ def prefetch(options: argparse.Namespace) -> None:
         elif name not in files:
             get(name)
     if files:
-        cfg = load(RunConfig, files, options.overrides, complete=fetch)
+        cfg = load(RunConfig, files, options.overrides, complete=fetch, check=problems_across)
         for source in (*cfg.data.mixed, *cfg.eval.sources):
             if source.path.startswith(hub.HF_DATA):
                 print(f"data: {hub.data_files(source.path, download=True)}")

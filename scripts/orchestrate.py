@@ -37,10 +37,10 @@ from kempner.rl.config import RlConfig
 from kempner.rl.conversation import Writer
 from kempner.rl.engines import Closed, Lost, NoEngines, Rejected
 from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.scorer import Scorer
+from kempner.rl.environments.scorer import NoRewards, Scorer
 from kempner.rl.exchange import Exchange
 from kempner.rl.extension import RlExtension
-from kempner.rl.measure import Bench, NoRewards
+from kempner.rl.measure import Bench
 from kempner.rl.opening import check_isolation, open_curriculum, open_parts, open_router
 from kempner.rl.orchestrator import Orchestrator
 from kempner.rl.rollout import Sampler

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import sys
 
-from kempner import process_group
+from kempner import extensions, process_group
 from kempner.configure import configure, reject
 from kempner.resilience import requests
 from kempner.resilience.requests import GO_ON, StopRequests, Verdict
@@ -121,7 +121,7 @@ def main(cfg: RunConfig, stop: StopRequests) -> int:
         if verdict.state != "failed":
             process_group.leave(world)
     except BaseException as error:
-        return run.crashed(error)
+        return run.crashed(error, extensions.advise)
     return 1 if verdict.state == "failed" else 0
 
 

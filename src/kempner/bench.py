@@ -164,7 +164,7 @@ def _result(variant: Variant, code: int, machine: dict[str, Any], world: World) 
         "peak_tflops": peak and peak / 1e12,
         "flops_per_token_full_attention": full,
         "planned_gib": memory(cfg, ranks, world.per_node, gpu).peak / GIB,
-        "config": as_dict(cfg),
+        "config": as_dict(cfg.with_section("bench", cfg.of(BenchConfig))),
     }
     return found if code == 0 else {**found, "failed": _why(run_dir, code)}
 

@@ -14,17 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kempner import extensions
+from kempner import combinations, extensions
 from kempner.checkpoint import commit, ownership
 from kempner.checkpoint.commit import has_checkpoint
 from kempner.config.command_line import help_text, parse_command
-from kempner.config.loading import Values, as_dict, load, to_toml
+from kempner.config.loading import Values, load, to_toml
 from kempner.config.option import ConfigError, schema, whole_schema
-from kempner.config.values import to_text
 from kempner.directories import Kind, read_run_id, refuse_others
 from kempner.extensions import Extension, Variant
 from kempner.front_door import complain, how_to_run, list_problems, run_program
-from kempner.optim.config import learning_rate
 from kempner.parts import fixed_facts, open_data, open_mixture
 from kempner.process_group import discover, gpu_on_the_bus
 from kempner.progress import Progress
@@ -243,40 +241,10 @@ def load_config(
             for text in one.complete_values(given, run_dir)
         ]
 
-    cfg = load(RunConfig, files, overrides, problems, complete)
+    cfg = load(RunConfig, files, overrides, problems, complete, combinations.problems)
     for one in extensions.used(cfg):
         cfg = one.complete(cfg)
     return replace(cfg, run=replace(cfg.run, dir=cfg.run.dir or run_dir))
-
-
-def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
-    """List what a resumed run changes: each changed key, from the config.toml that the last attempt
-    has left, and the effect on the learning rate of its next step."""
-    try:
-        before = load(RunConfig, [file])
-    except ConfigError:  # not there, or of a version with other options
-        return []
-    now = cfg
-    for name, section in before.more:  # sections that are not in use have their defaults
-        now = now if name in dict(cfg.more) else now.with_section(name, type(section)())
-    for name, section in cfg.more:
-        before = before if name in dict(before.more) else before.with_section(name, type(section)())
-    was = as_dict(before)
-    found = [
-        f"{section}.{key}: {to_text(old)} -> {to_text(new)}"
-        for section, values in as_dict(now).items()
-        for key, new in values.items()
-        if (old := was[section][key]) != new
-    ]
-    rates = [
-        learning_rate(c.schedule, c.optimizer.lr, step, c.train.max_steps) for c in (before, cfg)
-    ]
-    if before.train.max_steps != cfg.train.max_steps and rates[0] != rates[1]:
-        found.append(
-            f"learning rate after step {step}: {rates[0]:.2e} -> {rates[1]:.2e}; "
-            f"schedule.name = {cfg.schedule.name} is stretched to train.max_steps"
-        )
-    return found
 
 
 def check_world(cfg: RunConfig, world_size: int, per_node: int) -> list[str]:

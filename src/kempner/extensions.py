@@ -7,12 +7,13 @@ flag. What a configuration does not use is not imported.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from kempner import lookup
+from kempner.lookup import index
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +36,7 @@ if TYPE_CHECKING:
     from kempner.run_directory import Run
     from kempner.step import StepResult
 
-INDEX = "kempner.extensions_index"
 Values = dict[str, dict[str, Any]]  # section -> key -> value, of those that were given
-CheckWorld = Callable[["RunConfig", int, int], list[str]]
-"""Problems of a configuration in a world of so many ranks, so many on each node."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +221,7 @@ class Extension:
 
     # --- the end of a run ---
 
-    def advise(self, cfg: RunConfig, world: World, check: CheckWorld) -> str:
+    def advise(self, cfg: RunConfig, world: World) -> str:
         """Return advice for a run that is out of memory."""
         return ""
 
@@ -231,22 +229,10 @@ class Extension:
 # --- Which of them ---
 
 
-def index() -> Any:
-    """The tables of the extensions: SECTIONS, KEYS, FLAGS, ADVICE."""
-    return importlib.import_module(INDEX)
-
-
-@functools.cache
 def extension(name: str) -> Extension:
     """The extension MODULE:CLASS."""
-    module, _, cls = name.partition(":")
-    made: Extension = getattr(importlib.import_module(module), cls)()
-    return made
-
-
-def every() -> list[Extension]:
-    """All extensions that have sections, in the order of the index."""
-    return [extension(name) for name in dict.fromkeys(index().SECTIONS.values())]
+    found: Extension = lookup.extension(name)
+    return found
 
 
 def of_flag(flag: str) -> Extension:
@@ -254,15 +240,9 @@ def of_flag(flag: str) -> Extension:
     return extension(index().FLAGS[flag])
 
 
-def adviser() -> Extension:
-    """The extension that knows how a run would need less memory."""
-    return extension(index().ADVICE)
-
-
-def of_section(section: str) -> Extension | None:
-    """The extension that has the section, or the section around it."""
-    name = index().SECTIONS.get(section.partition(".")[0])
-    return extension(name) if name else None
+def advise(cfg: RunConfig, world: World) -> str:
+    """Return advice for a run that is out of memory."""
+    return extension(index().ADVICE).advise(cfg, world)
 
 
 def used(cfg: RunConfig) -> list[Extension]:

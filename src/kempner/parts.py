@@ -17,9 +17,7 @@ from kempner.run import RunConfig, check_batch, micro_batch
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from kempner.checkpoint.checkpointer import Checkpointer
     from kempner.data.batch import MicroBatch
     from kempner.data.loader import TrainLoader
     from kempner.data.mixture import Mixture
@@ -108,26 +106,6 @@ def open_replicas(
         if (replicas := each.replicas(cfg, world, model, optimizer, waiting)) is not None:
             return optimizer, replicas
     return optimizer, Replicas()
-
-
-def open_checkpointer(
-    cfg: RunConfig,
-    run: Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    replicas: Replicas,
-) -> Checkpointer:
-    """Make the checkpointer of the weights, the optimizer's state, and each rank's random state."""
-    from kempner.checkpoint.state import run_state
-    from kempner.checkpoint.unsaved import Unsaved
-
-    startup.mark("model")
-    if not cfg.checkpoint.save:
-        return Unsaved()
-    state = replicas.with_outer(run_state(model, optimizer))
-    return replicas.checkpointer(
-        cfg.checkpoint, cfg.checkpoint_dir, state, run.contents(), run.announce, run.lock
-    )
 
 
 def open_objective(

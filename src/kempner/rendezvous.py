@@ -19,7 +19,7 @@ import time
 import zlib
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kempner import slurm
 from kempner.files import write_atomic
@@ -28,7 +28,6 @@ from kempner.port_range import store_server
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from kempner.process_group import World
 
 LOCAL_COPY_S = 10.0  # local ranks wait so long for their first rank's copy of the address
 SLOWEST_POLL_S = 1.0
@@ -52,7 +51,18 @@ def causes() -> str:
     )
 
 
-def open_store(world: World, run_dir: Path, start_timeout: float) -> dist.Store:
+class Rank(Protocol):
+    """The part of a process_group.World that ranks need to meet."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+def open_store(world: Rank, run_dir: Path, start_timeout: float) -> dist.Store:
     import torch.distributed as dist
 
     env, limit = os.environ, timedelta(seconds=start_timeout)
@@ -168,8 +178,8 @@ def _read_file(path: Path, own: bool) -> str:
         return file.read()
 
 
-def check_in(store: dist.Store, world: World, start_timeout: float) -> None:
-    """Count every rank in; rank 0 waits for the count, and names those that do not come."""
+def check_in(store: dist.Store, world: Rank, start_timeout: float) -> None:
+    """Every rank counts itself in; rank 0 waits for the count, and names those that do not come."""
     store.set(f"here/{world.rank}", socket.gethostname())
     store.add("here", 1)
     if world.rank:

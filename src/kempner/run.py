@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kempner import combinations, extensions
+from kempner import lookup
 from kempner.checkpoint.config import CheckpointConfig
+from kempner.config.loading import as_dict, load
 from kempner.config.option import REQUIRED, ConfigError, Sections, option
+from kempner.config.values import to_text
 from kempner.data.config import DataConfig, SourceConfig
 from kempner.data.stages import Stage, ramp_problems, stage_at, stages
 from kempner.metrics import MetricsConfig
 from kempner.model.config import ModelConfig
-from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig
+from kempner.optim.config import FreezeConfig, OptimizerConfig, ScheduleConfig, learning_rate
 from kempner.parallel.config import DistributedConfig, LoraConfig
 from kempner.profiling import ProfileConfig
 from kempner.resilience.config import ResilienceConfig
@@ -247,26 +249,15 @@ class RunConfig(Sections):
 
     @classmethod
     def find_sections(cls, name: str) -> Mapping[str, type]:
-        found = extensions.of_section(name)
-        return found.sections if found else {}
+        return lookup.sections_with(name)
 
     @classmethod
     def all_sections(cls) -> Mapping[str, type]:
-        return {name: each for one in extensions.every() for name, each in one.sections.items()}
+        return lookup.every_section()
 
     @property
     def checkpoint_dir(self) -> Path:
         return Path(self.checkpoint.dir or f"{self.run.dir}/checkpoints")
-
-    def problems(self) -> list[str]:
-        return combinations.problems(self)
-
-    def forward_rows(self, data_ranks: int) -> int:
-        """Return the sequences of one forward pass of a rank; at most, if an extension brings the
-        batches. Raises ConfigError: see micro_batch."""
-        if extensions.bringer(self):
-            return self.train.micro_batch or -(-self.train.sequences // data_ranks)
-        return micro_batch(self.train, data_ranks, self.train.sequences)
 
 
 def check_batch(cfg: TrainConfig, world_size: int) -> None:
@@ -330,3 +321,33 @@ def micro_batch(cfg: TrainConfig, world_size: int, batch: int) -> int:
             f"{MAX_FORWARD_TOKENS // cfg.seq_len}"
         )
     return micro
+
+
+def what_changed(file: Path, cfg: RunConfig, step: int) -> list[str]:
+    """List what a resumed run changes: each changed key, from the config.toml that the last attempt
+    has left, and the effect on the learning rate of its next step."""
+    try:
+        before = load(RunConfig, [file])
+    except ConfigError:  # not there, or of a version with other options
+        return []
+    now = cfg
+    for name, section in before.more:  # sections that are not in use have their defaults
+        now = now if name in dict(cfg.more) else now.with_section(name, type(section)())
+    for name, section in cfg.more:
+        before = before if name in dict(before.more) else before.with_section(name, type(section)())
+    was = as_dict(before)
+    found = [
+        f"{section}.{key}: {to_text(old)} -> {to_text(new)}"
+        for section, values in as_dict(now).items()
+        for key, new in values.items()
+        if (old := was[section][key]) != new
+    ]
+    rates = [
+        learning_rate(c.schedule, c.optimizer.lr, step, c.train.max_steps) for c in (before, cfg)
+    ]
+    if before.train.max_steps != cfg.train.max_steps and rates[0] != rates[1]:
+        found.append(
+            f"learning rate after step {step}: {rates[0]:.2e} -> {rates[1]:.2e}; "
+            f"schedule.name = {cfg.schedule.name} is stretched to train.max_steps"
+        )
+    return found

@@ -15,19 +15,18 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from kempner import extensions, process, startup
+from kempner import process, startup
 from kempner.checkpoint.ranks import PeerFailed
 from kempner.code import this
 from kempner.config.loading import to_toml
 from kempner.config.option import ConfigError
-from kempner.configure import check_world, what_changed
-from kempner.contents import contents
 from kempner.data.sidecar import copy_tokenizer
 from kempner.files import write_atomic
 from kempner.front_door import explain_os_error
@@ -39,7 +38,7 @@ from kempner.progress import Progress
 from kempner.rendezvous import forget_rendezvous
 from kempner.resilience.lock import RunLock
 from kempner.resilience.requests import Verdict
-from kempner.run import RunConfig
+from kempner.run import RunConfig, what_changed
 from kempner.run_log import Console, RankLog
 from kempner.run_records import RunRecords, count_attempts
 from kempner.slurm import host_name
@@ -212,9 +211,6 @@ class Run:
             head = self._records.head(self.step)
             self._records.event(GoBack(**head, to=to, skip=tuple(skip), reason=reason))
 
-    def contents(self) -> tuple[dict[str, str], dict[str, Any]]:
-        return contents(self.cfg, self.world, self.dir)
-
     # --- the end ---
 
     def end(self, verdict: Verdict) -> None:
@@ -234,8 +230,11 @@ class Run:
             self._trackers.end(LAST_WORDS_S if verdict.state == "interrupted" else LAST_POINTS_S)
         self._leave(FLUSH_S)
 
-    def crashed(self, error: BaseException) -> int:
+    def crashed(
+        self, error: BaseException, advise: Callable[[RunConfig, World], str] | None = None
+    ) -> int:
         """Record an exception that ends this rank; returns the exit code: 2 for bad input, else 1.
+        `advise`: says what would help a run that is out of memory.
 
         Bad input that shows before the run has begun is only reported: the records of the run stay
         as they were.
@@ -266,19 +265,19 @@ class Run:
             )
             if final:
                 self._status("failed", reason)
-        if no_memory:
-            self._advise(reason, final)
+        if no_memory and advise is not None:
+            self._advise(advise, reason, final)
         if self._gpus is not None:
             self._gpus.look_once_more()
         self._leave(LAST_WORDS_S)
         return 2 if bad_input else 1
 
-    def _advise(self, reason: str, final: bool) -> None:
+    def _advise(self, advise: Callable[[RunConfig, World], str], reason: str, final: bool) -> None:
         """Say how the run would need less memory. That takes seconds, in which the launcher may end
         this rank, and a planner that fails must not hide the fault, which is on disk by now."""
         self.background.flush(LAST_WORDS_S)
         try:
-            fix = extensions.adviser().advise(self.cfg, self.world, check_world)
+            fix = advise(self.cfg, self.world)
         except Exception as error:
             self.log("".join(traceback.format_exception(error)).rstrip())
             return

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from kempner import compiler, extensions, process_group
+from kempner import compiler, extensions, process_group, startup
 from kempner.checkpoint.checkpointer import Checkpointer
+from kempner.contents import contents
 from kempner.data.batch import MicroBatch
 from kempner.evaluate import validate
 from kempner.extensions import Loader
@@ -22,7 +24,6 @@ from kempner.optim.optimizer import Optimizer
 from kempner.parallel.build import build_model
 from kempner.parallel.layout import Layout
 from kempner.parts import (
-    open_checkpointer,
     open_held_out_batches,
     open_layout,
     open_loader,
@@ -30,7 +31,7 @@ from kempner.parts import (
     open_replicas,
 )
 from kempner.process_group import World
-from kempner.progress import Progress, go_back, resume
+from kempner.progress import Progress
 from kempner.recorder import Recorder
 from kempner.replicas import Replicas
 from kempner.resilience import requests
@@ -38,6 +39,7 @@ from kempner.resilience.nonfinite import NonFinite
 from kempner.resilience.requests import StopRequests, Verdict
 from kempner.resilience.straggler import BlockClock, Stragglers
 from kempner.resilience.watchdog import Watchdog, start_watchdog
+from kempner.resuming import go_back, resume
 from kempner.run import RunConfig
 from kempner.run_directory import Run
 from kempner.slurm import time_to_leave
@@ -149,6 +151,25 @@ class Training:
             verdict = requests.final_verdict(verdict, self.progress, self.checkpointer, seconds)
         self.watchdog.stop()
         return verdict
+
+
+def open_checkpointer(
+    cfg: RunConfig,
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replicas: Replicas,
+) -> Checkpointer:
+    """Saves and loads the weights, the optimizer's state, and each rank's random state."""
+    from kempner.checkpoint.state import run_state
+    from kempner.checkpoint.unsaved import Unsaved
+
+    startup.mark("model")
+    if not cfg.checkpoint.save:
+        return Unsaved()
+    state = replicas.with_outer(run_state(model, optimizer))
+    parts = (cfg.checkpoint, cfg.checkpoint_dir, state, contents(cfg, run.world, run.dir))
+    return replicas.checkpointer(*parts, run.announce, run.lock)
 
 
 def open_training(cfg: RunConfig, stop: StopRequests, run: Run, device: torch.device) -> Training:

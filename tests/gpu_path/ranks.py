@@ -31,9 +31,10 @@ from kempner.config.loading import load
 from kempner.parallel.build import build_model
 from kempner.parallel.config import DistributedConfig
 from kempner.parallel.layout import Layout, build_layout
-from kempner.parts import open_checkpointer, open_layout, open_replicas
+from kempner.parts import open_layout, open_replicas
 from kempner.run import RunConfig
 from kempner.run_directory import Run
+from kempner.training import open_checkpointer
 from tests.gpu_path.kernels import CPU, GPU, replaced
 
 WORLDS = (2, 3, 4, 6, 8)

@@ -27,6 +27,7 @@ from kempner.parallel.shard import GradientSums, begin_micro_batch
 from kempner.progress import Progress
 from kempner.resilience.requests import FLAGS
 from kempner.rl.publish import whole_tensors
+from kempner.run import RunConfig
 from tests.gpu_path import pretend
 from tests.gpu_path.kernels import GPU
 from tests.gpu_path.pretend import Gpu, on_gpu
@@ -100,7 +101,8 @@ def test_sync_once_sums_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_rounds_of_replicas(options: dict[str, Any]) -> None:
     """Two rounds: what is sent, decoded and taken over stays on the GPU, and nobody waits."""
-    cfg: Any = SimpleNamespace(lowcomm=LowcommConfig(replicas=1, interval=4, **options))
+    lowcomm = LowcommConfig(replicas=1, interval=4, **options)
+    cfg = RunConfig(more=(("lowcomm", lowcomm),))
     world: Any = SimpleNamespace(size=1, replica=0, replicas=1)
     model = build(None)
     optimizer = optimizer_of(model)

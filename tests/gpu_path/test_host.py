@@ -9,11 +9,9 @@ import sys
 
 import pytest
 
-from kempner.config.loading import load
 from kempner.config.option import ConfigError
-from kempner.configure import ALLOCATOR, set_allocator
+from kempner.configure import ALLOCATOR, load_config, set_allocator
 from kempner.rl import vllm_engine
-from kempner.run import RunConfig
 from tests.conftest import ROOT, clean_env
 
 DATA = "--data.dataset_path=fake:"
@@ -22,7 +20,7 @@ RING = ["--distributed.cp=2", "--distributed.cp_method=ring"]
 
 def problems(*words: str) -> str:
     try:
-        load(RunConfig, [], [DATA, "--model.vocab_size=64", *words])
+        load_config([], [DATA, "--model.vocab_size=64", *words])
     except ConfigError as error:
         return "\n".join(error.problems)
     return ""

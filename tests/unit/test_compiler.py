@@ -68,12 +68,9 @@ def test_a_host_without_a_compiler(
         compiler.need(True, device)
 
 
-@pytest.mark.parametrize("name", ["train", "rl"])
-def test_each_rank_looks_before_it_meets_the_others(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_each_rank_looks_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps near its GPU before it has memory."""
-    program, world, done = load_program(name), World(0, 0, 1, "single"), []
+    program, world, done = load_program("train"), World(0, 0, 1, "single"), []
     cfg = types.SimpleNamespace(
         distributed=types.SimpleNamespace(device="cuda"), train=types.SimpleNamespace(compile=True)
     )

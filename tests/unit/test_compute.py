@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from kempner.combinations import problems
 from kempner.config.option import ConfigError
 from kempner.loss import cross_entropy
 from kempner.model.config import ModelConfig
@@ -209,7 +210,8 @@ TRAIN_WEIGHTS = replace(PLAIN, weights="bf16", dtype="bf16")
         ),
         (
             RunConfig(
-                train=replace(PLAIN, loss_chunk=8), preference=PreferenceConfig(loss="reward")
+                more=(("preference", PreferenceConfig(loss="reward")),),
+                train=replace(PLAIN, loss_chunk=8),
             ),
             "has no effect on preference.loss",
         ),
@@ -222,7 +224,8 @@ TRAIN_WEIGHTS = replace(PLAIN, weights="bf16", dtype="bf16")
     ],
 )
 def test_what_cannot_be_combined_is_refused(cfg: Any, word: str) -> None:
-    assert any(word in problem for problem in cfg.problems()), cfg.problems()
+    found = cfg.problems() if isinstance(cfg, TrainConfig) else problems(cfg)
+    assert any(word in problem for problem in found), found
 
 
 def test_fp8_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

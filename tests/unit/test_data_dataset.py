@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kempner.combinations import problems
 from kempner.config.loading import load
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig
@@ -201,6 +202,6 @@ def test_more_shards_than_the_limit_of_open_files(tmp_path: Path) -> None:
 
 
 def test_the_section_says_how_to_make_data() -> None:
-    (problem,) = RunConfig().problems()
+    (problem,) = problems(RunConfig())
     assert "scripts/prepare_data.py" in problem and problem.startswith("data.dataset_path")
-    assert RunConfig(data=DataConfig(dataset_path="data/x")).problems() == []
+    assert problems(RunConfig(data=DataConfig(dataset_path="data/x"))) == []

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.combinations import problems
 from kempner.configure import warn
 from kempner.data.config import DataConfig
 from kempner.model.config import ModelConfig
@@ -26,6 +27,7 @@ from kempner.model.moe import (
 )
 from kempner.optim.build import build_optimizer
 from kempner.optim.config import OptimizerConfig
+from kempner.preference.config import PreferenceConfig
 from kempner.run import RunConfig
 
 SHAPE = ModelConfig(
@@ -324,13 +326,13 @@ def test_options_without_effect_and_combinations_that_are_not_built_are_refused(
     assert problem.startswith("model.router_bias = true: has no effect without experts")
     model = replace(SHAPE, init_from="x", aux_loss=0.1, router_bias=True)
     run = RunConfig(model=model, data=DataConfig("x"))
-    lora = replace(run, lora=replace(run.lora, rank=4)).problems()
+    lora = problems(replace(run, lora=replace(run.lora, rank=4)))
     assert len(lora) == 3 and "w1, w2, w3 are matrices of experts" in lora[1]
     assert lora[2].startswith("model.router_bias: the biases move")
-    (problem,) = replace(run, preference=replace(run.preference, loss="dpo")).problems()[-1:]
+    (problem,) = problems(run.with_section("preference", PreferenceConfig("dpo")))[-1:]
     assert "model.aux_loss = 0.1: is not built for preference.loss = dpo" in problem
     router = replace(run, model=replace(model, aux_loss=0.0, router_z_loss=0.1))
-    (problem,) = replace(router, preference=replace(run.preference, loss="dpo")).problems()[-1:]
+    (problem,) = problems(router.with_section("preference", PreferenceConfig("dpo")))[-1:]
     assert "model.router_z_loss = 0.1: is not built for preference.loss = dpo" in problem
-    cut = replace(run, distributed=replace(run.distributed, cp=2)).problems()
+    cut = problems(replace(run, distributed=replace(run.distributed, cp=2)))
     assert any(each.startswith("model.aux_loss = 0.1: is that of whole") for each in cut)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kempner.combinations import problems
 from kempner.data.config import DataConfig
 from kempner.metrics import Clock
 from kempner.model.config import ModelConfig
@@ -73,8 +74,8 @@ def test_no_schedule_is_the_peak_at_every_step() -> None:
 def test_schedule_free_decays_nothing(schedule: str) -> None:
     optimizer = OptimizerConfig(name="schedule_free")
     data, decay = DataConfig("x"), ScheduleConfig(name=schedule)
-    problems = RunConfig(data=data, optimizer=optimizer, schedule=decay).problems()
-    assert bool(problems) == (schedule not in ("constant", "none"))
+    cfg = RunConfig(data=data, optimizer=optimizer, schedule=decay)
+    assert bool(problems(cfg)) == (schedule not in ("constant", "none"))
     assert OptimizerConfig(name="schedule_free", betas=(0.0, 0.9)).problems()
 
 

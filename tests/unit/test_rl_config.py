@@ -10,7 +10,7 @@ import pytest
 
 from kempner.config.option import ConfigError
 from kempner.configure import check, load_config
-from kempner.planner.memory import memory
+from kempner.planner.memory import forward_rows, memory
 from kempner.rl.extension import OTHER_PROGRAM, RlExtension
 from tests.served import make_model
 
@@ -88,7 +88,7 @@ def test_it_needs_no_data_and_its_batch_is_that_of_rl() -> None:
     assert problems() == []
     cfg = load_config([], [*GOOD, "--rl.batch_samples=48"])
     assert cfg.train.global_batch == 48 and cfg.data.mixed == ()
-    assert memory(cfg, 1, 1).peak and cfg.forward_rows(5) == 10  # no division without a rest
+    assert memory(cfg, 1, 1).peak and forward_rows(cfg, 5) == 10  # no division without a rest
 
 
 def test_each_program_has_its_own_configurations() -> None:

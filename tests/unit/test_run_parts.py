@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kempner import run_directory
+from kempner.extensions import advise
 from kempner.history import events
 from kempner.history.events import Fault
 from kempner.hosts import all_hosts
@@ -87,7 +88,7 @@ def test_only_what_would_come_again_is_final(
     one_process: None, tmp_path: Path, error: Exception, kind: str, final: bool
 ) -> None:
     run = Run(RunConfig(run=RunSection(dir=str(tmp_path / "run"))), world(0, 1))
-    assert run.crashed(error) == 1
+    assert run.crashed(error, advise) == 1
     (fault,) = events.of_kind(events.read(tmp_path / "run/attempts.jsonl"), Fault)
     assert (fault.kind, fault.final, fault.lost_peer) == (kind, final, not final)
     status = tmp_path / "run/status.json"

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kempner import progress
+from kempner import resuming
 from kempner.config.option import ConfigError
 from kempner.data.config import DataConfig, PhaseConfig
 from kempner.data.stages import Stage, samples_between, stage_at, stages, step_of
-from kempner.progress import Progress, go_back
+from kempner.progress import Progress
 from kempner.resilience.requests import Verdict
+from kempner.resuming import go_back
 from kempner.run import RunConfig, TrainConfig, check_batch, micro_batch
 
 
@@ -71,7 +72,7 @@ def test_a_run_that_goes_back_leaves_out_the_batches_that_were_bad(
     checkpointer: Any = SimpleNamespace(load=lambda: manifest, remember_skip=lambda _: None)
     loader: Any = SimpleNamespace(position=64, sources=[], at_once=False)
     loader.seek = lambda *to: sought.append(to)
-    monkeypatch.setattr(progress, "open_mixture", lambda *_: "mixture")
+    monkeypatch.setattr(resuming, "open_mixture", lambda *_: "mixture")
     now, first = Progress(step=6, samples=64), Progress(step=4, samples=32)
     back, _ = go_back(now, first, Verdict(go_back=True), checkpointer, loader, run)
     assert (back.step, back.skip) == (2, [[24, 64]])

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from kempner.combinations import problems as problems_across
 from kempner.compiler import CACHE, HEADERS
 from kempner.config.loading import load
 from kempner.config.option import ConfigError
@@ -342,4 +343,5 @@ def test_strangers_have_no_route_of_any_kind(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_what_cannot_be_combined(words: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"{problem}: is not built"):
-        load(RunConfig, ["configs/rl/arithmetic.toml"], [f"--{word}" for word in words])
+        given = [f"--{word}" for word in words]
+        load(RunConfig, ["configs/rl/arithmetic.toml"], given, check=problems_across)

@@ -48,14 +48,15 @@ def load(
     overrides: Sequence[str] = (),
     problems: Iterable[str] = (),
     complete: Callable[[Values], list[str]] = lambda given: [],
+    check: Callable[[T], list[str]] = lambda cfg: [],
 ) -> T:
     """Load the `root` that the files, left to right, and then the overrides give, over the
     defaults.
 
-    Raises ConfigError with all problems, those handed in (of the command line) first. A section may
-    have a method `problems() -> list[str]`, called when its values are sound; so may the root,
-    called when all its sections are. `complete` adds values that follow from those given, and
-    returns problems.
+    Raises ConfigError with all problems, those handed in (of the command line) first. A section
+    may have a method `problems() -> list[str]`, called when its values are sound; `check`
+    returns those across sections, and is called when all of them are. `complete` adds values that
+    follow from those given, and returns problems.
     """
     loader = _Loader(root, list(problems))
     loader.complete = bool(files) or not loader.problems  # the word that was to be one is in them
@@ -63,7 +64,7 @@ def load(
         loader.read(Path(file), str(file), children=())
     for word in overrides:
         loader.override(word)
-    return loader.build(root, complete)
+    return loader.build(root, complete, check)
 
 
 class _Loader:
@@ -213,8 +214,13 @@ class _Loader:
             guesses = guesses or difflib.get_close_matches(name, names, n=1)
         return f"; did you mean {dashes}{guesses[0]}?" if guesses else "; --help lists all"
 
-    def build(self, root: type[T], complete: Callable[[Values], list[str]]) -> T:
-        """Build the configuration, or raise ConfigError with all problems found so far and now."""
+    def build(
+        self,
+        root: type[T],
+        complete: Callable[[Values], list[str]],
+        check: Callable[[T], list[str]],
+    ) -> T:
+        """The configuration, or ConfigError with all that was found on the way and now."""
         if not self.complete:  # what a file that is missing says may be what the rest needs
             raise ConfigError(self.problems)
         if not self.unsound and (problems := complete(self.values)):
@@ -233,7 +239,7 @@ class _Loader:
         if used:
             sections["more"] = tuple(sorted((pair for group in used for pair in group), key=_name))
         cfg = root(**sections)
-        self.problems += _own_problems(cfg)
+        self.problems += check(cfg)
         if self.problems:
             raise ConfigError(self.problems)
         return cfg

@@ -16,16 +16,13 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from kempner.data.sidecar import SPLITS
 from kempner.data.sources import BadLine, Lines, Piece, Undecodable, documents, is_held_out
 from kempner.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Tokens
-
-if TYPE_CHECKING:
-    from kempner.data.chat import ChatEncoding
 
 LOG_SECONDS = 10.0
 # A worker ends with its parent. Not by SIGTERM: the executor sends that to the remaining workers
@@ -34,6 +31,12 @@ FOR_THE_PARENT = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class UnitEncoding(Protocol):
+    """The encoding of units that are not plain text: chat.ChatEncoding."""
+
+    def encode(self, unit: list[Piece], how: Encoding, tokenizer: Tokenizer) -> Encoded: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Encoding:
     text_key: str
     val_fraction: float
     bos: int | None = None  # before each document
-    chat: ChatEncoding | None = None  # where the units are of chat data
+    chat: UnitEncoding | None = None  # where the units are of chat data
 
     def tokenizer(self) -> Tokenizer:
         if not self.tokenizer_file:

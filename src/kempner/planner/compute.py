@@ -12,7 +12,7 @@ import math
 
 from kempner.combinations import FP8_TILE
 from kempner.parallel.layout import Axes
-from kempner.planner.memory import FP32, loss_rows, weights, whole_model
+from kempner.planner.memory import FP32, forward_rows, loss_rows, weights, whole_model
 from kempner.run import RunConfig
 
 PRODUCTS = (0.69, 500.0)  # of the peak, as the sides grow; half of it at this side
@@ -34,7 +34,7 @@ def computation(
     `rate`: bytes per second of the memory, both of the data sheet."""
     tokens = cfg.train.sequences * cfg.train.seq_len / world_size
     casts = 0.0 if cfg.train.fp8 == "none" else fp8_casts(cfg, axes, tokens)
-    passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
+    passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
     found = {
         "products": products(cfg, axes, tokens) / peak,
         "attention": attention(cfg, tokens) / peak,
@@ -55,7 +55,7 @@ def products(cfg: RunConfig, axes: Axes, tokens: float) -> float:
     each = model.flops_per_token(cfg.train.seq_len, frozen, keys=0.0)
     output = (4.0 if frozen else 6.0) * model.vocab_size * model.dim
     again = (each - output) / (2 if frozen else 3) * recomputed(cfg, "products")
-    pass_tokens = cfg.forward_rows(axes.data_ranks) * cfg.train.seq_len / axes.cp
+    pass_tokens = forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
     side = min(model.dim / math.sqrt(axes.tp), pass_tokens)
     in_fp8 = 6.0 * sum(n * k * often for n, k, often in fp8_matrices(cfg, axes)) / (each - output)
     eight = in_fp8 * (each - output + again)
@@ -142,7 +142,7 @@ def loss(cfg: RunConfig, axes: Axes, tokens: float, passes: float) -> float:
     """Bytes moved by the loss: the logits, and the weight's gradient in fp32, which each chunk adds
     to."""
     model = cfg.model
-    rows = cfg.forward_rows(axes.data_ranks) * cfg.train.seq_len / axes.cp
+    rows = forward_rows(cfg, axes.data_ranks) * cfg.train.seq_len / axes.cp
     chunks = passes * math.ceil(rows / loss_rows(cfg))
     table = model.vocab_size * model.dim / (axes.tp * axes.pp)
     logits = LOGIT * tokens * model.vocab_size * (1 if cfg.train.compile else EAGER)

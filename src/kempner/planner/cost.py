@@ -20,6 +20,7 @@ from kempner.planner.memory import (
     GIB,
     activations,
     compute_bytes,
+    forward_rows,
     one_replica,
     raw_numbers,
     trained,
@@ -95,7 +96,7 @@ def of_one_replica(cfg: RunConfig, world_size: int, per_node: int) -> list[Traff
     """List the traffic of one replica. A ring sends (n - 1) / n of what it gathers or scatters, and
     twice that to reduce it."""
     axes = sizes(cfg.distributed, world_size, per_node)
-    micro = cfg.forward_rows(axes.data_ranks)
+    micro = forward_rows(cfg, axes.data_ranks)
     passes = cfg.train.sequences // (micro * axes.data_ranks)
     compute = compute_bytes(cfg, gpu=True)
     model, ep, cuts = cfg.model, cfg.distributed.ep, axes.pp * axes.tp
@@ -175,7 +176,7 @@ def host_memory(cfg: RunConfig, world_size: int, per_node: int) -> float:
     elif cfg.optimizer.cpu_offload:
         size += held["optimizer"]
     if cfg.train.offload_activations:
-        passes = cfg.train.sequences // (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
+        passes = cfg.train.sequences // (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
         size += offloaded_activations(cfg, axes, passes, compute_bytes(cfg, gpu=True))
     return size * per_node
 
@@ -237,7 +238,7 @@ def time(cfg: RunConfig, world_size: int, per_node: int, gpu: Gpu) -> Time:
     axes = sizes(cfg.distributed, world_size, per_node)
     parts = computation(cfg, axes, world_size, gpu.flops, gpu.memory)
     if axes.pp > 1:  # ranks that wait for the first activations, and the last gradients
-        passes = cfg.train.sequences / (cfg.forward_rows(axes.data_ranks) * axes.data_ranks)
+        passes = cfg.train.sequences / (forward_rows(cfg, axes.data_ranks) * axes.data_ranks)
         waiting = (axes.pp - 1) / (passes * cfg.distributed.pp_stages_per_rank)
         parts["waiting"] = waiting * sum(parts.values())
     return Time(parts, spent[True], spent[False])

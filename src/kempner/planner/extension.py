@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kempner.bench_config import BenchConfig
 from kempner.config.command_line import Command, parse_command
 from kempner.config.option import ConfigError
-from kempner.extensions import CheckWorld, Extension, Variant
+from kempner.extensions import Extension, Variant
 
 if TYPE_CHECKING:
     from kempner.process_group import World
@@ -57,7 +57,8 @@ class PlannerExtension(Extension):
 
         return build(cfg, world_size, per_node)
 
-    def advise(self, cfg: RunConfig, world: World, check: CheckWorld) -> str:
+    def advise(self, cfg: RunConfig, world: World) -> str:
+        from kempner.configure import check_world
         from kempner.planner.out_of_memory import explain
 
-        return explain(cfg, world, check)
+        return explain(cfg, world, check_world)

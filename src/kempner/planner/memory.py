@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kempner import extensions
 from kempner.lowcomm.config import LowcommConfig
 from kempner.optim.config import STATE
 from kempner.parallel.layout import Axes, sizes
-from kempner.run import RunConfig
+from kempner.run import RunConfig, micro_batch
 
 GIB = 2.0**30
 FP32 = 4
@@ -48,11 +49,19 @@ def one_replica(cfg: RunConfig, world_size: int, per_node: int) -> tuple[RunConf
     return replace(cfg, train=train), ranks, min(per_node, ranks)
 
 
+def forward_rows(cfg: RunConfig, data_ranks: int) -> int:
+    """Sequences of one forward pass of a rank; where an extension brings the batches, at most.
+    Raises ConfigError: see micro_batch."""
+    if extensions.bringer(cfg):
+        return cfg.train.micro_batch or -(-cfg.train.sequences // data_ranks)
+    return micro_batch(cfg.train, data_ranks, cfg.train.sequences)
+
+
 def moments(cfg: RunConfig, world_size: int, per_node: int, gpu: bool) -> list[Memory]:
     """The loss (all activations are there, no gradient of this forward pass yet), the backward pass
     of the last block, that of the first parameters, the update, and the outer step of replicas."""
     axes = sizes(cfg.distributed, world_size, per_node)
-    micro = cfg.forward_rows(axes.data_ranks)
+    micro = forward_rows(cfg, axes.data_ranks)
     tokens = micro * cfg.train.seq_len // axes.cp
     often = cfg.train.sequences > micro * axes.data_ranks  # gradients of earlier forward passes
     held = weights(cfg, axes, gpu)

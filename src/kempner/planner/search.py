@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from kempner import combinations
 from kempner.config.option import ConfigError
 from kempner.config.values import to_text
 from kempner.parallel.layout import sizes
@@ -129,8 +130,9 @@ def candidates(cfg: RunConfig, world_size: int) -> Iterator[dict[str, Any]]:
 
 
 def problems_of(cfg: RunConfig) -> set[str]:
-    sections = (cfg, *(getattr(cfg, each.name) for each in fields(cfg)))
-    return {text for one in sections if hasattr(one, "problems") for text in one.problems()}
+    sections = (getattr(cfg, each.name) for each in fields(cfg))
+    own = [text for one in sections if hasattr(one, "problems") for text in one.problems()]
+    return {*own, *combinations.problems(cfg)}
 
 
 def value_of(cfg: RunConfig, key: str) -> Any:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from kempner import slurm
 from kempner.signals import on_signals
@@ -24,8 +24,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kempner.checkpoint.checkpointer import Checkpointer
+    from kempner.process_group import World
     from kempner.progress import Progress
-    from kempner.run_directory import Run
+
+
+class Attempt(Protocol):
+    """The part of a run_directory.Run that requests need."""
+
+    @property
+    def dir(self) -> Path: ...
+    @property
+    def world(self) -> World: ...
+    def announce(self, text: str) -> None: ...
 
 
 class Verdict(NamedTuple):
@@ -87,7 +97,7 @@ class StopRequests:
     def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=target, args=args, daemon=True, name=name).start()
 
-    def begin(self, run: Run, reserve: Callable[[], float]) -> None:
+    def begin(self, run: Attempt, reserve: Callable[[], float]) -> None:
         """Log requests from now on. On rank 0 two more kinds count: the files STOP, SAVE and
         PROFILE in the run directory, and the end of the SLURM job, `reserve()` seconds before it
         comes. A thread asks for each, because a file system or a controller that does not answer

@@ -6,7 +6,6 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +15,6 @@ from kempner.history.tables import aligned
 from kempner.rl.config import InferenceConfig, RlConfig
 from kempner.rl.curriculum import Curriculum
 from kempner.rl.engines import Closed, Lost, NoEngines
-from kempner.rl.environments.opening import Tasks
-from kempner.rl.environments.protocol import Score, Task
 from kempner.rl.groups import Group
 from kempner.rl.rollout import Sampler
 from kempner.rl.router import Router
@@ -28,20 +25,6 @@ if TYPE_CHECKING:
 ROUNDS = 3
 FIRST_ENGINE_S = 600.0
 RESULT = "bench-engines.json"
-
-
-class NoRewards:
-    """A stand-in for the scorer: conversations have one turn, and nobody waits for rewards."""
-
-    def check(self, envs: Sequence[Tasks]) -> None: ...
-
-    def score(self, env: Tasks, task: Task, talks: Sequence[object]) -> list[Score]:
-        return [Score(0.0)] * len(talks)
-
-    def reply(self, env: Tasks, task: Task, talks: Sequence[object]) -> list[None]:
-        return [None] * len(talks)
-
-    def close(self) -> None: ...
 
 
 class Measured(NamedTuple):

@@ -13,12 +13,11 @@ from kempner.rl.conversation import Conversation, Writer
 from kempner.rl.engines import Flight, GivenUp
 from kempner.rl.environments.opening import Tasks
 from kempner.rl.environments.protocol import Score, Task
-from kempner.rl.environments.scorer import Scorer
+from kempner.rl.environments.scorer import NoRewards, Scorer
 from kempner.rl.groups import Group, Place, Rollout, seed_of
 from kempner.rl.router import Router
 
 if TYPE_CHECKING:
-    from kempner.rl.measure import NoRewards
     from kempner.run import RunConfig
 
 

@@ -175,3 +175,17 @@ def _reply(answer: dict[str, Any]) -> Reply | Score | None:
     if "why" in answer:
         return Score(None, answer["why"])
     return Reply(*answer["reply"]) if answer["reply"] else None
+
+
+class NoRewards:
+    """A stand-in for the scorer: conversations have one turn, and nobody waits for rewards."""
+
+    def check(self, envs: Sequence[Tasks]) -> None: ...
+
+    def score(self, env: Tasks, task: Task, talks: Sequence[object]) -> list[Score]:
+        return [Score(0.0)] * len(talks)
+
+    def reply(self, env: Tasks, task: Task, talks: Sequence[object]) -> list[None]:
+        return [None] * len(talks)
+
+    def close(self) -> None: ...
