@@ -216,6 +216,14 @@ def problems(cfg: RunConfig) -> list[str]:
             cfg.eval.interval > 0
         ),
         "bench.data = real: rollouts are made by a whole run": cfg.of(BenchConfig).data == "real",
+    }
+    useless |= _of_other_losses(loss)
+    return found + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]
+
+
+def _of_other_losses(loss: LossConfig) -> dict[str, bool]:
+    """Map option of another loss -> whether it is given."""
+    return {
         f"rl.loss.mask = {loss.mask}: is for rl.loss.name = masked": (
             loss.name != "masked" and loss.mask != LossConfig().mask
         ),
@@ -226,11 +234,10 @@ def problems(cfg: RunConfig) -> list[str]:
             loss.name in ("tis", "masked") and loss.dual_clip != LossConfig().dual_clip
         ),
     }
-    return found + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]
 
 
 def _trainer_problems(cfg: RunConfig) -> list[str]:
-    """Of what the trainer does with a loss that is one on data."""
+    """Problems with what the trainer does with a loss on data alone."""
     found, sigma = [], cfg.resilience.spike_sigma
     if cfg.train.z_loss:
         found.append(f"train.z_loss = {cfg.train.z_loss}: is not built for rl.env; leave it out")
