@@ -69,7 +69,7 @@ def configure(
     """
     command = parse_command(argv, FLAGS)
     flags = command.flags
-    usage = USAGE.format(command=how_to_run(Path(sys.argv[0]).name))
+    usage = USAGE.format(command=how_to_run(program.script if program else "train.py"))
     if flags["help"]:
         run_program(lambda _: print(help_of(argv, program, usage)))
     if not argv:

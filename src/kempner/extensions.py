@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kempner import lookup
-from kempner.lookup import index
+from kempner.lookup import extension_index
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +106,7 @@ class Extension:
     extension; "problems" are one message each, with the way out."""
 
     sections: ClassVar[Mapping[str, type]] = {}
+    script: ClassVar[str] = "train.py"  # of scripts/: its own program, if it has one
 
     # --- the command line -> a configuration ---
 
@@ -231,23 +232,23 @@ class Extension:
 
 def extension(name: str) -> Extension:
     """The extension MODULE:CLASS."""
-    found: Extension = lookup.extension(name)
+    found: Extension = lookup.load_extension(name)
     return found
 
 
 def of_flag(flag: str) -> Extension:
     """The extension whose program a flag of the command line asks for."""
-    return extension(index().FLAGS[flag])
+    return extension(extension_index().FLAGS[flag])
 
 
 def advise(cfg: RunConfig, world: World) -> str:
     """Return advice for a run that is out of memory."""
-    return extension(index().ADVICE).advise(cfg, world)
+    return extension(extension_index().ADVICE).advise(cfg, world)
 
 
 def used(cfg: RunConfig) -> list[Extension]:
     """The extensions that a configuration uses, each once."""
-    tables = index()
+    tables = extension_index()
     sections = [tables.SECTIONS[name.partition(".")[0]] for name, _ in cfg.more]
     return [extension(name) for name in dict.fromkeys([*_by_key(cfg, tables), *sections])]
 
@@ -262,7 +263,7 @@ def _by_key(cfg: RunConfig, tables: Any) -> Iterator[str]:
 
 def used_by(given: Values) -> list[Extension]:
     """The same for values that are no configuration yet."""
-    tables = index()
+    tables = extension_index()
     names = [tables.SECTIONS[word] for section in given if (word := _word(section, tables))]
     for key, name in tables.KEYS.items():
         section, _, option = key.partition(".")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kempner.extensions import Extension, extension
-from kempner.lookup import INDEX, index
+from kempner.lookup import INDEX, extension_index
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kempner"
@@ -93,8 +93,12 @@ def test_the_trainer_finds_its_extensions_by_the_index_alone() -> None:
         named = {text for text in texts if isinstance(text, str) and text in MODULES}
         above = {text for text in named if level(text) > level(name)}
         assert above == ({INDEX} if name == "kempner.lookup" else set()), name
-    targets = {*index().SECTIONS.values(), *index().KEYS.values(), *index().FLAGS.values()}
-    for target in {*targets, index().ADVICE}:
+    targets = {
+        *extension_index().SECTIONS.values(),
+        *extension_index().KEYS.values(),
+        *extension_index().FLAGS.values(),
+    }
+    for target in {*targets, extension_index().ADVICE}:
         assert isinstance(extension(target), Extension)
         assert level(target.partition(":")[0]) == len(LAYERS) - 1
 

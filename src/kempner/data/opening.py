@@ -56,7 +56,7 @@ def open_held_out(cfg: DataConfig, sets: Sequence[SourceConfig], how: Opening) -
     return [Joined(sources)]
 
 
-class Format(NamedTuple):
+class DataFormat(NamedTuple):
     """One form of data. What it needs is imported when a source has it."""
 
     has: Callable[[SourceConfig], bool]
@@ -64,7 +64,7 @@ class Format(NamedTuple):
     holds_out: Callable[[SourceConfig, Opening], bool]  # is there a validation split?
 
 
-def format_of(cfg: SourceConfig, how: Opening) -> Format:
+def format_of(cfg: SourceConfig, how: Opening) -> DataFormat:
     """The first of FORMATS that the source has. Pairs of answers are always prepared data."""
     found = (each for each in FORMATS if each.has(cfg))
     return PREPARED if how.shape.preferences else next(found, PREPARED)
@@ -204,12 +204,12 @@ def has_sidecar(cfg: SourceConfig) -> bool:
     return (Path(cfg.path).expanduser() / SIDECAR).is_file()
 
 
-PREPARED = Format(has_sidecar, _open_prepared, _prepared_hold_out)
+PREPARED = DataFormat(has_sidecar, _open_prepared, _prepared_hold_out)
 FORMATS = (  # in the order in which they are looked for
-    Format(lambda cfg: cfg.path == FAKE, _open_fake, lambda *_: False),
+    DataFormat(lambda cfg: cfg.path == FAKE, _open_fake, lambda *_: False),
     PREPARED,
-    Format(_is_megatron, _open_megatron, lambda *_: False),
-    Format(_is_hugging_face, _open_hugging_face, _hugging_face_holds_out),
+    DataFormat(_is_megatron, _open_megatron, lambda *_: False),
+    DataFormat(_is_hugging_face, _open_hugging_face, _hugging_face_holds_out),
 )
 
 

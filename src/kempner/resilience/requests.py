@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kempner.progress import Progress
 
 
-class Attempt(Protocol):
+class RunView(Protocol):
     """The part of a run_directory.Run that requests need."""
 
     @property
@@ -97,7 +97,7 @@ class StopRequests:
     def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=target, args=args, daemon=True, name=name).start()
 
-    def begin(self, run: Attempt, reserve: Callable[[], float]) -> None:
+    def begin(self, run: RunView, reserve: Callable[[], float]) -> None:
         """Log requests from now on. On rank 0 two more kinds count: the files STOP, SAVE and
         PROFILE in the run directory, and the end of the SLURM job, `reserve()` seconds before it
         comes. A thread asks for each, because a file system or a controller that does not answer

@@ -216,6 +216,14 @@ def problems(cfg: RunConfig) -> list[str]:
             cfg.eval.interval > 0
         ),
         "bench.data = real: rollouts are made by a whole run": cfg.of(BenchConfig).data == "real",
+    }
+    useless |= _of_other_losses(loss)
+    return found + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]
+
+
+def _of_other_losses(loss: LossConfig) -> dict[str, bool]:
+    """Map option of another loss -> whether it is given."""
+    return {
         f"rl.loss.mask = {loss.mask}: is for rl.loss.name = masked": (
             loss.name != "masked" and loss.mask != LossConfig().mask
         ),
@@ -226,7 +234,6 @@ def problems(cfg: RunConfig) -> list[str]:
             loss.name in ("tis", "masked") and loss.dual_clip != LossConfig().dual_clip
         ),
     }
-    return found + [f"{what}; leave it out" for what, is_on in useless.items() if is_on]
 
 
 def _trainer_problems(cfg: RunConfig) -> list[str]:

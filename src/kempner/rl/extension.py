@@ -37,6 +37,7 @@ OTHER_PROGRAM = {
 
 
 class RlExtension(Extension):
+    script = "rl.py"
     sections: ClassVar = {
         "rl": RlConfig,
         "rl.deployment": DeploymentConfig,
